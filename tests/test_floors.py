@@ -128,11 +128,11 @@ def test_the_parts_of_the_agent_know_only_those_that_they_are_built_on() -> None
 
     TopologicalSorter(needs).prepare()  # raises CycleError; what stands in annotations alone counts, too
 
-    assert {own for own in needs if "ttprun.agent.supervisor" in needs[own]} == {
-        "ttprun.agent.elastic",
-        "ttprun.agent.launch",
+    assert {own for own in needs if "ttprun.agent.core.supervisor" in needs[own]} == {
+        "ttprun.agent.launcher.elastic_agent",
+        "ttprun.agent.launcher.launch",
     }
-    assert {own for own in needs if "ttprun.agent.parts" in needs[own]} == {"ttprun.agent.supervisor"}
+    assert {own for own in needs if "ttprun.agent.core.parts" in needs[own]} == {"ttprun.agent.core.supervisor"}
 
 
 def test_the_recovery_imports_nothing_that_can_act() -> None:

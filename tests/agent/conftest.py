@@ -13,8 +13,8 @@ import pytest
 
 from tests.agent.starting import LIMIT_S, start_of
 from tests.options import OPTIONS
-from ttprun.agent import stacks
-from ttprun.agent.processes import Copy, RankHandler, Standby, StandbyHandler, kill_session
+from ttprun.agent.processes import stacks
+from ttprun.agent.processes.rank_processes import Copy, RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.protocol.board import Board
 from ttprun.protocol.to_rank import Resume, Welcome
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ttprun import recovery
-from ttprun.agent.node import Node
+from ttprun.agent.core.node import Node
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 

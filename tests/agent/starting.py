@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ttprun.agent.processes import Standby
+from ttprun.agent.processes.rank_processes import Standby
 
 ROOT = str(Path(__file__).resolve().parents[2])
 LIMIT_S = 40.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.agent.stored import Stored
+from ttprun.agent.repair.stored_states import Stored
 from ttprun.elastic_resume.acceptance import adapted
 from ttprun.errors import ConfigError
 from ttprun.protocol.to_rank import Adapt

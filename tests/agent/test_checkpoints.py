@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.checkpoint_writer import CheckpointWriter
-from ttprun.agent.checkpoints import Checkpoints
-from ttprun.agent.mirrors import Mirrors
-from ttprun.agent.peers import Peers
-from ttprun.agent.resume import ENDED_NAME
-from ttprun.agent.shelf import Shelf
+from ttprun.agent.checkpoints.checkpoints import Checkpoints
+from ttprun.agent.checkpoints.snapshot_buffer import Shelf
+from ttprun.agent.checkpoints.writer import CheckpointWriter
+from ttprun.agent.cluster.peers import Peers
+from ttprun.agent.launcher.resume import ENDED_NAME
+from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.protocol.snapshots import Dumped, Share, SnapshotTaken
 from ttprun.state.draft import Draft
 from ttprun.state.store import CheckpointStore

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.deadlines import Deadlines
+from ttprun.agent.core.deadlines import Deadlines
 from ttprun.protocol import patience
 from ttprun.recovery.job import Ending
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerState
 
-from ttprun.agent.elastic import ReplacingAgent
-from ttprun.agent.failures import FirstFailure
-from ttprun.agent.verdict import Verdict
+from ttprun.agent.core.failures import FirstFailure
+from ttprun.agent.launcher.elastic_agent import ReplacingAgent
+from ttprun.agent.launcher.verdict import Verdict
 
 
 class FakeSupervisor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
-from ttprun.agent import launch as module
+from ttprun.agent.launcher import launch as module
 from ttprun.config import Config
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory

@@ -9,8 +9,8 @@ import msgpack
 import pytest
 
 from tests.agent.nodes import node_of, part
-from ttprun.agent.orders import Orders
-from ttprun.agent.verdict import Verdict
+from ttprun.agent.core.orders import Orders
+from ttprun.agent.launcher.verdict import Verdict
 from ttprun.protocol.board import Field
 from ttprun.recovery import FailJob, FinishJob, RestartGroup
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ttprun.agent.peers import SILENT_LIMIT_S, Peers
+from ttprun.agent.cluster.peers import SILENT_LIMIT_S, Peers
 from ttprun.protocol import patience
 from ttprun.protocol.channel import Channel
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.agent.starting import LIMIT_S, ROOT, wait_until_ready
-from ttprun.agent import preloads as preloads_module
-from ttprun.agent.preloads import Preloaded, Preloads, plan_of
-from ttprun.agent.processes import Standby
+from ttprun.agent.processes import preloads as preloads_module
+from ttprun.agent.processes.preloads import Preloaded, Preloads, plan_of
+from ttprun.agent.processes.rank_processes import Standby
 from ttprun.protocol.from_rank import Imported
 from ttprun.protocol.plan import Plan
 

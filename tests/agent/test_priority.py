@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.agent.starting import ROOT, wait_until_ready
-from ttprun.agent.priority import NICE
-from ttprun.agent.processes import Standby, kill_session
+from ttprun.agent.processes.priority import NICE
+from ttprun.agent.processes.rank_processes import Standby, kill_session
 
 # Without CAP_SYS_NICE, as in a container; others than root do not have it anyway.
 UNPRIVILEGED = ["setpriv", "--bounding-set=-sys_nice,-sys_admin"] if os.geteuid() == 0 else []
@@ -22,7 +22,7 @@ import json, os, subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
 import psutil
 from pathlib import Path
-from ttprun.agent import priority
+from ttprun.agent.processes import priority
 if len(sys.argv) > 2:
     priority._AUTOGROUP = Path(sys.argv[2])
 def state(pid):

@@ -12,12 +12,12 @@ import pytest
 
 from tests.agent.nodes import part
 from ttprun import recovery
-from ttprun.agent.comparisons import Comparisons
-from ttprun.agent.hand import Hand
-from ttprun.agent.node import Node
-from ttprun.agent.peers import Peers
-from ttprun.agent.reports import Reports
-from ttprun.agent.seat import Seat
+from ttprun.agent.cluster.follower import Hand
+from ttprun.agent.cluster.peers import Peers
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.reports import Reports
+from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import from_rank, nodes, to_rank
 from ttprun.protocol.board import Board

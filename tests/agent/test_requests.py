@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent.peers import Peers
-from ttprun.agent.requests import Requests
+from ttprun.agent.cluster.peers import Peers
+from ttprun.agent.core.requests import Requests
 from ttprun.protocol.requests import Rejected, SaveNow
 
 

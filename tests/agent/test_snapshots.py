@@ -14,12 +14,12 @@ import msgpack
 import pytest
 
 from ttprun import recovery
-from ttprun.agent import snapshot_times
-from ttprun.agent import snapshots as module
-from ttprun.agent.memory import path_of
-from ttprun.agent.shelf import Shelf
-from ttprun.agent.snapshot_times import SnapshotTimes
-from ttprun.agent.snapshots import Snapshots
+from ttprun.agent.checkpoints import snapshot_schedule
+from ttprun.agent.checkpoints import snapshots as module
+from ttprun.agent.checkpoints.snapshot_buffer import Shelf
+from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
+from ttprun.agent.checkpoints.snapshots import Snapshots
+from ttprun.agent.processes.shared_memory import path_of
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.snapshots import Share, SnapshotTaken
 from ttprun.rank.process.shared_memory import Memory
@@ -101,7 +101,7 @@ class Job:
 
     def __init__(self, every: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        for timed in (module, snapshot_times):
+        for timed in (module, snapshot_schedule):
             monkeypatch.setattr(timed, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self.node = FakeNode(every)
         self.comparisons, self.checkpoints = FakeComparisons(), FakeCheckpoints()
@@ -418,7 +418,7 @@ def test_memory_is_taken_a_minute_before_the_first_snapshot_and_once_where_no_ra
         taken.append((files, size_bytes))
         return threading.Thread()
 
-    monkeypatch.setattr(module.memory, "take_ahead", take_ahead)
+    monkeypatch.setattr(module.shared_memory, "take_ahead", take_ahead)
     one = job(every)
 
     one.now_s += after_s
@@ -438,7 +438,7 @@ def test_nothing_is_asked_for_while_memory_is_being_taken(
 ) -> None:
     is_taken = threading.Event()
     taking = threading.Thread(target=is_taken.wait, args=(10.0,))
-    monkeypatch.setattr(module.memory, "take_ahead", lambda files, size: taking)
+    monkeypatch.setattr(module.shared_memory, "take_ahead", lambda files, size: taking)
     taking.start()
     one = job("5s")
     one.snapshots.share_bytes = 1000

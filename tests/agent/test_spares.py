@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.spares import Spares
+from ttprun.agent.cluster.spares import Spares
 from ttprun.protocol import nodes
 from ttprun.recovery import SpawnRank
 

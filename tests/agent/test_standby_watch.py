@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent import standby_watch as module
-from ttprun.agent.standby_watch import StandbyWatch
+from ttprun.agent.processes import standby_watch as module
+from ttprun.agent.processes.standby_watch import StandbyWatch
 
 
 class FakeStandbys:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.agent.starting import LIMIT_S, ROOT, wait_until_ready
-from ttprun.agent.processes import Copy, Standby, kill_session
-from ttprun.agent.standbys import Standbys
+from ttprun.agent.processes.rank_processes import Copy, Standby, kill_session
+from ttprun.agent.processes.standbys import Standbys
 
 
 @pytest.fixture

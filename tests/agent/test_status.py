@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent.incidents import Incidents
-from ttprun.agent.node import Node
-from ttprun.agent.peers import Peers
-from ttprun.agent.standbys import Standbys
-from ttprun.agent.status import StatusPublisher
+from ttprun.agent.cluster.peers import Peers
+from ttprun.agent.core.incidents import Incidents
+from ttprun.agent.core.node import Node
+from ttprun.agent.processes.standbys import Standbys
+from ttprun.agent.report.status import StatusPublisher
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RankStatus, RunStatus, read_status

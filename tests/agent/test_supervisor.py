@@ -16,10 +16,10 @@ import pytest
 
 from tests.agent.starting import LIMIT_S, wait_for_end
 from ttprun import recovery
-from ttprun.agent.processes import RankHandler
-from ttprun.agent.resume import Resumption
-from ttprun.agent.stored import Stored
-from ttprun.agent.supervisor import Supervisor
+from ttprun.agent.core.supervisor import Supervisor
+from ttprun.agent.launcher.resume import Resumption
+from ttprun.agent.processes.rank_processes import RankHandler
+from ttprun.agent.repair.stored_states import Stored
 from ttprun.config import Config
 from ttprun.observe.events import read_events
 from ttprun.observe.run_directory import RunDirectory

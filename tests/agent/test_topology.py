@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.agent.topology import dimensions_of, topology_of
+from ttprun.agent.report.topology import dimensions_of, topology_of
 from ttprun.observe.topology import read_topology, write_topology
 from ttprun.protocol.from_rank import Group
 from ttprun.recovery.replicas import Replicas

@@ -14,9 +14,10 @@ from tests.agent.frozen import Freezer
 from tests.agent.starting import LIMIT_S, wait_for_end
 from tests.agent.test_supervisor import begin, comes_around, make, supervisor, verdict_of  # noqa: F401 - fixtures
 from ttprun import recovery
-from ttprun.agent import lookout, stacks, watch
-from ttprun.agent.processes import RankHandler
-from ttprun.agent.supervisor import Supervisor
+from ttprun.agent.core.supervisor import Supervisor
+from ttprun.agent.health import hang_detector
+from ttprun.agent.processes import process_watch, stacks
+from ttprun.agent.processes.rank_processes import RankHandler
 
 AT_ONCE_S = 2.0  # on a busy machine; what is waited for elsewhere takes longer
 
@@ -76,7 +77,7 @@ def test_while_a_rank_does_not_die_the_loop_goes_round_and_another_rank_s_end_is
 def test_a_replacement_does_not_wait_for_ever_for_a_process_that_does_not_die(
     two_ranks: Supervisor, freezer: Freezer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "DEATH_LIMIT_S", 1.0)
+    monkeypatch.setattr(process_watch, "DEATH_LIMIT_S", 1.0)
     seat = two_ranks.node.seats[0]
     lost = seat.handler.proc
 
@@ -96,7 +97,7 @@ def test_while_the_stack_of_a_rank_is_read_the_loop_goes_round(
 ) -> None:
     """A late rank is asked for its stack before it is killed; this one never answers."""
     monkeypatch.setattr(stacks, "ANSWER_LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(lookout.Lookout, "is_late", lambda *_: True)
+    monkeypatch.setattr(hang_detector.Lookout, "is_late", lambda *_: True)
     node, action = two_ranks.node, recovery.KillRank(0, "it is late")
     began_s = time.monotonic()
 

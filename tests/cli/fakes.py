@@ -14,7 +14,7 @@ from ttprun.observe.run_directory import RunDirectory
 
 
 class FakeLaunch:
-    """Takes the place of the module `ttprun.agent.launch`: notes the call, starts nothing."""
+    """Takes the place of the module `ttprun.agent.launcher.launch`: notes the call, starts nothing."""
 
     def __init__(self, exit_code: int = 0) -> None:
         self.exit_code = exit_code

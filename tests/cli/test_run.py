@@ -29,7 +29,7 @@ def _job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> FakeLaunch:
     fake = FakeLaunch(exit_code=7)
-    monkeypatch.setitem(sys.modules, "ttprun.agent.launch", fake)
+    monkeypatch.setitem(sys.modules, "ttprun.agent.launcher.launch", fake)
     return fake
 
 

@@ -42,9 +42,9 @@ def test_a_job_in_whose_ranks_ttprun_breaks_ends_as_under_torchrun(
     ("part", "said"),
     [
         ("ttprun.cli.run.build_parser", "the job runs as under torchrun"),
-        ("ttprun.agent.launch.Supervisor", "the job runs as under torchrun"),
-        ("ttprun.agent.launch.ReplacingAgent._make_handler", "the job runs as under torchrun"),
-        ("ttprun.agent.launch.ReplacingAgent._judge", "nothing is repaired from now on"),
+        ("ttprun.agent.launcher.launch.Supervisor", "the job runs as under torchrun"),
+        ("ttprun.agent.launcher.launch.ReplacingAgent._make_handler", "the job runs as under torchrun"),
+        ("ttprun.agent.launcher.launch.ReplacingAgent._judge", "nothing is repaired from now on"),
     ],
 )
 def test_a_job_whose_launcher_breaks_runs_as_under_torchrun(tmp_path: Path, part: str, said: str) -> None:

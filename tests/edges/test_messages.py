@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.orders import Orders
-from ttprun.agent.reports import Reports
+from ttprun.agent.core.orders import Orders
+from ttprun.agent.core.reports import Reports
 from ttprun.protocol.channel import KNOWN, Order, Report
 from ttprun.protocol.codec import Refused, decode, encode
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from tests.options import OPTIONS
 from tests.rank.fakes import RECORD_BYTES
-from ttprun.agent import stacks
-from ttprun.agent.processes import rank_environment
+from ttprun.agent.processes import stacks
+from ttprun.agent.processes.rank_processes import rank_environment
 from ttprun.protocol import channel
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel

@@ -25,7 +25,9 @@ def test_a_replacement_does_not_wait_until_dynamo_has_compiled_its_rules_anew_fo
 
 
 def test_a_script_without_an_optimizer_does_not_wait_for_dynamo_to_be_imported() -> None:
-    code = "import sys, ttprun.rank.bootstrap.hooks, ttprun.agent.launch; print('torch._dynamo' in sys.modules)"
+    code = (
+        "import sys, ttprun.rank.bootstrap.hooks, ttprun.agent.launcher.launch; print('torch._dynamo' in sys.modules)"
+    )
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from tests.options import OPTIONS
 from tests.rank.fakes import RECORD_BYTES
 from tests.rank.processes import run_alone
-from ttprun.agent.replays import givers_of, received_of
+from ttprun.agent.repair.replays import givers_of, received_of
 from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel, Message, Order

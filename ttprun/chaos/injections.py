@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ttprun.agent.processes import kill_session
+from ttprun.agent.processes.rank_processes import kill_session
 from ttprun.chaos.faults import AGENT_KINDS, Fault, parse_fault, seconds_of
 from ttprun.chaos.schedule import Strike, strikes
 from ttprun.protocol import from_rank, nodes, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
 if TYPE_CHECKING:
-    from ttprun.agent.node import Node
-    from ttprun.agent.seat import Seat
-    from ttprun.agent.standbys import Standbys
+    from ttprun.agent.core.node import Node
+    from ttprun.agent.core.rank_slot import Seat
+    from ttprun.agent.processes.standbys import Standbys
 
 _STALL_S = 2.0
 _SIGNALS = {

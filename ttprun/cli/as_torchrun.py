@@ -18,7 +18,7 @@ from ttprun.cli.options import add_options
 
 def can_run(error: Exception) -> bool:
     """Whether the job may be begun again: no rank has started, and it is not torch's own rendezvous that failed."""
-    elastic = sys.modules.get("ttprun.agent.elastic")
+    elastic = sys.modules.get("ttprun.agent.launcher.elastic_agent")
     has_started = elastic is not None and elastic.ReplacingAgent.has_started_ranks
     return not has_started and not isinstance(error, RendezvousError)
 

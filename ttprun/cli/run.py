@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_min_max_nnodes
 
 from ttprun import torch_versions
-from ttprun.agent.loopback import ADDRESS, ONE_NODE_ENDPOINT
+from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT
 from ttprun.cli import programs
 from ttprun.cli.old_runs import remove_old_runs
 from ttprun.cli.options import take_options
@@ -86,7 +86,7 @@ def run(words: Sequence[str]) -> int:
     write_first_status(directory, config, launch_config)
     remove_old_runs(config.keep_runs, used=config.resume)
 
-    from ttprun.agent.launch import launch
+    from ttprun.agent.launcher.launch import launch
 
     try:
         how = {"is_python": not torchrun.no_python, "is_place_named": invocation.is_place_named}

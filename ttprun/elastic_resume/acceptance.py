@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ttprun.agent.stored import Origin, Stored
+from ttprun.agent.repair.stored_states import Origin, Stored
 from ttprun.errors import ConfigError
 from ttprun.rank.data.rest_of_epoch import CannotDistributeError, rest_of
 from ttprun.rank.records.record import Record

@@ -1,4 +1,4 @@
-"""What a rank reports to the agent: one class per message; `agent/reports.py` handles them.
+"""What a rank reports to the agent: one class per message; `agent/core/reports.py` handles them.
 
 Reports of snapshots and checkpoints are in `snapshots.py`, those of a framework with callbacks in `mindio.py`.
 

@@ -1,8 +1,8 @@
 """What the agents of several nodes send each other: one class per message, one line of JSON each (`codec.py`).
 
 One agent leads: the state machine runs there. Every other agent is a *hand*: it reports what happens to the ranks of
-its node, and carries out the leader's orders for them. `agent/peers.py` has the connections, `agent/leader.py` and
-`agent/hand.py` handle the messages.
+its node, and carries out the leader's orders for them. In `agent/cluster`, `peers.py` has the connections, `leader.py`
+and `follower.py` handle the messages.
 
 What crosses nodes: the messages of ranks and to ranks (`line`, as in `channel.py`); the rows of the board; starts and
 exits of processes. What does not: records, stacks, standbys, logs. Words and units are as in `from_rank.py`.
@@ -171,7 +171,7 @@ class GiveRecords:
 
 @dataclass(frozen=True)
 class Records:
-    """What a lost rank has recorded, packed (`agent/copied.py`); "" if there is no copy."""
+    """What a lost rank has recorded, packed (`agent/cluster/record_copies.py`); "" if there is no copy."""
 
     rank: int
     part: str

@@ -3,7 +3,7 @@
 A GAN's discriminator learns from `fake.detach()`, and after its step the generator from `fake` itself: at the boundary
 between the two steps, the graph of `fake` is needed, and is in no record. No run can resume there, nor from a snapshot
 or checkpoint of it; after the generator's step it can. So snapshots are postponed to the next boundary
-(`snapshots.py`), and a job that is to end continues up to it (`ttprun.agent.standing`).
+(`snapshots.py`), and a job that is to end continues up to it (`ttprun.agent.checkpoints.quiesce_schedule`).
 
 Whether one is open is predicted from the existing graphs (`values/histories.py`): if that is wrong, a resume is refused
 (`values/unrecorded.py`), or a snapshot is taken a few steps late.

@@ -1,0 +1,193 @@
+"""The control socket: who may ask what."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttprun.agent.core import control_socket
+from ttprun.agent.core.control_socket import ControlSocket
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol.codec import decode
+from ttprun.protocol.requests import Accepted, Rejected
+
+LIMIT_S = 10.0
+Ask = Callable[[bytes], Any]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    found = RunDirectory.create("run", tmp_path / ("long" * 20) / ("name" * 20))
+    yield found
+    found.release()
+
+
+@pytest.fixture
+def asked(run: RunDirectory) -> list[Any]:
+    return []
+
+
+class Agent:
+    """A control socket and the selector on which it runs, served by hand."""
+
+    def __init__(self, run: RunDirectory, asked: list[Any]) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.asked = asked
+        self.socket = ControlSocket(run, self._answer, self.selector)
+
+    def _answer(self, request: Any) -> Any:
+        self.asked.append(request)
+        if request.fault == "wrong":
+            raise ValueError("that is no fault")
+        return Accepted("done")
+
+    def serve(self) -> float:
+        """Answer all that is ready; returns the longest time in seconds that one call of ours has taken."""
+        longest_s = 0.0
+        while ready := self.selector.select(0.0):
+            for key, _ in ready:
+                began_s = time.monotonic()
+                key.data()
+                longest_s = max(longest_s, time.monotonic() - began_s)
+        self.socket.pass_time()
+        return longest_s
+
+
+@pytest.fixture
+def agent(run: RunDirectory, asked: list[Any]) -> Iterator[Agent]:
+    """Carries out every fault but the one that is called wrong."""
+    found = Agent(run, asked)
+    yield found
+    found.socket.close()
+    found.selector.close()
+
+
+def connect(run: RunDirectory) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(LIMIT_S)
+    with run.control_address() as address:
+        client.connect(address)
+    return client
+
+
+@pytest.fixture
+def ask(run: RunDirectory, agent: Agent) -> Ask:
+    """`ask(line)`: what the agent answers, None if it hangs up."""
+
+    def ask_once(line: bytes) -> Any:
+        with connect(run) as client:
+            client.setblocking(False)
+            with contextlib.suppress(OSError):  # it may not take all of it
+                client.send(line)
+                client.shutdown(socket.SHUT_WR)
+            agent.serve()
+            client.settimeout(LIMIT_S)
+            reply = b""
+            with contextlib.suppress(OSError):
+                reply = client.recv(1 << 16)
+        return decode(reply, {"Accepted": Accepted, "Rejected": Rejected}) if reply else None
+
+    return ask_once
+
+
+def line_of(run: RunDirectory, **request: Any) -> bytes:
+    return (
+        json.dumps({"op": "InjectFault", "token": run.read_token(), "fault": "kill:rank=0"} | request).encode() + b"\n"
+    )
+
+
+def test_a_request_with_the_token_is_answered(run: RunDirectory, ask: Ask, asked: list[Any]) -> None:
+    assert ask(line_of(run)) == Accepted("done")
+    assert [request.fault for request in asked] == ["kill:rank=0"]
+
+
+@pytest.mark.parametrize("token", ["", "wrong", None, 5, "é"])
+def test_a_request_without_the_right_token_does_nothing(
+    run: RunDirectory, ask: Ask, asked: list[Any], token: Any
+) -> None:
+    reply = ask(line_of(run, token=token))
+
+    assert reply is None or isinstance(reply, Rejected)
+    assert asked == []
+
+
+def test_a_request_that_nobody_knows_is_refused(run: RunDirectory, ask: Ask, asked: list[Any]) -> None:
+    assert isinstance(ask(line_of(run, op="exec")), Rejected)
+    assert ask(line_of(run, fault=3)) == Rejected("InjectFault: fault: it should be str, and is 3")
+    assert asked == []
+
+
+def test_a_wrong_request_is_answered_with_the_reason(run: RunDirectory, ask: Ask) -> None:
+    assert ask(line_of(run, fault="wrong")) == Rejected("that is no fault")
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"\n", b"no json\n", b"[]\n", b"5\n", b"null\n", b"\xff\xfe\n", b"x" * (1 << 17)]
+)
+def test_nonsense_does_not_end_the_agent(run: RunDirectory, ask: Ask, line: bytes) -> None:
+    ask(line)
+
+    assert ask(line_of(run)) == Accepted("done")
+
+
+def test_clients_that_say_nothing_or_half_a_word_delay_nobody(run: RunDirectory, agent: Agent, ask: Ask) -> None:
+    silent = [connect(run) for _ in range(8)]
+    for client in silent[4:]:
+        client.sendall(b'{"op": ')
+
+    longest_s = agent.serve()
+
+    assert ask(line_of(run)) == Accepted("done")
+    assert longest_s < 0.1
+    for client in silent:
+        client.close()
+
+
+def test_who_has_had_its_time_is_hung_up_on(run: RunDirectory, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_socket, "CLIENT_LIMIT_S", 0.0)
+    with connect(run) as client:
+        agent.serve()
+
+        assert client.recv(1) == b""
+
+
+def test_of_too_many_clients_the_oldest_is_hung_up_on(run: RunDirectory, agent: Agent, ask: Ask) -> None:
+    clients = [connect(run) for _ in range(control_socket.MOST_CLIENTS + 1)]
+
+    agent.serve()
+
+    assert clients[0].recv(1) == b""
+    assert ask(line_of(run)) == Accepted("done")
+    for client in clients:
+        client.close()
+
+
+def test_who_does_not_take_its_answer_delays_nobody(run: RunDirectory, agent: Agent, ask: Ask) -> None:
+    with connect(run) as client:
+        client.sendall(line_of(run, op="x" * 60_000))
+
+        assert agent.serve() < 0.1
+
+    assert ask(line_of(run)) == Accepted("done")
+
+
+def test_the_run_directory_and_what_is_in_it_are_the_owners_alone(run: RunDirectory, agent: Agent) -> None:
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (run.path, run.control_socket, run.control_token)]
+
+    assert modes == [0o700, 0o600, 0o600]
+
+
+def test_a_socket_that_is_closed_leaves_nothing(run: RunDirectory) -> None:
+    with selectors.DefaultSelector() as selector:
+        ControlSocket(run, lambda request: {}, selector).close()
+
+    assert not run.control_socket.exists()

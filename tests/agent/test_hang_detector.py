@@ -1,0 +1,326 @@
+"""Signs of life and stacks of real processes: heartbeat, /proc and the stack that a rank writes itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ttprun.agent.core.failures import FirstFailure
+from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.health.hang_detector import Lookout, state_of
+from ttprun.agent.processes import stacks
+from ttprun.agent.processes.rank_processes import RankHandler
+from ttprun.agent.repair.own_state import OwnStates
+from ttprun.protocol.board import Board, Field
+from ttprun.protocol.from_rank import Broken
+from ttprun.recovery import Settings, new_job
+from ttprun.recovery.hangs import Hung, Way
+from ttprun.recovery.sights import Doing, Sight
+
+PROGRAM = """\
+import ctypes, os, sys, threading, time
+from ttprun.protocol.board import Board
+from ttprun.rank.process import heartbeat, stack
+heartbeat.EVERY_S = 0.02
+stack.write_when_asked({stack_fd})
+heartbeat.start(Board({board_fd}, 1), 0)
+
+def stand_there():
+    {what}
+
+print(threading.main_thread().ident, flush=True)
+stand_there()
+"""
+RUN = "while True: pass"
+SLEEP = "time.sleep(60)"
+HOLD_GIL = "ctypes.PyDLL(None).sem_wait(ctypes.create_string_buffer(64))"
+CRASH = "ctypes.string_at(0)"
+
+
+@dataclass
+class Process:
+    """A process with a heartbeat that is at `what`."""
+
+    process: subprocess.Popen[str]
+    board: Board
+    stack_fd: int
+    main_thread: int = 0
+
+    def signs(self) -> tuple[bool, bool]:
+        """Whether the pulse, and whether the main thread's beats go on."""
+        pulse, beats = self.board.get(0, Field.PULSE_NS), self.board.get(0, Field.MAIN_BEATS)
+        time.sleep(0.3)
+        return self.board.get(0, Field.PULSE_NS) > pulse, self.board.get(0, Field.MAIN_BEATS) > beats
+
+    def comes_to(self, signs: tuple[bool, bool]) -> bool:
+        """Whether it shows these signs before long: on a busy machine it may not be at `what` yet."""
+        give_up_at_s = time.monotonic() + 10.0
+        while self.signs() != signs:
+            if time.monotonic() > give_up_at_s:
+                return False
+        return True
+
+    def stack(self, is_stopped: bool = False) -> str:
+        """The main thread's."""
+        return stacks.main_thread_of(stacks.take(self.process.pid, self.stack_fd, is_stopped), self.main_thread)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Process]]:
+    """`start(what)`: a process that is at `what` by now."""
+    started: list[Process] = []
+
+    def start_process(what: str) -> Process:
+        board_fd, board = Board.create(1)
+        stack_fd = stacks.create()
+        script = tmp_path / "stands.py"
+        script.write_text(PROGRAM.format(what=what, board_fd=board_fd, stack_fd=stack_fd))
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            pass_fds=(board_fd, stack_fd),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        )
+        found = Process(process, board, stack_fd)
+        started.append(found)
+        assert process.stdout is not None
+        found.main_thread = int(process.stdout.readline())
+        time.sleep(0.1)
+        return found
+
+    yield start_process
+    for found in started:
+        found.process.kill()
+        found.process.communicate()
+        os.close(found.stack_fd)
+
+
+@pytest.mark.parametrize(
+    ("what", "signs"),
+    [(RUN, (True, True)), (SLEEP, (True, False)), (HOLD_GIL, (False, False))],
+    ids=["runs bytecode", "waits in C", "holds the GIL"],
+)
+def test_the_heartbeat_reports_what_the_main_thread_is_at(
+    start: Callable[[str], Process], what: str, signs: tuple[bool, bool]
+) -> None:
+    process = start(what)
+
+    assert process.comes_to(signs)
+
+
+def test_a_stopped_process_shows_no_sign_and_proc_says_why(start: Callable[[str], Process]) -> None:
+    process = start(RUN)
+
+    process.process.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+
+    assert process.comes_to((False, False))
+    assert state_of(process.process.pid)[0] == "T"
+
+
+@pytest.mark.parametrize("what", [RUN, SLEEP, HOLD_GIL], ids=["runs bytecode", "waits in C", "holds the GIL"])
+def test_a_rank_writes_its_stack_whatever_its_main_thread_is_at(start: Callable[[str], Process], what: str) -> None:
+    process = start(what)
+
+    first, second = process.stack(), process.stack()
+
+    assert stacks.innermost_user_frame(first).endswith("in stand_there")
+    assert first == second
+
+
+def test_a_stopped_process_writes_its_stack_and_stops_again(start: Callable[[str], Process]) -> None:
+    process = start(RUN)
+    process.process.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+
+    stack = process.stack(is_stopped=True)
+
+    time.sleep(0.1)
+    assert stacks.innermost_user_frame(stack).endswith("in stand_there")
+    assert state_of(process.process.pid)[0] == "T"
+
+
+def test_a_crash_leaves_its_stack(start: Callable[[str], Process]) -> None:
+    process = start(CRASH)
+    process.process.wait(10)
+
+    stack = stacks.left_behind(process.stack_fd)
+
+    assert process.process.returncode == -signal.SIGSEGV
+    assert stack.startswith("Fatal Python error: Segmentation fault")
+    assert stacks.innermost_user_frame(stack).endswith("in stand_there")
+    assert stacks.left_behind(process.stack_fd) == ""
+
+
+def test_a_forked_child_does_not_beat(start: Callable[[str], Process]) -> None:
+    process = start("os.kill(os.getpid(), 19) if os.fork() else time.sleep(3)")
+
+    assert process.comes_to((False, False))
+
+
+def test_a_process_with_a_heartbeat_ends_well(start: Callable[[str], Process]) -> None:
+    process = start("time.sleep(0.05)")
+
+    assert process.process.wait(10) == 0
+
+
+def test_the_heartbeat_costs_next_to_nothing(start: Callable[[str], Process]) -> None:
+    process = start("time.sleep(60)")
+    before = state_of(process.process.pid)[1]
+
+    time.sleep(1.0)  # fifty beats
+
+    assert state_of(process.process.pid)[1] - before <= 0.02
+
+
+def test_frames_of_py_spy_are_read_too() -> None:
+    text = 'Thread 7 (idle): "MainThread"\n    wait (x/site-packages/c.py:3)\n    train (/home/me/train.py:33)\n'
+
+    assert stacks.innermost_user_frame(text) == "train.py:33 in train"
+
+
+def test_the_main_thread_is_found_in_what_py_spy_writes_without_names() -> None:
+    text = "Process 7: python train.py\nPython v3.11.7\n\nThread 8 (idle)\n    load (/a.py:1)\nThread 7 (idle)\n    train (/b.py:2)\n"
+
+    assert stacks.main_thread_of(text, 0x7F0000000000) == "Thread 7 (idle)\n    train (/b.py:2)"
+
+
+@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is not installed")
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+@pytest.mark.parametrize("what", [RUN, SLEEP, HOLD_GIL], ids=["runs bytecode", "waits in C", "holds the GIL"])
+def test_py_spy_reports_the_stack_where_it_is_installed(
+    start: Callable[[str], Process], what: str, is_stopped: bool
+) -> None:
+    process = start(what)
+    if is_stopped:
+        process.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+
+    text = stacks.take(process.process.pid, process.stack_fd, is_stopped)
+
+    assert text.startswith(f"Process {process.process.pid}:")
+    main = stacks.main_thread_of(text, process.main_thread)
+    assert main.startswith(f"Thread {process.process.pid} ")
+    assert stacks.innermost_user_frame(main).endswith("in stand_there")
+    assert (state_of(process.process.pid)[0] == "T") == is_stopped
+
+
+class FakeNode:
+    """As much of a node as is asked when a rank tells of broken connections; keeps what becomes of it."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(hang_timeout_s="auto")
+        self.job = new_job(Settings(world_size=2))
+        self.seats: list[Any] = []
+        self.told: list[Any] = []
+        self.here: list[Any] = []
+
+    def log(self, event: str, **fields: Any) -> None:
+        pass
+
+    def advance(self, event: Any) -> None:
+        self.told.append(event)
+
+
+def lookout_of(node: Any, kind: type[Lookout] = Lookout) -> Lookout:
+    nobody: Any = None
+    return kind(node, nobody, OwnStates(node, nobody))
+
+
+class BlindLookout(Lookout):
+    """Sees no process, and all at boundary 7."""
+
+    def _sights(self) -> list[Any]:
+        return []
+
+    def _boundary(self) -> int:
+        return 7
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "kind"),
+    [
+        ("", None, "connection"),
+        ("link", 1, "link"),
+        ("remote-suspect", None, "remote-suspect"),
+        ("collective-timeout", None, "collective-timeout"),
+    ],
+)
+def test_only_a_device_that_has_lost_a_link_of_its_own_speaks_against_its_rank(
+    fault: str, rank: int | None, kind: str
+) -> None:
+    node: Any = FakeNode()
+    seat: Any = SimpleNamespace(rank=1)
+    told = Broken(generation=0, reason="allreduce: it broke", after_s=1.0, device_fault=fault)
+
+    lookout_of(node, BlindLookout).take_broken(seat, told)
+
+    (event,) = node.told
+    assert (event.rank, event.kind, event.boundary, event.reason) == (rank, kind, 7, "rank 1: allreduce: it broke")
+
+
+def test_connections_that_break_by_a_ranks_end_are_no_fault_of_their_own(started: Callable[..., RankHandler]) -> None:
+    """On a busy machine the agent may read what the others say of it first."""
+    ended = started("-c", "exit 9", entry="/bin/sh", is_python=False)
+    os.waitid(os.P_PID, ended.proc.pid, os.WEXITED | os.WNOWAIT)
+    node: Any = FakeNode()
+    node.here = [Seat(0, 0, ended, record_fd=-1, pid=ended.proc.pid)]
+    reporter: Any = SimpleNamespace(rank=1)
+    broken = Broken(generation=0, reason="reset by peer", after_s=1.0, device_fault="")
+
+    lookout_of(node, BlindLookout).take_broken(reporter, broken)
+
+    assert node.told == []
+
+
+class NodeThatGoesBack(FakeNode):
+    """Two ranks hang; whatever it is told, all get new processes, and have done nothing yet."""
+
+    def __init__(self, lost: Sequence[RankHandler], fresh: Sequence[RankHandler]) -> None:
+        super().__init__()
+        self.board = Board.create(2)[1]
+        self.first_failure = FirstFailure()
+        self.seats = [
+            Seat(rank, rank, handler, record_fd=-1, stack_fd=stacks.create()) for rank, handler in enumerate(lost)
+        ]
+        self._fresh = fresh
+        self._sit(lost)
+
+    def advance(self, event: Any) -> None:
+        super().advance(event)
+        self._sit(self._fresh)
+
+    def aside(self, work: Callable[[], str], then: Callable[[str], None]) -> None:
+        then(work())
+
+    def _sit(self, handlers: Sequence[RankHandler]) -> None:
+        for seat, handler in zip(self.seats, handlers, strict=True):
+            seat.sit(handler)
+
+
+def test_of_two_ranks_that_hang_the_second_ones_new_process_is_not_taken_for_the_old_one(
+    started: Callable[..., RankHandler],
+) -> None:
+    lost, fresh = ([started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)] for _ in "12")
+    node: Any = NodeThatGoesBack(lost, fresh)
+    sights = [Sight(rank=seat.rank, pid=seat.pid, boundary=7, meetings=0, doing=Doing.COMPUTING) for seat in node.seats]
+    lookout = lookout_of(node)
+
+    for sight in sights:
+        lookout._act(Hung(sight=sight, way=Way.IDLE, for_s=60.0, limit_s=10.0, awaited=None))
+
+    assert [(event.rank, event.pid) for event in node.told] == [(0, lost[0].proc.pid)]
+    assert [handler.proc.poll() for handler in fresh] == [None, None]

@@ -1,0 +1,157 @@
+"""The first sign of a process's end comes before its memory is given back, and is never taken for more than it is."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from ttprun.agent.processes import life_locks
+from ttprun.protocol.board import Board
+
+LIMIT_S = 10.0
+PROGRAM = """\
+import os, signal, sys, threading, time
+from ttprun.protocol.board import Board
+from ttprun.rank.process import life_lock as life
+life.hold(Board({board_fd}, 2), 1)
+{memory}
+print("there", flush=True)
+sys.stdin.readline()
+{what}
+"""
+WAIT = "time.sleep(60)"
+BIG = "memory = b'x' * (1 << 30)"
+
+
+@dataclass
+class Watched:
+    """A process that holds the lock and waits for a line, and what is told of it."""
+
+    process: subprocess.Popen[str]
+    told: queue.Queue[tuple[float, int]] = field(default_factory=queue.Queue)
+
+    def go_on(self) -> None:
+        """Let it come to `what`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Watched]]:
+    """`start(what, memory="")`: a process that does `what` once it is told to go on."""
+    started: list[Watched] = []
+    board_fd, board = Board.create(2)
+
+    def start_process(what: str, memory: str = "") -> Watched:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(board_fd=board_fd, what=what, memory=memory)],
+            pass_fds=(board_fd,),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        )
+        watched = Watched(process)
+        started.append(watched)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        life_locks.watch(board, 1, process.pid, lambda code: watched.told.put((time.monotonic(), code)))
+        return watched
+
+    yield start_process
+    for watched in started:
+        watched.process.kill()
+        watched.process.communicate()
+    os.close(board_fd)
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("os.abort()", -signal.SIGABRT),
+        ("os._exit(3)", 3),
+        ("raise ValueError", 1),
+        ("threading.Thread(target=os._exit, args=(4,)).start(); time.sleep(60)", 4),
+        ("pass", 0),
+    ],
+)
+def test_how_a_process_ends_is_reported_as_its_parent_will_hear(
+    start: Callable[..., Watched], what: str, code: int
+) -> None:
+    watched = start("sys.stderr = open(os.devnull, 'w')\n" + what)
+
+    watched.go_on()
+
+    assert watched.told.get(timeout=LIMIT_S)[1] == code
+    assert watched.process.wait(LIMIT_S) == code
+
+
+def test_an_end_is_reported_before_a_big_memory_is_given_back(start: Callable[..., Watched]) -> None:
+    watched = start(WAIT, BIG)
+    pidfd = os.pidfd_open(watched.process.pid)
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+
+    watched.process.kill()
+    ended.poll(LIMIT_S * 1000)
+    gone_s = time.monotonic()
+
+    told_s, code = watched.told.get(timeout=LIMIT_S)
+    assert code == -signal.SIGKILL
+    assert told_s < gone_s
+    os.close(pidfd)
+
+
+def test_a_process_that_executes_another_program_is_not_said_to_end(start: Callable[..., Watched]) -> None:
+    watched = start(
+        "os.execv(sys.executable, [sys.executable, '-c', 'print(1, flush=True); import time; time.sleep(60)'])"
+    )
+
+    watched.go_on()
+
+    assert watched.process.stdout is not None
+    assert watched.process.stdout.readline() == "1\n"
+    with pytest.raises(queue.Empty):
+        watched.told.get(timeout=0.5)
+    watched.process.kill()
+    assert watched.process.wait(LIMIT_S) == -signal.SIGKILL
+    assert watched.told.empty()
+
+
+def test_a_forked_child_that_ends_is_not_the_process(start: Callable[..., Watched]) -> None:
+    watched = start(
+        "pid = os.fork()\nif not pid: os._exit(5)\nos.waitpid(pid, 0); print(1, flush=True)\ntime.sleep(60)"
+    )
+
+    watched.go_on()
+
+    assert watched.process.stdout is not None
+    assert watched.process.stdout.readline() == "1\n"
+    with pytest.raises(queue.Empty):
+        watched.told.get(timeout=0.5)
+
+
+def test_a_process_without_the_lock_is_left_to_its_pidfd() -> None:
+    fd, board = Board.create(1)
+    told: queue.Queue[int] = queue.Queue()
+    process = subprocess.Popen(["sleep", "60"])
+
+    life_locks.watch(board, 0, process.pid, told.put)
+    process.kill()
+    process.wait()
+
+    with pytest.raises(queue.Empty):
+        told.get(timeout=0.3)
+    os.close(fd)

@@ -1,0 +1,149 @@
+"""A seat outlives whoever sits there, and gets its next process when there is one for it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.agent.nodes import node_of, part
+from tests.agent.starting import wait_until_ready
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.orders import Orders
+from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
+from ttprun.agent.processes.standbys import Standbys
+from ttprun.protocol.board import Board, Field
+from ttprun.protocol.from_rank import Put
+from ttprun.protocol.to_rank import Freeze, Resume
+from ttprun.recovery import Event, SpawnFailed, SpawnRank
+
+FREEZE, RESUME, AGAIN = Freeze(2, [0], [1]), Resume(3, boundary=0), Freeze(4, [0], [1])
+
+
+def test_a_seat_reports_how_its_process_ended_and_what_it_leaves(started: Callable[..., RankHandler]) -> None:
+    board = Board.create(1)[1]
+    ends = {}
+    for how, command in {"killed": "kill -9 $$", "failed": "exit 3", "done": "exit 0"}.items():
+        seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+        seat.sit(started("-c", command, entry="/bin/sh", is_python=False))
+        seat.is_protected = how == "failed"
+        board.set(0, Field.RECORDED, 7)
+        event = seat.leave(seat.bury(), board, lambda number, pid: "")
+        ends[how] = (event.code, event.signal, event.boundary, event.is_script_error, seat.is_finished)
+
+    assert ends == {
+        "killed": (None, 9, 7, False, False),
+        "failed": (3, None, 7, False, False),
+        "done": (0, None, 7, False, True),
+    }
+
+
+def test_a_seat_holds_the_newest_order_till_its_process_greets(
+    started: Callable[..., RankHandler],
+) -> None:
+    seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    seat.sit(started("-c", "exec sleep 600", entry="/bin/sh", is_python=False))
+    theirs = seat.handler.channel
+    sent: list[Any] = []
+    theirs.send = lambda message, fds=(): sent.append(message)  # type: ignore[method-assign]
+
+    seat.send(FREEZE)
+    seat.send_news(Put(2, "a", ""))
+    seat.send(RESUME)
+    before = list(sent)
+    seat.greet()
+    seat.send(AGAIN)
+
+    assert before == []
+    assert sent == [RESUME, AGAIN]
+
+
+class Welcomed:
+    """Notes the processes that are welcomed as replacements."""
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+
+    def welcome(self, seat: Seat, is_replacement: bool) -> None:
+        assert is_replacement
+        self.pids.append(seat.pid)
+
+
+def orders_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> Orders:
+    orders = part(Orders, node, standbys=standbys, watch=welcomed)
+    orders.replace_handler = lambda local_rank, handler: None
+    return orders
+
+
+def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_free(
+    started: Callable[..., RankHandler], tmp_path: Path
+) -> None:
+    seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+    lost = seat.pid
+    node, welcomed = node_of(tmp_path, seat), Welcomed()
+    seat.is_dying = True
+    seat.leave(-9, Board.create(1)[1], lambda number, pid: "")
+
+    orders_of(node, Standbys(0, ""), welcomed).spawn_rank(SpawnRank(0, 2))
+    before = (seat.pid, list(welcomed.pids))
+    code = seat.bury()
+    node.spawn_those_that_wait()
+
+    assert before == (lost, [])
+    assert code == -9
+    assert welcomed.pids == [seat.pid] != [lost]
+    kill_session(seat.pid)
+    assert seat.bury() is not None
+    seat.handler.channel.close()
+
+
+def test_a_process_that_cannot_be_started_is_an_event_and_does_not_end_the_agent(
+    started: Callable[..., RankHandler], tmp_path: Path
+) -> None:
+    seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+    seat.leave(seat.bury(), Board.create(1)[1], lambda number, pid: "")
+    seat.handler.start["entrypoint"] = str(tmp_path / "nothing")
+    events, welcomed = list[Event](), Welcomed()
+    node = node_of(tmp_path, seat, advance=events.append)
+
+    orders_of(node, Standbys(0, ""), welcomed).spawn_rank(SpawnRank(0, 2))
+
+    (event,) = events
+    assert isinstance(event, SpawnFailed)
+    assert "No such file or directory" in event.reason
+    assert welcomed.pids == []
+    assert seat.spawn is None
+
+
+def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault(
+    started: Callable[..., RankHandler], tmp_path: Path
+) -> None:
+    standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
+    standbys.refill(watched.append, {})
+    seats = [Seat(rank, rank, handler=None, record_fd=-1) for rank in range(2)]  # type: ignore[arg-type]
+    for seat in seats:
+        seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+        seat.leave(seat.bury(), Board.create(2)[1], lambda number, pid: "")
+    node, welcomed = node_of(tmp_path, *seats), Welcomed()
+    orders = orders_of(node, standbys, welcomed)
+
+    for rank in range(2):
+        orders.spawn_rank(SpawnRank(rank, 2))
+    before = list(welcomed.pids)
+    wait_until_ready(watched[0])
+    node.spawn_those_that_wait()
+
+    assert before == []
+    assert welcomed.pids == [seat.pid for seat in seats]
+    assert all(isinstance(seat.handler, StandbyHandler) for seat in seats)
+    assert watched[0].process.poll() is None
+    assert standbys.ready == 1
+    for seat in seats:
+        kill_session(seat.pid)
+        assert seat.bury() == -signal.SIGKILL
+        seat.handler.channel.close()
+    standbys.end()

@@ -1,0 +1,230 @@
+"""The room in which launchers wait for the seats of a lost node: real sockets, no ranks."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ttprun.agent.cluster import rendezvous
+from ttprun.agent.cluster.peers import Peers
+from ttprun.agent.cluster.spare_launcher import Taken, wait_for_seats
+from ttprun.agent.cluster.spare_pool import Door, Hallway, Room
+from ttprun.errors import ConfigError
+from ttprun.protocol import nodes
+from ttprun.protocol.channel import Channel
+
+ALIKE = {"ttprun": "1.0", "the script": "abc"}
+LIMIT_S = 10.0
+
+
+class Lead:
+    """The agent that leads two nodes, of which the second is lost; its supervisor's loop runs here."""
+
+    def __init__(self) -> None:
+        door = Door("127.0.0.1", rendezvous.KNOWN)
+        self.where, room = door.where, Room(door, ALIKE)
+        names = {0: "127.0.0.1", 1: "10.0.0.2"}
+        self.peers = Peers(0, "127.0.0.1", 2, {}, names, 2, room, "10.0.0.1 29500")
+        self.selector = selectors.DefaultSelector()
+        self.came: list[str] = []
+        self.peers.watch(self.selector, lambda node, message: None, lambda node, why: None, self.came.append)
+
+    def run(self, is_done: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + LIMIT_S
+        while not is_done():
+            assert time.monotonic() < ends_s
+            for key, _ in self.selector.select(0.05):
+                key.data()
+
+
+@pytest.fixture
+def lead() -> Iterator[Lead]:
+    found = Lead()
+    yield found
+    found.peers.close(found.selector)
+    found.selector.close()
+
+
+@pytest.fixture
+def warm() -> list[tuple[list[str], list[str]]]:
+    """What those who wait have learnt that their standbys should import and compile."""
+    return []
+
+
+@pytest.fixture
+def wait(warm: list[tuple[list[str], list[str]]]) -> Iterator[Callable[..., Future[Any]]]:
+    pool = ThreadPoolExecutor(4)
+
+    def warmed(modules: list[str], files: list[str]) -> None:
+        warm.append((modules, files))
+
+    yield lambda where, alike=ALIKE: pool.submit(wait_for_seats, where, "127.0.0.1", alike, warmed)
+    pool.shutdown()
+
+
+Wait = Callable[..., "Future[Any]"]
+
+
+def test_who_waits_gets_the_seats_of_a_lost_node_with_the_records_of_its_ranks(lead: Lead, wait: Wait) -> None:
+    waiting = wait(lead.where)
+    lead.run(lambda: bool(lead.came))
+
+    address = lead.peers.seat(1)
+    for rank in (2, 3):
+        lead.peers.send(1, nodes.Records(rank, f"of rank {rank}"))
+    taken = waiting.result(LIMIT_S)
+
+    assert address == "127.0.0.1"
+    assert isinstance(taken, Taken)
+    assert taken.records == {2: "of rank 2", 3: "of rank 3"}
+    assert (taken.peers.node, taken.peers.size, taken.peers.ranks_per_node) == (1, 2, 2)
+    assert taken.master == "10.0.0.1 29500"
+    assert lead.peers.is_connected(1)
+    taken.peers.close(selectors.DefaultSelector())
+
+
+def test_who_waits_knows_what_the_ranks_have_imported_whether_it_came_before_or_after_they_had(
+    lead: Lead, wait: Wait, warm: list[tuple[list[str], list[str]]]
+) -> None:
+    room = lead.peers.room
+    assert room is not None
+    waiting = [wait(lead.where)]
+    lead.run(lambda: len(lead.came) == 1)
+    room.warm_up(nodes.Warmth(["torch.optim"], ["model.py"]))
+    waiting.append(wait(lead.where))
+
+    lead.run(lambda: len(warm) == 2)
+
+    assert warm == [(["torch.optim"], ["model.py"])] * 2
+    lead.peers.close(lead.selector)
+    assert [one.result(LIMIT_S) for one in waiting] == [None, None]
+
+
+def test_nobody_gets_seats_if_nobody_waits(lead: Lead) -> None:
+    assert lead.peers.seat(1) is None
+    assert not lead.peers.is_connected(1)
+
+
+def test_who_runs_another_script_is_turned_away_with_what_differs(lead: Lead, wait: Wait) -> None:
+    waiting = wait(lead.where, ALIKE | {"the script": "xyz"})
+    lead.run(waiting.done)
+
+    error = waiting.exception()
+    assert isinstance(error, ConfigError)
+    assert "differ in the script" in str(error)
+    assert len(lead.peers.room or ()) == 0
+
+
+def test_strangers_are_hung_up_on_and_silent_ones_hold_up_nobody(lead: Lead, wait: Wait) -> None:
+    place = (lead.where["address"], lead.where["port"])
+    silent = [socket.create_connection(place) for _ in range(20)]
+    guessing = wait(lead.where | {"token": "guessed"})
+    waiting = wait(lead.where)
+
+    lead.run(lambda: bool(lead.came) and guessing.done())
+
+    assert guessing.result() is None
+    assert len(lead.peers.room or ()) == 1
+    lead.peers.close(lead.selector)
+    assert waiting.result(LIMIT_S) is None
+    for sock in silent:
+        sock.close()
+
+
+def test_who_waits_hears_how_the_group_has_ended(lead: Lead, wait: Wait) -> None:
+    waiting = wait(lead.where)
+    lead.run(lambda: bool(lead.came))
+
+    lead.peers.conclude(nodes.Concluded("done", "", True, 0))
+    lead.peers.close(lead.selector)
+
+    assert waiting.result(LIMIT_S) == nodes.Concluded("done", "", True, 0)
+
+
+def test_who_waits_goes_to_the_next_leader_if_the_one_that_leads_is_lost(lead: Lead, wait: Wait) -> None:
+    following = Lead()
+    rooms = {0: nodes.Where(**lead.where), 1: nodes.Where(**following.where)}
+    waiting = wait(lead.where)
+    lead.run(lambda: bool(lead.came))
+    room = lead.peers.room
+    assert room is not None
+    room.announce(nodes.Rooms(rooms, 1))
+
+    lead.peers.close(lead.selector)
+    following.run(lambda: bool(following.came))
+    following.peers.conclude(nodes.Concluded("done", "", True, 0))
+    following.peers.close(following.selector)
+
+    assert waiting.result(LIMIT_S) == nodes.Concluded("done", "", True, 0)
+
+
+def test_who_has_come_through_the_door_and_said_nothing_yet_is_kept_when_another_answers(lead: Lead) -> None:
+    room = lead.peers.room
+    assert room is not None
+    with socket.create_connection((lead.where["address"], lead.where["port"])) as sock:
+        lead.run(lambda: bool(room.door._newcomers))
+        room.watch(lead.selector, lead.came.append)
+        link = Channel(sock, rendezvous.KNOWN)
+        link.send(nodes.Hello(lead.where["token"], -1, "10.0.0.3", ALIKE))
+
+        lead.run(lambda: lead.came == ["10.0.0.3"])
+
+    assert len(room) == 1
+
+
+def test_a_node_that_was_given_up_is_not_let_in_again_as_one_of_the_group(lead: Lead) -> None:
+    with socket.create_connection((lead.where["address"], lead.where["port"])) as sock:
+        link = Channel(sock, rendezvous.KNOWN)
+        link.send(nodes.Hello(lead.where["token"], 1, "10.0.0.2", ALIKE))
+        pool = ThreadPoolExecutor(1)
+        answer = pool.submit(link.receive_with_fds)
+        lead.run(answer.done)
+
+    assert isinstance(answer.result()[0], nodes.Deposed)
+    assert lead.came == []
+    pool.shutdown()
+
+
+def test_a_launcher_knows_by_the_rendezvous_store_how_many_came_before_and_where_to_wait() -> None:
+    store = FakeStore()
+    hallway = Hallway(store, "job 7")
+
+    before = hallway.announced()
+    numbers = [Hallway(store, "job 7").arrive() for _ in range(3)]
+    hallway.announce({"address": "10.0.0.1", "port": 1, "token": "t"})
+
+    assert before is None
+    assert numbers == [1, 2, 3]
+    assert Hallway(store, "job 8").arrive() == 1
+    assert hallway.announced() == {"address": "10.0.0.1", "port": 1, "token": "t"}
+    assert Hallway(store, "job 8").announced() is None
+
+
+class FakeStore:
+    """What is used of a rendezvous store."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            number = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(number).encode()
+            return number
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)

@@ -1,0 +1,325 @@
+"""What a checkpoint of this run is made of: the living ranks write their shares, the agent adds their own parts.
+
+Begin with `Checkpoints.persist`; how it gets to disk is in `checkpoint_writer`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgpack
+
+from ttprun import recovery
+from ttprun.agent.checkpoints.snapshot_buffer import Shelf
+from ttprun.agent.checkpoints.writer import Apart, CheckpointWriter, Written
+from ttprun.agent.cluster import record_copies
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.repair.comparisons import Comparisons
+from ttprun.agent.repair.mirrors import Mirrors
+from ttprun.agent.repair.stored_states import rank_file
+from ttprun.errors import ConfigError, in_short
+from ttprun.protocol import nodes, to_rank
+from ttprun.protocol.snapshots import Dumped, MirroredShare, Share
+from ttprun.rank.weights.checkpoint_shards import file_of
+from ttprun.recovery.replicas import Replicas
+from ttprun.state.chunks import held_of, what_is_missing
+from ttprun.state.draft import Draft
+from ttprun.state.files import FileEntry, Fill
+
+NO_RECORD = "there is no record of that step"
+
+
+@dataclass
+class _Writing:
+    """A checkpoint for which the ranks are writing their shares.
+
+    waiting   ranks that have not said yet that they are done
+    reports   what the others have said, by rank
+    apart     ranks of other nodes whose own parts are not written yet
+    missing   ranks whose own parts there are no records for
+    kept      ranks of a lost node whose records this node keeps copies of
+    """
+
+    draft: Draft
+    order: recovery.Persist
+    waiting: set[int]
+    began_s: float
+    apart: set[int] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
+    reports: dict[int, Dumped] = field(default_factory=dict)
+
+    @property
+    def mirrored(self) -> dict[int, Share]:
+        """What was written from the mirrors of lost ranks, by rank."""
+        return {rank: share for report in self.reports.values() for rank, share in report.mirrored.items()}
+
+    @property
+    def shares(self) -> dict[int, Share]:
+        """What each rank has written, by rank, of those that could."""
+        return {rank: report.share for rank, report in self.reports.items() if report.share is not None}
+
+
+class Checkpoints:
+    """Composes checkpoints of what the ranks hold, or have held at a snapshot.
+
+    writer     has them written to disk
+    why_never  why none can be written in this job, "" if they can
+    """
+
+    why_never = ""
+
+    def __init__(self, node: Node, writer: CheckpointWriter, comparisons: Comparisons, mirrors: Mirrors) -> None:
+        self._node = node
+        self._mirrors = mirrors
+        self.writer = writer
+        self._comparisons = comparisons
+        self._writing: _Writing | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """One is being written to disk."""
+        return self.writer.is_busy
+
+    # A checkpoint of the boundary at which all survivors are quiesced.
+
+    def persist(self, order: recovery.Persist) -> None:
+        """Have the ranks write their shares; the answer is StatePersisted."""
+        if self._writing is not None:
+            self.writer.drop(self._writing.draft)
+            self._writing = None
+        if self._comparisons.why_not_stored:
+            self._fail(order, self._comparisons.why_not_stored)
+            return
+        try:
+            if self.why_never:
+                raise ConfigError(self.why_never, "name one that all nodes share (--save-dir)")
+            draft = self.writer.begin(order.boundary)
+        except ConfigError as error:
+            self._fail(order, str(error))
+            return
+        self._writing = _Writing(draft, order, set(order.ranks), time.monotonic())
+        self._order_parts(self._writing)
+        owners = {key: list(ranks) for key, ranks in self._node.job.replicas.parted.items()}
+        writers = list(order.ranks)
+        mirrored = self._mirrored(draft, order)
+        for share, rank in enumerate(order.ranks):
+            path = str(draft.path(file_of(share)))
+            dump = to_rank.Dump(
+                order.generation, path, share, len(writers), owners, writers, mirrored[share :: len(writers)]
+            )
+            self._node.seats[rank].send(dump)
+
+    def _mirrored(self, draft: Draft, order: recovery.Persist) -> list[MirroredShare]:
+        """What is to be written from the mirrors of lost ranks that no living one replicates.
+
+        Only from one with the state itself: no rank can take another one's step.
+        """
+        replicas, found = self._node.job.replicas, list[MirroredShare]()
+        for seat in self._node.here:
+            if seat.rank in order.ranks or replicas.peers(seat.rank, order.ranks):
+                continue
+            source = self._mirrors.source_of(seat, order.boundary)
+            if source is not None and not source.is_step:
+                share = len(order.ranks) + len(found)
+                found.append(MirroredShare(seat.rank, source.path, str(draft.path(file_of(share))), share))
+        return found
+
+    def _order_parts(self, writing: _Writing) -> None:
+        """The agents of other nodes write what is their ranks' own, from the records that they have."""
+        peers, hands = self._node.peers, self._node.peers.hands()
+        for seat in self._node.seats:
+            if seat.is_here:
+                continue
+            holder = peers.node_of(seat.rank)
+            if holder not in hands:
+                holder = (holder + 1) % peers.size  # it keeps copies of the lost node's records
+            if holder == peers.node:
+                writing.kept.add(seat.rank)
+            elif holder in hands:
+                path = str(writing.draft.path(rank_file(seat.rank)))
+                writing.apart.add(seat.rank)
+                peers.send(holder, nodes.StorePart(seat.rank, writing.order.boundary, path))
+            else:
+                writing.missing.add(seat.rank)
+
+    def take_part(self, message: nodes.PartStored) -> None:
+        """The agent of another node has written what is a rank's own, or could not."""
+        writing = self._writing
+        if writing is None or message.boundary != writing.order.boundary or message.rank not in writing.apart:
+            return
+        writing.apart.discard(message.rank)
+        if not message.why_not:
+            writing.draft.record(rank_file(message.rank), FileEntry(bytes=message.bytes, xxh3=message.xxh3))
+        elif message.why_not == NO_RECORD:
+            writing.missing.add(message.rank)
+        else:
+            self._writing = None
+            self.writer.drop(writing.draft)
+            self._fail(writing.order, message.why_not)
+            return
+        self._finish_if_all_is_there(writing)
+
+    def take_dumped(self, seat: Seat, message: Dumped) -> None:
+        """A rank has written its share, or could not; after the last one the rest is done in the background."""
+        writing = self._writing
+        if writing is None or message.generation != writing.order.generation:
+            return
+        writing.waiting.discard(seat.rank)
+        writing.reports[seat.rank] = message
+        self._finish_if_all_is_there(writing)
+
+    def _finish_if_all_is_there(self, writing: _Writing) -> None:
+        if writing.waiting or writing.apart:
+            return
+        self._writing = None
+        why_not = next((report.why_not for report in writing.reports.values() if report.why_not), "")
+        why_not = why_not or self._why_not_alike(writing)
+        shares = writing.shares | writing.mirrored
+        if not why_not and len({share.header_xxh3 for share in shares.values()}) > 1:
+            why_not = "the ranks hold different parameters"
+        if why_not:
+            self.writer.drop(writing.draft)
+            self._fail(writing.order, why_not, is_handled=any(report.is_handled for report in writing.reports.values()))
+            return
+        boundary = writing.order.boundary
+        replicas = self._node.job.replicas
+        first = next(share for share in writing.shares.values() if share.share == 0)
+        kept = [self._node.seats[rank] for rank in sorted(writing.kept)]
+        parts, missing = self._rank_parts(boundary, [*self._node.here, *kept])
+        missing += [_what_is_lost(rank, boundary) for rank in sorted(writing.missing)]
+        saved = [*writing.order.ranks, *writing.mirrored]
+        held_still = [rank for rank in range(len(self._node.seats)) if replicas.peers(rank, saved)]
+        missing += what_is_missing(held_of(first.held), [*saved, *held_still])
+        missing += self._held_by_nobody(replicas, saved)
+        for share in shares.values():
+            writing.draft.record(file_of(share.share), FileEntry(bytes=share.bytes, xxh3=share.xxh3))
+
+        def done(written: Written) -> None:
+            checkpoint, place, why_not = written.checkpoint, "", written.why_not
+            if checkpoint is not None and checkpoint.is_valid:
+                place = str(checkpoint.path)
+            elif checkpoint is not None:
+                why_not = f"it would lack {in_short(missing)}; what there is was written to {checkpoint.path}"
+            is_handled = any(report.is_handled for report in writing.reports.values())
+            self._report_to_machine(writing.order.generation, place, why_not, written.why_unusable, is_handled)
+
+        headers = {rank: share.header for rank, share in shares.items()} if replicas.parted else {}
+        for rank in range(len(self._node.seats)) if headers else ():
+            peer = next(iter(replicas.peers(rank, writing.reports)), None)
+            if rank not in headers and peer is not None:
+                headers[rank] = headers[peer]
+        apart = Apart(headers, replicas)
+        self.writer.submit(
+            writing.draft, parts.items(), first, apart, writing.order.cause, missing, writing.began_s, done
+        )
+
+    def _why_not_alike(self, writing: _Writing) -> str:
+        """Why what replicas have shared out among them is not one state; "" if it is."""
+        digests = {rank: share.digests for rank, share in writing.shares.items()}
+        keys = self._node.job.replicas.contradicted_by(digests)
+        names = self._comparisons.names_of(keys)
+        return f"ranks that were replicas of each other hold different values of {names}" if keys else ""
+
+    def _held_by_nobody(self, replicas: Replicas, writers: Sequence[int]) -> list[str]:
+        """What is missing of the lost ranks' own weights and optimizer state, shards aside."""
+        replicas, missing = replace(replicas, shards={}), []
+        for rank in range(len(self._node.seats)):
+            if rank in writers or not replicas.why_no_source(rank, writers):
+                continue
+            names = replicas.missing(rank, writers)
+            missing += [f"{name} (rank {rank})" for name in names]
+            if not names:
+                missing.append(replicas.why_no_source(rank, writers))
+        return missing
+
+    def give_up(self, boundary: int, why_not: str) -> None:
+        """The checkpoint that was asked for is not made; what the ranks have written of it is removed."""
+        if self._writing is not None:
+            self.writer.drop(self._writing.draft)
+            self._writing = None
+        self.writer.note_failure(boundary, "asked", why_not)
+
+    def _fail(self, order: recovery.Persist, why_not: str, is_handled: bool = False) -> None:
+        """Nothing can be made of what was ordered."""
+        self.writer.note_failure(order.boundary, order.cause, why_not)
+        self._report_to_machine(order.generation, why_not=why_not, is_handled=is_handled)
+
+    def _rank_parts(self, boundary: int, seats: Sequence[Seat]) -> tuple[dict[int, bytes], list[str]]:
+        """(each own part of these ranks, what is missing): the records outlive their ranks."""
+        parts, missing = {}, []
+        for seat in seats:
+            try:
+                parts[seat.rank] = own_part(self._node, seat, boundary)
+            except KeyError:
+                missing.append(_what_is_lost(seat.rank, boundary))
+        return parts, missing
+
+    # A checkpoint of a snapshot.
+
+    def write_snapshot(self, shelf: Shelf, done: Callable[[], None]) -> None:
+        """Write a snapshot to disk in the background; `done` is called by the supervisor's thread at the end."""
+        try:
+            draft = self.writer.begin(shelf.boundary)
+        except ConfigError as error:
+            self.writer.note_failure(shelf.boundary, "periodic", str(error))
+            done()
+            return
+
+        def finish(written: Written) -> None:
+            done()
+
+        parts = [(rank, _reader_of(fd, shelf.reports[rank].records_bytes)) for rank, fd in enumerate(shelf.records)]
+        shares = [(rank, _reader_of(fd, shelf.written[rank].bytes)) for rank, fd in enumerate(shelf.shares)]
+        apart = Apart(shelf.headers, shelf.replicas)
+        self.writer.submit(draft, parts, shelf.first, apart, "periodic", [], time.monotonic(), finish, shares)
+
+    def _report_to_machine(
+        self, generation: int, place: str = "", why_not: str = "", why_unusable: str = "", is_handled: bool = False
+    ) -> None:
+        self._node.advance(
+            recovery.StatePersisted(
+                at_s=time.monotonic(),
+                generation=generation,
+                place=place,
+                why_not=why_not,
+                why_unusable=why_unusable,
+                is_handled=is_handled,
+            )
+        )
+
+
+def own_part(node: Node, seat: Seat, boundary: int) -> bytes:
+    """What a checkpoint has of a rank alone: of this node, or of the one before it, whose records this one keeps.
+
+    Raises KeyError if there is no record of the boundary.
+    """
+    if not seat.is_here:
+        kept: bytes = msgpack.packb(record_copies.kept_of(node, seat.rank).export(boundary) | {"lines": [0, 0]})
+        return kept
+    exported = node.recorder_of(seat).export(boundary)
+    packed: bytes = msgpack.packb(exported | {"lines": node.lines_since(seat, boundary)})
+    return packed
+
+
+def _what_is_lost(rank: int, boundary: int) -> str:
+    return f"variables and random states of rank {rank} at step {boundary}"
+
+
+def _reader_of(fd: int, size_bytes: int) -> Fill:
+    """Gives so many bytes of a file from its beginning; raises ValueError if there are fewer."""
+    at = 0
+
+    def fill(buffer: memoryview) -> int:
+        nonlocal at
+        count = os.preadv(fd, [buffer[: size_bytes - at]], at)
+        at += count
+        if not count and at < size_bytes:
+            raise ValueError(f"{size_bytes - at} bytes of a snapshot are missing")
+        return count
+
+    return fill

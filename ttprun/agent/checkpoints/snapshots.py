@@ -1,0 +1,183 @@
+"""Snapshots of this run: asked for when it is time, kept in shared memory that no rank's death takes away.
+
+Two can be kept: the newest complete one, and the one that is being taken. What a snapshot holds goes on to the disk in
+the background; the next one is asked for only when its place is free again, so that nothing piles up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from ttprun import recovery
+from ttprun.agent.checkpoints.checkpoints import Checkpoints
+from ttprun.agent.checkpoints.snapshot_buffer import Shelf
+from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.processes import shared_memory
+from ttprun.agent.repair.comparisons import Comparisons
+from ttprun.protocol.board import LEADER, Field
+from ttprun.protocol.snapshots import SnapshotTaken
+from ttprun.rank.weights.checkpoint_shards import version_of
+
+logger = logging.getLogger("ttprun")
+
+_SHELVES = 2
+_ROOM_AHEAD_S = 60.0
+
+
+class Snapshots:
+    """The snapshots of a node's ranks.
+
+    newest       the newest complete one
+    share_bytes  about how large a rank's share will be; 0 before the first step
+    """
+
+    def __init__(self, node: Node, times: SnapshotTimes, comparisons: Comparisons, checkpoints: Checkpoints) -> None:
+        self._node = node
+        self._times = times
+        self._comparisons = comparisons
+        self._checkpoints = checkpoints
+        self.shelves: list[Shelf] = []
+        self.newest: Shelf | None = None
+        self.share_bytes = 0
+        self._has_room = False
+        self._taking: threading.Thread | None = None
+        self._number = 0  # of the one that was asked for last
+        self._is_pending = False
+        self._reason = ""  # why there was none the last time
+
+    @property
+    def every_steps(self) -> int:
+        """Optimizer steps between two; 0 if they come by time."""
+        return self._times.every_steps
+
+    def begin_group(self) -> None:
+        """All ranks are new, and none of the old snapshots is theirs."""
+        for shelf in self.shelves:
+            if not shelf.is_read:  # else its descriptors' numbers would be others' before it is on the disk
+                shelf.close()
+        world_size = len(self._node.seats)
+        self.newest, self._is_pending = None, False
+        self._times.begin_group()
+        self.share_bytes, self._has_room = 0, False
+        self.shelves = [
+            Shelf(shared_memory.new("snapshot", world_size), shared_memory.new("snapshot", world_size))
+            for _ in range(_SHELVES)
+        ]
+
+    def paths_for(self, local_rank: int) -> list[tuple[str, str]]:
+        """Where a rank puts its records and its share, for each shelf."""
+        return [
+            (shared_memory.path_of(shelf.records[local_rank]), shared_memory.path_of(shelf.shares[local_rank]))
+            for shelf in self.shelves
+        ]
+
+    def look(self) -> None:
+        """Ask for the next one, if it is time and there is room."""
+        job = self._node.job
+        if self._times.is_off or job.phase is not recovery.Phase.RUNNING or job.unprotected_reason or job.are_alone:
+            self._is_pending = False  # a rank that has been replaced does not take it
+            return
+        if self.share_bytes and not self._has_room and self._times.is_due(_ROOM_AHEAD_S):
+            self._has_room = True
+            fresh = [fd for shelf in self.shelves if not shelf.is_asked for fd in shelf.shares]
+            self._taking = shared_memory.take_ahead(fresh, self.share_bytes)
+        is_taking = self._taking is not None and self._taking.is_alive()  # it would make a share longer than it is
+        if self._is_pending or is_taking or not self._times.is_due():
+            return
+        number = self._next_number()
+        if self.shelves[number % _SHELVES].is_read:
+            return
+        self._number, self._is_pending = number, True
+        self.shelves[number % _SHELVES].reports = {}
+        self.shelves[number % _SHELVES].is_asked = True
+        self._node.board.set(LEADER, Field.SNAPSHOT_ASKED, number)
+
+    def _next_number(self) -> int:
+        """Its place is not that of the newest complete one."""
+        number = self._number + 1
+        return number + 1 if self.newest is self.shelves[number % _SHELVES] else number
+
+    def take(self, seat: Seat, message: SnapshotTaken) -> None:
+        """A rank has written its part of a snapshot, or could not."""
+        if message.number != self._number or not self._is_pending:
+            return
+        if message.share is None:
+            self._is_pending = False
+            self._times.note_taken()
+            self._tell(message.boundary, message.why_not, "no snapshot was taken")
+            return
+        shelf = self.shelves[self._number % _SHELVES]
+        shelf.reports[seat.local_rank] = message
+        if len(shelf.reports) < len(self._node.seats):
+            return
+        self._is_pending = False
+        self._times.note_taken()
+        shelf.boundary = message.boundary
+        shelf.replicas = self._node.job.replicas
+        if self._lacks_something(shelf):
+            self._times.is_wanted = True
+            return
+        why_not = self._why_not_alike(shelf)
+        if why_not:
+            self._tell(shelf.boundary, why_not, "no snapshot was taken")
+            return
+        why_not = self._why_not_complete(shelf)
+        if why_not:
+            self._times.is_off = True
+            self._tell(shelf.boundary, why_not, "no snapshots are taken from now on")
+            return
+        self._times.is_wanted = False
+        self._times.cost_s = took_s = max(report.took_s for report in shelf.reports.values())
+        self._node.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=shelf.boundary))
+        if self._node.job.snapshot != shelf.boundary:
+            return  # no replay could reach it: the job goes back to the one before, which stays
+        self.newest, self._reason = shelf, ""
+        self._node.log(
+            "snapshot_taken", boundary=shelf.boundary, bytes=shelf.size_bytes, took_s=took_s, number=self._number
+        )
+        if self._times.is_due_on_disk() and not self._checkpoints.is_busy:
+            self._times.note_written()
+            shelf.is_read = True
+            self._checkpoints.write_snapshot(shelf, lambda: self._written(shelf))
+
+    def _written(self, shelf: Shelf) -> None:
+        """A snapshot is on the disk, or could not be written: its place is free."""
+        shelf.is_read = False
+        if not any(shelf is one for one in self.shelves):
+            shelf.close()
+
+    def _lacks_something(self, shelf: Shelf) -> bool:
+        """Whether a rank has left out what it alone holds, because it did not know: the next one will have it."""
+        replicas = self._node.job.replicas
+        if {share.apart for share in shelf.written.values()} != {version_of(replicas.parted)}:
+            for seat in self._node.seats:
+                self._comparisons.report_owners(seat)
+            return True
+        return False
+
+    def _why_not_alike(self, shelf: Shelf) -> str:
+        """Why what replicas have shared out among them is not one state: it is looked at in full, which shows more."""
+        digests = {rank: share.digests for rank, share in shelf.written.items()}
+        keys = shelf.replicas.contradicted_by(digests)
+        if not keys:
+            return ""
+        self._comparisons.look_soon(shelf.boundary)
+        return f"ranks that were replicas of each other hold different values of {self._comparisons.names_of(keys)}"
+
+    def _why_not_complete(self, shelf: Shelf) -> str:
+        """Why what the ranks have written does not belong together; "" if it does."""
+        if len({report.boundary for report in shelf.reports.values()}) > 1:
+            return "the ranks have taken it at different steps"
+        if len({share.header_xxh3 for share in shelf.written.values()}) > 1:
+            return "the ranks hold different parameters, of which there is no replica"
+        return ""
+
+    def _tell(self, boundary: int, why_not: str, what: str) -> None:
+        self._node.log("snapshot_failed", boundary=boundary, reason=why_not, is_off=self._times.is_off)
+        if why_not != self._reason:
+            self._reason = why_not
+            logger.warning("%s: %s", what, why_not)

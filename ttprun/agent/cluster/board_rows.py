@@ -1,0 +1,68 @@
+"""Rows of the board between nodes: how this node's ranks stand is sent, how the others' do is written to our board.
+
+Times in a row are on the clock of the machine that sends it, and are moved to ours. Begin with `share`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.health.hang_detector import state_of
+from ttprun.protocol import nodes
+from ttprun.protocol.board import AWAITED, SHARED, Field
+
+_TIMES = (Field.SEEN_NS, Field.PULSE_NS)
+
+
+def row_of(node: Node, seat: Seat) -> nodes.Row:
+    """How one rank stands."""
+    values = [node.board.get(seat.rank, field) for field in SHARED]
+    if not seat.is_here:
+        return nodes.Row(seat.rank, values, *seat.seen)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        if seat.pid and not seat.is_buried:
+            return nodes.Row(seat.rank, values, *state_of(seat.pid))
+    return nodes.Row(seat.rank, values)
+
+
+def rows_of(node: Node, seats: Iterable[Seat], is_awaited: bool = False) -> nodes.Rows:
+    """How these ranks stand now."""
+    return nodes.Rows(time.monotonic_ns(), [row_of(node, seat) for seat in seats], is_awaited)
+
+
+def share(node: Node, seats: Iterable[Seat], but: int = -1) -> None:
+    """Let the other nodes know at once how these ranks stand: ranks there wait for it.
+
+    but   the number of a node that knows
+    """
+    peers = node.peers
+    if peers.is_hand:
+        peers.to_leader(rows_of(node, seats, is_awaited=True))
+    elif peers.is_leading:
+        peers.to_hands(rows_of(node, seats, is_awaited=True), but)
+
+
+def copy_in(node: Node, rows: Iterable[nodes.Row], now_ns: int) -> None:
+    """Write how other nodes' ranks stand to our board, and wake who waits for it.
+
+    now_ns   when they were sent, on the sender's clock
+    """
+    board, behind_ns = node.board, time.monotonic_ns() - now_ns
+    for row in rows:
+        seat = node.seats[row.rank]
+        if seat.is_here:
+            continue
+        seat.seen = (row.state, row.cpu_s)
+        for field, value in zip(SHARED, row.values, strict=True):
+            if field in _TIMES:
+                if seat.noted_ns.get(field) != value:  # moved anew each time, one that is no news would look like it
+                    board.set(row.rank, field, value + behind_ns if value else 0)
+                seat.noted_ns[field] = value
+            elif field not in AWAITED:
+                board.set(row.rank, field, value)
+            elif board.get(row.rank, field) != value:
+                board.announce(row.rank, field, value)

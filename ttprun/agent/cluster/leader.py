@@ -1,0 +1,249 @@
+"""The leader's side of the other nodes: what their hands report becomes events of the state machine here.
+
+A rank of another node has a seat here like any other; orders for it go to the hand of its node. Begin with
+`Leader.take`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from dataclasses import dataclass, field
+
+from ttprun import recovery
+from ttprun.agent.checkpoints.quiesce_schedule import Standing
+from ttprun.agent.cluster import board_rows
+from ttprun.agent.cluster.membership import Roster
+from ttprun.agent.cluster.spares import Spares
+from ttprun.agent.core.failures import Failure
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.reports import Reports
+from ttprun.agent.launcher.verdict import Verdict
+from ttprun.agent.repair.own_state import OwnStates
+from ttprun.chaos.faults import parse_fault
+from ttprun.protocol import channel, nodes
+from ttprun.protocol.board import Field
+from ttprun.protocol.codec import Refused, decode
+from ttprun.recovery.replicas import UNKNOWN, Replicas
+
+logger = logging.getLogger("ttprun")
+
+_EVERY_S = 0.25
+_ROWS_EVERY_S = 1.0  # what ranks of other nodes wait for is sent at once
+
+
+@dataclass
+class Leader:
+    """Takes the reports of the hands."""
+
+    node: Node
+    own_states: OwnStates
+    reports: Reports
+    spares: Spares
+    roster: Roster
+    standing: Standing
+    _shared: tuple[object, ...] = field(default=(), init=False)
+    _shared_replicas: Replicas = field(default=UNKNOWN, init=False)
+    _next_s: float = field(default=0.0, init=False)
+    _rows_next_s: float = field(default=0.0, init=False)
+
+    def begin(self, is_resumed: bool) -> None:
+        """The ranks are to be welcomed, on all nodes."""
+        self.node.peers.to_hands(nodes.Begin(self.node.job.generation, is_resumed))
+        self.share()
+
+    def share(self) -> None:
+        """Let all hands know what one of them needs if it has to lead, if anything of it is new."""
+        peers, job = self.node.peers, self.node.job
+        waiting = 0 if peers.room is None else len(peers.room)
+        there = {number: room for number, room in sorted(peers.rooms.items()) if peers.is_connected(number)}
+        rooms = nodes.Rooms(there, waiting, dict(peers.doors))
+        why_never = self.reports.checkpoints.why_never
+        now = (rooms, job.incident_count, job.restarts, job.unprotected_reason, why_never)
+        if now == self._shared and job.replicas is self._shared_replicas:
+            return
+        self._shared, self._shared_replicas = now, job.replicas
+        peers.to_hands(rooms)
+        peers.to_hands(known_of(job, why_never))
+        if peers.room is not None:
+            peers.room.announce(rooms)
+
+    def look(self) -> None:
+        """Time has passed: each hand hears how the ranks of all other nodes stand, and that we live."""
+        now = time.monotonic()
+        if now < self._next_s:
+            return
+        self._next_s = now + _EVERY_S
+        self.share()
+        self.spares.look()
+        self.roster.look()
+        node, peers = self.node, self.node.peers
+        for number in peers.hands() if now >= self._rows_next_s else ():
+            self._rows_next_s = now + _ROWS_EVERY_S
+            others = [seat for seat in node.seats if peers.node_of(seat.rank) != number]
+            peers.send(number, board_rows.rows_of(node, others))
+        for number in peers.silent():
+            peers.note_out_of_reach()
+            self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
+
+        reached, known = peers.reach
+        if 2 * reached < known and node.verdict is None:
+            name = peers.name_of(peers.node)
+            self.depose(f"{name} reaches {reached} of {known} agents: the others may go on without it")
+
+    def welcome(self, address: str) -> None:
+        """A node waits for seats."""
+        self.node.log("node_waits", address=address)
+        self.spares.fill()
+
+    def lose(self, number: int, why: str) -> None:
+        """A node is gone with all of its ranks."""
+        node, peers = self.node, self.node.peers
+        if node.verdict is not None:
+            return
+        peers.hang_up(number, node.selector, why)
+        self.spares.forget(number)
+        self.roster.note_lost(number)
+        seats = [seat for seat in node.seats if peers.node_of(seat.rank) == number and not seat.is_finished]
+        for seat in seats:
+            seat.is_lost, seat.pid = True, 0
+            seat.note_leavings(node.board)
+        # The board knows its rows as of some time ago. What our own ranks have applied, all had recorded.
+        known = [node.board.get(seat.rank, Field.APPLIED) for seat in node.here]
+        boundary = max(*known, *(seat.lost_boundary for seat in seats)) if seats else 0
+        node.log("node_lost", node=number, ranks=[seat.rank for seat in seats], boundary=boundary, reason=why)
+        logger.warning("%s is lost: %s", peers.name_of(number), why)
+        if not seats:
+            return
+        failure = Failure(seats[0].rank, 0, -signal.SIGTERM, f"{peers.name_of(number)} is lost: {why}")
+        node.first_failure.note(failure, is_new_incident=node.job.incident is None)
+        node.advance(
+            recovery.NodeLost(
+                at_s=time.monotonic(),
+                ranks=tuple(seat.rank for seat in seats),
+                name=peers.name_of(number),
+                boundary=boundary,
+                detected_after_s=peers.unheard_s(number),
+                reason=why,
+            )
+        )
+
+    def depose(self, reason: str) -> None:
+        """Another agent leads: this one's ranks end, and nothing is saved."""
+        node = self.node
+        node.log("node_given_up", reason=reason)
+        failure = Failure(node.here[0].rank, 0, -signal.SIGTERM, reason)
+        node.first_failure.note(failure, is_new_incident=True)
+        node.conclude(Verdict("fail", reason))
+
+    def take(self, number: int, message: nodes.OfHand | Refused) -> None:
+        """A hand has reported something."""
+        node = self.node
+        if node.verdict is not None:
+            return
+        match message:
+            case nodes.Rows(now_ns=now_ns, rows=theirs):
+                board_rows.copy_in(node, theirs, now_ns)
+                if message.is_awaited:
+                    board_rows.share(node, [node.seats[row.rank] for row in theirs], but=number)
+            case nodes.Said():
+                self._take_said(message)
+            case nodes.Started(rank=rank, pid=pid):
+                node.seats[rank].begin_process(pid)
+                node.log("rank_started", rank=rank, pid=pid, node=number)
+                node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=rank, pid=pid))
+            case nodes.NotStarted(rank=rank, reason=reason):
+                node.log("spawn_failed", rank=rank, reason=reason, node=number)
+                node.advance(recovery.SpawnFailed(at_s=time.monotonic(), rank=rank, reason=reason))
+            case nodes.Ended():
+                self._take_ended(number, message)
+            case nodes.Differs(rank=rank, generation=generation, reason=reason):
+                found = recovery.MismatchFound(at_s=time.monotonic(), rank=rank, generation=generation, reason=reason)
+                node.advance(found)
+            case nodes.Records(rank=rank, part=part):
+                self.spares.take_records(rank, part)
+            case nodes.EndAsked(reason=reason, signal=signal):
+                node.ended_by = node.ended_by or signal
+                stop = recovery.StopAsked(at_s=time.monotonic(), reason=reason)
+                self.standing.ask(lambda: node.advance(stop), is_end=True)
+            case nodes.Leaving(reason=reason):
+                self.roster.leave(number, reason)
+            case nodes.PartStored():
+                self.reports.checkpoints.take_part(message)
+            case nodes.FaultAsked(fault=fault):
+                self._order(number, fault)
+            case nodes.Deposed(reason=reason):
+                self.depose(f"{node.peers.name_of(number)} goes on without this node: {reason}")
+            case Refused(reason=reason):
+                self._refuse(number, reason)
+            case _:
+                self._refuse(number, f"{type(message).__name__} is no report")
+
+    def _order(self, number: int, fault: str) -> None:
+        """Somebody on another node asks for a fault."""
+        try:
+            if not self.node.config.allow_faults:
+                raise ValueError("the run was started without --allow-faults on the node whose agent leads")
+            self.reports.injections.order(parse_fault(fault), f"inject-fault on {self.node.peers.name_of(number)}")
+        except ValueError as error:
+            self.node.log("fault_failed", number=None, fault=fault, reason=str(error))
+            logger.warning("the fault %s, ordered on %s, is refused: %s", fault, self.node.peers.name_of(number), error)
+
+    def _refuse(self, number: int, reason: str) -> None:
+        self.node.log("message_refused", node=number, reason=reason)
+        logger.warning("a message of %s is ignored: %s", self.node.peers.name_of(number), reason)
+
+    def _take_said(self, said: nodes.Said) -> None:
+        node = self.node
+        seat = node.seats[said.rank]
+        board_rows.copy_in(node, [said.row], said.now_ns)
+        if seat.pid != said.pid:
+            return  # its process has ended
+        seat.marks = said.marks or seat.marks
+        self.reports.take(seat, decode(said.line.encode(), channel.KNOWN))
+
+    def _take_ended(self, number: int, ended: nodes.Ended) -> None:
+        """A process has ended."""
+        node = self.node
+        seat = node.seats[ended.rank]
+        board_rows.copy_in(node, [ended.row], ended.now_ns)
+        board_rows.share(node, [seat], but=number)
+        if seat.pid != ended.pid:
+            return
+        seat.is_present = False
+        seat.is_finished, seat.is_lost = ended.code == 0, ended.code != 0
+        seat.lost_boundary = ended.boundary
+        seat.script_error, seat.device_fault = "", ended.device_fault
+        if seat.is_lost:
+            failure = Failure(ended.rank, ended.pid, ended.code, ended.reason, ended.traceback)
+            node.first_failure.note(failure, is_new_incident=node.job.incident is None)
+        event = recovery.RankExited(
+            at_s=time.monotonic(),
+            rank=ended.rank,
+            pid=ended.pid,
+            code=ended.code if ended.code >= 0 else None,
+            signal=-ended.code if ended.code < 0 else None,
+            boundary=ended.boundary if seat.is_finished else self.own_states.reached(seat, ended.boundary),
+            is_script_error=ended.is_script_error,
+            device_fault=ended.device_fault,
+            reason=ended.reason,
+        )
+        fields = {"code": event.code, "signal": event.signal, "boundary": event.boundary, "reason": event.reason}
+        node.log("rank_exited", rank=seat.rank, pid=event.pid, node=number, at_s=event.at_s, **fields)
+        node.advance(event)
+
+
+def known_of(job: recovery.Job, why_no_checkpoints: str) -> nodes.Known:
+    """What another leader would have to know of a job, beside what its ranks report."""
+    replicas = job.replicas
+    return nodes.Known(
+        incidents=job.incident_count,
+        restarts=job.restarts,
+        unprotected=job.unprotected_reason,
+        compared_at=replicas.compared_at,
+        parted={key: list(owners) for key, owners in replicas.parted.items()},
+        shards={key: list(owners) for key, owners in replicas.shards.items()},
+        names=dict(replicas.names),
+        why_no_checkpoints=why_no_checkpoints,
+    )

@@ -1,0 +1,206 @@
+"""Which nodes the group has, and which it should have: the leader's side of `--elastic`.
+
+What should be is decided by `recovery.membership`; when it differs from what there is, all ranks save their state at a
+boundary, and the group starts again on the other nodes. Begin with `Roster.look`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+
+from ttprun import recovery
+from ttprun.agent.checkpoints.quiesce_schedule import Standing
+from ttprun.agent.cluster.discovery import Discovery
+from ttprun.agent.core.failures import Failure
+from ttprun.agent.core.node import Node
+from ttprun.agent.launcher.resume import Resumption
+from ttprun.agent.launcher.verdict import Verdict
+from ttprun.errors import ConfigError
+from ttprun.protocol import nodes
+from ttprun.protocol.board import LEADER, Field
+from ttprun.recovery.membership import Membership, Plan, Sight
+from ttprun.state.errors import InvalidCheckpointError
+
+logger = logging.getLogger("ttprun")
+
+_TRY_AGAIN_S = 60.0  # after a resize that came to nothing
+
+
+class Roster:
+    """Has nodes join and leave.
+
+    policy      None: the job is not elastic
+    discovery   None: no command names the hosts
+    waits       why nodes do not join or leave though they should; "" if there is nothing to wait for
+    """
+
+    def __init__(self, node: Node, resumption: Resumption, standing: Standing) -> None:
+        self._node = node
+        self._resumption = resumption
+        self._standing = standing
+        self.policy: Membership | None = None
+        self.discovery: Discovery | None = None
+        self.waits = ""
+        self._is_asked = False
+        self._not_before_s = 0.0
+        self._leaving: dict[int, str] = {}
+
+    def begin_group(self) -> None:
+        """All nodes are there."""
+        self._is_asked, self.waits = False, ""
+        self._leaving.clear()
+
+    def look(self) -> None:
+        """Time has passed, or somebody has come: begin to resize if that is due."""
+        node = self._node
+        if self.policy is None or self._is_asked or node.verdict is not None:
+            return
+        if self.discovery is not None:
+            self.discovery.start()
+        plan = self.policy.planned(self._sight())
+        if not plan.is_due or time.monotonic() < self._not_before_s:
+            self._wait_for("" if not plan.is_due else self.waits)
+            return
+        why_not = plan.why_not or self._why_not_now()
+        self._wait_for(f"{self._named(plan)}: {why_not}" if why_not else "")
+        if why_not or node.job.phase is not recovery.Phase.RUNNING:
+            return
+        self._is_asked = True
+        self._resumption.resize(plan.size * node.peers.ranks_per_node)
+        reason = self._named(plan)
+        node.log("resize_asked", reason=reason, nodes=plan.size)
+        event = recovery.ResizeAsked(at_s=time.monotonic(), reason=reason)
+        self._standing.ask(lambda: node.advance(event), is_end=False)
+
+    def _why_not_now(self) -> str:
+        if self._node.board.get(LEADER, Field.APPLIED) == 0:
+            return "the ranks have not completed an optimizer step yet"
+        return recovery.why_not_saved(self._node.job)
+
+    def _wait_for(self, why: str) -> None:
+        if why and why != self.waits:
+            self._node.log("resize_waits", reason=why)
+        self.waits = why
+
+    def _sight(self) -> Sight:
+        peers = self._node.peers
+        waiting = peers.room.waiting if peers.room is not None else ()
+        return Sight(
+            at_s=time.monotonic(),
+            members=tuple(peers.names[number] for number in range(peers.size)),
+            lost=frozenset(number for number in range(peers.size) if not peers.is_connected(number)),
+            leaving=frozenset(self._leaving),
+            waiting=tuple((one.address, one.since_s) for one in waiting),
+            named=None if self.discovery is None else self.discovery.named,
+        )
+
+    def _named(self, plan: Plan) -> str:
+        """What a plan changes, for people."""
+        peers = self._node.peers
+        waiting = peers.room.waiting if peers.room is not None else ()
+        join = ", ".join(waiting[place].address for place in plan.join)
+        leave = ", ".join(map(peers.name_of, plan.leave))
+        parts = [
+            f"{join} join{'s' * (len(plan.join) == 1)}" if join else "",
+            f"{leave} leave{'s' * (len(plan.leave) == 1)}" if leave else "",
+        ]
+        return " and ".join(filter(None, parts)) or f"{len(plan.stay)} nodes are left"
+
+    def leave(self, number: int, reason: str) -> None:
+        """A node has announced that it leaves. If too few would be left, the job is saved and ends."""
+        node = self._node
+        self._leaving[number] = reason
+        self._not_before_s = 0.0
+        node.log("node_leaves", node=number, reason=reason)
+        if self.policy is None or self.policy.planned(self._sight()).why_not:
+            self._end(reason)
+        else:
+            self.look()
+
+    def _end(self, reason: str) -> None:
+        """A node leaves, and the others cannot train on without it."""
+        node = self._node
+        node.ended_by = node.ended_by or signal.SIGUSR1
+        stop = recovery.StopAsked(at_s=time.monotonic(), reason=reason)
+        self._standing.ask(lambda: node.advance(stop), is_end=True)
+
+    def note_lost(self, number: int) -> None:
+        """A node is lost: its host has to wait before it may train again."""
+        if self.policy is not None:
+            self._leaving.pop(number, None)
+            self.policy = self.policy.with_lost([self._node.peers.names[number]], time.monotonic())
+
+    def may_shrink(self) -> bool:
+        """Whether the nodes that are left are enough to train on; the checkpoint will then be resumed on those."""
+        if self.policy is None:
+            return False
+        plan = self.policy.planned(self._sight())
+        if not plan.why_not:
+            self._resumption.resize(plan.size * self._node.peers.ranks_per_node)
+        return not plan.why_not
+
+    def give_up(self, order: recovery.GiveUpResize) -> None:
+        """The group stays on its nodes for now."""
+        node = self._node
+        self._is_asked = False
+        self._not_before_s = time.monotonic() + _TRY_AGAIN_S
+        self.waits = f"{order.reason}; the next attempt is made in {_TRY_AGAIN_S:.0f} s"
+        self._resumption.resize(len(node.seats))
+        node.log("resize_given_up", reason=order.reason)
+        logger.warning("the nodes stay as they are: %s", self.waits)
+        if self._leaving:
+            self._end("; ".join(self._leaving.values()))
+
+    def regroup(self, order: recovery.Regroup) -> None:
+        """Have the group start again on the nodes that are there now."""
+        node, policy, peers = self._node, self.policy, self._node.peers
+        assert policy is not None
+        assert peers.room is not None
+        plan = policy.planned(self._sight())
+        why_not = plan.why_not or self._why_not_resumed(order, plan)
+        if why_not:
+            reason = f"{order.reason}; the group cannot start again: {why_not}"
+            failure = Failure(node.here[0].rank, 0, -signal.SIGTERM, reason)
+            node.first_failure.note(failure, is_new_incident=False)
+            node.conclude(Verdict("fail", reason))
+            return
+        waiting = [peers.room.waiting[place] for place in plan.join]
+        doors = [*(peers.doors[number] for number in plan.stay), *(one.door for one in waiting)]
+        node.log("regroup", nodes=plan.size, stay=plan.stay, join=[one.address for one in waiting], reason=order.reason)
+        logger.warning("all ranks start again on %d node%s: %s", plan.size, "s" * (plan.size > 1), order.reason)
+        orders = [
+            nodes.Regroup(
+                node=number,
+                size=plan.size,
+                least=policy.min_nodes,
+                where=doors[0],
+                attempt=node.attempt + 1,
+                generation=node.job.generation,
+                place=order.place,
+                boundary=order.boundary,
+                reason=order.reason,
+            )
+            for number in range(plan.size)
+        ]
+        for number, theirs in zip(plan.stay, orders, strict=False):
+            if number == peers.node:
+                node.regroup = theirs
+            else:
+                peers.send(number, theirs)
+        for one, theirs in zip(waiting, orders[len(plan.stay) :], strict=True):
+            peers.room.dismiss(one, theirs)
+        for number in plan.leave:
+            peers.send(number, nodes.Concluded("leave", order.reason, True, 0, signal.SIGUSR1))
+        node.conclude(Verdict("resize" if peers.node in plan.stay else "leave", order.reason))
+
+    def _why_not_resumed(self, order: recovery.Regroup, plan: Plan) -> str:
+        """Why so many ranks cannot resume from the checkpoint, as far as that can be seen here; "" if they can."""
+        self._resumption.resize(plan.size * self._node.peers.ranks_per_node)
+        try:
+            if order.place:
+                self._resumption.open_new(order.place)
+        except (ConfigError, InvalidCheckpointError) as error:
+            return str(error)
+        return ""

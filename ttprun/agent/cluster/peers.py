@@ -1,0 +1,316 @@
+"""The agents of the other nodes, for as long as a group of ranks lives: one TCP connection each, to the leader alone.
+
+The agent of the group's first node leads: the state machine runs there, and its seats are those of all ranks. Every
+other agent is a hand (`follower.py`); `leader.py` is the other end. A job on one node has no peers. What crosses nodes
+is in `ttprun.protocol.nodes`. Begin with `Peers.watch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ttprun.agent.cluster.spare_pool import HUNG_UP, Room
+from ttprun.protocol import nodes
+from ttprun.protocol.channel import Channel
+from ttprun.protocol.codec import encode
+from ttprun.protocol.patience import Patience
+
+SILENT_LIMIT_S = 15.0  # a node that is not heard for so long is lost: its agent reports a few times a second
+_UNACKNOWLEDGED_LIMIT_S = 5.0  # a node that cannot be reached is lost sooner: its kernel would have answered
+_FLUSH_LIMIT_S = 2.0
+_ENDED_AFTER_S = 60.0  # an agent that reaches nobody has ended by then
+Take = Callable[[int, Any], None]
+Lose = Callable[[int, str], None]
+
+
+class Peers:
+    """The connections of this node's agent.
+
+    node            number of this node in the group
+    address         of this node, for the ranks of the others; "" in a job on one node
+    ranks_per_node  the same on all nodes
+    names           of the nodes, for people, by number
+    size            number of nodes
+    leader          number of the node whose agent leads
+    rooms           where the agents of the nodes listen, by number: the next one leads if the leader is lost
+    master          address and port for the environment of new ranks
+    waiting         launchers that wait for seats, as far as this agent knows
+    has_lost        some node of the group has been lost, perhaps the one that has the rendezvous store
+    without_save_dir  nodes that do not share the directory in which the leader keeps checkpoints
+    has_stepped     whether the job has completed a step since this was asked last
+    doors           where each agent would listen if it led the next group, by node; on the leader
+    """
+
+    def __init__(
+        self,
+        node: int = 0,
+        address: str = "",
+        ranks_per_node: int = 0,
+        links: Mapping[int, Channel] | None = None,
+        names: Mapping[int, str] | None = None,
+        size: int = 1,
+        room: Room | None = None,
+        master: str = "",
+        leader: int = 0,
+    ) -> None:
+        """`links`: on the leader those of all hands, on a hand that of the leader.
+
+        room     of launchers that wait for seats; on a hand it is not open
+        master   see `nodes.Seats`
+        """
+        self.node = node
+        self.address = address
+        self.ranks_per_node = ranks_per_node
+        self.names = dict(names or {})
+        self.size = size
+        self._links = dict(links or {})
+        self._heard_s = dict.fromkeys(self._links, time.monotonic())
+        self._waits: dict[int, Patience] = {}  # for nodes to be heard again
+        self.has_stepped: Callable[[], bool] = lambda: False
+        self.leader = leader
+        self.rooms: dict[int, nodes.Where] = {}
+        self.waiting = 0
+        self.has_lost = False
+        self._out_of_reach_s: list[float] = []
+        self.room = room
+        self.without_save_dir: list[int] = []
+        self.doors: dict[int, nodes.Where] = {}
+        self._listen: Callable[[int], None] = lambda node: None
+        self.master = master
+        self._last_word: nodes.Concluded | None = None
+
+    @property
+    def is_hand(self) -> bool:
+        """Another agent leads."""
+        return self.node != self.leader
+
+    @property
+    def is_leading(self) -> bool:
+        """There are hands, or were."""
+        return bool(self.names) and not self.is_hand
+
+    def watch(
+        self,
+        selector: selectors.BaseSelector,
+        take: Take,
+        lose: Lose,
+        came: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        """Listen to all peers from now on.
+
+        take   called with a node and its message
+        lose   called with a node whose connection has ended, and why
+        came   called with the address of a node that waits for seats
+        """
+        self._listen = lambda node: self._listen_to(node, selector, take, lose)
+        for node in list(self._links):
+            self._listen(node)
+        if self.room is not None and not self.is_hand:
+            self.room.watch(selector, came)
+
+    def _listen_to(self, node: int, selector: selectors.BaseSelector, take: Take, lose: Lose) -> None:
+        link = self._links[node]
+        selector.register(link.sock, selectors.EVENT_READ, self._reader(selector, node, link, take, lose))
+        for message in link.read_kept():
+            take(node, message)
+
+    def _reader(
+        self, selector: selectors.BaseSelector, node: int, link: Channel, take: Take, lose: Lose
+    ) -> Callable[[], None]:
+        def read() -> None:
+            try:
+                messages = link.read_available()
+            except (EOFError, OSError) as error:
+                with contextlib.suppress(KeyError, ValueError):
+                    selector.unregister(link.sock)
+                self._links.pop(node, None)
+                link.close()
+                if isinstance(error, OSError) and error.errno not in HUNG_UP:
+                    self.note_out_of_reach()
+                lose(node, "its agent has closed the connection" if isinstance(error, EOFError) else str(error))
+                return
+            self._heard_s[node] = time.monotonic()
+            self._waits.pop(node, None)
+            for message in messages:
+                take(node, message)
+
+        return read
+
+    def note_rooms(self, known: nodes.Rooms) -> None:
+        """The leader says where all agents listen."""
+        self.has_lost = self.has_lost or any(known.rooms.get(number) != room for number, room in self.rooms.items())
+        self.rooms, self.doors = known.rooms, known.doors
+        self.names |= {number: room.address for number, room in known.rooms.items()}
+        self.waiting = known.waiting
+
+    def hang_up(self, node: int, selector: selectors.BaseSelector, why: str) -> None:
+        """A node is lost: nothing that it may still send is heard. If its agent lives, it learns why."""
+        self.send(node, nodes.Deposed(why))
+        self.has_lost = True
+        self._waits.pop(node, None)
+        link = self._links.pop(node, None)
+        if link is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                selector.unregister(link.sock)
+            link.close()
+
+    def is_connected(self, node: int) -> bool:
+        """The agent of this node is there."""
+        return node == self.node or node in self._links
+
+    def seat(self, node: int) -> str | None:
+        """Give the seats of a lost node to the launcher that has waited longest.
+
+        returns   the address of its node; None if nobody waits
+        """
+        found = None if self.room is None else self.room.take()
+        if found is None:
+            return None
+        self._links[node] = ready(found.link)
+        self.names[node] = found.address
+        self.rooms[node], self.doors[node] = found.room, found.door
+        self._heard_s[node] = time.monotonic()
+        self.send(node, nodes.Seats(node, self.size, self.ranks_per_node, self.names, self.master, self.leader))
+        self._listen(node)
+        return found.address
+
+    def follow(self, leader: int, link: Channel) -> None:
+        """The agent that led is lost: this one leads next, on another node."""
+        self.leader = leader
+        self._links = {leader: ready(link)}
+        self._heard_s[leader] = time.monotonic()
+        self._waits.clear()
+        self._listen(leader)
+
+    def lead(self, links: Mapping[int, Channel]) -> None:
+        """The agent that led is lost: this one leads next. Then `watch`."""
+        self.leader = self.node
+        self._links = {number: ready(link) for number, link in links.items()}
+        self._heard_s |= dict.fromkeys(links, time.monotonic())
+        self._waits.clear()
+        if self.room is not None:
+            self.rooms[self.node] = nodes.Where(**self.room.door.where)
+
+    def conclude(self, last_word: nodes.Concluded) -> None:
+        """The group has come to its end; whoever waits hears it when this agent hangs up."""
+        self._last_word = last_word
+        self.to_hands(last_word)
+
+    def note_out_of_reach(self) -> None:
+        """An agent cannot be reached: it may live, and go on without this one."""
+        self._out_of_reach_s.append(time.monotonic())
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """On the leader: (agents that it reaches, itself among them; all of which it knows that may still live)."""
+        reached = 1 + len(self._links) + (0 if self.room is None else len(self.room))
+        lost_s = [*self._out_of_reach_s, *(() if self.room is None else self.room.out_of_reach_s)]
+        return reached, reached + sum(at_s > time.monotonic() - _ENDED_AFTER_S for at_s in lost_s)
+
+    def silent(self) -> list[int]:
+        """Nodes that have not been heard for too long, while nothing has shown that their ranks live.
+
+        Each step of the job shows it: an agent that stands still is no lost node. To be asked a few times a second.
+        """
+        if self.has_stepped():
+            self._waits.clear()
+        self._waits = {node: self._waits.get(node) or Patience(SILENT_LIMIT_S) for node in self._links}
+        return [node for node, patience in self._waits.items() if patience.look()]
+
+    def unheard_s(self, node: int) -> float:
+        """Seconds since a node was heard."""
+        now = time.monotonic()
+        return now - self._heard_s.get(node, now)
+
+    def node_of(self, rank: int) -> int:
+        """The number of the node on which a rank is."""
+        return rank // self.ranks_per_node
+
+    def name_of(self, node: int) -> str:
+        """A node for people."""
+        return f"node {node} ({self.names.get(node, 'unknown')})"
+
+    @property
+    def leaders_name(self) -> str:
+        """The node whose agent leads, for people."""
+        return self.name_of(self.leader)
+
+    def to_leader(self, message: nodes.OfHand) -> None:
+        """Send to the leader."""
+        self.send(self.leader, message)
+
+    def to_node_of(self, rank: int, message: nodes.OfLeader) -> None:
+        """Send to the hand on whose node a rank is."""
+        self.send(self.node_of(rank), message)
+
+    def to_hands(self, message: nodes.OfLeader, but: int = -1) -> None:
+        """Send to all hands, or to all but one."""
+        for node in list(self._links):
+            if node != but:
+                self.send(node, message)
+
+    def hands(self) -> list[int]:
+        """The nodes whose agents are connected to the leader."""
+        return list(self._links)
+
+    def send(self, node: int, message: nodes.OfHand | nodes.OfLeader) -> None:
+        """Send to the agent of a node; what is for one that is lost is dropped."""
+        link = self._links.get(node)
+        if link is not None:
+            link.send(message)
+
+    def flush(self) -> None:
+        """Send what had to be kept."""
+        for link in self._links.values():
+            link.flush()
+
+    def close(self, selector: selectors.BaseSelector) -> None:
+        """The group has ended: send what is left, and hang up."""
+        for link in self._links.values():
+            with contextlib.suppress(KeyError, ValueError):
+                selector.unregister(link.sock)
+            with contextlib.suppress(OSError):
+                link.sock.settimeout(_FLUSH_LIMIT_S)
+                link.finish()
+            link.close()
+        self._links.clear()
+        if self.room is not None:
+            self.room.close(self._last_word)
+
+
+def ready(link: Channel) -> Channel:
+    """A connection as the supervisor's selector wants it: nobody waits for it."""
+    sock = link.sock
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_UNACKNOWLEDGED_LIMIT_S * 1000))
+    link.waits = False
+    return link
+
+
+class RemoteChannel:
+    """The way to a process on another node: what is sent to it goes by way of its agent."""
+
+    def __init__(self, peers: Peers, seat: Any) -> None:
+        self._peers = peers
+        self._seat = seat
+
+    def send(self, message: Any) -> None:
+        """Send one message. If the process has ended meanwhile, its agent drops it."""
+        line = encode(message).decode().rstrip("\n")
+        self._peers.to_node_of(self._seat.rank, nodes.Tell(self._seat.rank, self._seat.pid, line))
+
+    def flush(self) -> None:
+        """Nothing is kept here."""
+
+
+class RemoteHandler:
+    """What stands for the handler of a process on another node."""
+
+    def __init__(self, peers: Peers, seat: Any) -> None:
+        self.channel = RemoteChannel(peers, seat)

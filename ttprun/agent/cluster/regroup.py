@@ -1,0 +1,109 @@
+"""The agents of a group that has just ended meet again, some of them gone and others new (`--elastic`).
+
+No rendezvous is needed: the agent that has led names the next leader, the place where that listens, and everybody's
+number, in one order (`nodes.Regroup`). Who does not come in time is left out, as long as there are enough. Begin with
+`meet_again`.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ttprun.agent.cluster.peers import Peers, ready
+from ttprun.agent.cluster.rendezvous import KNOWN, NotMetError, Place, address_for_ranks, doors_of
+from ttprun.agent.cluster.spare_pool import Door, Room, keep_alive
+from ttprun.protocol import nodes
+from ttprun.protocol.channel import Channel
+
+LIMIT_S = 30.0  # all have got the order at once, and have to end their ranks
+_HAND_LIMIT_S = LIMIT_S + 10.0
+_LOOK_AGAIN_S = 0.2
+
+
+def meet_again(order: nodes.Regroup, place: Place, door: Door, make_store: Callable[[], str]) -> tuple[Peers, str]:
+    """Connect to the other agents.
+
+    place        of this node: without its numbers, which are in the order
+    door         of this agent, at which the others come in if it leads
+    make_store   called by the leader; makes a store for the ranks, and returns its address and port
+
+    returns   the connections; address and port of the ranks' store
+
+    Blocks _HAND_LIMIT_S at most. Raises NotMetError if too few came.
+    """
+    place = replace(place, number=order.node, size=order.size)
+    return _lead(order, place, door, make_store) if order.node == 0 else _follow(order, place)
+
+
+def _lead(order: nodes.Regroup, place: Place, door: Door, make_store: Callable[[], str]) -> tuple[Peers, str]:
+    found: dict[int, tuple[Channel, nodes.Hello]] = {}
+    ends_s = time.monotonic() + LIMIT_S
+
+    def came(link: Channel, hello: nodes.Hello) -> None:
+        if 0 < hello.node < order.size:
+            found[hello.node] = link, hello
+
+    with selectors.DefaultSelector() as selector:
+        door.open(selector, came)
+        while len(found) < order.size - 1 and time.monotonic() < ends_s:
+            for key, _ in selector.select(max(0.0, ends_s - time.monotonic())):
+                key.data()
+        door.shut()
+    size = 1 + len(found)
+    if size < order.least:
+        why = f"{size} of at least {order.least} nodes came within {LIMIT_S:.0f} s"
+        for link, _ in found.values():
+            link.send(nodes.Rejected(why, "start the launchers again: all resume from the checkpoint"))
+            link.close()
+        door.close()
+        raise NotMetError(why)
+    master = make_store()
+    links, names, hellos = {}, {0: place.address}, []
+    for number, (_, (link, hello)) in enumerate(sorted(found.items(), key=lambda one: one[0]), start=1):
+        link.send(nodes.Accepted(number, size, master))
+        links[number], names[number] = ready(link), hello.address
+        hellos.append(replace(hello, node=number))
+    room = Room(door, place.alike, sees_needed=True)
+    peers = Peers(0, address_for_ranks(place.address), place.ranks, links, names, size, room, master)
+    peers.doors = doors_of(place, hellos)
+    peers.rooms = {0: nodes.Where(**door.where)} | {hello.node: hello.room for hello in hellos}
+    return peers, master
+
+
+def _follow(order: nodes.Regroup, place: Place) -> tuple[Peers, str]:
+    ends_s, why = time.monotonic() + _HAND_LIMIT_S, "it does not listen"
+    while time.monotonic() < ends_s:
+        try:
+            return _connect(order, place, max(_LOOK_AGAIN_S, ends_s - time.monotonic()))
+        except (OSError, EOFError) as error:
+            why = str(error) or type(error).__name__
+            time.sleep(_LOOK_AGAIN_S)
+    raise NotMetError(f"{order.where.address}, whose agent would lead, cannot be reached ({why})")
+
+
+def _connect(order: nodes.Regroup, place: Place, limit_s: float) -> tuple[Peers, str]:
+    where = order.where
+    sock = socket.create_connection((where.address, where.port), timeout=limit_s)
+    keep_alive(sock)
+    link, room = Channel(sock, KNOWN), Room(Door(place.address, KNOWN), place.alike, sees_needed=True)
+    try:
+        alike, door, own = dict(place.alike), place.door or nodes.Where(), nodes.Where(**room.door.where)
+        link.send(nodes.Hello(where.token, order.node, place.address, alike, True, time.time(), door, own))
+        answer: Any = link.receive_with_fds()[0]
+    except (OSError, EOFError):
+        link.close()
+        room.door.close()
+        raise
+    if not isinstance(answer, nodes.Accepted):
+        link.close()
+        room.door.close()
+        raise NotMetError(answer.reason if isinstance(answer, nodes.Rejected) else f"an answer that is none: {answer}")
+    names, links = {0: where.address, answer.node: place.address}, {0: ready(link)}
+    own_address = address_for_ranks(place.address)
+    peers = Peers(answer.node, own_address, place.ranks, links, names, answer.size, room, answer.master)
+    return peers, answer.master

@@ -1,0 +1,243 @@
+"""The agents of a group meet before they start their ranks: each hand connects to the leader, and they compare notes.
+
+The leader is the agent whose group rank is 0. It listens on the address by which it reaches the rendezvous, and puts
+that, with a token made for this group, into torch's rendezvous store: whoever does not know the token is hung up on.
+Nothing is started before all are there and fit each other. Begin with `meet`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, get_args
+
+from ttprun.agent.cluster.peers import Peers, ready
+from ttprun.agent.cluster.spare_pool import Door, Room
+from ttprun.errors import ConfigError
+from ttprun.protocol import nodes
+from ttprun.protocol.channel import Channel
+
+LIMIT_S = 60.0  # the agents come out of the same rendezvous
+_HAND_LIMIT_S = LIMIT_S + 15.0  # by then the leader has said why not
+_LOOK_AGAIN_S = 0.5
+CLOCK_LIMIT_S = 60.0  # checkpoints and logs of several nodes are put in order by their times
+_LEADER, _OFF = "ttprun/leader", "ttprun/off"
+KNOWN = {kind.__name__: kind for kind in (*get_args(nodes.OfHand), *get_args(nodes.OfLeader))}
+_SIOCGIFADDR = 0x8915
+
+
+class NotMetError(Exception):
+    """The agents have not met; all know it, and the ranks run as under torchrun."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This node among those of its group.
+
+    number   of the node: its agent's group rank
+    size     nodes
+    ranks    local ranks
+    address  by which the others reach it
+    alike    what must be the same on all nodes, by its name for people
+    master   address and port for the script's environment
+    save_dir where checkpoints are kept if its agent leads
+    door     where its agent would listen if it led the next group; None: nodes neither join nor leave
+    """
+
+    number: int
+    size: int
+    ranks: int
+    address: str
+    alike: Mapping[str, str]
+    master: str = ""
+    save_dir: str = ""
+    door: nodes.Where | None = None
+
+
+def meet(store: Any, place: Place) -> Peers:
+    """Connect to the agents of the other nodes.
+
+    store   of the rendezvous, whose keys are this group's own
+
+    Blocks _HAND_LIMIT_S at most. Raises ConfigError on all nodes if they do not fit each other, NotMetError if some
+    agent did not come.
+    """
+    return _lead(store, place) if place.number == 0 else _follow(store, place)
+
+
+def _lead(store: Any, place: Place) -> Peers:
+    found: dict[int, tuple[Channel, nodes.Hello]] = {}
+    ahead_s: dict[int, float] = {}
+    ends_s = time.monotonic() + LIMIT_S
+    door = Door(place.address, KNOWN)
+    with selectors.DefaultSelector() as selector, _seen_file(place) as seen, contextlib.ExitStack() as undone:
+        undone.callback(door.close)
+
+        def came(link: Channel, hello: nodes.Hello) -> None:
+            if 0 < hello.node < place.size:
+                found[hello.node] = link, hello
+                ahead_s[hello.node] = hello.at_s - time.time()
+
+        door.open(selector, came)
+        store.set(_LEADER, json.dumps(door.where | {"seen": seen}))
+        while len(found) < place.size - 1:
+            for key, _ in selector.select(max(0.0, ends_s - time.monotonic())):
+                key.data()
+            if time.monotonic() >= ends_s:
+                why = f"{place.size - 1 - len(found)} of {place.size} agents did not connect within {LIMIT_S:.0f} s"
+                store.set(_OFF, why)
+                for link, _ in found.values():
+                    link.close()
+                raise NotMetError(why)
+        door.shut()  # from now on those are let in who wait for seats
+        reason, cure = _why_unfit(place, [hello for _, hello in found.values()], ahead_s)
+        for link, _ in found.values():
+            link.send(nodes.Rejected(reason, cure) if reason else nodes.Accepted())
+        if reason:
+            for link, _ in found.values():
+                link.close()
+            raise ConfigError(reason, cure)
+        undone.pop_all()
+    names = {number: hello.address for number, (_, hello) in found.items()} | {0: place.address}
+    links = {number: ready(link) for number, (link, _) in found.items()}
+    own, room = address_for_ranks(place.address), Room(door, place.alike, sees_needed=place.door is not None)
+    peers = Peers(place.number, own, place.ranks, links, names, place.size, room, place.master)
+    peers.rooms = {0: nodes.Where(**door.where)} | {number: hello.room for number, (_, hello) in found.items()}
+    peers.without_save_dir = sorted(number for number, (_, hello) in found.items() if not hello.shares)
+    peers.doors = doors_of(place, [hello for _, hello in found.values()])
+    return peers
+
+
+def doors_of(place: Place, others: list[nodes.Hello]) -> dict[int, nodes.Where]:
+    """Where each agent would listen if it led the next group, by node."""
+    return {0: place.door or nodes.Where()} | {hello.node: hello.door for hello in others}
+
+
+@contextlib.contextmanager
+def _seen_file(place: Place) -> Iterator[str]:
+    """A file next to the checkpoints as long as this lasts: who sees it shares the directory; "" if there is none."""
+    folder = Path(place.save_dir or "/nowhere")
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    path = folder / f".ttprun-{secrets.token_hex(8)}"
+    try:
+        path.touch()
+    except OSError:
+        path = Path()
+    try:
+        yield str(path) if path.name else ""
+    finally:
+        if path.name:
+            path.unlink(missing_ok=True)
+
+
+def _why_unfit(place: Place, others: list[nodes.Hello], ahead_s: Mapping[int, float]) -> tuple[str, str]:
+    """What differs between nodes, and what to do; ("", "") if they fit each other.
+
+    ahead_s   by how much the clock of each node is ahead of ours
+    """
+    for hello in sorted(others, key=lambda one: one.node):
+        if abs(ahead_s[hello.node]) > CLOCK_LIMIT_S:
+            off = f"{abs(ahead_s[hello.node]):.0f} s {'ahead of' if ahead_s[hello.node] > 0 else 'behind'}"
+            why = f"the clock of node {hello.node} ({hello.address}) is {off} that of node 0 ({place.address})"
+            return why, "set the clocks of all nodes, by NTP for example"
+        if place.door is not None and not hello.shares:
+            why = f"node {hello.node} ({hello.address}) does not see the save directory of node 0 ({place.address})"
+            return why, "--elastic needs one that all nodes share (--save-dir)"
+        for name, mine in place.alike.items():
+            theirs = hello.alike.get(name, "")
+            if theirs != mine:
+                where = f"node 0 ({place.address}) and node {hello.node} ({hello.address})"
+                return f"{where} differ in {name}: {mine} and {theirs}", "start the same on every node"
+    return "", ""
+
+
+def _follow(store: Any, place: Place) -> Peers:
+    ends_s = time.monotonic() + _HAND_LIMIT_S
+    why = "the agent that leads is not known"
+    while time.monotonic() < ends_s:
+        why_not, where = "", None
+        with contextlib.suppress(Exception):  # torch's stores raise errors of their own if a key is not there yet
+            why_not = store.get(_OFF).decode() if store.check([_OFF]) else ""
+            store.wait([_LEADER], timedelta(seconds=_LOOK_AGAIN_S))
+            where = json.loads(store.get(_LEADER))
+        if why_not:
+            raise NotMetError(why_not)
+        if where is None:
+            continue
+        door = Door(place.address, KNOWN)
+        try:
+            return _connect(place, where, max(_LOOK_AGAIN_S, ends_s - time.monotonic()), door)
+        except (OSError, EOFError) as error:  # of an earlier group, maybe: a new one comes in its place
+            door.close()
+            why = f"{where['address']} port {where['port']}: {error}"
+            time.sleep(_LOOK_AGAIN_S)
+        except BaseException:
+            door.close()
+            raise
+    raise NotMetError(f"the agent that leads cannot be reached ({why})")
+
+
+def _connect(place: Place, where: dict[str, Any], limit_s: float, door: Door) -> Peers:
+    """`door`: where this agent listens if it leads later."""
+    sock = socket.create_connection((where["address"], where["port"]), timeout=limit_s)
+    link = Channel(sock, KNOWN)
+    try:
+        shares = bool(where["seen"]) and os.path.exists(where["seen"])
+        next_door, alike, now_s = place.door or nodes.Where(), dict(place.alike), time.time()
+        own = nodes.Where(**door.where)
+        hello = nodes.Hello(where["token"], place.number, place.address, alike, shares, now_s, next_door, own)
+        link.send(hello)
+        answer: Any = link.receive_with_fds()[0]
+    except (OSError, EOFError):
+        link.close()
+        raise
+    if isinstance(answer, nodes.Rejected):
+        link.close()
+        raise ConfigError(answer.reason, answer.cure)
+    if not isinstance(answer, nodes.Accepted):
+        link.close()
+        raise OSError(f"an answer that is none: {answer}")
+    names, links = {0: where["address"], place.number: place.address}, {0: ready(link)}
+    room, address = Room(door, place.alike, place.door is not None), address_for_ranks(place.address)
+    return Peers(place.number, address, place.ranks, links, names, place.size, room, place.master)
+
+
+def own_address(named: str | None, endpoint: str) -> str:
+    """The address by which the other nodes reach this one.
+
+    named      --local-addr
+    endpoint   of the rendezvous, host:port: what we reach it by is good for the others too
+
+    Raises OSError if the endpoint's name is not known.
+    """
+    if named:
+        return socket.gethostbyname(named)
+    host, _, port = endpoint.rpartition(":")
+    found = socket.getaddrinfo(host or "localhost", int(port or 0), type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as sock:
+        sock.connect(address)  # sends nothing
+        own: str = sock.getsockname()[0]
+    return own
+
+
+def address_for_ranks(own: str) -> str:
+    """Where this node's ranks listen for their groups: the interface that GLOO_SOCKET_IFNAME names, else `own`."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if not interface:
+        return own
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        packed = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    return socket.inet_ntoa(packed[20:24])

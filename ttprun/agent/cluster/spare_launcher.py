@@ -1,0 +1,137 @@
+"""A launcher without seats waits in the room of a group (`spare_pool.py`); if its leader is lost, in the next one's.
+
+Begin with `wait_for_seats`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ttprun.agent.cluster.peers import Peers, ready
+from ttprun.agent.cluster.rendezvous import KNOWN, address_for_ranks
+from ttprun.agent.cluster.spare_pool import Door, Room, keep_alive
+from ttprun.errors import ConfigError
+from ttprun.protocol import nodes
+from ttprun.protocol.channel import Channel
+
+_ROOM_LIMIT_S = 10.0  # to be let in
+_SUCCESSION_LIMIT_S = 30.0  # the same by an agent that may not know yet that it leads
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Seats of a lost node, which this one takes.
+
+    records   of each of its ranks, packed
+    """
+
+    peers: Peers
+    master: str
+    records: Mapping[int, str]
+
+
+WarmUp = Callable[[list[str], list[str]], None]
+Outcome = Taken | nodes.Regroup | nodes.Concluded
+
+
+def wait_for_seats(
+    where: Mapping[str, Any],
+    address: str,
+    alike: Mapping[str, str],
+    warm_up: WarmUp,
+    door: nodes.Where | None = None,
+) -> Outcome | None:
+    """Wait in the room of a group until seats become free, or until the group starts again with this node.
+
+    where     the room is, as it was announced
+    address   of this node
+    warm_up   called with what standbys should import and compile
+    door      as in `Place`
+
+    returns   how the group has ended, if it did so first; None: nobody leads it any more
+
+    Blocks as long as nothing happens; a signal's handler may end it by an exception. Raises ConfigError if this node
+    does not fit the others.
+    """
+    room = Room(Door(address, KNOWN), alike)
+    try:
+        shares = bool(where.get("seen")) and os.path.exists(where["seen"])
+        own = nodes.Where(**room.door.where)
+        hello = nodes.Hello("", -1, address, dict(alike), shares, door=door or nodes.Where(), room=own)
+        found = _Waiting(hello, room, warm_up).wait(where)
+    except BaseException:
+        room.door.close()
+        raise
+    if not isinstance(found, Taken):
+        room.door.close()
+    return found
+
+
+class _Waiting:
+    """A launcher that waits.
+
+    hello   what it says where it comes
+    room    of its own, if it leads later
+    """
+
+    def __init__(self, hello: nodes.Hello, room: Room, warm_up: WarmUp) -> None:
+        self._hello = hello
+        self._room = room
+        self._warm_up = warm_up
+        self._others: Iterator[nodes.Where] = iter(())  # who may lead next
+
+    def wait(self, where: Mapping[str, Any]) -> Outcome | None:
+        """As `wait_for_seats`."""
+        limit_s = _ROOM_LIMIT_S
+        while True:
+            with contextlib.suppress(OSError, EOFError):
+                return self._wait_in(where, limit_s)
+            following = next(self._others, None)
+            if following is None:
+                return None
+            where, limit_s = vars(following), _SUCCESSION_LIMIT_S
+
+    def _wait_in(self, where: Mapping[str, Any], limit_s: float) -> Outcome:
+        """Wait in one room. Raises OSError or EOFError if its agent is lost."""
+        link = Channel(socket.create_connection((where["address"], where["port"]), timeout=limit_s), KNOWN)
+        try:
+            keep_alive(link.sock)
+            link.send(replace(self._hello, token=where["token"], at_s=time.time()))
+            return self._read(link, where["token"])
+        except BaseException:
+            link.close()
+            raise
+
+    def _read(self, link: Channel, token: str) -> Outcome:
+        seats: nodes.Seats | None = None
+        records: dict[int, str] = {}
+        while seats is None or len(records) < seats.ranks:
+            message: Any = link.receive_with_fds()[0]
+            match message:
+                case nodes.Accepted():
+                    link.sock.settimeout(None)
+                case nodes.Rejected(reason=reason, cure=cure):
+                    raise ConfigError(reason, cure)
+                case nodes.Concluded() | nodes.Regroup():
+                    link.close()
+                    return message
+                case nodes.Warmth(modules=modules, files=files):
+                    self._warm_up(modules, files)
+                case nodes.Rooms(rooms=rooms):
+                    self._others = iter([room for _, room in sorted(rooms.items()) if room.token != token])
+                case nodes.Seats():
+                    seats = message
+                case nodes.Records(rank=rank, part=part):
+                    records[rank] = part
+        own, links, size = address_for_ranks(self._hello.address), {seats.leader: ready(link)}, seats.size
+        peers = Peers(
+            seats.node, own, seats.ranks, links, seats.names, size, self._room, seats.master, leader=seats.leader
+        )
+        peers.has_lost = True
+        return Taken(peers, seats.master, records)

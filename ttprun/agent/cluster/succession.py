@@ -1,0 +1,368 @@
+"""The agent that leads is lost: the next one leads, and the others connect to it.
+
+Next is the lowest node whose agent is not known to be lost. It waits for what the others report of their ranks
+(`nodes.Remains`), makes a job of that (`recovery.succeed`), and answers the loss of the old leader's node like that of
+any other. Until then no orders are given: a replacement that has not caught up is ended, since its orders are lost.
+
+Two never lead. An agent at whose door nobody listens any more has ended. Of all others who were there, launchers that
+wait among them, the next leader must reach more than half, and one that has lost nodes at least half; else it ends its
+ranks. Begin with `Succession.begin`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from ttprun import recovery
+from ttprun.agent.cluster import board_rows
+from ttprun.agent.cluster.dial import Dial
+from ttprun.agent.cluster.follower import Hand
+from ttprun.agent.cluster.leader import Leader
+from ttprun.agent.cluster.rendezvous import KNOWN
+from ttprun.agent.cluster.spare_pool import Room
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.orders import Orders
+from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.repair.comparisons import Comparisons
+from ttprun.protocol import nodes
+from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.channel import Channel
+from ttprun.protocol.patience import Patience
+from ttprun.recovery.members import Ties
+from ttprun.recovery.replicas import Replicas
+
+logger = logging.getLogger("ttprun")
+
+_GATHER_S = 10.0  # for the others to notice, too
+_CONNECT_LIMIT_S = 5.0
+_PROBE_LIMIT_S = 1.0
+_PROBE_AGAIN_S = 0.3
+
+
+@dataclass
+class _Heir:
+    """What one hand has reported to the next leader.
+
+    later   messages that came with its report, and are for the leader
+    """
+
+    link: Channel
+    remains: nodes.Remains
+    later: list[Any]
+
+
+@dataclass
+class Succession:
+    """This agent's part in it.
+
+    on_lead   called when this agent has begun to lead
+    """
+
+    node: Node
+    hand: Hand
+    leader: Leader
+    orders: Orders
+    comparisons: Comparisons
+    on_lead: Callable[[], None] = field(default=lambda: None, init=False)
+    _lost: dict[int, str] = field(default_factory=dict, init=False)
+    _expected: set[int] = field(default_factory=set, init=False)
+    _heirs: dict[int, _Heir] = field(default_factory=dict, init=False)
+    _early: list[tuple[Channel, nodes.Hello]] = field(default_factory=list, init=False)
+    _gathers: Patience | None = field(default=None, init=False)
+    _ended: set[int] = field(default_factory=set, init=False)  # lost agents that have ended for sure
+    _probe_again: dict[int, float] = field(default_factory=dict, init=False)
+    _dials: list[Dial] = field(default_factory=list, init=False)
+    _store: Any = field(default=None, init=False)
+
+    def begin_group(self) -> None:
+        """All ranks are new."""
+        self._lost.clear()
+        self._ended.clear()
+        self._probe_again.clear()
+        self._heirs.clear()
+        self._gathers = None
+
+    # A hand.
+
+    def begin(self, number: int, why: str) -> None:
+        """The leader is lost, or the agent that was to be the next one."""
+        node, peers = self.node, self.node.peers
+        if node.verdict is not None or not peers.is_hand or self._gathers is not None:
+            return
+        peers.hang_up(number, node.selector, f"{peers.name_of(peers.node)} did not hear it any more ({why})")
+        self._lost[number] = why
+        node.log("leader_lost", node=number, reason=why)
+        logger.warning("%s, whose agent leads, is lost: %s", peers.name_of(number), why)
+        if not peers.rooms:
+            reason = (
+                f"the connection to {peers.name_of(number)}, which leads, is lost before it has said who leads next"
+            )
+            self.hand.give_up(f"{reason}: {why}", "restart")
+            return
+        for seat in node.here:
+            if seat.is_catching_up and not seat.is_lost:
+                self._end_unfinished(seat)
+        self._probe(number)
+        self._follow_next()
+
+    def _probe(self, number: int) -> None:
+        """Whether the lost agent has ended for sure: then nobody listens at its door, though its node answers."""
+        door = self.node.peers.rooms.get(number)
+        if door is None or number in self._ended:
+            return
+
+        def done(sock: socket.socket | None, code: int) -> None:
+            if sock is not None:
+                sock.close()
+            if code == errno.ECONNREFUSED:
+                self._ended.add(number)
+            else:  # a process that ends closes one thing after the other
+                self._probe_again[number] = time.monotonic() + _PROBE_AGAIN_S
+
+        self._dials.append(Dial(self.node.selector, door.address, door.port, _PROBE_LIMIT_S, done))
+
+    def _end_unfinished(self, seat: Seat) -> None:
+        """The process of a rank was being repaired: what it would be ordered to do next is lost."""
+        seat.exit_code, seat.cause = -9, "it had not caught up when the agent that led was lost"
+        seat.is_catching_up = False
+        self.orders.kill_rank(recovery.KillRank(seat.rank, seat.cause))
+
+    def _follow_next(self) -> None:
+        node, peers = self.node, self.node.peers
+        following = min(number for number in {*peers.rooms, peers.node} if number not in self._lost)
+        if following == peers.node:
+            self._gather()
+            return
+        door = peers.rooms[following]
+
+        def done(sock: socket.socket | None, code: int) -> None:
+            if sock is not None:
+                self._report_to(following, sock, door)
+                return
+            if code == errno.ECONNREFUSED:
+                self._ended.add(following)
+            self.begin(following, f"it cannot be reached: {os.strerror(code)}")
+
+        self._dials.append(Dial(node.selector, door.address, door.port, _CONNECT_LIMIT_S, done))
+
+    def _report_to(self, following: int, sock: socket.socket, door: nodes.Where) -> None:
+        """Connected to the next leader: it hears how the ranks here stand."""
+        node, peers = self.node, self.node.peers
+        link = Channel(sock, KNOWN)
+        peers.follow(following, link)
+        peers.to_leader(nodes.Hello(door.token, peers.node, door.address, {}))
+        peers.to_leader(self._remains())
+        if node.ended_by:
+            peers.to_leader(nodes.EndAsked(f"ended by signal {node.ended_by}", node.ended_by))
+        node.log("leader_followed", node=following)
+
+    def _remains(self) -> nodes.Remains:
+        node = self.node
+        found = [_left(seat) for seat in node.here]
+        every = [board_rows.row_of(node, seat) for seat in node.here]
+        return nodes.Remains(node.job.generation, found, time.monotonic_ns(), every)
+
+    # The next leader.
+
+    def _gather(self) -> None:
+        """This agent is the next one: wait for the others."""
+        peers, room = self.node.peers, self.node.peers.room
+        assert room is not None
+        self._expected = {number for number in peers.rooms if number not in self._lost} - {peers.node}
+        self._gathers = Patience(_GATHER_S)
+        room.door.open(self.node.selector, self._came)
+        self.look()
+
+    def _came(self, link: Channel, hello: nodes.Hello) -> None:
+        if hello.node not in self._expected:
+            self._early.append((link, hello))  # it waits for seats
+            self.look()
+            return
+        messages = link.read_kept()
+        selector = self.node.selector
+
+        def read() -> None:
+            try:
+                found = link.read_available()
+            except (EOFError, OSError):
+                selector.unregister(link.sock)
+                link.close()
+                return
+            if found:
+                selector.unregister(link.sock)
+                self._take(hello.node, link, found)
+
+        if messages:
+            self._take(hello.node, link, messages)
+        else:
+            selector.register(link.sock, selectors.EVENT_READ, read)
+
+    def _take(self, number: int, link: Channel, messages: list[Any]) -> None:
+        remains, *later = messages
+        if not isinstance(remains, nodes.Remains):
+            link.close()
+            return
+        self._heirs[number] = _Heir(link, remains, later)
+        self.look()
+
+    def look(self) -> None:
+        """Time has passed, or another one has reported."""
+        self._dials = [dial for dial in self._dials if not dial.is_over]
+        for dial in self._dials:
+            dial.look()
+        for number in [one for one, at_s in self._probe_again.items() if time.monotonic() >= at_s]:
+            del self._probe_again[number]
+            if self._gathers is not None:
+                self._probe(number)
+        if self._gathers is None:
+            return
+        is_late = self._gathers.look()
+        reached, known = self._reach
+        if (self._expected <= self._heirs.keys() and 2 * reached > known) or is_late:
+            self._gathers = None
+            self._lead() if 2 * reached > known else self._give_up(reached, known)
+
+    @property
+    def _reach(self) -> tuple[int, int]:
+        """(agents that have come to this one, and itself; all that may still live)."""
+        peers = self.node.peers
+        return 1 + len(self._heirs) + len(self._early), len(peers.rooms) + peers.waiting - len(self._ended)
+
+    def _give_up(self, reached: int, known: int) -> None:
+        """The others may go on without this node; of two halves, the one with the old leader does."""
+        name = self.node.peers.name_of(self.node.peers.node)
+        self.hand.give_up(f"{name} reaches {reached} of {known} agents: the others may go on without it")
+        for link in (*(heir.link for heir in self._heirs.values()), *(link for link, _ in self._early)):
+            link.close()
+
+    def _lead(self) -> None:
+        """All that is left of the job is known."""
+        node, peers = self.node, self.node.peers
+        own, heirs = self._remains(), self._heirs
+        left = {one.rank: one for remains in (own, *(heir.remains for heir in heirs.values())) for one in remains.ranks}
+        for heir in heirs.values():
+            board_rows.copy_in(node, heir.remains.rows, heir.remains.now_ns)
+        for seat in node.seats:
+            if not seat.is_here:
+                _note(seat, left.get(seat.rank), node.board.get(seat.rank, Field.RECORDED) == FINISHED)
+        known = self.hand.known
+        generation = max(own.generation, *(heir.remains.generation for heir in heirs.values()), 0)
+        node.job = recovery.succeed(
+            node.job.settings,
+            (_remaining(seat, left.get(seat.rank)) for seat in node.seats),
+            generation,
+            _inherited(known, left.values()),
+        )
+        self.comparisons.begin_resumed(node.job.replicas)
+        self._store = TCPStore(peers.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        master = f"{peers.address} {self._store.port}"
+        peers.lead({number: heir.link for number, heir in heirs.items()})
+        node.move_master(master)
+        peers.to_hands(nodes.Master(master))
+        node.log("leads", node=peers.node, generation=generation, hands=sorted(heirs))
+        logger.warning("%s leads from now on", peers.name_of(peers.node))
+        self.on_lead()
+        assert peers.room is not None
+        self._let_in(peers.room)
+        for number, why in sorted(self._lost.items()):
+            self.leader.lose(number, why)
+        for number in sorted(self._expected - heirs.keys()):
+            self.leader.lose(number, f"it has not reported to {peers.name_of(peers.node)}, which leads now")
+        for one in left.values():
+            if one.is_lost:
+                self._report_loss(one)
+        for number, heir in heirs.items():
+            for message in heir.later:
+                self.leader.take(number, message)
+        self.leader.share()
+
+    def _let_in(self, room: Room) -> None:
+        early, self._early = self._early, []
+        for link, hello in early:
+            room.let_in(link, hello)
+
+    def _report_loss(self, one: nodes.Left) -> None:
+        self.node.advance(
+            recovery.RankExited(
+                at_s=time.monotonic(),
+                rank=one.rank,
+                pid=one.pid,
+                code=one.code if one.code >= 0 else None,
+                signal=-one.code if one.code < 0 else None,
+                boundary=one.boundary,
+                reason=one.reason,
+            )
+        )
+
+
+def _left(seat: Seat) -> nodes.Left:
+    """How a rank of this node stands."""
+    is_lost = seat.is_lost or seat.awaits_order
+    return nodes.Left(
+        rank=seat.rank,
+        pid=seat.pid,
+        is_present=seat.is_present,
+        is_protected=seat.is_protected,
+        is_finished=seat.is_finished,
+        is_lost=is_lost,
+        boundary=seat.lost_boundary if is_lost else 0,
+        code=(seat.exit_code or -9) if is_lost else 0,
+        reason=seat.cause,
+        ties=seat.ties.value,
+        unprotected=seat.unprotected,
+        hindrance=seat.hindrance,
+    )
+
+
+def _note(seat: Seat, left: nodes.Left | None, has_finished: bool) -> None:
+    """What the leader's seat of a rank of another node must know."""
+    if left is None:
+        seat.is_finished, seat.pid = has_finished, 0
+        return
+    seat.begin_process(left.pid)
+    seat.is_present, seat.is_protected, seat.is_finished = left.is_present, left.is_protected, left.is_finished
+    seat.had_torch = True
+    seat.is_lost, seat.lost_boundary = left.is_lost, left.boundary
+
+
+def _remaining(seat: Seat, left: nodes.Left | None) -> recovery.Remaining:
+    """A rank of a node whose agent is lost has a process that is not known any more."""
+    if left is None:
+        return recovery.Remaining(rank=seat.rank, pid=None if seat.is_finished else 0, is_finished=seat.is_finished)
+    return recovery.Remaining(
+        rank=seat.rank,
+        pid=left.pid,
+        is_finished=left.is_finished,
+        is_protected=left.is_protected,
+        ties=Ties(left.ties),
+        hindrance=left.hindrance,
+    )
+
+
+def _inherited(known: nodes.Known | None, left: Any) -> recovery.Inherited:
+    reasons = (f"rank {one.rank} cannot take part in a repair ({one.unprotected})" for one in left if one.unprotected)
+    unprotected = next(reasons, "")
+    if known is None:
+        return recovery.Inherited(unprotected_reason=unprotected)
+    replicas = Replicas(
+        compared_at=known.compared_at,
+        parted={key: tuple(owners) for key, owners in known.parted.items()},
+        shards={key: tuple(owners) for key, owners in known.shards.items()},
+        names=known.names,
+    )
+    return recovery.Inherited(
+        incident_count=known.incidents,
+        restarts=known.restarts,
+        unprotected_reason=known.unprotected or unprotected,
+        replicas=replicas,
+    )

@@ -1,0 +1,91 @@
+"""The incidents of a run: what is kept of them for the status, the event log and the operator."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+
+from ttprun.agent.core.node import Node
+from ttprun.agent.report.not_proved import NotProved
+from ttprun.observe.status import IncidentStatus, ResumeStatus
+from ttprun.recovery import Incident
+
+logger = logging.getLogger("ttprun")
+
+
+class Incidents:
+    """All incidents of a run, and how it was resumed.
+
+    resume      None if the run has begun from its top
+    not_proved  what the ranks hold that is in no record
+    changes     grows with each of the rarer changes, which are to be published at once
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._incidents: dict[int, Incident] = {}
+        self._compared: dict[int, tuple[list[str], list[str]]] = {}  # incident -> what was equal, what is not proved
+        self.resume: ResumeStatus | None = None
+        self.not_proved = NotProved()
+        self.changes = 0
+
+    def note(self, incident: Incident) -> None:
+        """An incident was opened, has gone on, or has ended; without a number it is the resume from a checkpoint."""
+        if not incident.id or (self.resume is not None and self.resume.outcome == "open"):
+            self.resume = ResumeStatus(incident.boundary, incident.outcome, incident.reason, incident.total_s)
+        if incident.id and incident.id not in self._incidents:
+            self.changes += 1
+        if incident.id:
+            self._incidents[incident.id] = incident
+        self.not_proved.note_incident(incident)
+        not_proved = self._not_proved_of(incident.id)
+        event = asdict(incident) | ({"not_proved": not_proved} if not_proved else {})
+        self._node.log("incident" if incident.id else "resume", **event)
+        _say(incident)
+
+    def note_compared(self, rank: int, equal: Sequence[str], not_proved: Sequence[str]) -> None:
+        """A rank was compared with the one whose place it takes."""
+        found = next((one for one in reversed(self._incidents.values()) if rank in one.ranks), None)
+        number = None if found is None else found.id
+        self._node.log("compared", incident=number, rank=rank, equal=equal, not_proved=not_proved)
+        if number is None:
+            return
+        compared = self._compared.setdefault(number, ([], []))
+        for known, new in zip(compared, (equal, not_proved), strict=True):
+            known += [one for one in (f"rank {rank}: {what}" for what in new) if one not in known]
+        self.changes += 1
+
+    def published(self) -> tuple[IncidentStatus, ...]:
+        """All of them, the oldest first."""
+        return tuple(map(self._published, self._incidents.values()))
+
+    def _published(self, incident: Incident) -> IncidentStatus:
+        known = {name: getattr(incident, name) for name in _PUBLISHED}
+        equal, _ = self._compared.get(incident.id, ((), ()))
+        return IncidentStatus(**known, equal=tuple(equal), not_proved=self._not_proved_of(incident.id))
+
+    def _not_proved_of(self, number: int) -> tuple[str, ...]:
+        """What of an incident is not proved: objects that are in no record, and what could not be compared."""
+        _, uncompared = self._compared.get(number, ((), ()))
+        return (*self.not_proved.of_incident(number), *uncompared)
+
+
+def _say(incident: Incident) -> None:
+    """Say on the console how an incident stands."""
+    name = f"incident {incident.id}, generation {incident.generation}" if incident.id else "resume"
+    if incident.outcome == "open":
+        logger.info("%s: %s: %s", name, incident.reason, incident.phase)
+        return
+    outcome = f"{incident.outcome} in {incident.total_s or 0.0:.2f} s"
+    if incident.outcome != "recovered":
+        logger.warning("%s: %s", name, outcome)  # the reason is said where the ranks, or the job, are given up
+    elif incident.id:
+        logger.warning("%s: %s: %s, %d steps lost", name, incident.reason, outcome, incident.steps_lost or 0)
+    elif incident.boundary:
+        logger.warning("%s: resumed from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
+    else:
+        logger.warning("%s: no checkpoint can be used: the script starts anew", name)
+
+
+_PUBLISHED = {field.name for field in fields(IncidentStatus)} & {field.name for field in fields(Incident)}

@@ -1,0 +1,241 @@
+"""What all parts of the agent share: this node's ranks, the job as the state machine sees it, and how to let it decide.
+
+A part is given the node, and by its constructor the other parts that it uses. Read the attributes of `Node` first.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from ttprun import recovery
+from ttprun.agent.cluster.peers import Peers, RemoteHandler
+from ttprun.agent.core.calls import Calls
+from ttprun.agent.core.failures import FirstFailure
+from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.launcher.verdict import Verdict
+from ttprun.agent.processes import stacks
+from ttprun.config import Config
+from ttprun.observe.events import EventLog
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol import nodes
+from ttprun.protocol.board import FIELDS, Board, Field
+from ttprun.rank.position import remembered
+from ttprun.rank.process import children
+from ttprun.rank.records.recorder import Recorder
+
+_LOOK_AGAIN_S = 0.05
+
+
+class Node:
+    """The ranks of one node; in the leader's agent those of all nodes.
+
+    All but `call`, `log` and `is_settled` is for the supervisor's thread. What may wait for a process or a disk goes
+    `aside`, on a thread of its own: heartbeats to other nodes, and all other ranks, depend on the supervisor's.
+
+    is_python      False: the ranks run the user's own program (--no-python)
+    job            what the state machine knows
+    advance        lets the machine decide on an event and carries out its orders; an event within that comes next
+    selector       what the supervisor waits on; the data of a key is the function to call when it is ready
+    seats          by rank
+    peers          the agents of the other nodes
+    loops          files in which earlier runs have met a training loop; None: on several nodes they may differ
+    board_fd       of the board; -1 before the first group
+    verdict        set when the present group must be restarted, has failed or is done; None while it lives
+    is_settled     there is a verdict, or nobody who would come to one
+    is_broken      the supervisor has failed: nothing is decided any more, and the job goes on as under torchrun
+    first_failure  the root cause of what the present group suffers
+    ended_by       the signal to the launcher of some node that ends the job; 0 while there is none
+    attempt        number of the present group's attempt, as torch counts restarts
+    regroup        the order to take part in another group, with the verdict "resize"
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        is_python: bool,
+        job: recovery.Job,
+        advance: Callable[[recovery.Event], None],
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.is_python = is_python
+        self.job = job
+        self.advance = advance
+        self.selector = selectors.DefaultSelector()
+        calls = Calls(self.selector)
+        self.call, self.aside, self.wake = calls.add, calls.aside, calls.wake
+        self.seats: list[Seat] = []
+        self.peers = Peers()
+        self.loops: list[str] | None = None
+        self._here = slice(None)
+        self.board_fd = -1
+        self._board: Board | None = None
+        self.verdict: Verdict | None = None
+        self.is_settled = threading.Event()
+        self.is_broken = False
+        self.first_failure = FirstFailure()
+        self.ended_by = 0
+        self.attempt = 0
+        self.regroup: nodes.Regroup | None = None
+        self._events = EventLog(run.events)
+        self._log_lock = threading.Lock()
+        self._stepped = 0
+        self._past: set[int] = set()  # pids of ranks that have ended
+
+    @property
+    def here(self) -> list[Seat]:
+        """The seats of this node's own ranks, by local rank."""
+        return self.seats[self._here]
+
+    def begin_group(self, ranks: list[tuple[int, int]], peers: Peers | None = None) -> None:
+        """New ranks: `ranks` is (global rank, local rank) of each that is on this node.
+
+        peers   the agents of the other nodes; None: there are none
+        """
+        self.peers = peers or Peers()
+        self.peers.has_stepped = self._has_stepped
+        self.loops = None if self.peers.address else remembered.files()
+        world_size = len(ranks) * self.peers.size
+        for seat in self.here:
+            os.close(seat.record_fd)
+            os.close(seat.stack_fd)
+            if seat.copies_fd >= 0:
+                os.close(seat.copies_fd)
+        if self.board_fd >= 0:
+            os.close(self.board_fd)
+        self.board_fd, self._board = Board.create(world_size)
+        own = [Seat(rank, local, None, Recorder.create(self._slot_bytes), stacks.create()) for rank, local in ranks]
+        for seat in own if self.peers.address else ():
+            seat.copies_fd = Recorder.create(self._slot_bytes)
+        first = self.peers.node * self.peers.ranks_per_node
+        before = [self._seat_elsewhere(rank) for rank in range(first)]
+        after = [self._seat_elsewhere(rank) for rank in range(first + len(ranks), world_size)]
+        self.seats = [*before, *own, *after]
+        self._here = slice(first, first + len(ranks))
+        self.verdict = None
+        self.is_settled.clear()
+        self.first_failure = FirstFailure()
+
+    def _has_stepped(self) -> bool:
+        """Whether ranks of this node have completed a step together with all others since this was asked last."""
+        applied, before = max(self.board.get(seat.rank, Field.APPLIED) for seat in self.here), self._stepped
+        self._stepped = applied
+        return applied != before
+
+    @property
+    def has_killed_ones(self) -> bool:
+        """Whether a signal has ended a process in a job that is done: its rank is away, or its script had ended."""
+        return bool(self.job.away) or any(seat.handler.proc.poll() for seat in self.here)
+
+    def _seat_elsewhere(self, rank: int) -> Seat:
+        seat = Seat(rank, rank % self.peers.ranks_per_node, None, -1, is_here=False)
+        seat.handler = RemoteHandler(self.peers, seat)
+        return seat
+
+    def conclude(self, verdict: Verdict) -> None:
+        """This group has come to its end; torch's agent asks for the verdict."""
+        self.verdict = verdict
+        self.is_settled.set()
+        if self.peers.is_leading:
+            code = 1 if self.first_failure.found is None else self.first_failure.found.exit_code
+            order = nodes.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code, self.ended_by)
+            self.peers.conclude(order)
+
+    def log(self, event: str, **fields: object) -> None:
+        """Append to the event log."""
+        with self._log_lock:
+            self._events.append(event, **{"at_s": time.monotonic()} | fields)
+
+    def remove_left_files(self, pid: int = 0, limit_s: float = 0.0) -> None:
+        """Remove what dead DataLoader workers of this run have left in shared memory.
+
+        pid      of a rank that has just ended, 0 if none has
+        limit_s  to wait for those that are about to die
+        """
+        self._past.add(pid)
+        ends_s = time.monotonic() + limit_s
+        while True:
+            removed, is_more = children.remove_left_files(self.run.path, self._past - {0})
+            if removed:
+                self.log("left_files_removed", names=removed)
+            if not is_more or time.monotonic() >= ends_s:
+                return
+            time.sleep(_LOOK_AGAIN_S)
+
+    def void_beyond(self, boundary: int) -> None:
+        """What lost ranks have recorded beyond a boundary is void: survivors wait for their replacements' records."""
+        for seat in self.seats:
+            if seat.lost_boundary > boundary:
+                seat.lost_boundary = boundary
+                self.board.set(seat.rank, Field.RECORDED, boundary)
+        if self.peers.is_leading:
+            self.peers.to_hands(nodes.VoidBeyond(boundary))
+
+    # What the ranks have left in shared memory, dead or alive.
+
+    @property
+    def has_board(self) -> bool:
+        """A group has been begun."""
+        return self._board is not None
+
+    @property
+    def board(self) -> Board:
+        """The page on which the ranks note how far they are; only once a group has been begun."""
+        assert self._board is not None
+        return self._board
+
+    def board_row(self, seat: Seat) -> list[int]:
+        """A rank's row of the board."""
+        return [self.board.get(seat.rank, field) for field in FIELDS]
+
+    def recorder_of(self, seat: Seat) -> Recorder:
+        """A rank's records."""
+        return Recorder(seat.record_fd, self._slot_bytes)
+
+    def copies_in(self, seat: Seat) -> Recorder:
+        """The records of a rank of another node, as far as this one keeps a copy."""
+        return Recorder(seat.copies_fd, self._slot_bytes)
+
+    def new_recorder(self, seat: Seat) -> Recorder:
+        """Void a rank's records, and give it room for others."""
+        os.close(seat.record_fd)
+        seat.record_fd = Recorder.create(self._slot_bytes)
+        return self.recorder_of(seat)
+
+    def recorded(self, seat: Seat, boundary: int) -> dict[str, Any]:
+        """A rank's record of a boundary, whoever wrote it; empty if there is none."""
+        found = self.recorder_of(seat).read(boundary)
+        fields: dict[str, Any] = (
+            {} if found is None else (msgpack.unpackb(found[0], strict_map_key=False, unicode_errors="surrogatepass"))
+        )
+        return fields
+
+    def lines_since(self, seat: Seat, boundary: int) -> tuple[int, int]:
+        """Lines that a rank has written since its record of a boundary, to stdout and stderr: not to come out again."""
+        out, err = self.recorded(seat, boundary).get("lines", [0, 0])
+        written = (self.board.get(seat.rank, field) for field in (Field.LINES_OUT, Field.LINES_ERR))
+        return next(written) - out, next(written) - err
+
+    @property
+    def _slot_bytes(self) -> int:
+        return self.config.record_limit_mib << 20
+
+    def move_master(self, where: str) -> None:
+        """Processes that are started from now on find their store elsewhere: "address port"."""
+        self.peers.master = where
+        address, port = where.split()
+        for seat in self.here:
+            seat.handler.start["env"] |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+
+    def spawn_those_that_wait(self) -> None:
+        """A process is gone, or a standby has become ready, or has died: ranks that wait for that get their process."""
+        for spawn in [seat.spawn for seat in self.here if seat.spawn is not None]:
+            spawn()

@@ -1,0 +1,215 @@
+"""What the machine orders, carried out: begin with `Orders.carry_out`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ttprun import recovery
+from ttprun.agent.checkpoints.checkpoints import Checkpoints
+from ttprun.agent.cluster.membership import Roster
+from ttprun.agent.cluster.spares import Spares
+from ttprun.agent.core.incidents import Incidents
+from ttprun.agent.core.node import Node
+from ttprun.agent.health.hang_detector import Lookout
+from ttprun.agent.launcher.verdict import Verdict
+from ttprun.agent.processes import life_locks, stacks
+from ttprun.agent.processes.process_watch import Watch
+from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, kill_session
+from ttprun.agent.processes.standby_watch import StandbyWatch
+from ttprun.agent.processes.standbys import Standbys
+from ttprun.agent.repair.repairs import Repairs
+from ttprun.agent.repair.rewinds import Rewinds
+from ttprun.protocol import nodes, to_rank
+from ttprun.protocol.board import FINISHED, Field
+
+logger = logging.getLogger("ttprun")
+
+
+@dataclass
+class Orders:
+    """Carries out actions on a node's ranks.
+
+    set_deadline     has the machine informed when so many seconds have passed
+    replace_handler  lets torch's agent know of the new process of a local rank; set once a group has begun
+    """
+
+    node: Node
+    checkpoints: Checkpoints
+    incidents: Incidents
+    lookout: Lookout
+    repairs: Repairs
+    rewinds: Rewinds
+    roster: Roster
+    spares: Spares
+    standbys: Standbys
+    standby_watch: StandbyWatch
+    watch: Watch
+    set_deadline: Callable[[recovery.SetDeadline], None]
+    replace_handler: Callable[[int, RankHandler], None] = field(init=False)
+
+    def carry_out(self, action: recovery.Action) -> None:
+        """Carry out one action."""
+        match action:
+            case recovery.Freeze():
+                self.freeze(action)
+            case recovery.SpawnRank():
+                self.spawn_rank(action)
+            case recovery.Replay():
+                self.repairs.replay(action)
+            case recovery.SendState():
+                self.repairs.send_state(action)
+            case recovery.LoadMirror():
+                self.repairs.load_mirror(action)
+            case recovery.LoadState():
+                self.rewinds.load_state(action)
+            case recovery.Resume():
+                self.repairs.resume(action)
+            case recovery.Rewind():
+                self.rewinds.rewind(action)
+            case recovery.Persist():
+                self.repairs.persist(action)
+            case recovery.GiveUpCheckpoint(boundary=boundary, reason=reason):
+                self.checkpoints.give_up(boundary, reason)
+            case recovery.NoteUnusable():
+                self.rewinds.note_unusable(action)
+            case recovery.SetDeadline():
+                self.set_deadline(action)
+            case recovery.KillRank():
+                self.kill_rank(action)
+            case recovery.RecordIncident(incident=incident):
+                self.record_incident(incident)
+            case recovery.RestartGroup(reason=reason):
+                self._end_group("restart", reason)
+            case recovery.Regroup():
+                self.roster.regroup(action)
+            case recovery.GiveUpResize():
+                self.roster.give_up(action)
+            case recovery.FailJob(reason=reason, has_progress=has_progress):
+                self._end_group("fail", reason, has_progress)
+            case recovery.FinishJob():
+                self.node.conclude(Verdict("done"))
+            case _:
+                raise TypeError(f"there is no way to carry out {action}")
+
+    def freeze(self, action: recovery.Freeze) -> None:
+        """Have the survivors quiesce."""
+        self.repairs.expect(action.lost)
+        repair_type = self.repairs.repair_type()
+        board = self.node.board
+        committed = min(board.get(seat.rank, Field.RECORDED) for seat in self.node.seats)
+        order = to_rank.Freeze(
+            action.generation,
+            list(action.ranks),
+            list(action.lost),
+            repair_type,
+            committed=0 if committed == FINISHED else committed,
+        )
+        for rank in action.ranks:
+            self.node.seats[rank].send(order)
+
+    def spawn_rank(self, action: recovery.SpawnRank) -> None:
+        """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had.
+
+        A standby that is on its way is waited for: a new process would take as long, and then there would be none left
+        for the next fault.
+        """
+        seat = self.node.seats[action.rank]
+        if not seat.is_here:
+            self.spares.spawn(action)
+            return
+        is_on_its_way = self.standbys.is_on_its_way
+        if is_on_its_way:
+            self.standbys.hurry()
+        if seat.is_dying or is_on_its_way:
+            seat.spawn = lambda: self.spawn_rank(action)
+            return
+        seat.spawn = None
+        try:
+            handler = self.start_process(seat.handler.start)
+        except OSError as error:
+            self.node.log("spawn_failed", rank=seat.rank, reason=str(error))
+            event = recovery.SpawnFailed(at_s=time.monotonic(), rank=seat.rank, reason=str(error))
+            self.node.advance(event)
+            return
+        self.replace_handler(seat.local_rank, handler)
+        seat.sit(handler)
+        self.watch.welcome(seat, is_replacement=True)
+
+    def start_process(self, start: dict[str, Any]) -> RankHandler:
+        """Start a process, or take one that stands by. Raises OSError."""
+        standby = self.standbys.take()
+        if standby is None:
+            return RankHandler(start, str(self.node.run.path), is_new=False, is_python=True)
+        with contextlib.suppress(KeyError, ValueError):
+            self.node.selector.unregister(standby.channel.sock)
+        standby.channel.sock.setblocking(True)
+        return StandbyHandler(start, standby)
+
+    def kill_rank(self, action: recovery.KillRank) -> None:
+        """End a process whose rank is given to another one; that waits until it is gone, if it goes before long.
+
+        What it has left on the board must not change any more: it is stopped at once, and killed when its stack is
+        known, which may take seconds.
+        """
+        seat = self.node.seats[action.rank]
+        if not seat.is_here:
+            self.node.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason, stack="")
+            order = nodes.Kill(action.rank, action.reason, seat.keeps_evidence)
+            self.node.peers.to_node_of(action.rank, order)
+            seat.is_lost, seat.pid = True, 0  # what it still sends is not heard
+            seat.note_leavings(self.node.board)
+            return
+        handler = seat.handler
+        is_looked_at = self.lookout.is_late(seat)
+        if is_looked_at:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(seat.pid, signal.SIGSTOP)
+        else:
+            seat.kill()
+        life_locks.let_stop(seat.pid)
+        self.watch.let_die(seat)
+        seat.note_leavings(self.node.board)
+
+        def kill(stack: str) -> None:
+            self.node.log("rank_killed", rank=action.rank, pid=handler.proc.pid, reason=action.reason, stack=stack)
+            if not is_looked_at or handler.proc.poll() is not None:
+                return
+            kill_session(handler.proc.pid)
+            if self.node.board.get(seat.rank, Field.RECORDED) > seat.lost_boundary and seat.handler is handler:
+                # What it has done while it wrote its stack is void.
+                self.node.board.set(seat.rank, Field.RECORDED, seat.lost_boundary)
+
+        if is_looked_at:
+            self.node.aside(partial(stacks.take, seat.pid, seat.stack_fd, is_stopped=True), kill)
+        else:
+            kill("")
+
+    def _end_group(self, kind: str, reason: str, has_progress: bool = True) -> None:
+        before = self.node.verdict
+        if before is not None and (before.kind, kind) != ("restart", "fail"):
+            return  # what led here comes first, and explains the rest; but a job that has been ended is not restarted
+        if kind == "restart":  # why a job ends is said at its very end, by the launcher
+            logger.warning("all ranks start again: %s", reason)
+        self.node.log("group_given_up", kind=kind, reason=reason)
+        self.node.conclude(Verdict(kind, reason, has_progress))
+
+    def record_incident(self, incident: recovery.Incident) -> None:
+        """Let all who follow it know how an incident stands."""
+        self.incidents.note(incident)
+        self.repairs.note_incident(incident)
+        if incident.outcome == "recovered":
+            self.node.first_failure.forget()
+            for seat in self.node.seats:
+                seat.journal = {}
+                seat.divergence = ""
+            self.standby_watch.refill()
+            if self.node.peers.is_leading:
+                self.node.peers.to_hands(nodes.Recovered())

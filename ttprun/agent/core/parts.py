@@ -1,0 +1,143 @@
+"""The parts of the agent: how they are put together, and what all of them are called for."""
+
+from __future__ import annotations
+
+from ttprun.agent.checkpoints.checkpoints import Checkpoints
+from ttprun.agent.checkpoints.quiesce_schedule import Standing
+from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
+from ttprun.agent.checkpoints.snapshots import Snapshots
+from ttprun.agent.checkpoints.writer import CheckpointWriter
+from ttprun.agent.cluster.follower import Hand
+from ttprun.agent.cluster.leader import Leader
+from ttprun.agent.cluster.membership import Roster
+from ttprun.agent.cluster.spares import Spares
+from ttprun.agent.cluster.succession import Succession
+from ttprun.agent.core.deadlines import Deadlines
+from ttprun.agent.core.incidents import Incidents
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.orders import Orders
+from ttprun.agent.core.reports import Reports
+from ttprun.agent.core.requests import Requests
+from ttprun.agent.health.hang_detector import Lookout
+from ttprun.agent.health.protection import Protection
+from ttprun.agent.health.unhooked_ranks import Unseen
+from ttprun.agent.launcher.resume import Resumption
+from ttprun.agent.processes.process_watch import Watch
+from ttprun.agent.processes.standby_watch import StandbyWatch
+from ttprun.agent.processes.standbys import Standbys
+from ttprun.agent.repair.comparisons import Comparisons
+from ttprun.agent.repair.frameworks import Frameworks
+from ttprun.agent.repair.mirrors import Mirrors
+from ttprun.agent.repair.own_state import OwnStates
+from ttprun.agent.repair.repairs import Repairs
+from ttprun.agent.repair.replays import Replays
+from ttprun.agent.repair.rewinds import Rewinds
+from ttprun.agent.report.status import StatusPublisher
+from ttprun.chaos.injections import Injections
+from ttprun.state.store import CheckpointStore
+
+
+class Parts:
+    """All parts, each with those that it uses: they are made from the bottom up."""
+
+    def __init__(
+        self,
+        node: Node,
+        store: CheckpointStore,
+        resumption: Resumption,
+    ) -> None:
+        rungs = node.job.settings.rungs
+        is_replaced = "replace" in rungs or (node.config.mindio and "resize" in rungs)
+        self.standbys = Standbys(node.config.standbys if is_replaced else 0, str(node.run.path), node.config.follow)
+        self.standby_watch = StandbyWatch(node, self.standbys)
+        self.standing = Standing(node)
+        self.injections = Injections(node, self.standbys)
+        incidents, times = Incidents(node), SnapshotTimes(node)
+        self.own_states = OwnStates(node, times)
+        self.mirrors = Mirrors(node)
+        self.comparisons = Comparisons(node, times, incidents, self.mirrors)
+        self.checkpoint_writer = CheckpointWriter(node, store, resumption)
+        self.checkpoints = Checkpoints(node, self.checkpoint_writer, self.comparisons, self.mirrors)
+        self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints)
+        self.repairs: Repairs = (
+            Frameworks(node) if node.config.mindio else Replays(node, self.comparisons, self.checkpoints, self.mirrors)
+        )
+        self.lookout = Lookout(node, self.repairs, self.own_states)
+        self.deadlines = Deadlines(node, self.lookout)
+        protection = Protection(node, times, self.own_states)
+        self.unseen = Unseen(node, protection)
+        self.reports = Reports(
+            node,
+            comparisons=self.comparisons,
+            checkpoints=self.checkpoints,
+            incidents=incidents,
+            injections=self.injections,
+            lookout=self.lookout,
+            own_states=self.own_states,
+            protection=protection,
+            repairs=self.repairs,
+            snapshots=self.snapshots,
+            standbys=self.standbys,
+            standby_watch=self.standby_watch,
+        )
+        self.watch = Watch(
+            node, self.reports, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen
+        )
+        self.spares = Spares(node)
+        self.roster = Roster(node, resumption, self.standing)
+        self.spares.may_shrink = self.roster.may_shrink
+        self.orders = Orders(
+            node,
+            roster=self.roster,
+            spares=self.spares,
+            checkpoints=self.checkpoints,
+            incidents=incidents,
+            lookout=self.lookout,
+            repairs=self.repairs,
+            rewinds=Rewinds(node, resumption, self.comparisons, self.snapshots, self.own_states, self.mirrors),
+            standbys=self.standbys,
+            standby_watch=self.standby_watch,
+            watch=self.watch,
+            set_deadline=self.deadlines.set,
+        )
+        self.leader = Leader(node, self.own_states, self.reports, self.spares, self.roster, self.standing)
+        self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoint_writer, self.snapshots)
+        self.status.waits_for = lambda: self.spares.waited_for or self.roster.waits
+        self.hand = Hand(node, self.orders, self.standby_watch, self.watch, self.status, self.injections)
+        self.reports.forward = self.hand.forward
+        self.succession = Succession(node, self.hand, self.leader, self.orders, self.comparisons)
+        self.hand.lose = self.succession.begin
+        self._node = node
+        self.requests = Requests(node, self.checkpoint_writer, self.injections, self.repairs, self.standing)
+
+    def begin_group(self) -> None:
+        """All ranks are new."""
+        self.spares.begin_group()
+        self.roster.begin_group()
+        self.lookout.begin_group()
+        self.snapshots.begin_group()
+        self.own_states.begin_group()
+        self.mirrors.begin_group()
+        self.comparisons.begin_group()
+        self.reports.begin_group()
+        self.repairs.begin_group()
+        self.succession.begin_group()
+
+    def look(self) -> None:
+        """Time has passed."""
+        self.watch.look()
+        if self._node.peers.is_hand:
+            self.hand.look()
+            self.succession.look()
+            self.unseen.look()
+            self.standby_watch.look()
+            return
+        if self._node.peers.is_leading:
+            self.leader.look()
+        self.repairs.look()
+        self.unseen.look()
+        self.lookout.look()
+        self.standby_watch.look()
+        self.snapshots.look()
+        self.checkpoint_writer.look()
+        self.standing.look()

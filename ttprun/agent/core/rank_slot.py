@@ -1,0 +1,214 @@
+"""A seat: the place of one rank in the job, whichever process sits there.
+
+Its recorder outlives the process, so that a replacement can read what the lost rank has left.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttprun.agent.processes import stacks
+from ttprun.agent.processes.rank_processes import RankHandler, kill_session
+from ttprun.agent.repair.stored_states import Stored
+from ttprun.protocol import to_rank
+from ttprun.protocol.board import Board, Field
+from ttprun.protocol.channel import Order
+from ttprun.protocol.from_rank import GroupJournal
+from ttprun.recovery.fault_events import RankExited
+from ttprun.recovery.members import Ties
+
+
+@dataclass
+class Seat:
+    """One rank of this node, or, in the leader's agent, of another one.
+
+    handler         a RankHandler, or a RemoteHandler
+    is_here         the rank is on this node; else the following are not known here: descriptors, is_dying, is_buried
+    seen            of a rank on another node: letter of its process's state, and its processor time
+    marks           of a rank on another node: boundary -> what replicas have alike in their records of it, hashed
+    noted_ns        of a rank on another node: its times on the board, on that node's clock
+    record_fd       memfd of its recorder
+    copies_fd       memfd of the recorder in which it keeps the records of a rank of another node; -1: on one node
+    awaits_order    its first process waits until the leader wants it: this node has taken a lost one's seats
+    stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
+    main_thread     ident of its main thread
+    reported_in         newest generation in which it has reported something to the others, mostly its port
+    is_dying        its process is lost, and not gone yet
+    killed_at_s     when its process was killed because it had to be replaced; infinite if it has ended by itself
+    is_buried       its process is gone, and what it had started is killed: its number may be another one's by now
+    spawn           gives it its next process, which has to wait for something
+    is_present      the process has greeted: it can be sent messages
+    is_protected    its hooks have been heard
+    had_torch       this process or one before it in this seat had imported torch
+    hung_up_at_s    when its end of the line was closed, as by the end of the process, or by another program that has
+                    taken its place; None: it is open
+    held            an order that waits for the greeting; a newer one takes its place
+    stored          what it goes back to, or has gone back to last: a snapshot, a checkpoint, its own state
+    device_fault    what has happened to its device, if that has ended its script
+    keeps_evidence  what its process has noted of its newest step may be what its replacement is measured against
+    hindrance, unprotected, ties   on a hand: what its process has reported of itself last, for another leader
+    exit_code, cause   on a hand: how its process has ended
+    is_catching_up  on a hand: its process runs the script again, and is not as far as the others yet
+    divergence      how its weights differ from the others', if they do: it is lost, or will be at its next boundary
+    """
+
+    rank: int
+    local_rank: int
+    handler: Any
+    record_fd: int
+    stack_fd: int = -1
+    pid: int = 0
+    pidfd: int = -1
+    is_present: bool = False
+    is_protected: bool = False
+    had_torch: bool = False
+    hung_up_at_s: float | None = None
+    is_finished: bool = False
+    is_lost: bool = False
+    is_dying: bool = False
+    killed_at_s: float = math.inf
+    is_buried: bool = False
+    spawn: Callable[[], None] | None = None
+    held: Order | None = None
+    stored: Stored | None = None
+    script_error: str = ""
+    device_fault: str = ""
+    traceback: str = ""
+    main_thread: int = 0
+    reported_in: int = -1
+    journal: dict[str, GroupJournal] = field(default_factory=dict)
+    divergence: str = ""
+    lost_boundary: int = 0
+    is_here: bool = True
+    copies_fd: int = -1
+    hindrance: str = ""
+    unprotected: str = ""
+    ties: Ties = Ties.UNKNOWN
+    exit_code: int = 0
+    cause: str = ""
+    is_catching_up: bool = False
+    awaits_order: bool = False
+    keeps_evidence: bool = True
+    seen: tuple[str, float] = ("", 0.0)
+    marks: dict[int, str] = field(default_factory=dict)
+    noted_ns: dict[int, int] = field(default_factory=dict)
+
+    def sit(self, handler: RankHandler) -> None:
+        """A process has been started for this rank."""
+        self.handler = handler
+        self.pidfd = os.pidfd_open(handler.proc.pid)
+        self.begin_process(handler.proc.pid)
+
+    def begin_process(self, pid: int) -> None:
+        """Nothing is known of a new process yet."""
+        self.pid = pid
+        self.is_present = self.is_protected = self.is_finished = self.is_lost = self.is_dying = self.is_buried = False
+        self.hung_up_at_s = None
+        self.killed_at_s = math.inf
+        self.spawn = None
+        self.held = None
+        self.script_error = self.device_fault = self.traceback = ""
+        self.main_thread = 0
+        self.keeps_evidence = True
+        self.reported_in = -1
+        self.journal = {}
+
+    def send(self, message: Order) -> None:
+        """Send to the process, or hold the message till it has greeted."""
+        if self.is_present:
+            self.handler.channel.send(message)
+        else:
+            self.held = message
+
+    def send_news(self, put: Order) -> None:
+        """Send what another rank reports to all, if there is a process that has greeted."""
+        if self.is_present:
+            self.handler.channel.send(put)
+
+    def greet(self) -> None:
+        """The process has greeted."""
+        self.is_present = True
+        if self.held is not None:
+            self.handler.channel.send(self.held)
+            self.held = None
+
+    def kill(self) -> None:
+        """SIGKILL to the process and all that it has started; a signal handler may call it at any moment."""
+        if self.is_here and not self.is_buried:
+            kill_session(self.pid)
+
+    def bury(self) -> int:
+        """The process is gone, or will be; returns its exit code, or minus the signal that ended it."""
+        code: int = self.handler.proc.wait()
+        os.close(self.pidfd)
+        self.pidfd = -1
+        self.is_dying, self.is_buried = False, True
+        return code
+
+    def leave(self, code: int, board: Board, cause_of_signal: Callable[[int, int], str]) -> RankExited:
+        """The process runs no more: note what it leaves, and say how it ended.
+
+        code              its exit code, or minus the signal that ended it
+        cause_of_signal   given the signal and the pid, says why; "" if it does not know
+        """
+        of_signal = cause_of_signal(-code, self.pid) if code < 0 else None
+        reason = self._cause(of_signal)
+        if code < 0 and board.get(self.rank, Field.ENDED):
+            code, reason = 0, f"signal {-code} after the end of its script, so nothing is lost"
+        self.is_finished = code == 0
+        self.is_lost = not self.is_finished
+        self.note_leavings(board)
+        signal = -code if code < 0 else None
+        return RankExited(
+            at_s=time.monotonic(),
+            rank=self.rank,
+            pid=self.pid,
+            code=code if code >= 0 else None,
+            signal=signal,
+            boundary=self.lost_boundary,
+            is_script_error=not self.device_fault and (bool(self.script_error) or (code > 0 and not self.is_protected)),
+            device_fault=self.device_fault,
+            reason=reason,
+        )
+
+    def fault(self, board: Board) -> None:
+        """The script has ended by a transient error, and the process waits: from now on it is sent what is new."""
+        self.note_boundary(board)
+        self.reported_in = -1
+        self.journal = {}
+        self.handler.channel.send(to_rank.Heard())
+
+    def note_leavings(self, board: Board) -> None:
+        """The process is gone: keep what its replacement needs, and clear its signs of life."""
+        self.is_present = False
+        self.note_boundary(board)
+        if self.is_lost:
+            board.set(self.rank, Field.LEAVING, 0)
+            board.set(self.rank, Field.ENDED, 0)
+            board.forget_process(self.rank)
+
+    def note_boundary(self, board: Board) -> None:
+        """How far the script had come."""
+        self.lost_boundary = board.get(self.rank, Field.RECORDED)
+
+    def go_back_to(self, boundary: int) -> None:
+        """All ranks go back: what this one had done beyond the boundary is void."""
+        self.lost_boundary = boundary
+        self.is_finished = False
+        self.divergence = ""
+        self.journal = {}
+
+    def _cause(self, of_signal: str | None) -> str:
+        """Root cause in a phrase: the script's exception, or what the system says, and where it stood."""
+        if self.script_error:
+            return self.script_error
+        stack = "" if of_signal is None else stacks.left_behind(self.stack_fd)
+        self.traceback = stack
+        crashed, main = stacks.current_thread_of(stack), stacks.main_thread_of(stack, self.main_thread)
+        frame = stacks.innermost_user_frame(crashed) or stacks.innermost_user_frame(main)
+        return ", in ".join(filter(None, (of_signal, frame)))

@@ -1,0 +1,79 @@
+"""What other commands ask of a running job (`control_socket.py`). Begin with `Requests.answer`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import assert_never
+
+from ttprun import recovery
+from ttprun.agent.checkpoints.quiesce_schedule import Standing
+from ttprun.agent.checkpoints.writer import CheckpointWriter
+from ttprun.agent.core.node import Node
+from ttprun.agent.repair.repairs import Repairs
+from ttprun.chaos.faults import parse_fault
+from ttprun.chaos.injections import Injections
+from ttprun.protocol import nodes
+from ttprun.protocol.requests import Accepted, InjectFault, Recall, Rejected, Reply, Request, SaveNow
+
+
+@dataclass
+class Requests:
+    """Answers requests."""
+
+    node: Node
+    checkpoint_writer: CheckpointWriter
+    injections: Injections
+    repairs: Repairs
+    standing: Standing
+
+    def answer(self, request: Request) -> Reply:
+        """The reply to a request. Raises ValueError if it cannot be carried out."""
+        match request:
+            case InjectFault(fault=fault):
+                return self._inject_fault(fault)
+            case SaveNow():
+                return self._checkpoint_now()
+            case Recall():
+                return self._call_back()
+            case _:
+                assert_never(request)
+
+    def _inject_fault(self, fault: str) -> Reply:
+        if not self.node.config.allow_faults:
+            return Rejected("this run was started without --allow-faults")
+        if self.node.verdict is not None:
+            return Rejected("the run has ended")
+        if self.node.peers.is_hand:
+            self.node.peers.to_leader(nodes.FaultAsked(str(parse_fault(fault))))
+            return Accepted(f"ordered from {self.node.peers.leaders_name}, whose event log says what has come of it")
+        return Accepted(self.injections.order(parse_fault(fault), "inject-fault"))
+
+    def _checkpoint_now(self) -> Reply:
+        """Have a checkpoint written, at a boundary from which a run can resume if one comes soon."""
+        node, job = self.node, self.node.job
+        if node.verdict is not None:
+            why_not = "the run has ended"
+        elif node.peers.is_hand:
+            why_not = f"ask on {node.peers.leaders_name}, whose agent leads"
+        elif node.is_broken:
+            why_not = "ttprun's supervisor has failed: the job runs as under torchrun"
+        elif node.config.mindio:
+            why_not = "the framework writes its own checkpoints (--mindio)"
+        elif job.phase is not recovery.Phase.RUNNING:
+            why_not = f"the job is {job.phase}; ask again"
+        else:
+            why_not = recovery.why_not_saved(job)
+        if why_not:
+            return Rejected(why_not)
+        number = 0 if self.checkpoint_writer.status is None else self.checkpoint_writer.status.number
+        self.standing.ask(lambda: node.advance(recovery.CheckpointAsked(at_s=time.monotonic())), is_end=False)
+        return Accepted(after=number)
+
+    def _call_back(self) -> Reply:
+        """Have the ranks that are away train again."""
+        ranks = ", ".join(map(str, self.node.job.away))
+        if self.node.verdict is not None:
+            return Rejected("the run has ended")
+        why_not = self.repairs.call_back("ttprun recall")
+        return Rejected(why_not) if why_not else Accepted(f"rank {ranks} called back")

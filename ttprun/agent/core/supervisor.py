@@ -1,0 +1,433 @@
+"""The supervisor: a thread of the agent that notices what happens to ranks and carries out what the machine decides.
+
+It waits on one selector: exits (`life_locks.py`, and pidfds), messages of ranks (`reports.py`), the control socket, and
+deadlines. Everything that happens becomes an event of `ttprun.recovery`; the actions that come back are carried out by
+`orders.py`. If the supervisor itself breaks, the job goes on as under torchrun. Begin with `Supervisor._loop`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from ttprun import recovery
+from ttprun.agent.cluster import record_copies
+from ttprun.agent.cluster.peers import Peers
+from ttprun.agent.core.control_socket import ControlSocket
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.parts import Parts
+from ttprun.agent.health.hang_detector import EVERY_S as LOOK_EVERY_S
+from ttprun.agent.launcher.resume import Resumption
+from ttprun.agent.launcher.settings import settings_of
+from ttprun.agent.launcher.verdict import Verdict
+from ttprun.agent.processes.rank_processes import RankHandler
+from ttprun.config import Config
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol import nodes
+from ttprun.protocol.board import LEADER, Field
+from ttprun.recovery.replicas import UNKNOWN
+from ttprun.state.store import CheckpointStore
+
+logger = logging.getLogger("ttprun")
+_STATUS_EVERY_S = 0.5
+_LOOK_AGAIN_S = 1.0
+_LOOK_FOR_STANDBY_S = 0.1
+_START_LIMIT_S = 60.0
+_LEFT_LIMIT_S = 0.5  # processes that were sent SIGKILL are gone by then
+
+
+class Supervisor:
+    """Supervises the ranks of one node; if its agent leads, it decides for those of all nodes.
+
+    node    what its parts share
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        world_size: int,
+        is_python: bool,
+        max_restarts: int,
+        store: CheckpointStore,
+        resumption: Resumption,
+    ) -> None:
+        """`resumption` says from what a new launch resumes, on one node at once; raises ConfigError as `find` does."""
+        settings = settings_of(config, world_size, is_python, max_restarts, resumption)
+        self.node = Node(config, run, is_python, recovery.new_job(settings), self._advance)
+        self._resumption = resumption
+        self._resume_from = resumption.find() if is_python and not resumption.is_of_leader else ()
+        self._resized: nodes.Regroup | None = None
+        self.parts = Parts(self.node, store, resumption)
+        self._is_stopping = False
+        self._is_paused = False
+        self._is_deciding = False
+        self._undecided: deque[recovery.Event] = deque()
+        self.parts.succession.on_lead = self._lead
+        self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
+
+    # Called from torch's agent, on the main thread.
+
+    def start(self) -> None:
+        """Begin to supervise; no rank is there yet."""
+        self._control = ControlSocket(self.node.run, self.parts.requests.answer, self.node.selector)
+        self._thread.start()
+
+    def begin_group(
+        self,
+        ranks: list[tuple[int, int]],
+        replace_handler: Callable[[int, RankHandler], None],
+        peers: Peers | None = None,
+    ) -> None:
+        """A group of ranks is about to be started.
+
+        ranks            (global rank, local rank) of each that is on this node
+        replace_handler  called with a local rank and its new process
+        peers            the agents of the other nodes, if there are any
+
+        Raises ConfigError as `Resumption.find` does, in the agent that leads several nodes.
+        """
+        is_leading_first = peers is not None and not peers.is_hand and not self.node.has_board and not self._resized
+        if is_leading_first and peers is not None and not peers.without_save_dir and self._resumption.is_of_leader:
+            self._resume_from = self._resumption.find()
+        self.node.begin_group(ranks, peers)
+        self.parts.standbys.preloads.loops = self.node.loops
+        self.parts.begin_group()
+        self.parts.orders.replace_handler = replace_handler
+
+    def begin_resized_group(
+        self,
+        ranks: list[tuple[int, int]],
+        replace_handler: Callable[[int, RankHandler], None],
+        peers: Peers,
+        order: nodes.Regroup,
+    ) -> None:
+        """The same for a group that starts again on other nodes; the number of ranks is another one from now on."""
+        done: Future[None] = Future()
+
+        def begin() -> None:
+            node = self.node
+            size = len(ranks) * peers.size
+            generation = max(node.job.generation, order.generation)
+            try:
+                node.job = recovery.with_size(replace(node.job, generation=generation), size)
+                self._resumption.resize(size)
+                self._resized = order
+                self.begin_group(ranks, replace_handler, peers)
+                self.parts.standbys.preloads.begin_group()
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        self._resume_from = ()
+        self.node.call(begin)
+        done.result(_START_LIMIT_S)
+
+    def take_over(self, records: Mapping[int, str]) -> None:
+        """The seats of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
+        for seat in self.node.here:
+            seat.awaits_order = True
+            if records.get(seat.rank):
+                record_copies.restore(self.node, seat, records[seat.rank])
+
+    def prepare_standbys(self) -> None:
+        """This node waits for seats: have a process ready for them."""
+        self.node.call(self.parts.standby_watch.prepare)
+
+    def wait_for_standby(self, limit_s: float) -> None:
+        """Block until a standby is ready, if it is on its way."""
+        ends_s = time.monotonic() + limit_s
+        standbys = self.parts.standbys
+        while time.monotonic() < ends_s and not standbys.ready:
+            time.sleep(_LOOK_FOR_STANDBY_S)
+
+    def warm_up_standbys(self, modules: list[str], files: list[str]) -> None:
+        """What the ranks of the job have imported by their first step."""
+        self.node.call(lambda: self.parts.standbys.warm_up(modules, files))
+
+    def start_from_standby(self, start: dict[str, Any]) -> RankHandler:
+        """The first process of a rank whose seat was a lost node's: a standby, or a new one. Raises OSError."""
+        started: Future[RankHandler] = Future()
+
+        def start_it() -> None:
+            try:
+                started.set_result(self.parts.orders.start_process(start))
+            except OSError as error:
+                started.set_exception(error)
+
+        self.node.call(start_it)
+        return started.result(_START_LIMIT_S)
+
+    def sit(self, local_rank: int, handler: RankHandler) -> None:
+        """The first process of a rank has been started."""
+        self.node.here[local_rank].sit(handler)
+
+    def group_started(self, is_restart: bool) -> None:
+        """All processes of the group have been started."""
+        self.node.call(lambda: self._begin(is_restart))
+
+    def _begin(self, is_restart: bool) -> None:
+        """Welcome all ranks. They wait for that, so they are also welcomed if something breaks here."""
+        node = self.node
+        if node.peers.is_hand:
+            self._is_paused = node.is_broken
+            if is_restart and self._resized is None:
+                self.parts.standbys.preloads.begin_group()
+            self._resized = None
+            node.peers.watch(node.selector, self.parts.hand.take_order, self._lose_leader)  # it says when
+            return
+        resume_from, self._resume_from = self._resume_from, ()
+        resized, self._resized = self._resized, None
+        if resized is not None and resized.place:
+            resume_from = (recovery.Saved(resized.boundary, resized.place),)
+        blind = ", ".join(map(node.peers.name_of, node.peers.without_save_dir))
+        if blind:
+            self.parts.checkpoints.why_never = f"{blind} does not see the save directory of this node"
+            logger.warning(
+                "no checkpoints: %s; name one that all nodes share (--save-dir)", self.parts.checkpoints.why_never
+            )
+        is_resumed = bool(resume_from) and not node.is_broken and not blind
+        try:
+            self._is_paused = False
+            if is_restart and resized is None:
+                self.parts.standbys.preloads.begin_group()
+                self._advance(recovery.GroupRestarted(at_s=time.monotonic()))
+            self._is_paused = node.is_broken
+            now = time.monotonic()
+            if is_resumed:
+                place = resume_from[0].place
+                where = self._resumption.opened(place) if resized is None else self._resumption.open_new(place)
+                node.log("checkpoint_found", boundary=where.boundary, place=where.place, took_s=where.checked_s)
+                event: recovery.Event = recovery.ResumeAsked(at_s=now, saved=resume_from, replicas=where.replicas)
+                if resized is not None:
+                    event = recovery.GroupResized(
+                        at_s=now, saved=resume_from, replicas=where.replicas, reason=resized.reason
+                    )
+                self._advance(event)
+                self.parts.comparisons.begin_resumed(where.replicas)
+            elif resized is not None:
+                self._advance(recovery.GroupResized(at_s=now, saved=(), replicas=UNKNOWN, reason=resized.reason))
+            self.parts.injections.begin()
+            self.parts.leader.begin(is_resumed)
+            for seat in node.here:
+                self.parts.watch.welcome(seat, is_replacement=is_resumed)
+            node.peers.watch(node.selector, self.parts.leader.take, self._lose_hand, self.parts.leader.welcome)
+        except Exception as error:
+            self._is_paused = True  # nobody decides any more
+            if is_resumed:  # then nobody would order them where to resume
+                self._resumption.note_unusable(resume_from[0].place, repr(error), is_refused=True)
+                why = f"the run cannot resume from the checkpoint: {error!r}; the next launch will not try it again"
+                node.conclude(Verdict("fail", why, has_progress=False))
+                raise
+            for seat in node.here:
+                if seat.handler.channel.sock not in node.selector.get_map():
+                    self.parts.watch.welcome(seat, is_replacement=False)
+            raise
+
+    def _lead(self) -> None:
+        """This agent has been a hand, and leads from now on."""
+        known = self.parts.hand.known
+        if known is not None:
+            self.parts.checkpoints.why_never = known.why_no_checkpoints
+        node = self.node
+        node.peers.watch(node.selector, self.parts.leader.take, self._lose_hand, self.parts.leader.welcome)
+
+    def _lose_leader(self, number: int, why: str) -> None:
+        if not self._is_paused:
+            self.parts.hand.lose(number, why)
+
+    def _lose_hand(self, number: int, why: str) -> None:
+        if not self._is_paused:
+            self.parts.leader.lose(number, why)
+
+    def end(self, ended_by: signal.Signals, grace_s: float) -> None:
+        """The user or the scheduler ends the job, whatever goes on; returns when its state is saved, or cannot be.
+
+        ended_by  what the launcher has got
+        grace_s   seconds that the ranks have afterwards to end by themselves
+        """
+        peers = self.node.peers
+        where = f" on {peers.name_of(peers.node)}" if peers.names else ""
+        reason = f"ended by {ended_by.name}{where}"
+        self.node.ended_by = ended_by
+        self.node.log("ending", reason=reason, grace_s=grace_s)
+
+        def stop() -> None:
+            def order() -> None:
+                self._advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+
+            self.parts.standing.ask(order, is_end=True)
+            self.parts.injections.answered()
+            if self._is_paused:  # nobody decides: the ranks are being ended or started, or we have broken
+                self.node.is_settled.set()
+
+        self.node.call(stop)
+        # Every phase of saving has its deadline, and a second signal ends the ranks.
+        while not self.node.is_settled.wait(_LOOK_AGAIN_S) and self._thread.is_alive():
+            pass
+
+    def leave(self, ended_by: signal.Signals) -> bool:
+        """This node leaves, and the others train on; returns when they do, or when the job ends instead.
+
+        returns   whether the others train on
+
+        What is saved, and how long that may take, is the leader's affair; a second signal ends the ranks.
+        """
+        node = self.node
+        reason = f"ended by {ended_by.name} on {node.peers.name_of(node.peers.node)}"
+        node.log("leaving", reason=reason)
+
+        def leave() -> None:
+            if self._is_paused or node.verdict is not None:
+                node.is_settled.set()
+            elif node.peers.is_hand:
+                node.peers.to_leader(nodes.Leaving(reason))
+            else:
+                self.parts.roster.leave(node.peers.node, reason)
+
+        node.call(leave)
+        while not node.is_settled.wait(_LOOK_AGAIN_S) and self._thread.is_alive():
+            pass
+        return node.verdict is not None and node.verdict.kind == "leave"
+
+    def pause(self) -> None:
+        """The group is about to be ended on purpose: exits are no faults from now on."""
+        done = threading.Event()
+
+        def pause() -> None:
+            self._is_paused = True
+            self.node.is_settled.set()
+            for seat in self.node.here:
+                self.parts.watch.forget(seat)
+            self.node.peers.close(self.node.selector)
+            done.set()
+
+        self.node.call(pause)
+        done.wait(10)
+
+    def note_end_asked(self) -> None:
+        """The launcher has got a signal that ends the job; a signal handler calls it.
+
+        Ranks that have got it too, from a scheduler that signals all processes, do not die of it before `end` is over.
+        """
+        if self.node.has_board:
+            self.node.board.set(LEADER, Field.END_ASKED, 1)
+
+    def announce_signal(self, number: int) -> None:
+        """All ranks are about to get this signal from the agent, on behalf of who has sent it to the launcher."""
+        if self.node.has_board:
+            self.node.board.set(LEADER, Field.ENDED_BY, number)
+
+    def end_ranks_at_once(self) -> None:
+        """SIGKILL to all ranks and all that they have started; a signal handler may call it at any moment."""
+        for seat in self.node.here:
+            seat.kill()
+
+    def stop(self, exit_code: int, reason: str = "") -> None:
+        """End the thread, the standbys, and whatever a rank has left behind."""
+        self._is_stopping = True
+        self.node.wake()
+        if self._thread.is_alive():
+            self._thread.join(10)
+        self.parts.standbys.end()
+        self.end_ranks_at_once()
+        self.node.remove_left_files(limit_s=_LEFT_LIMIT_S)
+        self._control.close()
+        self.parts.checkpoint_writer.end(is_done=exit_code == 0)
+        self.parts.status.end(exit_code, reason)
+        self.node.log("run_ended", exit_code=exit_code, reason=reason)
+
+    # The loop.
+
+    def _loop(self) -> None:
+        selector = self.node.selector
+        while not self._is_stopping:
+            try:
+                for key, _ in selector.select(self._wait_s()):
+                    if selector.get_map().get(key.fd) is key:  # not what has got the number of one just closed
+                        key.data()
+                if self.node.has_board:
+                    self.node.board.set(LEADER, Field.AGENT_NS, time.monotonic_ns())
+                self.parts.deadlines.pass_time()
+                self._control.pass_time()
+                self._send_what_was_kept()
+                self.parts.injections.pass_time()
+                if self.node.verdict is None and not self._is_paused and self.node.has_board:
+                    self.parts.look()
+                self.parts.status.publish()
+            except Exception as error:
+                logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
+                self.node.log("supervisor_failed", error=repr(error))
+                self.node.is_broken = self._is_paused = True
+                self.node.is_settled.set()
+                self.node.wake()  # for the calls behind one that has failed
+            if self.node.is_broken and self.node.verdict is None:
+                self._conclude_from_processes()
+
+    def _wait_s(self) -> float:
+        """Seconds until something is due."""
+        is_watching = not self.parts.lookout.is_off or self.node.peers.names
+        wait_s = LOOK_EVERY_S if is_watching else _STATUS_EVERY_S
+        timer_s = self.parts.injections.next_timer_s()
+        return wait_s if timer_s is None else max(0.0, min(wait_s, timer_s - time.monotonic()))
+
+    def _send_what_was_kept(self) -> None:
+        """To ranks that had no room for it: one that is stopped reads nothing, and nobody waits for it."""
+        for seat in self.node.here:
+            if seat.handler is not None:
+                seat.handler.channel.flush()
+        self.node.peers.flush()
+
+    def _conclude_from_processes(self) -> None:
+        seats = [seat for seat in self.node.here if seat.rank not in self.node.job.away]
+        if not seats or any(seat.handler is None for seat in seats):
+            return  # torch's agent has not started all of them yet
+        codes = [seat.handler.proc.poll() for seat in seats]
+        if any(codes):
+            self.node.conclude(Verdict("restart", "a rank has failed and ttprun cannot repair it"))
+        elif all(code == 0 for code in codes):
+            self.node.conclude(Verdict("done"))
+
+    # Decisions, and what they order.
+
+    def _advance(self, event: recovery.Event) -> None:
+        """Let the machine decide; what its actions bring about is decided after they are all carried out."""
+        if self.node.peers.is_hand:
+            self.parts.hand.report(event)
+            return
+        self._undecided.append(event)
+        if self._is_deciding:
+            return
+        self._is_deciding = True
+        try:
+            while self._undecided and not self._is_paused:
+                self._decide(self._undecided.popleft())
+        finally:
+            self._is_deciding = False
+            self._undecided.clear()
+
+    def _decide(self, event: recovery.Event) -> None:
+        before = self.node.job
+        self.node.job, actions = recovery.advance(before, event)
+        job = self.node.job
+        if job.phase is not before.phase:
+            incident = job.incident or before.incident
+            self.node.log(
+                "phase_changed",
+                generation=job.generation,
+                incident=None if incident is None else incident.id,
+                before=str(before.phase),
+                after=str(job.phase),
+                cause=type(event).__name__,
+            )
+            if self.node.peers.is_leading:
+                self.parts.leader.share()
+        for action in actions:
+            self.parts.orders.carry_out(action)

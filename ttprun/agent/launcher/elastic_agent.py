@@ -1,0 +1,332 @@
+"""torch's elastic agent, with a supervisor that answers for the ranks.
+
+torch's agent does what it does well: rendezvous, the environment of the ranks, log redirection, whole-group restarts.
+It starts the processes through our handlers, and asks the supervisor how they are instead of polling them: a rank that
+is being replaced is part of a healthy group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from ttprun.agent.cluster.peers import Peers
+from ttprun.agent.cluster.regroup import meet_again
+from ttprun.agent.cluster.rendezvous import KNOWN, NotMetError, Place, meet
+from ttprun.agent.cluster.spare_launcher import Taken, wait_for_seats
+from ttprun.agent.cluster.spare_pool import Door, Hallway
+from ttprun.agent.core.failures import Failure
+from ttprun.agent.core.supervisor import Supervisor
+from ttprun.agent.launcher.signals import Signals
+from ttprun.agent.launcher.verdict import Verdict
+from ttprun.agent.processes.rank_processes import RankHandler
+from ttprun.protocol.nodes import Regroup, Where
+from ttprun.torch_versions import GRACE_S
+
+logger = logging.getLogger("ttprun")
+_NO_JOB_LIMIT_S = 20.0  # for who comes too many to learn of the job, before it takes part in the rendezvous
+_LOOK_AGAIN_S = 0.3
+_STANDBY_LIMIT_S = 20.0
+torch_distributed: Any = importlib.import_module("torch.distributed")
+torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
+
+
+class ReplacingAgent(LocalElasticAgent):
+    """An elastic agent whose local ranks are replaced one by one.
+
+    supervisor, signals   set on the class before torch makes its agent
+    seen_file             who sees it shares the save directory
+    address, alike, save_dir   as in `meeting.Place`; the same holds for them in a job on several nodes
+    nodes                 that train
+    is_elastic            nodes may join and leave
+    has_started_ranks     at least one group of ranks was started
+    """
+
+    supervisor: Supervisor
+    signals: Signals
+    address = save_dir = seen_file = ""
+    alike: Mapping[str, str] = MappingProxyType({})
+    nodes = 1
+    is_elastic = False
+    has_started_ranks = False
+    _groups_started = 0
+    _has_entered = False
+    _taken: Taken | None = None
+    _order: Regroup | None = None  # which the present group has followed
+    _again: Peers | None = None  # who have met for it
+    _door: Door | None = None  # at which the others come in if this agent leads the next group
+    _ranks_store: Any = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        supervisor = self.supervisor
+        ranks = [(worker.global_rank, worker.local_rank) for worker in worker_group.workers]
+        taken, again = self._taken, self._again
+        try:
+            peers = again or (self._meet(worker_group) if taken is None else taken.peers)
+        except NotMetError as error:
+            logger.warning("nothing is repaired, as under torchrun: %s", error)
+            self._judge = super()._monitor_workers  # type: ignore[method-assign]
+            return dict(super()._start_workers(worker_group))
+        if again is not None and self._order is not None:
+            supervisor.begin_resized_group(ranks, self._replace_handler, again, self._order)
+            self._announce(worker_group, again)
+        else:
+            supervisor.begin_group(ranks, self._replace_handler, peers)
+        supervisor.node.attempt = worker_group.spec.max_restarts - self._remaining_restarts
+        if taken is not None:
+            supervisor.take_over(taken.records)
+        if peers is not None:  # who comes later waits for seats, and that is no reason to start all ranks again
+            worker_group.spec.rdzv_handler.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]
+            self._leave_lost_store_alone(worker_group.spec.rdzv_handler)
+        supervisor.parts.status.restarts_left = self._remaining_restarts
+        with _handlers_made_by(self._make_handler):
+            pids = super()._start_workers(worker_group)
+        self.signals.install()
+        supervisor.group_started(is_restart=self._groups_started > 0)
+        self._groups_started += 1
+        ReplacingAgent.has_started_ranks = True
+        return dict(pids)
+
+    def _meet(self, worker_group: WorkerGroup) -> Peers | None:
+        """Connect to the agents of the other nodes; None if there are none."""
+        group: Any = worker_group
+        if group.group_world_size <= 1 and not self.is_elastic:
+            return None
+        master = f"{group.master_addr} {group.master_port}"
+        sizes = group.group_rank, group.group_world_size, len(group.workers)
+        place = Place(*sizes, self.address, self.alike, master, self.save_dir, self._next_door())
+        peers = meet(group.store, place)
+        self._announce(worker_group, peers)
+        return peers
+
+    def _announce(self, worker_group: WorkerGroup, peers: Peers) -> None:
+        """Name the room of a group that this agent leads."""
+        hallway = self._hallway(worker_group)
+        if peers.room is not None and peers.is_leading and hallway is not None:
+            try:
+                hallway.announce(peers.room.door.where | {"seen": self.seen_file})
+            except Exception as error:  # torch's stores raise errors of their own
+                logger.warning("no other node can join: the rendezvous store is lost (%s)", error)
+
+    # Another group, on other nodes.
+
+    def _next_door(self) -> Where | None:
+        """Where this agent listens if it leads the next group; None: there is none on other nodes."""
+        if not self.is_elastic:
+            return None
+        self._door = Door(self.address, KNOWN)
+        return Where(**self._door.where)
+
+    def _meet_again(self, worker_group: WorkerGroup, order: Regroup) -> None:
+        """Take the place in a group that the order names. Raises SignalException if too few nodes come."""
+        door = self._door
+        assert door is not None
+        self._order, self._again, self._taken = order, None, None
+        group: Any = worker_group
+        ranks = group.spec.local_world_size
+        place = Place(order.node, order.size, ranks, self.address, self.alike, "", self.save_dir, self._next_door())
+        try:
+            self._again, master = meet_again(order, place, door, self._make_store)
+        except NotMetError as error:
+            reason = f"{order.reason}; the nodes have not met again: {error}"
+            self.supervisor.node.conclude(Verdict("fail", reason))
+            raise SignalException(reason, signal.SIGTERM) from None
+        self._remaining_restarts -= 0 if order.place else 1
+        group.spec.max_restarts = order.attempt + self._remaining_restarts
+        self._sit(worker_group, self._again, master)
+
+    def _make_store(self) -> str:
+        """A store for the ranks of the next group; returns its address and port."""
+        self._ranks_store = torch_distributed.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
+        return f"{self.address} {self._ranks_store.port}"
+
+    # Seats of a lost node.
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Take part in the rendezvous; a launcher that comes when the job has all its nodes waits for seats instead."""
+        order, self.supervisor.node.regroup = self.supervisor.node.regroup, None
+        self._taken = self._again = None
+        if order is None and not self._has_entered and self.alike:
+            found = self._wait_for_seats(worker_group)
+            if isinstance(found, Taken):
+                self._taken = found
+            else:
+                order = found
+        self._has_entered = True
+        if order is not None:
+            self._meet_again(worker_group, order)
+        elif self._taken is not None:
+            self._sit(worker_group, self._taken.peers, self._taken.master)
+        else:
+            super()._rendezvous(worker_group)
+
+    def _sit(self, worker_group: WorkerGroup, peers: Peers, master: str) -> None:
+        """Let the group be as the others have it.
+
+        master   address and port of the ranks' store
+        """
+        group: Any = worker_group
+        size, first = peers.size * peers.ranks_per_node, peers.node * peers.ranks_per_node
+        everywhere = {"world_size": size, "role_world_size": size}
+        numbers = range(peers.ranks_per_node)
+        group.workers = [Worker(one, global_rank=first + one, role_rank=first + one, **everywhere) for one in numbers]
+        group.group_rank, group.group_world_size = peers.node, peers.size
+        group.master_addr, port = master.split()
+        group.master_port = int(port)
+        self._store = group.store = group.spec.rdzv_handler._store
+
+    def _hallway(self, worker_group: WorkerGroup) -> Hallway | None:
+        """None: this kind of rendezvous has no store that all its groups share."""
+        handler: Any = worker_group.spec.rdzv_handler
+        store = getattr(handler, "_store", None)
+        return None if store is None else Hallway(store, handler.get_run_id())
+
+    def _wait_for_seats(self, worker_group: WorkerGroup) -> Taken | Regroup | None:
+        """Seats of a lost node, or of a group that grows; None: the job has room for one more, or nobody runs it."""
+        hallway = self._hallway(worker_group)
+        if hallway is None or hallway.arrive() <= self.nodes:
+            return None
+        self.supervisor.prepare_standbys()
+        if self.is_elastic:  # all wait for its ranks when it joins
+            self.supervisor.wait_for_standby(_STANDBY_LIMIT_S)
+        tried: set[str] = set()
+        ends_s = time.monotonic() + _NO_JOB_LIMIT_S
+        while time.monotonic() < ends_s:
+            where = hallway.announced()
+            if where is None or where["token"] in tried:
+                time.sleep(_LOOK_AGAIN_S)
+                continue
+            tried.add(where["token"])
+            what_for = "to join at a boundary" if self.is_elastic else "to take the place of one that is lost"
+            logger.warning("the job has all its nodes: this one waits %s", what_for)
+            door = self._next_door()
+            taken = wait_for_seats(where, self.address, self.alike, self.supervisor.warm_up_standbys, door)
+            if isinstance(taken, Taken | Regroup):
+                return taken
+            if taken is not None and taken.kind not in ("restart", "resize", "leave"):
+                raise SystemExit(0)
+            ends_s = time.monotonic() + _NO_JOB_LIMIT_S
+        return None
+
+    def _leave_lost_store_alone(self, handler: Any) -> None:
+        """At the end torch writes to the rendezvous store; on a node that cannot be reached that takes minutes.
+
+        Nor need it know every few seconds that this node is there: the agents do, and each failure is 30 lines.
+        """
+        shut_down = type(handler).shutdown
+
+        def shutdown() -> bool:
+            return True if self.supervisor.node.peers.has_lost else bool(shut_down(handler))
+
+        handler.shutdown = shutdown
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other agents; over nodes all have ended together, and the store may be lost."""
+        if not self.supervisor.node.peers.names:
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
+
+    def _make_handler(self, **start: Any) -> RankHandler:
+        node = self.supervisor.node
+        if self._taken is not None or self._again is not None:
+            handler = self.supervisor.start_from_standby(start)
+        else:
+            handler = RankHandler(start, str(node.run.path), is_new=True, is_python=node.is_python)
+        self.supervisor.sit(start["local_rank_id"], handler)
+        return handler
+
+    def _replace_handler(self, local_rank: int, handler: RankHandler) -> None:
+        context: Any = self._pcontext
+        context.subprocess_handlers[local_rank] = handler
+        self._worker_group.workers[local_rank].id = handler.proc.pid
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        try:
+            return self._judge(worker_group)
+        except SignalException:
+            raise
+        except Exception:
+            logger.exception("ttprun cannot monitor the ranks; torch does, and nothing is repaired from now on")
+            self._judge = super()._monitor_workers  # type: ignore[method-assign]
+            return self._judge(worker_group)
+
+    def _judge(self, worker_group: WorkerGroup) -> RunResult:
+        if self.supervisor.node.peers.has_lost:
+            with contextlib.suppress(AttributeError):  # another kind of rendezvous, or another release
+                worker_group.spec.rdzv_handler._keep_alive_timer._ctx.stop_event.set()  # type: ignore[attr-defined]
+        if self.supervisor.node.verdict is None:
+            return RunResult(state=WorkerState.HEALTHY)
+        self.supervisor.pause()
+        verdict = self.supervisor.node.verdict  # only now it is final
+        if verdict.kind == "resize":
+            self.supervisor.end_ranks_at_once()  # their state is saved
+            self._restart_workers(worker_group)
+            return RunResult(state=WorkerState.HEALTHY)
+        if verdict.kind == "leave":
+            raise SignalException(verdict.reason, signal.SIGUSR1)
+        if verdict.kind == "done" and self.supervisor.node.has_killed_ones:  # torch would take these for failed ones
+            nothing = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=nothing)
+        if verdict.kind == "done":
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
+        if verdict.kind == "fail" or not verdict.has_progress:
+            self._remaining_restarts = 0
+        return RunResult(state=WorkerState.FAILED, failures=self._failures(worker_group))
+
+    def _failures(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
+        """The root cause, as torch reports it; ranks that are ended because of it are not failures."""
+        verdict = self.supervisor.node.verdict
+        why = verdict.reason if verdict is not None else ""
+        first = worker_group.workers[0].global_rank
+        failure = self.supervisor.node.first_failure.found or Failure(first, 0, 1, why)
+        local_ranks = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
+        if failure.rank not in local_ranks:  # it is on another node: torch knows only those of this one
+            failure = Failure(first, 0, failure.exit_code, why)
+        local_rank = local_ranks[failure.rank]
+        context: Any = self._pcontext
+        return {failure.rank: failure.as_torch_tells_it(local_rank, context.error_files[local_rank])}
+
+    # What torch passes to these two beside the group and the signal differs between its releases.
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        self.supervisor.pause()
+        super()._stop_workers(worker_group, *args, **kwargs)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        elsewhere = self.supervisor.node.ended_by
+        is_announced = self.is_elastic and self.signals.first is signal.SIGUSR1 and self.has_started_ranks
+        if is_announced and self.supervisor.leave(signal.SIGUSR1):
+            self.supervisor.end_ranks_at_once()
+        elif self.signals.first is not None:
+            self.supervisor.end(self.signals.first, kwargs.get("timeout", GRACE_S))
+            self.supervisor.announce_signal(death_sig)
+        elif elsewhere:
+            death_sig = signal.Signals(elsewhere)
+            self.supervisor.announce_signal(death_sig)
+        self.supervisor.pause()
+        super()._shutdown(death_sig, *args, **kwargs)
+
+
+class _handlers_made_by:
+    """While in it, torch makes its subprocess handlers with our function."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._original = torch_multiprocessing.get_subprocess_handler
+        torch_multiprocessing.get_subprocess_handler = self._make
+
+    def __exit__(self, *_: object) -> None:
+        torch_multiprocessing.get_subprocess_handler = self._original

@@ -1,0 +1,230 @@
+"""Start the ranks under a supervisor, wait for the end, and turn it into an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.launcher.api as torch_launcher
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+from ttprun import __version__, mindio, torch_versions
+from ttprun.agent.cluster.discovery import Discovery
+from ttprun.agent.cluster.rendezvous import address_for_ranks, own_address
+from ttprun.agent.core.supervisor import Supervisor
+from ttprun.agent.launcher.elastic_agent import ReplacingAgent
+from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT, stores_on_loopback
+from ttprun.agent.launcher.resume import Resumption
+from ttprun.agent.launcher.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
+from ttprun.agent.processes.rank_processes import command_of
+from ttprun.agent.report.status import write_last_status
+from ttprun.config import Config
+from ttprun.errors import ConfigError
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.recovery.membership import Membership
+from ttprun.state.store import CheckpointStore
+
+logger = logging.getLogger("ttprun")
+
+SCRIPT_FAILED = 1
+DO_NOT_RESTART = 93
+
+
+def launch(
+    config: Config,
+    launch_config: torch_launcher.LaunchConfig,
+    entrypoint: Callable[..., object] | str,
+    args: list[str],
+    run: RunDirectory,
+    is_python: bool,
+    is_place_named: bool,
+) -> int:
+    """Run the job to its end; returns the launcher's exit code.
+
+    is_python        False: the ranks run the user's own program (--no-python)
+    is_place_named   the same command has the same save directory the next time
+
+    Blocks as long as the job runs. What signals do to it is said in `signals.py`. Raises ConfigError, before any rank
+    is started, if there is something wrong with the checkpoints.
+    """
+    if config.mindio:
+        config = config.for_frameworks()
+        os.environ.update(mindio.put_on_path(dict(os.environ)))
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
+    is_on_several = launch_config.max_nodes > 1
+    why_not = why_not_over_nodes(launch_config, is_python, config.elastic) if is_on_several else ""
+    if why_not:
+        logger.warning("nothing is repaired or saved, as under torchrun: %s", why_not)
+    if why_not or not isinstance(entrypoint, str):
+        # With --run-path torch runs the script in processes of its own making: nobody supervises them but torch.
+        code, reason = _run(launch_config, entrypoint, args, None)
+        write_last_status(run, code, reason)
+        return code
+    spares = launch_config.max_nodes - launch_config.min_nodes
+    policy = Membership(launch_config.min_nodes, launch_config.max_nodes) if config.elastic else None
+    launch_config.max_nodes = launch_config.min_nodes  # the others wait, and take no part in torch's rendezvous
+    world_size = launch_config.nproc_per_node * launch_config.max_nodes
+    if is_on_several:
+        config = config.for_several_nodes()
+        _prepare_meeting(config, launch_config, entrypoint, args)
+        _say_how(config, launch_config, spares)
+    store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
+    if is_python and store.save_dir.parent != run.path and not is_on_several:
+        store.lock(config.run_id or "")  # whoever has it could add and remove checkpoints while one is chosen
+    seen = Path(store.save_dir) / f".ttprun-{secrets.token_hex(8)}" if config.elastic else None
+    try:
+        if seen is not None:
+            seen.parent.mkdir(parents=True, exist_ok=True)
+            seen.touch()
+            ReplacingAgent.seen_file = str(seen)
+        words = command_of({"args": args}) if is_python else []
+        resumption = Resumption(config, store, world_size, words, is_place_named, is_on_several)
+        supervisor = Supervisor(config, run, world_size, is_python, launch_config.max_restarts, store, resumption)
+        supervisor.parts.roster.policy = policy
+        if config.discovery is not None:
+            supervisor.parts.roster.discovery = Discovery(config.discovery, launch_config.nproc_per_node)
+            supervisor.parts.roster.discovery.first()
+        return _supervise(supervisor, launch_config, entrypoint, args)
+    finally:
+        if seen is not None:
+            seen.unlink(missing_ok=True)
+        store.unlock()
+
+
+def _say_how(config: Config, launch_config: torch_launcher.LaunchConfig, spares: int) -> None:
+    """Say on the console what a job on several nodes can expect."""
+    if config.elastic:
+        logger.warning(
+            "%d at first, %d nodes at most: nodes join and leave at a boundary (--elastic), and samples are dealt out "
+            "again; a lost rank is replaced on its node; tried with gloo on CPUs, never with NCCL or HCCL",
+            *(launch_config.max_nodes, launch_config.max_nodes + spares),
+        )
+        return
+    logger.warning(
+        "%d nodes: a lost rank is replaced on its node; the ranks of a lost node on a spare one (%d) or on one "
+        "that comes within %g s (--node-wait-s), else all restart (--max-restarts %d); no snapshots, and "
+        "checkpoints only in a --save-dir that all nodes share; tried with gloo on CPUs, never with NCCL or HCCL",
+        launch_config.max_nodes,
+        spares,
+        config.node_wait_s,
+        launch_config.max_restarts,
+    )
+
+
+def why_not_over_nodes(launch_config: torch_launcher.LaunchConfig, is_python: bool, is_elastic: bool) -> str:
+    """Why no rank of a job on several nodes is repaired; "" if they are."""
+    if launch_config.min_nodes == 1 and not is_elastic:
+        return "with --nnodes 1:N their number is not fixed (--nnodes 2, or 2:3 for a spare)"
+    return "" if is_python else "on several nodes the ranks must run Python (not --no-python)"
+
+
+def _prepare_meeting(
+    config: Config, launch_config: torch_launcher.LaunchConfig, entrypoint: Any, args: list[str]
+) -> None:
+    """What the agents of the nodes report to each other. Raises ConfigError if this node does not find its address."""
+    try:
+        ReplacingAgent.address = own_address(launch_config.local_addr, launch_config.rdzv_endpoint)
+        address_for_ranks(ReplacingAgent.address)
+    except OSError as error:
+        raise ConfigError(
+            f"the address of this node is not known: {error}",
+            "name it (--local-addr), and the ranks' interface if it is another one (GLOO_SOCKET_IFNAME)",
+        ) from None
+    words = command_of({"args": args})
+    ReplacingAgent.nodes = launch_config.max_nodes
+    ReplacingAgent.save_dir = config.save_dir or ""
+    ReplacingAgent.is_elastic = config.elastic
+    ReplacingAgent.alike = {
+        "ttprun": __version__,
+        "--elastic": str(config.elastic),
+        "ranks (--nproc-per-node)": str(launch_config.nproc_per_node),
+        "the script": hash_of(words[0]) if words else "",
+    }
+
+
+def hash_of(path: str) -> str:
+    """The first digits of a file's SHA-256; "" if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    except OSError:
+        return ""
+
+
+def _supervise(
+    supervisor: Supervisor, launch_config: torch_launcher.LaunchConfig, entrypoint: str, args: list[str]
+) -> int:
+    ReplacingAgent.supervisor = supervisor
+    handled = torch_versions.launch_option(launch_config, "signals_to_handle")
+    signals = ReplacingAgent.signals = Signals(handled, supervisor.note_end_asked, supervisor.end_ranks_at_once)
+    module: Any = torch_launcher
+    torchs_own, module.LocalElasticAgent = module.LocalElasticAgent, ReplacingAgent  # there is no other way to name one
+    code, reason = 1, "the launcher failed"
+    is_by_itself = launch_config.rdzv_endpoint == ONE_NODE_ENDPOINT and launch_config.local_addr == ADDRESS
+    try:
+        supervisor.start()
+        with stores_on_loopback() if is_by_itself else contextlib.nullcontext():
+            code, reason = _run(launch_config, entrypoint, args, supervisor)
+    finally:
+        module.LocalElasticAgent = torchs_own
+        signals.is_over = True
+        supervisor.stop(code, reason)
+    return code
+
+
+def _run(
+    launch_config: torch_launcher.LaunchConfig, entrypoint: Any, args: list[str], supervisor: Supervisor | None
+) -> tuple[int, str]:
+    run = record(torch_launcher.elastic_launch(launch_config, entrypoint))
+    try:
+        if supervisor is not None:
+            ReplacingAgent.signals.install()
+        run(*args)
+    except ChildFailedError as error:
+        verdict = supervisor.node.verdict if supervisor is not None else None
+        reason = verdict.reason if verdict is not None else "a rank has failed"
+        if supervisor is not None and supervisor.node.ended_by:  # the launcher of another node has got a signal
+            _say(reason)
+            return exit_code_of(supervisor.node.ended_by), reason
+        print(error, file=sys.stderr)
+        _say(reason)
+        return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
+    except OSError as error:
+        if supervisor is None or ReplacingAgent.has_started_ranks:
+            raise
+        why = f"the ranks cannot be started ({error.strerror or error})"
+        raise ConfigError(
+            why, "start fewer (--nproc-per-node), or raise the limits of your shell (ulimit -a)"
+        ) from None
+    except SignalException as error:
+        ended = supervisor.node.verdict if supervisor is not None else None
+        reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"
+        _say(reason)
+        return exit_code_of(error.sigval), reason
+    except KeyboardInterrupt:
+        return exit_code_of(signal.SIGINT), "ended by SIGINT"
+    return 0, ""
+
+
+def _say(reason: str) -> None:
+    """Say why the job has ended: once, and as its last word."""
+    if reason:
+        print(f"ttprun: the job has ended: {reason}", file=sys.stderr)
+
+
+def _code_of(error: ChildFailedError, has_progress: bool) -> int:
+    """1 if the script failed by itself, 128+N if the infrastructure ended it, 93 if a restart would not help."""
+    if not has_progress:
+        return DO_NOT_RESTART
+    if not error.failures:
+        return SCRIPT_FAILED
+    _, failure = error.get_first_failure()
+    return ENDED_BY_SIGNAL - failure.exitcode if failure.exitcode < 0 else SCRIPT_FAILED

@@ -1,0 +1,224 @@
+"""From which checkpoint a job goes on: a new launch, or one whose ranks could not go on otherwise.
+
+The newest one of the save directory that can be used, or the one that was named. Whether one can be used is asked here
+alone, so that nothing is promised of a checkpoint which a later launch then refuses. Begin with `Resumption.find`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ttprun import recovery
+from ttprun.agent.repair.stored_states import Stored, open_checkpoint, rank_file
+from ttprun.config import Config
+from ttprun.elastic_resume.acceptance import adapted
+from ttprun.errors import ConfigError, in_short
+from ttprun.observe.progress import ProgressLog
+from ttprun.rank.records import replayable
+from ttprun.rank.records.recorder import Recorder, RecordTooLargeError
+from ttprun.state import unusable
+from ttprun.state.checkpoint import Checkpoint, inspect
+from ttprun.state.errors import InvalidCheckpointError
+from ttprun.state.store import CheckpointStore, last_written_first
+
+logger = logging.getLogger("ttprun")
+
+ENDED_NAME = "ended"  # a file of the save directory: the run that wrote its checkpoints has come to its end
+_CHECKING = "checking a checkpoint"
+
+
+class Resumption:
+    """Finds and opens the checkpoints of one job.
+
+    words                      the script and its arguments
+    is_place_named             the next launch of the same command has the same save directory
+    is_named                   one checkpoint was named: no other is tried
+    is_of_leader               the agent that leads several nodes looks, once they have met
+    is_found_by_same_command   the next launch of the same command goes on from what this one saves
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        store: CheckpointStore,
+        world_size: int,
+        words: Sequence[str],
+        is_place_named: bool,
+        is_of_leader: bool = False,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._world_size = world_size
+        self._words = tuple(words)
+        self.is_found_by_same_command = config.resume == "auto" and is_place_named
+        self.is_of_leader = is_of_leader
+        self.is_named = config.resume not in ("auto", "off")
+        self._fingerprint = ""
+        self._opened: Stored | None = None
+
+    def resize(self, world_size: int) -> None:
+        """The job has so many ranks from now on."""
+        if world_size != self._world_size:
+            self._world_size, self._opened, self._fingerprint = world_size, None, ""
+
+    def find(self) -> tuple[recovery.Saved, ...]:
+        """The checkpoint that `--resume` asks for, which is opened, and those to try if a rank refuses it.
+
+        None at all: the script starts from its top. Says which checkpoints are passed over.
+
+        Raises ConfigError: the checkpoint that was named is not valid, or none fits the job and the user can do
+        something about it.
+        """
+        if self._config.resume == "off":
+            return ()
+        if self.is_named:
+            return self._named(Path(os.path.expanduser(self._config.resume)).absolute())
+        candidates = self._candidates()
+        if candidates and (self._store.save_dir / ENDED_NAME).exists():
+            logger.warning(
+                "the run that wrote '%s' has ended, so this one starts anew (--resume %s resumes from it)",
+                *(self._store.save_dir, candidates[0].path),
+            )
+            return ()
+        of_user: ConfigError | None = None
+        for place, candidate in enumerate(candidates):
+            try:
+                self.open(candidate.path)
+            except InvalidCheckpointError as error:
+                self._pass_over(candidate.name, error.reason)
+            except ConfigError as error:
+                of_user = of_user or error
+                self._pass_over(candidate.name, str(error))
+            else:
+                return tuple(recovery.Saved(one.boundary, str(one.path)) for one in candidates[place:])
+        if of_user is not None:
+            raise of_user
+        if self._store.checkpoints():
+            logger.warning("no checkpoint in '%s' can be used, so the script starts anew", self._store.save_dir)
+        return ()
+
+    def _candidates(self) -> list[Checkpoint]:
+        """The last written first; says which are passed over, if they could have been chosen."""
+        found = self._store.checkpoints()
+        valid = last_written_first(found)
+        for one in found:
+            if not one.is_valid and (not valid or one.boundary >= valid[0].boundary):
+                self._pass_over(one.name, one.reason)
+        return valid
+
+    def _pass_over(self, name: str, why: str) -> None:
+        logger.warning("checkpoint %s in '%s' is skipped: %s", name, self._store.save_dir, why)
+
+    def _named(self, path: Path) -> tuple[recovery.Saved, ...]:
+        checkpoint = inspect(path)
+        if not checkpoint.is_valid:
+            raise ConfigError(
+                f"--resume: '{path}' is not a valid checkpoint ({checkpoint.reason})", "name another, or 'auto'"
+            )
+        try:
+            self.open(path)
+        except InvalidCheckpointError as error:
+            raise ConfigError(f"--resume: '{path}' cannot be used: {error.reason}", "name another, or 'auto'") from None
+        return (recovery.Saved(checkpoint.boundary, str(path)),)
+
+    def opened(self, place: str) -> Stored:
+        """The checkpoint in a directory; one that was opened before is not checked again. Raises as `open` does."""
+        known = self._opened
+        return known if known is not None and known.place == place else self.open(Path(place))
+
+    def open_new(self, place: str) -> Stored:
+        """One that has just been written, by this agent or the one that led before it. Raises as `open` does."""
+        known = self._opened
+        return known if known is not None and known.place == place else self.open(Path(place), is_new=True)
+
+    def open(self, path: Path, is_new: bool = False) -> Stored:
+        """Open a checkpoint, once everything is checked that can be before a rank runs.
+
+        is_new   it has just been written: its content need not be read for that
+
+        Raises InvalidCheckpointError, with the reason, or ConfigError if the user can do something about it. Takes as
+        long as the disk needs for it, unless it is new.
+        """
+        found = self._opened = self._checked(path, is_new)
+        return found
+
+    def _checked(self, path: Path, is_new: bool) -> Stored:
+        began_s = time.monotonic()
+        checkpoint = inspect(path)
+        if not is_new:
+            why_not = unusable.why_passed_over(path, self.fingerprint)
+            if why_not:
+                raise InvalidCheckpointError(why_not)
+            checkpoint = self._store.verify(checkpoint, ProgressLog(_CHECKING).show)
+        manifest = checkpoint.valid_manifest()
+        stored = open_checkpoint(checkpoint, time.monotonic() - began_s)
+        if manifest.world_size == self._world_size and stored.arguments == self._words:
+            why_not = why_not_replayable(stored, self._world_size, self._config.record_limit_mib << 20)
+            if why_not:
+                raise InvalidCheckpointError(why_not)
+            return stored
+        if script_of(stored.arguments) != script_of(self._words):
+            raise ConfigError(
+                f"checkpoint '{checkpoint.path}' is of '{shlex.join(stored.arguments)}', "
+                f"and this is '{shlex.join(self._words)}'",
+                "start the same script, or give --resume off to start anew",
+            )
+        what_differs = (
+            f"is of {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, and this job has {self._world_size}"
+        )
+        if stored.replicas.parted and manifest.world_size != self._world_size:
+            raise ConfigError(
+                f"checkpoint '{checkpoint.path}' {what_differs}; its ranks held different values of "
+                f"{in_short(stored.replicas.all_names)}, and only the script knows how to divide them",
+                f"start {manifest.world_size} ranks, or give --resume off to start anew",
+            )
+        if manifest.world_size == self._world_size:
+            what_differs = f"was made with other arguments ('{shlex.join(stored.arguments)}')"
+        paths = [str(checkpoint.file(rank_file(rank))) for rank in range(manifest.world_size)]
+        return adapted(stored, paths, self._world_size, what_differs)
+
+    def note_unusable(self, place: str, reason: str, is_refused: bool) -> None:
+        """A rank has refused a checkpoint, or ranks were lost on the way to it: see `ttprun.state.unusable`."""
+        unusable.note(Path(place), self.fingerprint, reason, is_refused)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of this launch, for notes."""
+        if not self._fingerprint:
+            script = script_of(self._words)
+            folder = Path.cwd() if len(script) > 1 else Path(script[0]).absolute().parent if script else Path.cwd()
+            folders = [folder, *map(Path, self._config.user_paths)]
+            self._fingerprint = unusable.fingerprint(self._words, self._world_size, folders)
+        return self._fingerprint
+
+
+def why_not_replayable(stored: Stored, world_size: int, slot_bytes: int) -> str:
+    """Why the ranks would refuse a checkpoint of theirs, as far as their records say it; "" if they say nothing.
+
+    The records are put where the ranks would find them, and read as they would read them.
+    """
+    for rank in range(world_size):
+        fd = Recorder.create(slot_bytes)
+        try:
+            recorder = Recorder(fd, slot_bytes)
+            recorder.restore(stored.rank_part(rank))
+            why_not = replayable.why_not(replayable.records_up_to(recorder, stored.boundary))
+        except (RecordTooLargeError, ValueError, TypeError) as error:
+            why_not = str(error)
+        except KeyError as error:
+            why_not = f"there is no record of step {error}"
+        finally:
+            os.close(fd)
+        if why_not:
+            return f"rank {rank}: {why_not}"
+    return ""
+
+
+def script_of(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The script itself, or `-m` and the module."""
+    return tuple(arguments[: 2 if tuple(arguments[:1]) == ("-m",) else 1])

@@ -1,0 +1,252 @@
+"""Watching the processes of ranks: what they send, the first sign of their end, and the end itself.
+
+Everything that is seen becomes an event of the state machine, or a report (`reports.py`). Begin with `Watch.welcome`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import time
+from dataclasses import replace
+
+from ttprun import recovery
+from ttprun.agent.checkpoints.snapshots import Snapshots
+from ttprun.agent.cluster import board_rows
+from ttprun.agent.core.exit_causes import Causes
+from ttprun.agent.core.failures import Failure
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.reports import Reports
+from ttprun.agent.health.unhooked_ranks import Unseen
+from ttprun.agent.processes import life_locks
+from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, command_of, with_agent
+from ttprun.agent.repair.mirrors import Mirrors
+from ttprun.agent.repair.own_state import OwnStates
+from ttprun.chaos.injections import Injections
+from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.channel import Message
+
+logger = logging.getLogger("ttprun")
+DEATH_LIMIT_S = 10.0  # of a process that was sent SIGKILL
+_LOOK_AGAIN_S = 0.05
+
+
+class Watch:
+    """Watches the processes of a node's ranks, by its selector."""
+
+    def __init__(
+        self,
+        node: Node,
+        reports: Reports,
+        own_states: OwnStates,
+        mirrors: Mirrors,
+        snapshots: Snapshots,
+        injections: Injections,
+        unseen: Unseen,
+    ) -> None:
+        self._node = node
+        self._reports = reports
+        self._own_states = own_states
+        self._mirrors = mirrors
+        self._snapshots = snapshots
+        self._injections = injections
+        self._unseen = unseen
+        self._causes = Causes()
+        self._undead: list[RankHandler] = []
+
+    def welcome(self, seat: Seat, is_replacement: bool) -> None:
+        """Have a process know who it is, and listen to it."""
+        node = self._node
+        config = node.config
+        handler, rungs = seat.handler, node.job.settings.rungs
+        options = to_rank.Options(
+            allow_faults=config.allow_faults,
+            keeps_state=not rungs.isdisjoint(("rewind", "persist")),
+            mirror=self._mirrors.paths_for(seat.local_rank),
+            own_state=self._own_states.paths_for(seat.local_rank),
+            shelves=self._snapshots.paths_for(seat.local_rank),
+            snapshot_every_steps=self._snapshots.every_steps,
+            record_limit_mib=config.record_limit_mib,
+            journal_limit_mib=config.journal_limit_mib,
+            commit_timeout_s=config.commit_timeout_s,
+            is_replaced="replace" in rungs,
+            verify_every=config.verify_every,
+            nan_limit_s=config.nan_limit_s,
+            user_paths=config.user_paths,
+            follow=config.follow,
+            loops=node.loops,
+            may_rerun="rerun" in rungs,
+            retry_on=config.retry_on,
+            device_errors=config.device_errors,
+            mindio=config.mindio,
+            is_strict=config.proof == "strict",
+            prints_traceback=bool(handler.start["stderr"]),
+        )
+        fds, environment = [node.board_fd, seat.record_fd, seat.stack_fd], {}
+        if node.peers.address:
+            fds.append(seat.copies_fd)
+        if isinstance(handler, StandbyHandler):
+            environment = with_agent(os.environ | handler.start["env"], str(node.run.path))
+            fds += handler.outputs()
+        welcome = to_rank.Welcome(
+            rank=seat.rank,
+            local_rank=seat.local_rank,
+            world_size=len(node.seats),
+            local_world_size=len(node.here),
+            address=node.peers.address,
+            generation=node.job.generation,
+            run_dir=str(node.run.path),
+            is_replacement=is_replacement,
+            had_torch=seat.had_torch,
+            options=options,
+            arguments=command_of(handler.start) if node.is_python else [],
+            faults=self._injections.waiting_in(seat.rank),
+            env=environment,
+        )
+        handler.channel.send(welcome, fds)
+        node.selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(seat, handler))
+        node.selector.register(seat.pidfd, selectors.EVENT_READ, lambda: self._on_exit(seat))
+        node.log("rank_started", rank=seat.rank, pid=seat.pid, is_replacement=is_replacement)
+        node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=seat.rank, pid=seat.pid))
+        if is_replacement:
+            self._injections.forked(seat)
+
+    def _on_message(self, seat: Seat, handler: RankHandler) -> None:
+        try:
+            messages = handler.channel.read_available()
+        except (EOFError, OSError):
+            with contextlib.suppress(KeyError, ValueError):
+                self._node.selector.unregister(handler.channel.sock)
+            if seat.handler is handler:
+                seat.hung_up_at_s = time.monotonic()
+            return
+        for message in messages:
+            if seat.handler is handler:
+                self._take(seat, message)
+
+    def _take(self, seat: Seat, message: Message) -> None:
+        self._reports.take(seat, message)
+        if isinstance(message, from_rank.Present):
+            self._unseen.note_present(seat)
+            self._look_out_for_its_end(seat)
+
+    def _look_out_for_its_end(self, seat: Seat) -> None:
+        """A process has greeted: from now on the first sign of its end is looked out for, too."""
+        handler = seat.handler
+
+        def on_dying(code: int) -> None:
+            if seat.handler is handler and seat.pidfd >= 0 and code != 0:  # one that finishes is not urgent
+                seat.is_dying = True
+                self._on_end(seat, code)
+
+        life_locks.watch(
+            self._node.board,
+            seat.rank,
+            seat.pid,
+            lambda code: self._node.call(lambda: on_dying(code)),
+        )
+
+    def _on_exit(self, seat: Seat) -> None:
+        """A process is gone; mostly that is known already."""
+        self._node.selector.unregister(seat.pidfd)
+        seat.kill()  # what it has started, as long as its number is its own
+        handler = seat.handler
+        if handler.proc.poll() is None:  # a debugger that is attached to it has to hear of it first
+            self._node.aside(lambda: _take_code(handler), lambda _: self._on_gone(seat, handler))
+        else:
+            self._on_gone(seat, handler)
+
+    def _on_gone(self, seat: Seat, handler: RankHandler) -> None:
+        if seat.handler is not handler or seat.pidfd < 0:
+            return
+        was_dying, code = seat.is_dying, seat.bury()
+        self._node.remove_left_files(seat.pid)
+        if not was_dying:
+            self._on_end(seat, code)
+        self._node.spawn_those_that_wait()
+
+    def let_die(self, seat: Seat) -> None:
+        """A process is killed, or will be at once: what it may still send is not heard, and its rank is lost."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._node.selector.unregister(seat.handler.channel.sock)
+        seat.is_lost, seat.is_dying = True, seat.pidfd >= 0
+        seat.spawn = None
+        seat.killed_at_s = time.monotonic()
+
+    def look(self) -> None:
+        """Do not wait longer for processes that do not die: one in an uninterruptible read may take hours."""
+        self._undead = [handler for handler in self._undead if handler.proc.poll() is None]
+        now = time.monotonic()
+        for seat in self._node.here:
+            if seat.is_dying and seat.spawn is not None and now - seat.killed_at_s > DEATH_LIMIT_S:
+                self._node.log("rank_does_not_die", rank=seat.rank, pid=seat.pid, for_s=now - seat.killed_at_s)
+                logger.warning(
+                    "rank %d's process %d does not die (it waits for a disk, or is frozen): its replacement does not "
+                    "wait for that any longer",
+                    *(seat.rank, seat.pid),
+                )
+                self._undead.append(seat.handler)
+                spawn = seat.spawn
+                self.forget(seat)
+                spawn()
+
+    def _on_end(self, seat: Seat, code: int) -> None:
+        node = self._node
+        self._drain(seat)
+        with contextlib.suppress(KeyError, ValueError):
+            node.selector.unregister(seat.handler.channel.sock)
+        event = seat.leave(code, node.board, self._causes.of_signal)
+        if not seat.is_finished:
+            event = replace(event, boundary=self._own_states.reached(seat, event.boundary))
+        if seat.is_finished:
+            node.board.announce(seat.rank, Field.RECORDED, FINISHED)
+            board_rows.share(node, [seat])
+            if event.reason:
+                logger.warning("rank %d: %s", seat.rank, event.reason)
+        else:
+            seat.kill()  # its DataLoader workers
+            exit_code = -event.signal if event.signal is not None else event.code or 0
+            self._unseen.settle()
+            failure = Failure(seat.rank, event.pid, exit_code, event.reason, seat.traceback)
+            node.first_failure.note(failure, is_new_incident=node.job.incident is None)
+        node.log(
+            "rank_exited",
+            rank=seat.rank,
+            pid=event.pid,
+            code=event.code,
+            signal=event.signal,
+            boundary=event.boundary,
+            reason=event.reason,
+            at_s=event.at_s,
+        )
+        if not seat.is_finished:
+            self._own_states.report_what_is_left(seat)
+        node.advance(event)
+
+    def _drain(self, seat: Seat) -> None:
+        """What a process has sent comes before its exit."""
+        channel = seat.handler.channel
+        with contextlib.suppress(EOFError, OSError):
+            channel.sock.setblocking(False)
+            while True:
+                for message in channel.read_available():
+                    self._take(seat, message)
+
+    def forget(self, seat: Seat) -> None:
+        for watched in (seat.pidfd, seat.handler.channel.sock):
+            with contextlib.suppress(KeyError, ValueError):
+                self._node.selector.unregister(watched)
+        seat.is_dying, seat.spawn = False, None
+        if seat.pidfd >= 0:
+            os.close(seat.pidfd)
+            seat.pidfd = -1
+
+
+def _take_code(handler: RankHandler) -> None:
+    """Wait for an exit code that the kernel holds back."""
+    while handler.proc.poll() is None:
+        time.sleep(_LOOK_AGAIN_S)

@@ -1,0 +1,249 @@
+"""Processes of ranks, and standbys: what torch's subprocess handlers do, with the agent's line into each process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+from ttprun import text_hashes
+from ttprun.agent.processes import priority
+from ttprun.agent.processes.adopted import AdoptedProcess, adopting
+from ttprun.protocol import channel, from_rank, to_rank
+from ttprun.protocol.channel import Channel
+from ttprun.rank.bootstrap.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
+
+SHIM = str(Path(__file__).resolve().parents[2] / "shim")
+RUN_VARIABLE = "_TTPRUN_RUN_DIR"
+_COPY_LIMIT_S = 2.0  # it takes some 20 ms
+
+
+def with_agent(environment: Mapping[str, str], run_dir: str) -> dict[str, str]:
+    """What a rank sees beside torchrun's variables: the agent's pid, and the run."""
+    return {**environment, AGENT_VARIABLE: str(os.getpid()), RUN_VARIABLE: run_dir}
+
+
+def rank_environment(environment: Mapping[str, str], run_dir: str) -> dict[str, str]:
+    """What a rank's Python is started with: also the shim first in its PYTHONPATH, and a seed for its hashes."""
+    inherited = environment.get("PYTHONPATH")
+    path = SHIM + (os.pathsep + inherited if inherited else "")
+    return with_agent(environment, run_dir) | {"PYTHONPATH": path} | text_hashes.seeded(environment)
+
+
+class RankHandler(SubprocessHandler):
+    """A rank's process, started by torch's code for the first time, by ours for a replacement.
+
+    channel    the agent's end of the line into it
+    is_new     False: its log files are continued
+    is_python  False: the entry point is the user's own program, which dies with the agent all the same
+    """
+
+    def __init__(self, start: dict[str, Any], run_dir: str, is_new: bool, is_python: bool) -> None:
+        self.start = start
+        self._run_dir = run_dir
+        self._is_new = is_new
+        self._is_python = is_python
+        self.channel, self._theirs = channel.pair()
+        self.channel.waits = False  # the supervisor flushes it
+        plain = start if is_new else start | {"stdout": None, "stderr": None}
+        try:
+            super().__init__(**plain)
+        except OSError:
+            self.channel.close()
+            raise
+        finally:
+            self._theirs.close()
+
+    def _popen(self, args: tuple[Any, ...], env: dict[str, str]) -> subprocess.Popen[Any]:
+        if not self._is_new:
+            self._stdout, self._stderr = open_logs(self.start)
+        fd = self._theirs.fileno()
+        prctl = ctypes.CDLL(None).prctl
+        return subprocess.Popen(
+            args=args,
+            env=rank_environment(env, self._run_dir) | {CHANNEL_VARIABLE: str(fd)},
+            stdout=self._stdout,
+            stderr=self._stderr,
+            start_new_session=True,
+            pass_fds=(fd,),
+            preexec_fn=None if self._is_python else lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Signal the rank, and let it know that it is meant to end; one that is gone already is no error.
+
+        It hears of it behind the signal, so that the script's handler has its turn first.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            super().close(death_sig)
+        self.channel.send(to_rank.EndAsked())
+        for log in (self._stdout, self._stderr):
+            if log is not None:
+                log.close()
+
+
+class StandbyHandler(RankHandler):
+    """A standby, or a copy of one, that has become a rank."""
+
+    def __init__(self, start: dict[str, Any], standby: Standby | Copy) -> None:
+        self.start = start
+        self.local_rank_id = start["local_rank_id"]
+        self.proc: Any = standby.process
+        self.channel = standby.channel
+        self.channel.waits = False
+        self._stdout, self._stderr = open_logs(start)
+
+    def outputs(self) -> list[int]:
+        """Descriptors that the process is to use as its stdout and stderr."""
+        streams = (self._stdout or sys.stdout, self._stderr or sys.stderr)
+        return [stream.fileno() for stream in streams]
+
+
+def open_logs(start: dict[str, Any]) -> list[Any]:
+    """Open a rank's log files at their ends; None where its output is not redirected."""
+    return [open(path, "a") if path else None for path in (start["stdout"], start["stderr"])]
+
+
+def command_of(start: dict[str, Any]) -> list[str]:
+    """The Python arguments of a rank behind the interpreter's own options: [script, ...] or ["-m", module, ...]."""
+    command = [str(argument) for argument in start["args"]]
+    return command[1:] if command[:1] == ["-u"] else command  # torchrun puts it in front
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A process that a standby has forked, to become a rank in its place."""
+
+    process: AdoptedProcess
+    channel: Channel
+
+
+class Standby:
+    """A process with torch imported that waits to become a rank, or to be copied. Raises OSError if none can be had.
+
+    It prepares itself at a low priority, and has ours again when it is waited for, or becomes a rank.
+
+    environment   what a rank's has beside ours: .pth files and `sitecustomize` look there, and do the same as in a rank
+    has_started   it has been ready once
+    is_copyable   no thread and no device stands in the way of a fork
+    """
+
+    def __init__(self, run_dir: str, environment: Mapping[str, str]) -> None:
+        self.channel, theirs = channel.pair()
+        fd = theirs.fileno()
+        prctl = ctypes.CDLL(None).prctl
+        inherited = os.environ | environment
+        try:
+            self.process: subprocess.Popen[bytes] | AdoptedProcess = subprocess.Popen(
+                [sys.executable, "-u", "-m", "ttprun.rank.bootstrap.standby", str(fd)],
+                env=with_agent(inherited, run_dir) | text_hashes.seeded(inherited),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(fd,),
+                # At a low priority it may be long before it can say so itself.
+                preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+            )
+        except OSError:
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
+        priority.lower(self.process.pid)
+        self._answers_due = 1
+        self.has_started = self.is_copyable = False
+
+    @property
+    def is_ready(self) -> bool:
+        """It has imported and compiled all that it was to."""
+        return self._answers_due == 0
+
+    def read(self) -> None:
+        """It has said that it is ready. Raises EOFError if it is gone."""
+        for message in self.channel.read_available():
+            if isinstance(message, from_rank.Ready):
+                self.take(message)
+
+    def take(self, message: from_rank.Ready) -> None:
+        """What it says when it is ready."""
+        self._answers_due -= 1
+        self.has_started = True
+        self.is_copyable = message.is_copyable
+
+    def warm_up(self, modules: list[str], files: list[str]) -> None:
+        """Have it import modules, and compile the user's; it is not ready until it says so again."""
+        self._answers_due += 1
+        self.channel.send(to_rank.WarmUp(modules, files))
+
+    def hurry(self) -> None:
+        """It is needed now, or will be at once: it has a rank's priority from now on."""
+        priority.restore(self.process.pid)
+
+    def copy(self) -> Copy | None:
+        """A copy of it, made within milliseconds; None if it gives none, and then it has been killed."""
+        ours, theirs = channel.pair()
+        try:
+            with adopting():
+                self.channel.send(to_rank.Copy(), [theirs.fileno()])
+                pid = self._pid_of_copy(_COPY_LIMIT_S)
+            priority.restore(pid)
+            return Copy(AdoptedProcess(pid), ours)
+        except (OSError, EOFError):
+            ours.close()
+            kill_session(self.process.pid)
+            return None
+        finally:
+            theirs.close()
+
+    def _pid_of_copy(self, limit_s: float) -> int:
+        """Wait for its answer. Raises OSError, EOFError, or TimeoutError, which is one, after so many seconds."""
+        answered = select.poll()
+        answered.register(self.channel.sock, select.POLLIN)
+        if not answered.poll(limit_s * 1000):
+            raise TimeoutError("the standby does not answer")
+        answer, _ = self.channel.receive_with_fds()
+        if not isinstance(answer, from_rank.Copied):
+            raise OSError(f"the standby has answered with {answer}")
+        return answer.pid
+
+    def end(self) -> None:
+        """Kill it."""
+        kill_session(self.process.pid)
+        self.bury()
+
+    def bury(self) -> None:
+        """It has ended, or will at once: take its exit code, and close the line."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        self.channel.close()
+
+
+def kill_session(pid: int) -> None:
+    """SIGKILL a rank and all that it has started (it leads a session of its own); 0 is none, and not our own group."""
+    if pid <= 0:
+        return
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+__all__ = [
+    "Channel",
+    "Copy",
+    "RankHandler",
+    "Standby",
+    "StandbyHandler",
+    "command_of",
+    "kill_session",
+    "rank_environment",
+    "with_agent",
+]

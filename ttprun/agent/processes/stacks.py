@@ -1,0 +1,125 @@
+"""The Python stack of a rank that hangs or has crashed: from py-spy if it is installed, else the rank writes it itself.
+
+A process that has been stopped is let go on for as long as it takes to write, some milliseconds. That is no danger: it
+is about to be killed, and a rank may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from ttprun.rank.process.stack import SIGNAL
+
+PY_SPY_LIMIT_S = 4.0
+ANSWER_LIMIT_S = 1.0
+_LOOK_AGAIN_S = 0.005
+_OURS = str(Path(__file__).resolve().parents[2])
+_NOT_THE_USERS = (_OURS + os.sep, sysconfig.get_path("stdlib") + os.sep, "<frozen", "<string>")
+# faulthandler's lines, and py-spy's.
+_FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
+_SPIED = re.compile(r"^ +(?P<name>\S.*) \((?P<file>[^()]+):(?P<line>\d+)\)$")
+
+
+def create() -> int:
+    """A memfd for one rank's stacks."""
+    return os.memfd_create("ttprun-stack", os.MFD_CLOEXEC)
+
+
+def take(pid: int, fd: int, is_stopped: bool) -> str:
+    """The stacks of all threads of a living process, "" if they cannot be had. Blocks some seconds at most.
+
+    fd   the memfd into which the process writes when it is asked
+    """
+    return _spy(pid, is_stopped) or _ask(pid, fd, is_stopped)
+
+
+def left_behind(fd: int) -> str:
+    """What a process that has crashed has written, "" if nothing; the memfd is empty afterwards."""
+    text = _read(fd).partition("\nExtension modules:")[0]
+    with contextlib.suppress(OSError):
+        _clear(fd)
+    return text
+
+
+def current_thread_of(text: str) -> str:
+    """The part of the thread that has crashed; all of the text if it is not marked."""
+    return next((block for block in _blocks(text) if block.startswith("Current thread")), text)
+
+
+def main_thread_of(text: str, main_thread: int) -> str:
+    """The main thread's part of a text of `take`; all of it if it is not marked.
+
+    main_thread   its ident, as the rank has reported it
+    """
+    spied = re.match(r"Process (\d+):", text)
+    marks = (f"0x{main_thread:016x}", f"Thread {spied[1]} " if spied else '"MainThread"')
+    return next((block for block in _blocks(text) if any(mark in block[:200] for mark in marks)), text.strip("\n"))
+
+
+def innermost_user_frame(text: str) -> str:
+    """ "train.py:33 in forward", "" if there is no frame of the user's; frames come innermost first."""
+    for line in text.splitlines():
+        found = _FRAME.match(line) or _SPIED.match(line)
+        if found and not found["file"].startswith(_NOT_THE_USERS) and "-packages/" not in found["file"]:
+            return f"{os.path.basename(found['file'])}:{found['line']} in {found['name']}"
+    return ""
+
+
+def _blocks(text: str) -> list[str]:
+    """One for each thread."""
+    return [block.strip("\n") for block in re.split(r"\n(?=(?:Current thread|Thread) )", "\n" + text)]
+
+
+def _spy(pid: int, is_stopped: bool) -> str:
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    if program is None:
+        return ""
+    # It holds a process with ptrace while it reads, which fails with one that is stopped already (py-spy 0.4).
+    how = ["--nonblocking"] if is_stopped else []
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [program, "dump", *how, "--pid", str(pid)], capture_output=True, text=True, timeout=PY_SPY_LIMIT_S
+        )
+        return done.stdout if done.returncode == 0 else ""
+    return ""
+
+
+def _ask(pid: int, fd: int, is_stopped: bool) -> str:
+    with contextlib.suppress(OSError):
+        _clear(fd)
+        os.kill(pid, SIGNAL)
+        if is_stopped:
+            os.kill(pid, signal.SIGCONT)
+        give_up_at_s = time.monotonic() + ANSWER_LIMIT_S
+        before = -1
+        while time.monotonic() < give_up_at_s:
+            time.sleep(_LOOK_AGAIN_S)
+            size = os.fstat(fd).st_size
+            if size and size == before:
+                break
+            before = size
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
+    return _read(fd)
+
+
+def _clear(fd: int) -> None:
+    """The rank shares our place in the file, so it writes from the beginning again."""
+    os.ftruncate(fd, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+
+
+def _read(fd: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.pread(fd, 1 << 18, 0).decode(errors="replace").lstrip("\0")
+    return ""

@@ -1,0 +1,97 @@
+"""Watching the standbys: when they are started, what they send, and their end. Begin with `StandbyWatch.look`."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import time
+
+from ttprun.agent.core.node import Node
+from ttprun.agent.processes.preloads import Preloaded
+from ttprun.agent.processes.rank_processes import Standby
+from ttprun.agent.processes.standbys import Standbys
+
+STEPLESS_S = 60.0  # from a rank's import of torch; most first steps are done by then
+
+
+class StandbyWatch:
+    """Watches a node's standbys, by its selector."""
+
+    def __init__(self, node: Node, standbys: Standbys) -> None:
+        self._node = node
+        self._standbys = standbys
+        self._protected_at_s = 0.0
+
+    def refill(self) -> None:
+        """Start the standbys that are missing; without one a lost rank gets a new process."""
+        if not self._standbys.may_start:
+            return
+        try:
+            self._standbys.refill(self._watch, self._node.here[0].handler.start["env"])
+        except OSError as error:
+            self._node.log("standby_failed", reason=str(error))
+
+    def prepare(self) -> None:
+        """This node has no ranks yet, but may have some at any moment: a spare."""
+        self._standbys.may_start = True
+        try:
+            self._standbys.refill(self._watch, {})
+            self._standbys.hurry()  # it disturbs nobody here
+        except OSError as error:
+            self._node.log("standby_failed", reason=str(error))
+
+    def start(self) -> None:
+        """The ranks have done their first step, or are not about to: the standbys' imports no longer disturb them.
+
+        Not in an incident, after which the standbys are refilled anyway.
+        """
+        self._standbys.may_start = True
+        if self._node.job.incident is None:
+            self.refill()
+
+    def look(self) -> None:
+        """Start the standbys of ranks that take no step for long: by hand, not at all, or after a long set-up."""
+        if self._node.job.incident is None:
+            self._standbys.look(self._watch_preloaded)
+        if self._standbys.may_start or not all(seat.is_protected for seat in self._node.here):
+            return
+        if self._protected_at_s == 0.0:
+            self._protected_at_s = time.monotonic()
+        elif time.monotonic() - self._protected_at_s > STEPLESS_S:
+            self.start()
+
+    def _watch_preloaded(self, preloaded: Preloaded) -> None:
+        node, preloads, began_s = self._node, self._standbys.preloads, time.monotonic()
+
+        def on_message() -> None:
+            try:
+                preloaded.read()
+            except (EOFError, OSError):
+                with contextlib.suppress(KeyError, ValueError):
+                    node.selector.unregister(preloaded.channel.sock)
+                preloads.lost(preloaded)
+                node.aside(preloaded.bury)
+                return
+            is_usable = preloads.came(preloaded)
+            fields = {"is_usable": is_usable, "refused": preloaded.refused or preloads.refused}
+            node.log("standby_preloaded", pid=preloaded.process.pid, took_s=time.monotonic() - began_s, **fields)
+
+        node.selector.register(preloaded.channel.sock, selectors.EVENT_READ, on_message)
+
+    def _watch(self, standby: Standby) -> None:
+        node = self._node
+
+        def on_message() -> None:
+            try:
+                standby.read()
+            except (EOFError, OSError):
+                node.selector.unregister(standby.channel.sock)
+                node.log("standby_lost", pid=standby.process.pid, was_ready=standby.has_started)
+                node.aside(standby.bury)
+                if not standby.is_ready:
+                    self._standbys.forget_warmth()
+                if standby.has_started:  # one that could not start would not start the next time either
+                    self.refill()
+            node.spawn_those_that_wait()
+
+        node.selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)

@@ -1,0 +1,118 @@
+"""The node's standbys: a copy of one is taken when a rank is lost, or one itself, which is refilled afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ttprun.agent.processes.preloads import Preloaded, Preloads
+from ttprun.agent.processes.rank_processes import Copy, Standby, kill_session
+
+
+class Standbys:
+    """Up to `wanted` processes that wait to become ranks.
+
+    follow      see Preloads
+    may_start   False: the ranks prepare their first step, for which they need the processors themselves
+    """
+
+    def __init__(self, wanted: int, run_dir: str, follow: Sequence[str] = ()) -> None:
+        self._wanted = wanted
+        self._run_dir = run_dir
+        self._waiting: list[Standby] = []
+        self._warmth: tuple[list[str], list[str]] = ([], [])
+        self.may_start = False
+        self.preloads = Preloads(follow)
+
+    def warm_up(self, modules: list[str], files: list[str]) -> None:
+        """Have the standbys import what the ranks have imported of torch by their first step, and compile the rest.
+
+        files   of the user's modules
+        """
+        if self._warmth == (modules, files):  # another leader says the same: they are as warm as they can be
+            return
+        self._warmth = (modules, files)
+        for standby in self._waiting:
+            standby.warm_up(modules, files)
+
+    def forget_warmth(self) -> None:
+        """A standby has ended while it did so: the next ones do without."""
+        self._warmth = ([], [])
+
+    @property
+    def ready(self) -> int:
+        """How many have torch imported by now."""
+        return sum(standby.is_ready and standby.process.poll() is None for standby in self._waiting)
+
+    def refill(self, watch: Callable[[Standby], None], environment: Mapping[str, str]) -> None:
+        """Start as many as are missing. Raises OSError if one cannot be had.
+
+        watch         called with each new one
+        environment   see Standby
+        """
+        self._waiting = [standby for standby in self._waiting if standby.process.poll() is None]
+        while len(self._waiting) < self._wanted:
+            standby = Standby(self._run_dir, environment)
+            if any(self._warmth):
+                standby.warm_up(*self._warmth)
+            self._waiting.append(standby)
+            watch(standby)
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """None is ready, but one will be."""
+        alive = [standby for standby in self._waiting if standby.process.poll() is None]
+        return bool(alive) and not any(standby.is_ready for standby in alive)
+
+    def look(self, watch: Callable[[Preloaded], None]) -> None:
+        """Have a copy import what the ranks have imported, once that is known and a standby can be copied."""
+        able = (one for one in self._waiting if one.is_ready and one.is_copyable and one.process.poll() is None)
+        self.preloads.look(next(able, None), watch)
+
+    def hurry(self) -> None:
+        """A lost rank waits for one."""
+        for standby in self._waiting:
+            standby.hurry()
+
+    @property
+    def state(self) -> str:
+        """How the standbys stand, for people; "" if none are wanted."""
+        if not self._wanted:
+            return ""
+        if not self.may_start:
+            return "will be started after the first step"
+        if self.ready:
+            return f"ready, {self.preloads.state}"
+        return "being prepared" if self.is_on_its_way else "none could be started; a lost rank gets a new process"
+
+    def take(self) -> Standby | Copy | None:
+        """A process for a lost rank: a copy of a ready standby, which stays; else one itself. None if none is ready."""
+        preloaded = self.preloads.ready
+        copy = preloaded.copy() if preloaded is not None else None
+        if copy is not None:
+            return copy
+        ready = [standby for standby in self._waiting if standby.is_ready and standby.process.poll() is None]
+        for standby in ready:
+            copy = standby.copy() if standby.is_copyable else None
+            if copy is not None:
+                return copy
+        left = [standby for standby in ready if standby.process.poll() is None and not standby.is_copyable]
+        if not left:
+            return None
+        self._waiting.remove(left[0])
+        left[0].hurry()
+        return left[0]
+
+    def kill_one(self) -> int | None:
+        """SIGKILL to a standby, as a fault; returns its pid, None if there is none alive."""
+        alive = [standby for standby in self._waiting if standby.process.poll() is None]
+        if not alive:
+            return None
+        kill_session(alive[0].process.pid)
+        return alive[0].process.pid
+
+    def end(self) -> None:
+        """Kill those that were not needed."""
+        self.preloads.end()
+        for standby in self._waiting:
+            standby.end()
+        self._waiting.clear()

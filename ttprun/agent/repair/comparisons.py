@@ -1,0 +1,255 @@
+"""Who holds the same weights, as the ranks report it, and what follows when replicas part. Begin with `take`.
+
+Who is a replica of whom is worked out in `ttprun.recovery.replicas`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from ttprun import recovery
+from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
+from ttprun.agent.core.incidents import Incidents
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.repair.mirrors import Mirrors
+from ttprun.agent.report.topology import topology_of
+from ttprun.errors import in_short
+from ttprun.observe.topology import Loss, write_topology
+from ttprun.protocol import from_rank, nodes, to_rank
+from ttprun.rank.checks.verification import PROOF_STEPS
+from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
+
+logger = logging.getLogger("ttprun")
+
+LOOK_AHEAD = 20  # boundaries, by which all ranks have heard of it
+
+
+class Comparisons:
+    """Compares what the ranks of one group hold."""
+
+    def __init__(self, node: Node, times: SnapshotTimes, incidents: Incidents, mirrors: Mirrors) -> None:
+        self._node = node
+        self._mirrors = mirrors
+        self._times = times
+        self._incidents = incidents
+        self._looks = Looks(world_size=1)
+        self.why_not_stored = ""  # why neither snapshots nor checkpoints can hold the shards
+        self._cuts: dict[int, Mapping[str, tuple[str, str]]] = {}  # by rank: of each sharded parameter, which part
+        self._names: dict[str, str] = {}  # of parameters, for people
+        self._groups: dict[int, list[from_rank.Group]] = {}  # by rank
+        self._repaired: tuple[tuple[int, ...], int] = ((), 0)  # ranks, boundary
+
+    def begin_group(self) -> None:
+        """All ranks are new: nothing is known of their weights."""
+        self._looks = Looks(world_size=len(self._node.seats))
+        self._repaired = ((), 0)
+
+    def begin_resumed(self, replicas: Replicas) -> None:
+        """The ranks go on from a checkpoint, whose writers were replicas so far."""
+        self._looks = replace(self._looks, replicas=replicas)
+        self._names |= replicas.names
+
+    def note_repair(self, ranks: tuple[int, ...], boundary: int) -> None:
+        """These ranks get the others' weights of a boundary, which is checked: there all are alike."""
+        before, repaired_at = self._repaired
+        self._repaired = ((*before, *ranks) if repaired_at == boundary else ranks, boundary)
+        self._looks = replace(self._looks, agreed_at=boundary, reported={})
+
+    def take(self, seat: Seat, message: from_rank.Held) -> None:
+        """A rank reports digests of what it holds; the last one's report shows who is a replica of whom."""
+        before = self._looks
+        self._names |= message.names
+        self._groups[seat.rank] = message.groups or self._groups.get(seat.rank, [])
+        if message.is_full:
+            self._cuts[seat.rank] = message.shards
+        if message.why_not_stored:
+            self._times.turn_off(message.why_not_stored)
+        self._looks, look = before.note(seat.rank, message.boundary, message.held, message.is_full, message.shards)
+        if look is None:
+            return
+        if look.parted and self._is_proof(look):
+            self._looks = replace(self._looks, replicas=before.replicas)
+            what = f"{self.names_of(look.parted)}, or its gradient or optimizer state"
+            self._refuse_repair(seat, look.boundary, what)
+            return
+        if look.is_full or look.parted:
+            self._look_at_shards()
+            self._note_replicas(self._looks.replicas, look.boundary)
+            self._write_topology()
+        repaired, repaired_at = self._repaired
+        if look.is_full and not look.parted and look.divergence is None and look.boundary <= repaired_at + PROOF_STEPS:
+            everyone = range(len(self._node.seats))
+            for rank in (one for one in sorted({*repaired}) if self._looks.replicas.peers(one, everyone)):
+                equal = f"weights, gradients and optimizer state, those of its replicas, at boundary {look.boundary}"
+                self._incidents.note_compared(rank, [equal], [])
+        job = self._node.job
+        if look.divergence is not None and (job.incident is None or job.phase is recovery.Phase.RESUMING):
+            self._answer_divergence(seat, look.divergence)
+
+    def _look_at_shards(self) -> None:
+        """Nothing is stored of parts that do not make one whole."""
+        everyone = range(len(self._node.seats))
+        cuts = [self._cuts.get(rank, {}) for rank in everyone]
+        self.why_not_stored = why_not_one_whole(self._looks.replicas.shards, cuts, self._names)
+        if self.why_not_stored:
+            self._times.turn_off(self.why_not_stored)
+
+    def _is_proof(self, look: Look) -> bool:
+        """Whether a rank that was repaired a moment ago has parted from those that it was repaired from."""
+        ranks, repaired_at = self._repaired
+        everyone = range(len(self._node.seats))
+        if not ranks or look.boundary > repaired_at + PROOF_STEPS or {*ranks} == {*everyone}:
+            return False
+        known = self._node.job.replicas.apart
+        return any(
+            known.get(key, owners)[rank] == known.get(key, owners)[other] or key not in known
+            for key, owners in look.parted.items()
+            for rank in ranks
+            for other in everyone
+            if owners[rank] != owners[other]
+        )
+
+    def _refuse_repair(self, seat: Seat, boundary: int, held: str) -> None:
+        """What the repaired ranks do is not what the lost ones did.
+
+        held   which ranks hold what
+        """
+        ranks, repaired_at = self._repaired
+        who = ", ".join(map(str, sorted({*ranks})))
+        reason = (
+            f"since rank {who} was repaired at boundary {repaired_at} the ranks hold different weights at boundary "
+            f"{boundary} ({held}): ttprun's repair has missed something that the steps use"
+        )
+        self._mismatch(seat, reason)
+
+    def _mismatch(self, seat: Seat, reason: str) -> None:
+        job = self._node.job
+        fields: dict[str, Any] = {"at_s": time.monotonic(), "generation": job.generation, "reason": reason}
+        self._node.advance(recovery.MismatchFound(rank=seat.rank, **fields))
+
+    def _note_replicas(self, replicas: Replicas, boundary: int) -> None:
+        """It is known who is a replica of whom: the machine, the ranks and the operator hear what is new."""
+        node = self._node
+        replicas = replace(replicas, names={key: self._names.get(key, key) for key in replicas.apart})
+        self._looks = replace(self._looks, replicas=replicas)
+        before = node.job.replicas
+        if replicas == before:
+            return
+        node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=replicas))
+        if replicas.apart == before.apart:
+            return
+        node.log("replicas_parted", boundary=boundary, names=replicas.all_names, groups=replicas.groups)
+        logger.warning("%s", self._cost_of(replicas))
+        for seat in node.seats:
+            self.report_owners(seat)
+        if replicas.has_single_holders:
+            self._times.take_one_at_once()
+
+    def note_mirrored(self, seat: Seat, message: from_rank.StateMirrored) -> None:
+        """A rank has mirrored its state for the first time, or cannot."""
+        node, mirrored = self._node, self._looks.replicas.mirrored
+        node.log("state_mirrored", rank=seat.rank, **vars(message))
+        if message.why_not:
+            cost = self._cost_without_source()
+            logger.warning("rank %d cannot mirror its state (--buddy): %s; %s", seat.rank, message.why_not, cost)
+            mirrored = mirrored - {seat.rank}
+        else:
+            if not mirrored:
+                size = message.bytes / (1 << 20)
+                logger.info("mirrored in shared memory: each rank's state, in 2 slots of %.1f MiB (--buddy)", size)
+                if message.why_no_step:
+                    what = "a rank that is lost inside its step is not replaced, but all go back to a snapshot"
+                    logger.warning("%s: %s", what, message.why_no_step)
+            mirrored = mirrored | {seat.rank}
+        self._looks = replace(self._looks, replicas=replace(self._looks.replicas, mirrored=mirrored))
+        node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=self._looks.replicas))
+        self._write_topology()
+
+    def _write_topology(self) -> None:
+        """Let `ttprun topology` know who holds what."""
+        node = self._node
+        has_snapshots = "rewind" in node.job.settings.rungs and not self._times.is_off
+        groups = itertools.chain.from_iterable(self._groups.values())
+        otherwise: Loss = "snapshot" if has_snapshots else "restart"
+        topology = topology_of(self._looks.replicas, groups, len(node.seats), otherwise)
+        with contextlib.suppress(OSError):  # the status says already that the run's files cannot be written
+            write_topology(node.run.topology, topology)
+        if node.peers.is_leading:
+            node.peers.to_hands(nodes.Published("topology", topology.to_json()))
+
+    def names_of(self, keys: Iterable[str]) -> str:
+        """What the script calls these parameters, the first few."""
+        return in_short([self._names.get(key, key) for key in keys])
+
+    def look_soon(self, boundary: int) -> None:
+        """Replicas have been found to differ: all ranks are asked for a full look at one boundary, a little later."""
+        for seat in self._node.seats:
+            seat.send_news(to_rank.LookAt(boundary + LOOK_AHEAD))
+
+    def report_owners(self, seat: Seat) -> None:
+        """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself, or mirror."""
+        if self._mirrors.is_on and (seat.rank,) in self._looks.replicas.groups:
+            seat.send_news(to_rank.KeepMirror())
+        if (groups := self._looks.replicas.groups) and all(len(ranks) == 1 for ranks in groups):
+            seat.send_news(to_rank.NoneAlike())
+        owners = self._looks.replicas.parted
+        if owners:
+            seat.send_news(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))
+
+    def _cost_of(self, replicas: Replicas) -> str:
+        """What the operator must know of ranks that are no replicas of each other."""
+        names, node = replicas.all_names, self._node
+        several = len(names) > 1
+        if replicas.parted:
+            differ = "parameters or their" if several else "parameter or its"
+            finding = f"{len(names)} {differ} optimizer state differ between the ranks ({in_short(names)})"
+        else:
+            are = "parameters are" if several else "parameter is"
+            finding = f"{len(names)} {are} sharded over the ranks ({in_short(names)})"
+        if not replicas.has_single_holders:
+            groups = " and ".join(", ".join(map(str, ranks)) for ranks in replicas.groups)
+            return f"{finding}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
+        finding = f"{finding}: no other rank holds what such a rank holds"
+        if self._mirrors.is_on:
+            return f"{finding}; each mirrors it in shared memory, from which a lost rank is replaced (--buddy)"
+        why_off = ""
+        if node.config.buddy and not self._mirrors.is_possible:
+            why_off = "; ranks on several nodes are not mirrored yet (--buddy)"
+        return f"{finding}, so none can be replaced{why_off}; {self._cost_without_source()}"
+
+    def _cost_without_source(self) -> str:
+        """What the loss of a rank costs whose state no other rank holds."""
+        node = self._node
+        if self._times.is_off or "rewind" not in node.job.settings.rungs:
+            why = self._times.why_off or "--snapshot-every"
+            return f"no snapshots are taken, so a fault restarts the group ({why})"
+        every = node.config.snapshot_every
+        return f"after a fault all ranks go back to the newest snapshot (--snapshot-every {every})"
+
+    def _answer_divergence(self, seat: Seat, divergence: Divergence) -> None:
+        """Replica peers hold different weights, though they were alike and have had the same gradients."""
+        new = [odd for odd in (self._node.seats[rank] for rank in divergence.ranks) if not odd.divergence]
+        if not new and divergence.ranks:
+            return  # it has been ordered to stand aside, and is on its way there
+        self._node.log("replicas_diverged", **asdict(divergence))
+        reason = divergence.sentence
+        ranks, repaired_at = self._repaired
+        refutes_repair = (
+            bool(ranks) and divergence.boundary <= repaired_at + PROOF_STEPS and {*divergence.ranks} <= {*ranks}
+        )
+        if refutes_repair:
+            self._refuse_repair(seat, divergence.boundary, divergence.held)
+            return
+        if not divergence.ranks:
+            self._mismatch(seat, reason)
+            return
+        for odd in new:
+            odd.divergence = divergence.sentence
+            odd.send(to_rank.StandAside())

@@ -1,0 +1,159 @@
+"""The agent's side of replays: the state machine's orders to ranks whose script knows nothing of recovery.
+
+A replacement runs the script up to the boundary that the survivors hold, and gets their weights there. Begin with
+`Replays.replay`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ttprun import recovery
+from ttprun.agent.checkpoints.checkpoints import Checkpoints
+from ttprun.agent.core.node import Node
+from ttprun.agent.repair import fingerprints
+from ttprun.agent.repair.comparisons import Comparisons
+from ttprun.agent.repair.mirrors import Mirrors
+from ttprun.agent.repair.repairs import Repairs
+from ttprun.protocol import nodes, to_rank
+from ttprun.protocol.from_rank import GroupJournal
+
+
+class Replays(Repairs):
+    """Repairs the ranks of a node by replay."""
+
+    def __init__(self, node: Node, comparisons: Comparisons, checkpoints: Checkpoints, mirrors: Mirrors) -> None:
+        self._node = node
+        self._mirrors = mirrors
+        self._comparisons = comparisons
+        self._checkpoints = checkpoints
+
+    def replay(self, action: recovery.Replay) -> None:
+        """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
+        node = self._node
+        seat = node.seats[action.rank]
+        stored = seat.stored
+        if action.source is None and stored is not None and stored.origin is not None:
+            seat.send(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.adapt_for(seat.rank)))
+            return
+        is_joining = action.source is not None
+        source = action.rank if action.source is None else action.source
+        needs_no_peer = seat.divergence or action.source is None
+        theirs = None if needs_no_peer else fingerprints.of(node, node.seats[source], action.boundary)
+        if not seat.is_here:
+            over_there = nodes.Replay(action.rank, action.generation, action.boundary, source, theirs, is_joining)
+            node.peers.to_node_of(action.rank, over_there)
+            return
+        mine = fingerprints.of(node, seat, action.boundary)
+        reason = why_not_alike(action.rank, source, action.boundary, mine, theirs)
+        is_mirrored = action.source == action.rank
+        mirror = self._mirrors.source_of(seat, action.boundary) if is_mirrored else None
+        if is_mirrored and seat.divergence:
+            reason = f"rank {action.rank} has diverged, and its mirror holds the same"
+        elif is_mirrored and mirror is None:
+            reason = reason or f"the mirror of rank {action.rank} does not hold its state of step {action.boundary}"
+        if reason:
+            node.advance(
+                recovery.MismatchFound(
+                    at_s=time.monotonic(), rank=action.rank, generation=action.generation, reason=reason
+                )
+            )
+            return
+        skip_lines = node.lines_since(seat, action.boundary)
+        step_from = mirror.path if mirror is not None and mirror.is_step else ""
+        order = to_rank.Replay(
+            action.generation, action.boundary, skip_lines, step_from=step_from, is_joining=is_joining
+        )
+        seat.send(order)
+
+    def send_state(self, action: recovery.SendState) -> None:
+        """Have the source and the replacements pass the state over."""
+        node = self._node
+        self._comparisons.note_repair(action.to, action.boundary)
+        name = f"state-{action.generation}-{action.source}.sock"
+        limit_s = node.config.transfer_timeout_s
+        node.seats[action.source].send(to_rank.SendState(action.generation, name, limit_s, len(action.to)))
+        for rank in action.to:
+            node.seats[rank].send(to_rank.FetchState(action.generation, name, limit_s))
+
+    def load_mirror(self, action: recovery.LoadMirror) -> None:
+        """Have a replacement load what its rank had mirrored, if it has not done so before its step."""
+        self._comparisons.note_repair((action.rank,), action.boundary)
+        seat = self._node.seats[action.rank]
+        mirror = self._mirrors.source_of(seat, action.boundary)
+        seat.send(to_rank.LoadMirror(action.generation, "" if mirror is None or mirror.is_step else mirror.path))
+
+    def resume(self, action: recovery.Resume) -> None:
+        """Have all ranks connect and issue their journals again."""
+        seats = self._node.seats
+        journals = {seat.rank: seat.journal for seat in seats if seat.journal}
+        given = [(name, number, rank) for (name, number), rank in givers_of(journals).items()]
+        for rank in action.ranks:
+            expected = expected_of(rank, list(journals.values()))
+            is_here = seats[rank].is_here  # else the agent of its node knows
+            skip_lines = self._node.lines_since(seats[rank], action.boundary) if is_here else (0, 0)
+            received = received_of(rank, list(journals.values()))
+            seats[rank].send(
+                to_rank.Resume(
+                    action.generation,
+                    action.boundary,
+                    expected,
+                    given,
+                    skip_lines,
+                    received,
+                    settled_of(list(journals.values())),
+                )
+            )
+
+    def persist(self, action: recovery.Persist) -> None:
+        """Write a checkpoint of what the survivors hold."""
+        self._checkpoints.persist(action)
+
+
+def why_not_alike(lost: int, source: int, boundary: int, mine: str, theirs: str | None) -> str:
+    """Why a lost rank's record shows that it was no replica of its source; "" if it was.
+
+    mine     marks of the lost rank's record
+    theirs   of the source's; None: they need not be alike
+    """
+    if not mine:
+        return f"rank {lost} has left no record of boundary {boundary}"
+    if theirs is None or mine == theirs:
+        return ""
+    differ = f"rank {lost} and rank {source} held different weights at boundary {boundary}"
+    return f"{differ}: they do not replicate each other"
+
+
+def expected_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:
+    """The collectives, by group, that a replacement of `rank` has to issue: those of the survivor that is farthest."""
+    expected: dict[str, list[str]] = {}
+    for journal in journals:
+        for name, group in journal.items():
+            if rank in group.ranks and len(group.issued) > len(expected.get(name, [])):
+                expected[name] = group.issued
+    return expected
+
+
+def received_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:
+    """By lane, the digests of the messages to or from `rank` that their receivers have."""
+    found = (item for journal in journals for item in journal.items())
+    return {lane: group.received for lane, group in found if group.received and rank in group.ranks}
+
+
+def settled_of(journals: list[dict[str, GroupJournal]]) -> dict[str, int]:
+    """By group, how many of FSDP2's reduce-scatters need not be issued again: one rank that knows it is enough."""
+    found: dict[str, int] = {}
+    for name, group in (item for journal in journals for item in journal.items()):
+        if group.settled:
+            found[name] = max(found.get(name, 0), group.settled[-1] + 1)
+    return found
+
+
+def givers_of(journals: dict[int, dict[str, GroupJournal]]) -> dict[tuple[str, int], int]:
+    """(group, number of a collective) -> the lowest of the ranks that have its result and no input any more."""
+    givers: dict[tuple[str, int], int] = {}
+    for rank, journal in sorted(journals.items()):
+        for name, group in journal.items():
+            for number in group.results:
+                givers.setdefault((name, number), rank)
+    return givers

@@ -1,0 +1,271 @@
+"""Publishes how the run stands: `status.json`, written when something has changed and every half second."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ttprun.agent.checkpoints.snapshots import Snapshots
+from ttprun.agent.checkpoints.writer import CheckpointWriter
+from ttprun.agent.core.incidents import Incidents
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.processes.standbys import Standbys
+from ttprun.errors import in_short
+from ttprun.observe.events import timestamp
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.status import (
+    RankStatus,
+    RunState,
+    RunStatus,
+    parse_status,
+    read_status,
+    write_status,
+)
+from ttprun.observe.topology import write_topology_json
+from ttprun.protocol import nodes
+from ttprun.protocol.board import FINISHED, Field, Phase
+from ttprun.recovery import Job, cost_of_a_loss, cost_of_a_loss_alone, is_elastic
+from ttprun.recovery import Phase as JobPhase
+from ttprun.recovery.job import name_ranks
+from ttprun.recovery.ladder import may_rewind
+
+_EVERY_S = 0.5
+_MOST_RANKS_FOR_ALL = 1024  # of larger jobs the status would be the most that crosses nodes
+# What an agent knows of its own node better than the one that leads.
+_OF_THIS_NODE = (
+    "run_id",
+    "agent_pid",
+    "started_at",
+    "updated_at",
+    "standbys",
+    "standby_state",
+    "exit_code",
+    "reason",
+    "save_dir",
+    "host",
+    "node",
+    "is_leading",
+)
+_STATES: dict[JobPhase, RunState] = {
+    JobPhase.RUNNING: "healthy",
+    JobPhase.PERSISTING: "healthy",
+    JobPhase.RESTARTING: "restarting",
+    JobPhase.DONE: "done",
+    JobPhase.FAILED: "failed",
+}
+
+
+class StatusPublisher:
+    """Writes the status of a run.
+
+    restarts_left   how often torch may still restart all ranks
+    waits_for       gives what the job waits for, "" if it does not
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        incidents: Incidents,
+        standbys: Standbys,
+        checkpoint_writer: CheckpointWriter,
+        snapshots: Snapshots,
+    ) -> None:
+        self._node = node
+        self._incidents = incidents
+        self._standbys = standbys
+        self._checkpoint_writer = checkpoint_writer
+        self._snapshots = snapshots
+        self._started_at = timestamp()
+        self._written_s = 0.0
+        self._seen: tuple[object, ...] = ()
+        self._of_all: RunStatus | None = None
+        self._protection_in_run = ""
+        self.restarts_left = 0
+        self.waits_for: Callable[[], str] = str
+
+    def publish(self) -> None:
+        """Write the status if something has changed, or if half a second has passed."""
+        job, seats = self._node.job, self._node.seats
+        seen = (job.phase, job.generation, self._incidents.changes, tuple(seat.pid for seat in seats))
+        if seen == self._seen and time.monotonic() - self._written_s < _EVERY_S:
+            return
+        self._seen = seen
+        self._written_s = time.monotonic()
+        state = _STATES.get(job.phase, "recovering")
+        if state == "healthy" and not any(seat.is_present for seat in seats):
+            state = "starting"
+        status = self._compose(state)
+        if not job.finished:
+            self._protection_in_run = status.protection
+        write_status(self._node.run.status, status)
+        if self._node.peers.is_leading and len(seats) <= _MOST_RANKS_FOR_ALL:
+            self._node.peers.to_hands(nodes.Published("status", status.to_json()))
+
+    def take(self, published: nodes.Published) -> None:
+        """The leader has published something: `ttprun` shows the whole job here too."""
+        with contextlib.suppress(OSError, ValueError):  # it comes again, or the disk is full, which the status says
+            if published.name == "topology":
+                write_topology_json(self._node.run.topology, published.text)
+            else:
+                self._of_all = parse_status(published.text)
+
+    def end(self, exit_code: int, reason: str) -> None:
+        """Write the last status of the run."""
+        state: RunState = "done" if exit_code == 0 else "failed"
+        status = self._compose(state, exit_code, reason)
+        if exit_code == 0 and self._protection_in_run:  # what ranks mirror and snapshots hold ends with them
+            status = replace(status, protection=self._protection_in_run)
+        write_status(self._node.run.status, status)
+
+    def _compose(self, state: RunState, exit_code: int | None = None, reason: str = "") -> RunStatus:
+        own = self._compose_own(state, exit_code, reason)
+        of_all = self._of_all
+        if not self._node.peers.is_hand or of_all is None:
+            return own
+        here = {rank.rank: rank for rank in own.ranks}
+        ranks = tuple(here.get(rank.rank, _ended(rank, exit_code)) for rank in of_all.ranks)
+        return replace(
+            of_all,
+            **{name: getattr(own, name) for name in _OF_THIS_NODE},
+            state=of_all.state if exit_code is None else own.state,
+            ranks=ranks,
+        )
+
+    def _compose_own(self, state: RunState, exit_code: int | None, reason: str) -> RunStatus:
+        node, job, newest = self._node, self._node.job, self._snapshots.newest
+        peers = node.peers
+        seats = node.here if peers.is_hand else node.seats
+        return RunStatus(
+            run_id=node.config.run_id or node.run.path.name,
+            state=state,
+            generation=job.generation,
+            world_size=job.settings.world_size,
+            agent_pid=os.getpid(),
+            started_at=self._started_at,
+            updated_at=timestamp(),
+            restarts_left=self.restarts_left,
+            standbys=self._standbys.ready,
+            standby_state=self._standbys.state if exit_code is None else "",
+            protection=self._protection(),
+            exit_code=exit_code,
+            reason=reason or (node.verdict.reason if node.verdict else self.waits_for()),
+            ranks=tuple(_rank(node, seat, exit_code is not None) for seat in seats),
+            incidents=self._incidents.published(),
+            checkpoint=self._checkpoint_writer.status,
+            resume=self._incidents.resume,
+            snapshot_step=None if newest is None else newest.boundary,
+            save_dir=node.config.save_dir,
+            away=job.away,
+            not_proved=self._incidents.not_proved.names,
+            nodes=tuple(peers.names.get(number, "") for number in range(peers.size)) if peers.names else (),
+            node=peers.node,
+            is_leading=not peers.is_hand,
+        )
+
+    def _protection(self) -> str:
+        """The same for all nodes; the agent of the node that leads knows it."""
+        node = self._node
+        if node.peers.is_hand:
+            return f"not known here: the whole job is in the status of {node.peers.leaders_name}, whose agent leads"
+        return protection_of(node.job, [seat.rank for seat in node.seats if not is_seen(node, seat)])
+
+
+def _rank(node: Node, seat: Seat, has_ended: bool) -> RankStatus:
+    row = node.board_row(seat)
+    phase = Phase(row[Field.PHASE])
+    is_away = seat.rank in node.job.away
+    if seat.is_finished:
+        state = "finished"
+    elif is_away:
+        state = "away"
+    elif seat.is_lost or has_ended:
+        state = "lost"
+    elif not seat.is_present:
+        state = "starting"
+    else:
+        state = {Phase.REPLAYING: "replaying", Phase.REPAIRING: "repairing"}.get(phase, "running")
+    step = row[Field.APPLIED]
+    seen_s = (time.monotonic_ns() - row[Field.SEEN_NS]) / 1e9 if row[Field.SEEN_NS] else None
+    return RankStatus(
+        rank=seat.rank,
+        local_rank=seat.local_rank,
+        pid=None if is_away else seat.pid or None,
+        state=state,
+        step=step if step < FINISHED else None,
+        phase=None if is_away else phase.name.lower(),
+        last_seen_s=seen_s,
+        protection=_protection_of_rank(node, seat),
+        node=node.peers.node_of(seat.rank) if node.peers.names else 0,
+    )
+
+
+def _ended(rank: RankStatus, exit_code: int | None) -> RankStatus:
+    """A rank of another node, as it was published last."""
+    if exit_code is None or rank.state == "finished":
+        return rank
+    return replace(rank, state="lost" if exit_code else "finished")
+
+
+def is_seen(node: Node, seat: Seat) -> bool:
+    """Whether a rank's hooks have been heard in its present process, and it has passed a step under them."""
+    row = node.board_row(seat)
+    is_on_its_way = Phase(row[Field.PHASE]) in (Phase.REPLAYING, Phase.REPAIRING)
+    return seat.is_protected and row[Field.APPLIED] > 0 and not is_on_its_way
+
+
+def _protection_of_rank(node: Node, seat: Seat) -> str:
+    job = node.job
+    own = job.alone.get(seat.rank)
+    if own is not None and own.unprotected_reason:
+        return "off"
+    is_hindered = any(member.hindrance for member in job.members if member.rank == seat.rank)
+    if job.unprotected_reason or is_hindered or job.settings.rungs.isdisjoint(("replace", "rerun", "resize")):
+        return "off"
+    return "on" if is_seen(node, seat) else "not yet"
+
+
+def protection_of(job: Job, unseen: Sequence[int]) -> str:
+    """ "on", or why a lost rank cannot be replaced, or cannot yet.
+
+    unseen   ranks that have not passed a step under their hooks
+    """
+    if "replace" not in job.settings.rungs and is_elastic(job) and not job.unprotected_reason:
+        return "off: a lost rank leaves with its replica, and the others continue"
+    if "replace" not in job.settings.rungs:
+        return "off: a lost rank restarts the whole group"
+    if job.replicas.needs_snapshots and not job.unprotected_reason:
+        why = f"no other rank holds a rank's own {in_short(job.replicas.all_names)}"
+        if may_rewind(job):
+            return f"on, but all ranks go back to the newest snapshot: {why}"
+        return f"off: {why}; if one is lost, {cost_of_a_loss(job)}"
+    if job.are_alone and not job.unprotected_reason:
+        return _protection_of_alone(job)
+    hindered = [member for member in job.members if member.hindrance]
+    if hindered and not job.unprotected_reason:
+        ranks = name_ranks(tuple(member.rank for member in hindered))
+        return f"off: {ranks} could not be replaced now: {job.hindrance}; if one is lost, {cost_of_a_loss(job)}"
+    if not job.unprotected_reason and (waited_for := [rank for rank in unseen if rank not in job.away]):
+        return f"not yet: ttprun has not seen an optimizer step of {name_ranks(tuple(waited_for))}"
+    return f"off: {job.unprotected_reason}; if one is lost, {cost_of_a_loss(job)}" if job.unprotected_reason else "on"
+
+
+def _protection_of_alone(job: Job) -> str:
+    """ "on", or why a lost rank of those that train each for itself begins anew."""
+    for member in job.members:
+        own = job.alone.get(member.rank)
+        why_not = member.hindrance or ("" if own is None else own.unprotected_reason)
+        if why_not:
+            cost = cost_of_a_loss_alone(job, member.rank, None)
+            return f"off: rank {member.rank} cannot be repaired ({why_not}); if it is lost, {cost}"
+    return "on"
+
+
+def write_last_status(run: RunDirectory, exit_code: int, reason: str) -> None:
+    """End the status of a run that had no supervisor."""
+    status = read_status(run.status)
+    state: RunState = "done" if exit_code == 0 else "failed"
+    write_status(run.status, replace(status, state=state, exit_code=exit_code, reason=reason, updated_at=timestamp()))
