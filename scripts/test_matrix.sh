@@ -1,49 +1,62 @@
 #!/usr/bin/env bash
 # Run tests on other releases of torch, or on other Pythons:
 #
-#   ./scripts/test_matrix.sh --torch 2.6 2.9 2.13 2.15    the smoke tests on each of these; without a number: TRIED
-#   ./scripts/test_matrix.sh                              the ordinary tests on each Python that is installed (3.11 to 3.13)
-#   ./scripts/test_matrix.sh --torch 2.6 -- -k killed     further arguments of pytest
+#   ./scripts/test_matrix.sh --torch 2.6 newest --python 3.12    the smoke tests on each of these (newest: what pip takes)
+#   ./scripts/test_matrix.sh --turn auto                         the pair of JOBS that is this commit's turn
+#   ./scripts/test_matrix.sh                                     the ordinary tests on each Python that is installed
+#   ./scripts/test_matrix.sh --torch 2.6 -- --record-version     further arguments of pytest: note it in the results
 #
-# Each has a virtual environment of its own under .matrix/ (5 to 8 GB each; remove what you no longer need), kept for
-# the next time. Exit code: 0 if all have passed; 1 if one has not, or could not be installed.
+# Each pair has a virtual environment of its own in the user's cache folder (1 to 8 GB each; remove what you no longer
+# need), kept for the next time. Exit code: 0 if all have passed; 1 if one has not; 3 if one could not be installed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
-PYTHONS=(3.11 3.12 3.13)
+PYTHONS=(3.11 3.12 3.13 3.14)
+# "torch Python", one a turn (tests/turns.py); the oldest release, one between, and the newest on each Python.
+JOBS=("newest 3.11" "2.6 3.12" "newest 3.13" "2.9 3.11" "newest 3.12" "2.9 3.13" "2.6 3.11" "newest 3.14")
+CACHE=${TTPRUN_TEST_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/ttprun-tests}
 
 main() {
-    local what=python releases=() words=() failed=() left_out=()
+    local what=python jobs=() releases=() words=() failed=() left_out=() job python=${PYTHON:-python3} release
     while (($#)); do
         case $1 in
             --torch) what=torch ;;
+            --python) python=$2 && shift ;;
+            --turn) what=jobs && jobs+=("${JOBS[$(turn "$2")]}") && shift ;;
             --) shift && words=("$@") && break ;;
             -*) echo "error: unknown option $1; see the head of $0" >&2 && return 2 ;;
             *) releases+=("$1") ;;
         esac
         shift
     done
-    if [[ $what == torch ]]; then
-        ((${#releases[@]})) || read -ra releases <<<"$(tried)"
-        for release in "${releases[@]}"; do
-            on_torch "$release" "${words[@]}" || failed+=("torch $release")
-        done
-    else
-        for release in "${PYTHONS[@]}"; do
-            if python=$(python_of "$release"); then
-                on_python "$release" "$python" "${words[@]}" || failed+=("Python $release")
-            else
-                left_out+=("$release")
-            fi
-        done
-        ((!${#left_out[@]})) || echo "not on this machine, so not tested: Python ${left_out[*]}"
-    fi
+    case $what in
+        torch)
+            ((${#releases[@]})) || read -ra releases <<<"$(tried)"
+            for release in "${releases[@]}"; do jobs+=("$release $python"); done
+            ;;
+        python) for release in "${PYTHONS[@]}"; do jobs+=("newest $release"); done ;;
+    esac
+    for job in "${jobs[@]}"; do
+        if ! python=$(python_of "${job#* }"); then
+            left_out+=("${job#* }")
+        else
+            run_on "$what" "${job% *}" "$python" "${words[@]}" || failed+=("torch ${job% *}, ${job#* }: $?")
+        fi
+    done
+    ((!${#left_out[@]})) || echo "not on this machine, so not tested: Python ${left_out[*]}"
     if ((${#failed[@]})); then
-        (IFS=, && echo "FAILED on: ${failed[*]}")
+        (IFS=';' && echo "FAILED on (with exit code): ${failed[*]}")
+        [[ "${failed[*]}" != *": 3" ]] || return 3
         return 1
     fi
-    echo "passed on all"
+    ((${#left_out[@]} == ${#jobs[@]})) || echo "passed on all"
+}
+
+# turn auto: 0 to 7, as with the slow tests.
+turn() {
+    [[ $1 != auto ]] || { "${PYTHON:-python3}" -m tests.commits && return; }
+    echo $(($1 - 1))
 }
 
 # tried: the releases of torch with which ttprun was seen to work.
@@ -54,59 +67,53 @@ tried() {
 # python_of 3.12: the path of such an interpreter, if there is one that runs.
 python_of() {
     local path
-    for path in "python$1" ~/.pyenv/versions/"$1".*/bin/python; do
+    for path in "python$1" ~/.pyenv/versions/"$1".*/bin/python "$1"; do
         path=$(command -v "$path") && "$path" -c 'import sys; print(sys.executable)' 2>/dev/null && return 0
     done
     return 1
 }
 
-# on_torch RELEASE ARGUMENT...: the smoke tests on that release. "newest": what the registry offers.
-on_torch() {
-    local release=$1 venv
-    shift
-    if [[ $release == newest ]]; then
-        release=$(newest) && [[ -n $release ]] || { echo "error: the registry does not answer" && return 1; }
+# run_on WHAT RELEASE PYTHON ARGUMENT...: the smoke tests, or all ordinary ones, on that release and interpreter.
+run_on() {
+    local what=$1 release=$2 python=$3 venv
+    shift 3
+    venv=$CACHE/$("$python" -c 'import sys; print("python-%d.%d" % sys.version_info[:2])')-torch-$release
+    mkdir -p "$CACHE"
+    exec 8>"$venv.lock"
+    flock 8 # another checkout may be at work with it
+    prepare "$venv" "$python" "$([[ $release == newest ]] && echo torch || echo "torch==$release.*")" || return 3
+    echo "tests on torch $("$venv/bin/python" -c 'import torch, sys; print(torch.__version__, "and Python", sys.version)') ..."
+    if [[ $what == python ]]; then
+        "$venv/bin/python" -m pytest -n 2 --dist loadgroup -p no:cacheprovider "$@"
+    else
+        "$venv/bin/python" -m pytest -q -n 0 -p no:cacheprovider -p tests.versions -m smoke tests/e2e "$@"
     fi
-    venv=.matrix/torch-$release
-    prepare "$venv" "${PYTHON:-python3}" "torch==$release.*" || return 1
-    echo "smoke tests on torch $("$venv/bin/python" -c 'import torch; print(torch.__version__)') ..."
-    "$venv/bin/python" -m pytest -q -n 0 -p no:cacheprovider -m smoke tests/e2e "$@"
-}
-
-# newest: the newest release (2.15) that the registry offers.
-newest() {
-    "${PYTHON:-python3}" -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\([0-9]*\.[0-9]*\).*/\1/p'
-}
-
-# on_python RELEASE PYTHON ARGUMENT...: the ordinary tests on that interpreter, with the newest torch that it can have.
-on_python() {
-    local release=$1 python=$2 venv=.matrix/python-$1
-    shift 2
-    prepare "$venv" "$python" torch || return 1
-    echo "tests on Python $release ..."
-    "$venv/bin/python" -m pytest -n 2 --dist loadgroup -p no:cacheprovider "$@"
 }
 
 # prepare VENV PYTHON TORCH: make the environment unless it is there. Ours goes in without its bounds: a release may be
-# newer than those that were tried, which is what this finds out.
+# newer than those that were tried, which is what this finds out. "torch": the newest, once a week.
 prepare() {
     local venv=$1 python=$2 torch=$3 stamp needed
-    stamp=$({ pwd; "$python" --version; echo "$torch"; cat pyproject.toml; } | sha256sum | cut -d ' ' -f 1)
-    [[ ! -f $venv/.installed || $(<"$venv/.installed") != "$stamp" ]] || return 0
-    rm -f "$venv/.installed"
-    [[ -x $venv/bin/python ]] || "$python" -m venv "$venv" || return 1
-    readarray -t needed < <("$python" -c '
+    stamp=$({ "$python" --version; echo "$torch"; [[ $torch != torch ]] || date +%G-%V; cat pyproject.toml; } | sha256sum)
+    local pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+    if [[ ! -f $venv/.installed || $(<"$venv/.installed") != "$stamp" ]]; then
+        rm -f "$venv/.installed" "$venv/.checkout"
+        [[ -x $venv/bin/python ]] || "$python" -m venv "$venv" || return 1
+        readarray -t needed < <("$python" -c '
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 all = [*project["dependencies"], *project["optional-dependencies"]["test"], "hatchling", "editables"]
 print(*(name for name in all if not name.startswith("torch")), sep="\n")')
-    # The tests' other pins hold here, too; only torch is to be another.
-    grep -v '^torch\b' tests/constraints.txt >"$venv/constraints.txt"
-    local pip=("$venv/bin/python" -m pip install --quiet --no-cache-dir --disable-pip-version-check
-        --constraint "$venv/constraints.txt")
-    say_progress "installing $torch into $venv" "${pip[@]}" "$torch" "${needed[@]}" || return 1
-    "${pip[@]}" --no-deps --no-build-isolation --editable . || return 1
-    echo "$stamp" >"$venv/.installed"
+        # The tests' other pins hold here, too; only torch is to be another.
+        grep -v '^torch\b' tests/constraints.txt >"$venv/constraints.txt"
+        say_progress "installing $torch into $venv" \
+            "${pip[@]}" --upgrade --constraint "$venv/constraints.txt" "$torch" "${needed[@]}" || return 1
+        echo "$stamp" >"$venv/.installed"
+    fi
+    if [[ ! -f $venv/.checkout || $(<"$venv/.checkout") != "$PWD" ]]; then
+        "${pip[@]}" --no-deps --no-build-isolation --editable . || return 1
+        pwd >"$venv/.checkout"
+    fi
 }
 
 main "$@"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests import turns
+from tests import commits, turns
 
 GREEN = {"green": {"commit": "abc"}, "seconds": 3.0}
 FAILED = {"green": {"commit": "abc"}, "failed": {"commit": "def"}}
@@ -21,7 +21,7 @@ def test_each_case_has_one_turn_and_no_turn_lasts_longer_than_another_by_more_th
     parts = turns.deal(seconds)
 
     loads = [sum(seconds[case] for case in part) for part in parts]
-    assert len(parts) == turns.TURNS
+    assert len(parts) == commits.TURNS
     assert sorted(case for part in parts for case in part) == sorted(seconds)
     assert max(loads) - min(loads) <= max(seconds.values(), default=0.0) + 1e-6
 
@@ -32,11 +32,11 @@ def test_a_case_that_was_never_run_is_taken_to_last_like_the_others() -> None:
 
 
 def test_eight_successive_commits_take_all_turns() -> None:
-    assert {turns.turn_of(count, "ff", is_shallow=False) for count in range(1301, 1309)} == set(range(8))
+    assert {commits.turn_of(count, "ff", is_shallow=False) for count in range(1301, 1309)} == set(range(8))
 
 
 def test_a_commit_whose_number_is_not_known_takes_a_turn_by_its_hash() -> None:
-    assert turns.turn_of(1, "fe28efb88a", is_shallow=True) == 0xFE28EFB88A % 8
+    assert commits.turn_of(1, "fe28efb88a", is_shallow=True) == 0xFE28EFB88A % 8
 
 
 def test_what_failed_was_never_run_or_was_changed_comes_first() -> None:
@@ -63,7 +63,7 @@ def test_only_what_was_once_green_blocks_a_change(case: str, why: str) -> None:
 
 
 def test_what_is_written_down_names_tests_that_there_are_and_what_is_known_to_fail_has_a_reason() -> None:
-    folder = turns.REPOSITORY / "tests" / "e2e"
+    folder = commits.REPOSITORY / "tests" / "e2e"
     there = {
         f"{path.name}::{function}"
         for path in folder.glob("test_*.py")

@@ -12,24 +12,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-RESULTS = REPOSITORY / "tests" / "results" / "slow.json"
-NOT_GREEN = REPOSITORY / "tests" / "results" / "not_green.yaml"
-TURNS = 8
+from tests.commits import REPOSITORY, RESULTS, TURNS, git, turn_of_head, with_what, write_results
+
+SLOW = RESULTS / "slow.json"
+NOT_GREEN = RESULTS / "not_green.yaml"
 UNKNOWN_S = 12.0  # what cases are taken to last if none was ever run
+
+# Of what was collected: test function (function_of) -> whether a case of it is not slow.
+ORDINARY: pytest.StashKey[dict[str, bool]] = pytest.StashKey()
 
 Results = dict[str, dict[str, Any]]
 
@@ -71,11 +70,6 @@ def order(cases: Collection[str], results: Results, changed: Collection[str], se
     return sorted(cases, key=place)
 
 
-def turn_of(count: int, commit: str, is_shallow: bool) -> int:
-    """Whose turn it is: successive commits are numbered; where their number is not known, drawn from the hash."""
-    return (int(commit, 16) if is_shallow else count) % TURNS
-
-
 def why_no_block(case: str, results: Results, not_green: Mapping[str, str]) -> str:
     """Why a failure of this case blocks no change; "" if it does."""
     if case in not_green:
@@ -85,7 +79,7 @@ def why_no_block(case: str, results: Results, not_green: Mapping[str, str]) -> s
 
 def load_results() -> Results:
     """What was seen so far; {} if there is no file."""
-    loaded: Results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    loaded: Results = json.loads(SLOW.read_text(encoding="utf-8")) if SLOW.exists() else {}
     return loaded
 
 
@@ -94,44 +88,14 @@ def load_not_green() -> dict[str, str]:
     return yaml.safe_load(NOT_GREEN.read_text(encoding="utf-8")) or {}
 
 
-def write_results(results: Results) -> None:
-    """Write the file anew, a case a line, so that a difference is read case by case."""
-    lines = (f"{json.dumps(case)}: {json.dumps(results[case], sort_keys=True)}" for case in sorted(results))
-    fresh = RESULTS.with_suffix(".new")
-    fresh.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    fresh.replace(RESULTS)
-
-
-def git(*words: str) -> str:
-    """What git answers; "" where this is no repository."""
-    done = subprocess.run(["git", "-C", str(REPOSITORY), *words], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-def turn_of_head() -> int:
-    """The turn of the commit that is checked out; without a repository, of the day."""
-    commit = git("rev-parse", "HEAD")
-    if not commit:
-        return datetime.now(UTC).toordinal() % TURNS
-    return turn_of(
-        int(git("rev-list", "--count", "HEAD")), commit, git("rev-parse", "--is-shallow-repository") == "true"
-    )
-
-
-def with_what() -> dict[str, str]:
-    """The circumstances of a result: commit ("+" if files differ from it), day, torch, Python."""
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "ttprun", "tests/e2e/*.py", "tests/scripts")
-    return {
-        "commit": git("rev-parse", "--short=9", "HEAD") + ("+" if changed else ""),
-        "date": datetime.now(UTC).date().isoformat(),
-        "torch": version("torch"),
-        "python": platform.python_version(),
-    }
-
-
 def case_of(item: pytest.Item) -> str:
     """A test's name as slow.txt has it."""
     return f"{item.path.name}::{item.name}"
+
+
+def function_of(item: pytest.Item) -> str:
+    """The function of a test, as support.yaml has it: e2e/test_replace.py::test_a_rank_..."""
+    return f"{item.path.relative_to(REPOSITORY / 'tests')}::{item.name.partition('[')[0]}"
 
 
 class Turn:
@@ -155,7 +119,7 @@ class Turn:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Keep this turn's cases, in their order; mark those whose failure blocks nothing."""
         results, not_green = load_results(), load_not_green()
-        cases = {case_of(item): item for item in items if item.get_closest_marker("slow")}
+        cases = {case_of(item): item for item in items if self._turn is None or item.get_closest_marker("slow")}
         chosen = set(cases)
         if self._turn is not None:
             # Dealt out from all that there are, whatever was asked for, so that a turn is the same each time.
@@ -206,7 +170,7 @@ class Turn:
             entry["seconds"] = round(self._seconds[case], 1)
         else:
             entry[outcome] = self._what
-        write_results(results)
+        write_results(SLOW, results)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One line on what was run and what was left."""
@@ -227,7 +191,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("turns", "the slow list in turns")
     group.addoption("--turn", help=f"1 to {TURNS}; auto: that of the commit; without it, all")
     group.addoption("--limit-s", type=float, help="begin no case later than that")
-    group.addoption("--record", action="store_true", help=f"write what came of each case to {RESULTS.name}")
+    group.addoption("--record", action="store_true", help=f"write what came of each case to {SLOW.name}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

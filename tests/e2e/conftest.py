@@ -12,9 +12,10 @@ pytest.register_assert_rewrite("tests.e2e.harness")
 
 from tests.e2e import harness  # noqa: E402 - its assertions are rewritten only if it is imported afterwards
 from tests.e2e.references import References  # noqa: E402
+from tests.turns import ORDINARY, function_of  # noqa: E402
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark everything in this folder; as slow what slow.txt lists, as smoke what smoke.txt does. A new test runs.
 
     One at a time, also where tests run side by side: each whole run keeps several processors busy.
@@ -30,6 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
             if name in smoke:
                 item.add_marker(pytest.mark.smoke)
+    ordinary = config.stash[ORDINARY] = {}
+    for item in items:
+        function = function_of(item)
+        ordinary[function] = ordinary.get(function, False) or item.get_closest_marker("slow") is None
 
 
 @pytest.fixture(scope="session")

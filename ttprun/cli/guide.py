@@ -13,6 +13,7 @@ from rich.markdown import Markdown
 
 from ttprun.cli.config_reference import config_reference
 from ttprun.cli.message_reference import message_reference
+from ttprun.cli.support import support_matrix
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.errors import ConfigError, suggestion
 
@@ -22,6 +23,7 @@ TOPICS = {
     "check": "try your own script first: is a rank of it recovered?",
     "frameworks": "transformers, accelerate and others: how they are started, what of them is followed",
     "how-it-works": "what happens when a rank dies, and what is proved before training goes on",
+    "support": "what a lost rank costs, row by row, with the tests that prove it and when they were green",
     "limits": "what is covered, what is not, and what a fault costs then",
     "operating": "runs, signals, exit codes, Slurm, Kubernetes, what the status says",
     "checkpoints": "saved state, snapshots, resuming, another number of ranks",
@@ -37,6 +39,7 @@ TOPICS = {
 _GENERATED = {
     "<!-- generated: every key -->": config_reference,
     "<!-- generated: every report -->": message_reference,
+    "<!-- generated: the support matrix -->": support_matrix,
 }
 
 
