@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,8 @@ class Replay:
         self._steps_passed = 0
         self._steps_left_out = 0  # by a GradScaler
         self.difference = ""
+        self._sites_to_watch = _sites_of(before) if before is not None else frozenset()
+        self._entered: Counter[str] = Counter()  # other loops
         self._loops_used: set[int] = set()
         self._iterators_used: set[int] = set()
         self._skipped: dict[Any, int] = {}  # by loop, how often it was skipped
@@ -124,6 +127,10 @@ class Replay:
     # Loops and iterators, up to the place where the replay begins.
 
     def _enter(self, site: loops.Site, frame: FrameType) -> Any:
+        if site.key not in self._sites_to_watch:
+            # Those of a long set-up, mostly: as in a run, they are not followed for ever.
+            self._entered[site.key] += 1
+            return random_state.capture() if self._entered[site.key] <= loops.TRIALS else None
         recorded = self._loop_to_jump(site, frame)
         if recorded is None:
             assert self._before is not None
@@ -175,7 +182,7 @@ class Replay:
                 site.note_step()
             site.is_outer = token["item_rng"] is not None
             return self.jump(site, token, iterable)
-        return loops.Loop(site, token, iterable)
+        return iterable if token is None else loops.Loop(site, token, iterable)
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
         """The record of the lost rank's iterator over the loader of this name, None if it had none."""
@@ -495,6 +502,12 @@ def difference_of_place(record: Record, frame: FrameType, is_before_target: bool
         if positions != expected:
             return f"its loops are at {positions}, the lost rank's at {expected}"
     return ""
+
+
+def _sites_of(record: Record) -> frozenset[str]:
+    """The loops that a replay up to this record jumps into or skips: all others it runs as a run does."""
+    active = [*(loop for of_frame in record["loops"] for loop in of_frame), *record["generator_loops"]]
+    return frozenset([*record["has_steps"], *(loop["site"] for loop in active)])
 
 
 def _are_early(recorded: list[dict[str, Any]], frame: FrameType) -> bool:

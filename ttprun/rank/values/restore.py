@@ -33,6 +33,8 @@ class Restore:
                     change, and is left as it is
     is_strict       what cannot be restored raises CannotRestoreError; else the replay's own is left, and is a doubt
     stepped         the tensors that the optimizers update here, in the order of the snapshot's numbers
+    storages        counterparts of the record's memory, by the number of the tensor with which it is recorded
+    taken           their addresses
     doubts          variables that do not match, each with the difference; a dead one (position/liveness.py) is none
     unrecorded      the same of variables that the lost rank could not record, which it has named
     """
@@ -51,6 +53,7 @@ class Restore:
         self._is_strict = is_strict
         self._is_dead = False
         self.storages: dict[int, torch.UntypedStorage] = {}
+        self.taken: set[int] = set()
         self._blobs = blobs
         self._objects: dict[int, Any] = {}
         self._claims: dict[int, int] = {}
@@ -124,6 +127,12 @@ class Restore:
             return False
         self._objects[number] = value
         return True
+
+    def hold(self, number: int, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Make `storage` the counterpart of memory of the record; returns it."""
+        self.storages[number] = storage
+        self.taken.add(storage.data_ptr())
+        return storage
 
     def claim_or_refuse(self, number: int, value: Any, name: str) -> bool:
         """The same where there is no other candidate. Refuses if `value` is the counterpart of another one already."""

@@ -240,7 +240,7 @@ def _restored(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     if isinstance(raw, list):
         raw = restore.blob(raw[0])
     if flags & _COMPUTED and _is_kept_on_the_way(restore, live, node) and restore.claim(number, live):
-        restore.storages[number] = live.untyped_storage()
+        restore.hold(number, live.untyped_storage())
         live.data.copy_(tensor_of(dtype, shape, raw))  # its version, on which the graph depends, stays
         return live
     if flags & _COMPUTED or not _is_like(live, dtype, shape, device):
@@ -298,12 +298,12 @@ def _lies_there(restore: Restore, live: torch.Tensor, first: int, form: list[Any
     storage = live.untyped_storage()
     known = restore.storages.get(first)
     if known is None and not _is_taken(restore, storage):
-        known = restore.storages[first] = storage
+        known = restore.hold(first, storage)
     return known is not None and known.data_ptr() == storage.data_ptr()
 
 
 def _is_taken(restore: Restore, storage: torch.UntypedStorage) -> bool:
-    return any(known.data_ptr() == storage.data_ptr() for known in restore.storages.values())
+    return storage.data_ptr() in restore.taken
 
 
 def _fits(restore: Restore, live: torch.Tensor, number: int, layout: Any, raw: Any) -> bool:
@@ -321,7 +321,7 @@ def _fits(restore: Restore, live: torch.Tensor, number: int, layout: Any, raw: A
         return False
     if len(raw) and _is_taken(restore, storage):
         return False
-    restore.storages[number] = storage
+    restore.hold(number, storage)
     if len(raw):
         _whole(storage).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     return True
@@ -331,11 +331,10 @@ def _storage(restore: Restore, number: int, raw: Any) -> torch.UntypedStorage | 
     if isinstance(raw, int):
         owner = restore.object_of(raw)
         if raw not in restore.storages and isinstance(owner, numpy.ndarray):
-            restore.storages[raw] = torch.from_numpy(owner.reshape(-1, order="A").view("u1")).untyped_storage()
+            restore.hold(raw, torch.from_numpy(owner.reshape(-1, order="A").view("u1")).untyped_storage())
         return restore.storages.get(raw)
     made = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8)
-    storage = restore.storages[number] = made.untyped_storage()
-    return storage
+    return restore.hold(number, made.untyped_storage())
 
 
 def _flagged(tensor: torch.Tensor, flags: int, name: str) -> torch.Tensor:

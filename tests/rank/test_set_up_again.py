@@ -1,0 +1,53 @@
+"""A replay runs the script's set-up again, and must not take longer over it than the run did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank.fakes import make_session
+from ttprun.rank.comm.results import Answers
+from ttprun.rank.position import ast_transform, loops
+from ttprun.rank.records.record import Record
+from ttprun.rank.replay.replay import Replay
+
+SCRIPT = """
+for number in range(100):
+    for word in "ab":
+        pass
+"""
+
+
+def followed_loops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run the script; the keys of the loops that are followed, each time one begins."""
+    made: list[str] = []
+
+    class Noted(loops.Loop):
+        def _begin(self, iterable: Iterable[Any]) -> Iterator[Any]:
+            made.append(self.site.key)
+            return super()._begin(iterable)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loops, "Loop", Noted)
+        exec(ast_transform.compile_followed(SCRIPT.encode(), "script.py"), dict(ast_transform.BUILTINS))
+    return made
+
+
+def test_a_replay_follows_the_loops_of_a_set_up_no_longer_than_a_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = make_session(str(tmp_path))
+    before = Record({"boundary": 1, "place": [], "loops": [], "generator_loops": [], "has_steps": []}, [])
+    replay = Replay(session, 2, (0, 0), before, before, Answers((), ()))
+    replay.begin()
+
+    in_replay = followed_loops(monkeypatch)
+    loops.give_back()
+    replay._output.end(0, 0)
+    session.channel.close()
+
+    assert in_replay.count("script.py:3:4") == loops.TRIALS
+    assert in_replay == followed_loops(monkeypatch)
