@@ -16,11 +16,11 @@ from ttprun.observe.run_directory import RunDirectory
 def ignore(event: recovery.Event) -> None: ...
 
 
-def node_of(directory: Path, *seats: Any, advance: Callable[[recovery.Event], None] = ignore, **config: Any) -> Node:
-    """A node with these seats, whose ranks have not been started."""
-    job = recovery.new_job(recovery.Settings(world_size=max(1, len(seats))))
+def node_of(directory: Path, *slots: Any, advance: Callable[[recovery.Event], None] = ignore, **config: Any) -> Node:
+    """A node with these slots, whose ranks have not been started."""
+    job = recovery.new_job(recovery.Settings(world_size=max(1, len(slots))))
     node = Node(Config(**config), RunDirectory(directory), True, job, advance)
-    node.seats = list(seats)
+    node.slots = list(slots)
     return node
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
-from ttprun.agent.checkpoints.snapshot_buffer import Shelf
+from ttprun.agent.checkpoints.snapshot_buffer import SnapshotBuffer
 from ttprun.agent.checkpoints.writer import CheckpointWriter
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.launcher.resume import ENDED_NAME
@@ -35,10 +35,10 @@ class FakeNode:
         start = {"args": ("-u", "train.py")}
         self.sent: list[Any] = []
         handler = SimpleNamespace(start=start)
-        self.seats = [
+        self.slots = [
             SimpleNamespace(rank=rank, send=self.sent.append, handler=handler, is_here=True) for rank in range(ranks)
         ]
-        self.here = self.seats
+        self.here = self.slots
         self.peers = Peers()
         self.called: list[Callable[[], None]] = []
         self.call = self.called.append
@@ -64,36 +64,36 @@ def checkpoints_of(node: FakeNode, store: CheckpointStore) -> Checkpoints:
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
+def buffer() -> Iterator[SnapshotBuffer]:
     """A snapshot of one rank that holds nothing."""
-    made = Shelf([os.memfd_create("records")], [os.memfd_create("share")], boundary=20)
+    made = SnapshotBuffer([os.memfd_create("records")], [os.memfd_create("share")], boundary=20)
     note_sizes(made, records=0, share=0)
     yield made
     made.close()
 
 
-def note_sizes(shelf: Shelf, records: int, share: int) -> None:
+def note_sizes(buffer: SnapshotBuffer, records: int, share: int) -> None:
     """The only rank has written so many bytes."""
     written = Share(0, bytes=share, xxh3="", header_xxh3="h", digests={}, apart="")
-    shelf.reports[0] = SnapshotTaken(number=1, boundary=20, share=written, records_bytes=records)
+    buffer.reports[0] = SnapshotTaken(number=1, boundary=20, share=written, records_bytes=records)
 
 
-def write(checkpoints: Checkpoints, shelf: Shelf) -> None:
+def write(checkpoints: Checkpoints, buffer: SnapshotBuffer) -> None:
     """A snapshot is put on the disk, or given up, and then the launcher ends."""
-    checkpoints.write_snapshot(shelf, lambda: None)
+    checkpoints.write_snapshot(buffer, lambda: None)
     checkpoints.writer.end(is_done=False)
 
 
 def test_a_checkpoint_holds_of_a_snapshot_what_the_ranks_have_written_and_nothing_behind_it(
-    tmp_path: Path, shelf: Shelf
+    tmp_path: Path, buffer: SnapshotBuffer
 ) -> None:
     node = FakeNode(LIMIT_S)
     store = CheckpointStore(tmp_path, 3)
-    for fd in (shelf.records[0], shelf.shares[0]):
+    for fd in (buffer.records[0], buffer.shares[0]):
         os.pwrite(fd, b"told" + bytes(100), 0)
-    note_sizes(shelf, records=4, share=4)
+    note_sizes(buffer, records=4, share=4)
 
-    write(checkpoints_of(node, store), shelf)
+    write(checkpoints_of(node, store), buffer)
 
     (checkpoint,) = store.checkpoints()
     assert checkpoint.file("tensors-00000.safetensors").read_bytes() == b"told"
@@ -101,14 +101,14 @@ def test_a_checkpoint_holds_of_a_snapshot_what_the_ranks_have_written_and_nothin
 
 
 def test_a_snapshot_that_is_shorter_than_what_the_ranks_have_written_becomes_no_checkpoint(
-    tmp_path: Path, shelf: Shelf
+    tmp_path: Path, buffer: SnapshotBuffer
 ) -> None:
     node = FakeNode(LIMIT_S)
     store = CheckpointStore(tmp_path, 3)
     checkpoints = checkpoints_of(node, store)
-    note_sizes(shelf, records=0, share=4)
+    note_sizes(buffer, records=0, share=4)
 
-    write(checkpoints, shelf)
+    write(checkpoints, buffer)
 
     assert store.checkpoints() == []
     assert checkpoints.writer.status is not None
@@ -135,7 +135,7 @@ def test_to_look_how_far_a_checkpoint_is_does_no_harm_when_it_has_just_become_on
 
 
 def test_a_disk_that_does_not_answer_keeps_the_launcher_from_its_end_for_persist_timeout_only(
-    tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, buffer: SnapshotBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     is_writing, answers = threading.Event(), threading.Event()
 
@@ -146,7 +146,7 @@ def test_a_disk_that_does_not_answer_keeps_the_launcher_from_its_end_for_persist
 
     monkeypatch.setattr(Draft, "commit", commit)
     checkpoints = checkpoints_of(FakeNode(0.1), CheckpointStore(tmp_path, 3))
-    checkpoints.write_snapshot(shelf, lambda: None)
+    checkpoints.write_snapshot(buffer, lambda: None)
     assert is_writing.wait(LIMIT_S)
 
     with caplog.at_level(logging.WARNING):
@@ -183,11 +183,11 @@ def test_a_rank_that_cannot_write_costs_the_checkpoint_once_no_rank_writes_any_m
     folder = Path(node.sent[0].path).parent
     failed = Dumped(1, "rank 1: the disk is full", is_handled=False)
 
-    checkpoints.take_dumped(node.seats[1], failed)
+    checkpoints.take_dumped(node.slots[1], failed)
     early = (list(node.advanced), folder.exists())
     share = Share(0, bytes=0, xxh3="", header_xxh3="h", digests={}, apart="")
     written = Dumped(1, "", is_handled=True, share=share)
-    checkpoints.take_dumped(node.seats[0], written)
+    checkpoints.take_dumped(node.slots[0], written)
 
     assert early == ([], True)
     (answer,) = node.advanced
@@ -218,25 +218,25 @@ def test_a_checkpoint_that_is_given_up_leaves_nothing_but_its_reason(
     assert not folder.exists()
 
 
-def test_what_becomes_of_a_checkpoint_while_the_launcher_ends_is_noted(tmp_path: Path, shelf: Shelf) -> None:
+def test_what_becomes_of_a_checkpoint_while_the_launcher_ends_is_noted(tmp_path: Path, buffer: SnapshotBuffer) -> None:
     node = FakeNode(LIMIT_S)  # whose thread has ended: nobody carries out what it is called for
     checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
 
-    write(checkpoints, shelf)
+    write(checkpoints, buffer)
 
     assert checkpoints.writer.status is not None
     assert checkpoints.writer.status.path == str(tmp_path / "step-00000020")
     assert node.logged == ["checkpoint_written"]
 
 
-def test_what_becomes_of_a_checkpoint_is_noted_once(tmp_path: Path, shelf: Shelf) -> None:
+def test_what_becomes_of_a_checkpoint_is_noted_once(tmp_path: Path, buffer: SnapshotBuffer) -> None:
     node = FakeNode(LIMIT_S)
     is_called = threading.Event()
     node.call = lambda function: (node.called.append(function), is_called.set())  # type: ignore[assignment]
     checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
     told: list[str] = []
 
-    checkpoints.write_snapshot(shelf, lambda: told.append("written"))
+    checkpoints.write_snapshot(buffer, lambda: told.append("written"))
     assert is_called.wait(LIMIT_S)
     node.called.pop()()
     checkpoints.writer.end(is_done=False)
@@ -244,7 +244,9 @@ def test_what_becomes_of_a_checkpoint_is_noted_once(tmp_path: Path, shelf: Shelf
     assert (node.logged, told) == (["checkpoint_written"], ["written"])
 
 
-def test_the_note_that_a_run_has_ended_stands_until_another_run_has_a_checkpoint(tmp_path: Path, shelf: Shelf) -> None:
+def test_the_note_that_a_run_has_ended_stands_until_another_run_has_a_checkpoint(
+    tmp_path: Path, buffer: SnapshotBuffer
+) -> None:
     ended = checkpoints_of(FakeNode(LIMIT_S), CheckpointStore(tmp_path, 3))
     ended.writer.lock()
     ended.writer.end(is_done=True)
@@ -252,7 +254,7 @@ def test_the_note_that_a_run_has_ended_stands_until_another_run_has_a_checkpoint
 
     other.writer.lock()
     before_its_first = (tmp_path / ENDED_NAME).exists()
-    write(other, shelf)
+    write(other, buffer)
 
     assert (before_its_first, (tmp_path / ENDED_NAME).exists()) == (True, False)
 

@@ -16,7 +16,7 @@ from ttprun.recovery.job import Ending
 
 
 class Played:
-    """A job of three ranks of which rank 1 has died; stands for the node and the lookout.
+    """A job of three ranks of which rank 1 has died; stands for the node and the hang_detector.
 
     working   ranks that work
     passed    names of the deadlines that have passed

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from ttprun.agent.core.failures import FirstFailure
-from ttprun.agent.core.rank_slot import Seat
-from ttprun.agent.health.hang_detector import Lookout, state_of
+from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.health.hang_detector import HangDetector, state_of
 from ttprun.agent.processes import stacks
 from ttprun.agent.processes.rank_processes import RankHandler
 from ttprun.agent.repair.own_state import OwnStates
@@ -26,7 +26,7 @@ from ttprun.protocol.board import Board, Field
 from ttprun.protocol.from_rank import Broken
 from ttprun.recovery import Settings, new_job
 from ttprun.recovery.hangs import Hung, Way
-from ttprun.recovery.sights import Doing, Sight
+from ttprun.recovery.observations import Doing, Observation
 
 PROGRAM = """\
 import ctypes, os, sys, threading, time
@@ -224,7 +224,7 @@ class FakeNode:
     def __init__(self) -> None:
         self.config = SimpleNamespace(hang_timeout_s="auto")
         self.job = new_job(Settings(world_size=2))
-        self.seats: list[Any] = []
+        self.slots: list[Any] = []
         self.told: list[Any] = []
         self.here: list[Any] = []
 
@@ -235,15 +235,15 @@ class FakeNode:
         self.told.append(event)
 
 
-def lookout_of(node: Any, kind: type[Lookout] = Lookout) -> Lookout:
+def hang_detector_of(node: Any, kind: type[HangDetector] = HangDetector) -> HangDetector:
     nobody: Any = None
     return kind(node, nobody, OwnStates(node, nobody))
 
 
-class BlindLookout(Lookout):
+class BlindLookout(HangDetector):
     """Sees no process, and all at boundary 7."""
 
-    def _sights(self) -> list[Any]:
+    def _observations(self) -> list[Any]:
         return []
 
     def _boundary(self) -> int:
@@ -263,10 +263,10 @@ def test_only_a_device_that_has_lost_a_link_of_its_own_speaks_against_its_rank(
     fault: str, rank: int | None, kind: str
 ) -> None:
     node: Any = FakeNode()
-    seat: Any = SimpleNamespace(rank=1)
+    slot: Any = SimpleNamespace(rank=1)
     told = Broken(generation=0, reason="allreduce: it broke", after_s=1.0, device_fault=fault)
 
-    lookout_of(node, BlindLookout).take_broken(seat, told)
+    hang_detector_of(node, BlindLookout).take_broken(slot, told)
 
     (event,) = node.told
     assert (event.rank, event.kind, event.boundary, event.reason) == (rank, kind, 7, "rank 1: allreduce: it broke")
@@ -277,11 +277,11 @@ def test_connections_that_break_by_a_ranks_end_are_no_fault_of_their_own(started
     ended = started("-c", "exit 9", entry="/bin/sh", is_python=False)
     os.waitid(os.P_PID, ended.proc.pid, os.WEXITED | os.WNOWAIT)
     node: Any = FakeNode()
-    node.here = [Seat(0, 0, ended, record_fd=-1, pid=ended.proc.pid)]
+    node.here = [RankSlot(0, 0, ended, record_fd=-1, pid=ended.proc.pid)]
     reporter: Any = SimpleNamespace(rank=1)
     broken = Broken(generation=0, reason="reset by peer", after_s=1.0, device_fault="")
 
-    lookout_of(node, BlindLookout).take_broken(reporter, broken)
+    hang_detector_of(node, BlindLookout).take_broken(reporter, broken)
 
     assert node.told == []
 
@@ -293,8 +293,8 @@ class NodeThatGoesBack(FakeNode):
         super().__init__()
         self.board = Board.create(2)[1]
         self.first_failure = FirstFailure()
-        self.seats = [
-            Seat(rank, rank, handler, record_fd=-1, stack_fd=stacks.create()) for rank, handler in enumerate(lost)
+        self.slots = [
+            RankSlot(rank, rank, handler, record_fd=-1, stack_fd=stacks.create()) for rank, handler in enumerate(lost)
         ]
         self._fresh = fresh
         self._sit(lost)
@@ -307,8 +307,8 @@ class NodeThatGoesBack(FakeNode):
         then(work())
 
     def _sit(self, handlers: Sequence[RankHandler]) -> None:
-        for seat, handler in zip(self.seats, handlers, strict=True):
-            seat.sit(handler)
+        for slot, handler in zip(self.slots, handlers, strict=True):
+            slot.sit(handler)
 
 
 def test_of_two_ranks_that_hang_the_second_ones_new_process_is_not_taken_for_the_old_one(
@@ -316,11 +316,13 @@ def test_of_two_ranks_that_hang_the_second_ones_new_process_is_not_taken_for_the
 ) -> None:
     lost, fresh = ([started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)] for _ in "12")
     node: Any = NodeThatGoesBack(lost, fresh)
-    sights = [Sight(rank=seat.rank, pid=seat.pid, boundary=7, meetings=0, doing=Doing.COMPUTING) for seat in node.seats]
-    lookout = lookout_of(node)
+    observations = [
+        Observation(rank=slot.rank, pid=slot.pid, boundary=7, meetings=0, doing=Doing.COMPUTING) for slot in node.slots
+    ]
+    hang_detector = hang_detector_of(node)
 
-    for sight in sights:
-        lookout._act(Hung(sight=sight, way=Way.IDLE, for_s=60.0, limit_s=10.0, awaited=None))
+    for observation in observations:
+        hang_detector._act(Hung(observation=observation, way=Way.IDLE, for_s=60.0, limit_s=10.0, awaited=None))
 
     assert [(event.rank, event.pid) for event in node.told] == [(0, lost[0].proc.pid)]
     assert [handler.proc.poll() for handler in fresh] == [None, None]

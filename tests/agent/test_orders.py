@@ -25,23 +25,23 @@ def test_lines_that_a_rank_has_written_since_a_boundary_are_known_whenever_it_wa
 ) -> None:
     node = node_of(tmp_path, record_limit_mib=1)
     node.begin_group([(0, 0)])
-    (seat,), board = node.seats, node.board
+    (slot,), board = node.slots, node.board
     for number, said in {6: [10, 2], 7: [13, 3], 8: [14, 3]}.items():
-        node.recorder_of(seat).write(number, msgpack.packb({"lines": said}), [])
+        node.recorder_of(slot).write(number, msgpack.packb({"lines": said}), [])
     board.set(0, Field.RECORDED, 7)
     board.set(0, Field.LINES_OUT, 14)
     board.set(0, Field.LINES_ERR, 3)
 
-    assert node.lines_since(seat, boundary) == lines
+    assert node.lines_since(slot, boundary) == lines
 
 
 def test_before_the_first_step_all_its_lines_are_since_then(tmp_path: Path) -> None:
     node = node_of(tmp_path, record_limit_mib=1)
     node.begin_group([(0, 0)])
-    (seat,), board = node.seats, node.board
+    (slot,), board = node.slots, node.board
     board.set(0, Field.LINES_OUT, 5)
 
-    assert node.lines_since(seat, 0) == (5, 0)
+    assert node.lines_since(slot, 0) == (5, 0)
 
 
 @pytest.mark.parametrize(

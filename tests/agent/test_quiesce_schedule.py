@@ -9,7 +9,7 @@ import pytest
 
 from ttprun import recovery
 from ttprun.agent.checkpoints import quiesce_schedule as module
-from ttprun.agent.checkpoints.quiesce_schedule import LIMIT_S, Standing
+from ttprun.agent.checkpoints.quiesce_schedule import LIMIT_S, QuiesceSchedule
 from ttprun.protocol.board import Board, Field
 
 
@@ -18,7 +18,7 @@ class FakeNode:
 
     def __init__(self) -> None:
         self.job: Any = SimpleNamespace(phase=recovery.Phase.RUNNING)
-        self.seats: list[Any] = [SimpleNamespace(local_rank=rank) for rank in range(2)]
+        self.slots: list[Any] = [SimpleNamespace(local_rank=rank) for rank in range(2)]
         self.board = Board.create(2)[1]
 
 
@@ -35,7 +35,7 @@ class Job:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(recovery, "may_persist", lambda job: self.may_persist)
         self.node = FakeNode()
-        self.standing = Standing(self.node)  # type: ignore[arg-type]
+        self.standing = QuiesceSchedule(self.node)  # type: ignore[arg-type]
         self.given: list[str] = []
 
     def ask(self, what: str, is_end: bool = True) -> None:
@@ -143,7 +143,7 @@ def test_a_job_that_cannot_be_saved_ends_at_once(job: Job) -> None:
 
 
 def test_a_job_without_ranks_ends_at_once(job: Job) -> None:
-    job.node.seats = []
+    job.node.slots = []
 
     job.ask("end")
 

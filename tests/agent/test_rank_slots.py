@@ -1,4 +1,4 @@
-"""A seat outlives whoever sits there, and gets its next process when there is one for it."""
+"""A slot outlives whoever sits there, and gets its next process when there is one for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.agent.nodes import node_of, part
 from tests.agent.starting import wait_until_ready
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.orders import Orders
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.protocol.board import Board, Field
@@ -22,16 +22,16 @@ from ttprun.recovery import Event, SpawnFailed, SpawnRank
 FREEZE, RESUME, AGAIN = Freeze(2, [0], [1]), Resume(3, boundary=0), Freeze(4, [0], [1])
 
 
-def test_a_seat_reports_how_its_process_ended_and_what_it_leaves(started: Callable[..., RankHandler]) -> None:
+def test_a_slot_reports_how_its_process_ended_and_what_it_leaves(started: Callable[..., RankHandler]) -> None:
     board = Board.create(1)[1]
     ends = {}
     for how, command in {"killed": "kill -9 $$", "failed": "exit 3", "done": "exit 0"}.items():
-        seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
-        seat.sit(started("-c", command, entry="/bin/sh", is_python=False))
-        seat.is_protected = how == "failed"
+        slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+        slot.sit(started("-c", command, entry="/bin/sh", is_python=False))
+        slot.is_protected = how == "failed"
         board.set(0, Field.RECORDED, 7)
-        event = seat.leave(seat.bury(), board, lambda number, pid: "")
-        ends[how] = (event.code, event.signal, event.boundary, event.is_script_error, seat.is_finished)
+        event = slot.leave(slot.bury(), board, lambda number, pid: "")
+        ends[how] = (event.code, event.signal, event.boundary, event.is_script_error, slot.is_finished)
 
     assert ends == {
         "killed": (None, 9, 7, False, False),
@@ -40,21 +40,21 @@ def test_a_seat_reports_how_its_process_ended_and_what_it_leaves(started: Callab
     }
 
 
-def test_a_seat_holds_the_newest_order_till_its_process_greets(
+def test_a_slot_holds_the_newest_order_till_its_process_greets(
     started: Callable[..., RankHandler],
 ) -> None:
-    seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
-    seat.sit(started("-c", "exec sleep 600", entry="/bin/sh", is_python=False))
-    theirs = seat.handler.channel
+    slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    slot.sit(started("-c", "exec sleep 600", entry="/bin/sh", is_python=False))
+    theirs = slot.handler.channel
     sent: list[Any] = []
     theirs.send = lambda message, fds=(): sent.append(message)  # type: ignore[method-assign]
 
-    seat.send(FREEZE)
-    seat.send_news(Put(2, "a", ""))
-    seat.send(RESUME)
+    slot.send(FREEZE)
+    slot.send_news(Put(2, "a", ""))
+    slot.send(RESUME)
     before = list(sent)
-    seat.greet()
-    seat.send(AGAIN)
+    slot.greet()
+    slot.send(AGAIN)
 
     assert before == []
     assert sent == [RESUME, AGAIN]
@@ -66,9 +66,9 @@ class Welcomed:
     def __init__(self) -> None:
         self.pids: list[int] = []
 
-    def welcome(self, seat: Seat, is_replacement: bool) -> None:
+    def welcome(self, slot: RankSlot, is_replacement: bool) -> None:
         assert is_replacement
-        self.pids.append(seat.pid)
+        self.pids.append(slot.pid)
 
 
 def orders_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> Orders:
@@ -80,35 +80,35 @@ def orders_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> Orders:
 def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_free(
     started: Callable[..., RankHandler], tmp_path: Path
 ) -> None:
-    seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
-    seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
-    lost = seat.pid
-    node, welcomed = node_of(tmp_path, seat), Welcomed()
-    seat.is_dying = True
-    seat.leave(-9, Board.create(1)[1], lambda number, pid: "")
+    slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    slot.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+    lost = slot.pid
+    node, welcomed = node_of(tmp_path, slot), Welcomed()
+    slot.is_dying = True
+    slot.leave(-9, Board.create(1)[1], lambda number, pid: "")
 
     orders_of(node, Standbys(0, ""), welcomed).spawn_rank(SpawnRank(0, 2))
-    before = (seat.pid, list(welcomed.pids))
-    code = seat.bury()
+    before = (slot.pid, list(welcomed.pids))
+    code = slot.bury()
     node.spawn_those_that_wait()
 
     assert before == (lost, [])
     assert code == -9
-    assert welcomed.pids == [seat.pid] != [lost]
-    kill_session(seat.pid)
-    assert seat.bury() is not None
-    seat.handler.channel.close()
+    assert welcomed.pids == [slot.pid] != [lost]
+    kill_session(slot.pid)
+    assert slot.bury() is not None
+    slot.handler.channel.close()
 
 
 def test_a_process_that_cannot_be_started_is_an_event_and_does_not_end_the_agent(
     started: Callable[..., RankHandler], tmp_path: Path
 ) -> None:
-    seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
-    seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
-    seat.leave(seat.bury(), Board.create(1)[1], lambda number, pid: "")
-    seat.handler.start["entrypoint"] = str(tmp_path / "nothing")
+    slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    slot.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+    slot.leave(slot.bury(), Board.create(1)[1], lambda number, pid: "")
+    slot.handler.start["entrypoint"] = str(tmp_path / "nothing")
     events, welcomed = list[Event](), Welcomed()
-    node = node_of(tmp_path, seat, advance=events.append)
+    node = node_of(tmp_path, slot, advance=events.append)
 
     orders_of(node, Standbys(0, ""), welcomed).spawn_rank(SpawnRank(0, 2))
 
@@ -116,7 +116,7 @@ def test_a_process_that_cannot_be_started_is_an_event_and_does_not_end_the_agent
     assert isinstance(event, SpawnFailed)
     assert "No such file or directory" in event.reason
     assert welcomed.pids == []
-    assert seat.spawn is None
+    assert slot.spawn is None
 
 
 def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault(
@@ -124,11 +124,11 @@ def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault
 ) -> None:
     standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
     standbys.refill(watched.append, {})
-    seats = [Seat(rank, rank, handler=None, record_fd=-1) for rank in range(2)]  # type: ignore[arg-type]
-    for seat in seats:
-        seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
-        seat.leave(seat.bury(), Board.create(2)[1], lambda number, pid: "")
-    node, welcomed = node_of(tmp_path, *seats), Welcomed()
+    slots = [RankSlot(rank, rank, handler=None, record_fd=-1) for rank in range(2)]  # type: ignore[arg-type]
+    for slot in slots:
+        slot.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+        slot.leave(slot.bury(), Board.create(2)[1], lambda number, pid: "")
+    node, welcomed = node_of(tmp_path, *slots), Welcomed()
     orders = orders_of(node, standbys, welcomed)
 
     for rank in range(2):
@@ -138,12 +138,12 @@ def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault
     node.spawn_those_that_wait()
 
     assert before == []
-    assert welcomed.pids == [seat.pid for seat in seats]
-    assert all(isinstance(seat.handler, StandbyHandler) for seat in seats)
+    assert welcomed.pids == [slot.pid for slot in slots]
+    assert all(isinstance(slot.handler, StandbyHandler) for slot in slots)
     assert watched[0].process.poll() is None
     assert standbys.ready == 1
-    for seat in seats:
-        kill_session(seat.pid)
-        assert seat.bury() == -signal.SIGKILL
-        seat.handler.channel.close()
+    for slot in slots:
+        kill_session(slot.pid)
+        assert slot.bury() == -signal.SIGKILL
+        slot.handler.channel.close()
     standbys.end()

@@ -94,7 +94,7 @@ def test_the_agents_of_three_nodes_meet_and_the_first_one_leads(meet_all: Meet) 
 
     assert heard(second) == [(0, nodes.Spawn(4, 1))]
     assert heard(leader) == [(1, nodes.Started(2, 77))]
-    assert [peers.is_hand for peers in (leader, first, second)] == [False, True, True]
+    assert [peers.is_follower for peers in (leader, first, second)] == [False, True, True]
     assert leader.is_leading
 
 

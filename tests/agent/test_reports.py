@@ -12,10 +12,10 @@ import pytest
 
 from tests.agent.nodes import part
 from ttprun import recovery
-from ttprun.agent.cluster.follower import Hand
+from ttprun.agent.cluster.follower import Follower
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.reports import Reports
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.observe.run_directory import RunDirectory
@@ -50,13 +50,13 @@ class FakeNode:
         self.board = Board.create(N_RANKS)[1]
         self.peers = Peers()
         self.handlers = [FakeHandler() for _ in range(N_RANKS)]
-        self.seats = [Seat(rank, rank, handler, record_fd=-1) for rank, handler in enumerate(self.handlers)]  # type: ignore[arg-type]
+        self.slots = [RankSlot(rank, rank, handler, record_fd=-1) for rank, handler in enumerate(self.handlers)]  # type: ignore[arg-type]
         self.job = recovery.new_job(recovery.Settings(world_size=N_RANKS))
-        self.here = self.seats
-        for seat in self.seats:
-            seat.pid, seat.is_present = 100 + seat.rank, True
-            self.advance(recovery.RankStarted(at_s=0.0, rank=seat.rank, pid=seat.pid))
-            self.advance(recovery.RankProtected(at_s=0.0, rank=seat.rank))
+        self.here = self.slots
+        for slot in self.slots:
+            slot.pid, slot.is_present = 100 + slot.rank, True
+            self.advance(recovery.RankStarted(at_s=0.0, rank=slot.rank, pid=slot.pid))
+            self.advance(recovery.RankProtected(at_s=0.0, rank=slot.rank))
 
     def void_beyond(self, boundary: int) -> None:
         Node.void_beyond(self, boundary)  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ class FakeNode:
 class NoFaults:
     """None is ordered."""
 
-    def greeted(self, seat: Seat) -> None: ...
+    def greeted(self, slot: RankSlot) -> None: ...
 
 
 @pytest.fixture
@@ -93,10 +93,10 @@ def reports(node: FakeNode) -> Reports:
 
 def hold(reports: Reports, node: FakeNode, boundary: int, digests: str) -> None:
     """Each rank tells the digest of its weights, one letter."""
-    for seat, digest in zip(node.seats, digests, strict=True):
+    for slot, digest in zip(node.slots, digests, strict=True):
         held = {"w": (digest, "gradient")}
         reports.take(
-            seat,
+            slot,
             from_rank.Held(
                 boundary, is_full=boundary == 1, held=held, names={}, shards={}, groups=[], why_not_stored=""
             ),
@@ -106,7 +106,7 @@ def hold(reports: Reports, node: FakeNode, boundary: int, digests: str) -> None:
 def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_reported_again_after_the_next_comparison(
     node: FakeNode, reports: Reports
 ) -> None:
-    odd, line = node.seats[1], node.handlers[1]
+    odd, line = node.slots[1], node.handlers[1]
     hold(reports, node, 2, "aba")
     hold(reports, node, 3, "aba")  # on its way: it is not told twice
     told_once, training = list(line.told), node.job
@@ -125,17 +125,17 @@ def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_reported_agai
 def test_a_replacement_is_given_what_others_have_sent_in_its_generation_while_there_was_no_process(
     node: FakeNode, reports: Reports
 ) -> None:
-    teller, seat, line = node.seats[1], node.seats[0], node.handlers[0]
+    teller, slot, line = node.slots[1], node.slots[0], node.handlers[0]
     put = from_rank.Put(1, "port 1", "")
     reports.take(teller, from_rank.Put(0, "port 1", ""))
     line.told.clear()
 
-    seat.leave(-9, node.board, lambda number, pid: "")
+    slot.leave(-9, node.board, lambda number, pid: "")
     node.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
     reports.take(teller, put)
-    reports.take(seat, put)  # of its own, for the others
+    reports.take(slot, put)  # of its own, for the others
     before = list(line.told)
-    reports.take(seat, from_rank.Present(pid=200, main_thread=1))
+    reports.take(slot, from_rank.Present(pid=200, main_thread=1))
 
     assert node.job.generation == 1
     assert before == []
@@ -147,7 +147,7 @@ def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, re
     node.peers = Peers(0, "10.0.0.1", 3, {1: ready_pair(ours)}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
     put = from_rank.Put(0, "port 1", b"4711")
 
-    reports.take(node.seats[1], put)
+    reports.take(node.slots[1], put)
 
     with theirs, ours:
         (news,) = Channel(theirs, {"News": nodes.News}).read_available()
@@ -159,7 +159,7 @@ def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_
     node: FakeNode,
 ) -> None:
     put = from_rank.Put(0, "port 1", b"4711")
-    hand = part(Hand, node)
+    hand = part(Follower, node)
 
     hand.take_order(0, nodes.News(1, encode(put).decode()))
 
@@ -176,10 +176,10 @@ def ready_pair(sock: socket.socket) -> Channel:
 def test_a_traceback_with_a_name_that_is_no_text_is_shown_all_the_same(
     node: FakeNode, reports: Reports, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    reports.take(node.seats[0], SCRIPT_ERROR)
+    reports.take(node.slots[0], SCRIPT_ERROR)
 
     assert capfd.readouterr().err == "no file caf\\udce9\n"
-    assert node.seats[0].script_error == "no file"
+    assert node.slots[0].script_error == "no file"
 
 
 def test_a_traceback_that_nobody_reads_does_no_harm(node: FakeNode, reports: Reports) -> None:
@@ -188,13 +188,13 @@ def test_a_traceback_that_nobody_reads_does_no_harm(node: FakeNode, reports: Rep
     kept = os.dup(2)
     os.dup2(writer, 2)
     try:
-        reports.take(node.seats[0], SCRIPT_ERROR)
+        reports.take(node.slots[0], SCRIPT_ERROR)
     finally:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(writer)
 
-    assert node.seats[0].script_error == "no file"
+    assert node.slots[0].script_error == "no file"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_what_is_no_message_of_a_rank_is_ignored_with_a_reason(
 ) -> None:
     job = node.job
 
-    reports.take(node.seats[1], decode(line, KNOWN))
+    reports.take(node.slots[1], decode(line, KNOWN))
 
     assert node.job == job
     (record,) = caplog.records

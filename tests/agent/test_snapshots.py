@@ -16,7 +16,7 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.checkpoints import snapshot_schedule
 from ttprun.agent.checkpoints import snapshots as module
-from ttprun.agent.checkpoints.snapshot_buffer import Shelf
+from ttprun.agent.checkpoints.snapshot_buffer import SnapshotBuffer
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.processes.shared_memory import path_of
@@ -38,9 +38,9 @@ class FakeCheckpoints:
         self.written: list[int] = []
         self._done: list[Callable[[], None]] = []
 
-    def write_snapshot(self, shelf: Shelf, done: Callable[[], None]) -> None:
+    def write_snapshot(self, buffer: SnapshotBuffer, done: Callable[[], None]) -> None:
         self.is_busy = True
-        self.written.append(shelf.boundary)
+        self.written.append(buffer.boundary)
         self._done.append(done)
 
     def finish(self) -> None:
@@ -61,7 +61,7 @@ class FakeComparisons:
     def look_soon(self, boundary: int) -> None:
         self.looked.append(boundary)
 
-    def report_owners(self, seat: Any) -> None:
+    def report_owners(self, slot: Any) -> None:
         self.told += 1
 
 
@@ -79,7 +79,7 @@ class FakeNode:
             snapshot=None,
         )
         self.is_hindered = False
-        self.seats = [SimpleNamespace(local_rank=rank) for rank in range(RANKS)]
+        self.slots = [SimpleNamespace(local_rank=rank) for rank in range(RANKS)]
         self.board = Board.create(RANKS)[1]
         self.advanced: list[recovery.Event] = []
         self.logged: list[dict[str, Any]] = []
@@ -121,8 +121,8 @@ class Job:
 
     def tell(self, rank: int, boundary: int, **differing: Any) -> None:
         """A rank has put its part of the snapshot that is asked for where it belongs."""
-        shelf = self.snapshots.shelves[self.asked % 2]
-        os.pwrite(shelf.records[rank], msgpack.packb({"records": [[boundary, b"", b""]], "lines": [0, 0]}), 0)
+        buffer = self.snapshots.buffers[self.asked % 2]
+        os.pwrite(buffer.records[rank], msgpack.packb({"records": [[boundary, b"", b""]], "lines": [0, 0]}), 0)
         apart = version_of(self.node.job.replicas.parted)
         share = Share(rank, bytes=10, xxh3="", header_xxh3="h", digests={"w": "same"}, apart=apart)
         share = replace(share, **differing)
@@ -133,7 +133,7 @@ class Job:
         self.report(rank, SnapshotTaken(self.asked, boundary, why_not))
 
     def report(self, rank: int, taken: SnapshotTaken) -> None:
-        self.snapshots.take(self.node.seats[rank], taken)  # type: ignore[arg-type]
+        self.snapshots.take(self.node.slots[rank], taken)  # type: ignore[arg-type]
 
     def take(self, boundary: int) -> None:
         """All ranks take part."""
@@ -262,7 +262,7 @@ def test_the_newest_complete_one_is_never_written_over(job: Callable[[str], Job]
         newest = one.snapshots.newest
         asked = one.look()
 
-        assert one.snapshots.shelves[asked % 2] is not newest
+        assert one.snapshots.buffers[asked % 2] is not newest
         one.take(boundary)
 
     one.look()
@@ -270,7 +270,7 @@ def test_the_newest_complete_one_is_never_written_over(job: Callable[[str], Job]
 
     assert one.snapshots.newest is not None
     assert one.snapshots.newest.boundary == 60
-    assert one.snapshots.shelves[one.look() % 2] is not one.snapshots.newest
+    assert one.snapshots.buffers[one.look() % 2] is not one.snapshots.newest
 
 
 def test_while_one_is_being_written_another_is_taken_and_then_none_until_the_disk_is_done(
@@ -407,10 +407,10 @@ def test_for_want_of_memory_it_is_said_once_and_tried_again_at_each_interval(
 
 
 @pytest.mark.parametrize(
-    ("every", "after_s", "shelves"), [("20steps", 0, [0]), ("90s", 29, []), ("90s", 30, [0, 1]), ("5s", 0, [0, 1])]
+    ("every", "after_s", "buffers"), [("20steps", 0, [0]), ("90s", 29, []), ("90s", 30, [0, 1]), ("5s", 0, [0, 1])]
 )
 def test_memory_is_taken_a_minute_before_the_first_snapshot_and_once_where_no_rank_may_be_writing(
-    job: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch, every: str, after_s: float, shelves: list[int]
+    job: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch, every: str, after_s: float, buffers: list[int]
 ) -> None:
     taken: list[tuple[list[int], int]] = []
 
@@ -428,9 +428,9 @@ def test_memory_is_taken_a_minute_before_the_first_snapshot_and_once_where_no_ra
     one.look()
     one.look()
 
-    files = [fd for shelf in shelves for fd in one.snapshots.shelves[shelf].shares]
+    files = [fd for buffer in buffers for fd in one.snapshots.buffers[buffer].shares]
     assert before_the_first_step == []
-    assert taken == ([(files, 1000)] if shelves else [])
+    assert taken == ([(files, 1000)] if buffers else [])
 
 
 def test_nothing_is_asked_for_while_memory_is_being_taken(
@@ -453,7 +453,7 @@ def test_nothing_is_asked_for_while_memory_is_being_taken(
 
 def test_a_share_that_is_smaller_than_the_memory_which_is_taken_keeps_its_size(job: Callable[[str], Job]) -> None:
     one = job("20steps")
-    share = one.snapshots.shelves[one.look() % 2].shares[1]
+    share = one.snapshots.buffers[one.look() % 2].shares[1]
     Memory(path_of(share)).fill(4080, [memoryview(b"x" * 4080)])
 
     one.snapshots.share_bytes = 9080
@@ -483,7 +483,7 @@ def test_a_snapshot_of_a_group_that_is_gone_is_kept_until_it_is_on_the_disk(job:
     one = job("20steps")
     one.look()
     one.take(20)
-    (writing,) = [shelf for shelf in one.snapshots.shelves if shelf.is_read]
+    (writing,) = [buffer for buffer in one.snapshots.buffers if buffer.is_read]
 
     one.snapshots.begin_group()
 

@@ -1,4 +1,4 @@
-"""The room in which launchers wait for the seats of a lost node: real sockets, no ranks."""
+"""The room in which launchers wait for the slots of a lost node: real sockets, no ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from ttprun.agent.cluster import rendezvous
 from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.cluster.spare_launcher import Taken, wait_for_seats
-from ttprun.agent.cluster.spare_pool import Door, Hallway, Room
+from ttprun.agent.cluster.spare_launcher import Taken, wait_for_slots
+from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys, Room
 from ttprun.errors import ConfigError
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
@@ -28,8 +28,8 @@ class Lead:
     """The agent that leads two nodes, of which the second is lost; its supervisor's loop runs here."""
 
     def __init__(self) -> None:
-        door = Door("127.0.0.1", rendezvous.KNOWN)
-        self.where, room = door.where, Room(door, ALIKE)
+        listener = Listener("127.0.0.1", rendezvous.KNOWN)
+        self.where, room = listener.where, Room(listener, ALIKE)
         names = {0: "127.0.0.1", 1: "10.0.0.2"}
         self.peers = Peers(0, "127.0.0.1", 2, {}, names, 2, room, "10.0.0.1 29500")
         self.selector = selectors.DefaultSelector()
@@ -65,18 +65,18 @@ def wait(warm: list[tuple[list[str], list[str]]]) -> Iterator[Callable[..., Futu
     def warmed(modules: list[str], files: list[str]) -> None:
         warm.append((modules, files))
 
-    yield lambda where, alike=ALIKE: pool.submit(wait_for_seats, where, "127.0.0.1", alike, warmed)
+    yield lambda where, alike=ALIKE: pool.submit(wait_for_slots, where, "127.0.0.1", alike, warmed)
     pool.shutdown()
 
 
 Wait = Callable[..., "Future[Any]"]
 
 
-def test_who_waits_gets_the_seats_of_a_lost_node_with_the_records_of_its_ranks(lead: Lead, wait: Wait) -> None:
+def test_who_waits_gets_the_slots_of_a_lost_node_with_the_records_of_its_ranks(lead: Lead, wait: Wait) -> None:
     waiting = wait(lead.where)
     lead.run(lambda: bool(lead.came))
 
-    address = lead.peers.seat(1)
+    address = lead.peers.slot(1)
     for rank in (2, 3):
         lead.peers.send(1, nodes.Records(rank, f"of rank {rank}"))
     taken = waiting.result(LIMIT_S)
@@ -107,8 +107,8 @@ def test_who_waits_knows_what_the_ranks_have_imported_whether_it_came_before_or_
     assert [one.result(LIMIT_S) for one in waiting] == [None, None]
 
 
-def test_nobody_gets_seats_if_nobody_waits(lead: Lead) -> None:
-    assert lead.peers.seat(1) is None
+def test_nobody_gets_slots_if_nobody_waits(lead: Lead) -> None:
+    assert lead.peers.slot(1) is None
     assert not lead.peers.is_connected(1)
 
 
@@ -165,11 +165,11 @@ def test_who_waits_goes_to_the_next_leader_if_the_one_that_leads_is_lost(lead: L
     assert waiting.result(LIMIT_S) == nodes.Concluded("done", "", True, 0)
 
 
-def test_who_has_come_through_the_door_and_said_nothing_yet_is_kept_when_another_answers(lead: Lead) -> None:
+def test_who_has_come_through_the_listener_and_said_nothing_yet_is_kept_when_another_answers(lead: Lead) -> None:
     room = lead.peers.room
     assert room is not None
     with socket.create_connection((lead.where["address"], lead.where["port"])) as sock:
-        lead.run(lambda: bool(room.door._newcomers))
+        lead.run(lambda: bool(room.listener._newcomers))
         room.watch(lead.selector, lead.came.append)
         link = Channel(sock, rendezvous.KNOWN)
         link.send(nodes.Hello(lead.where["token"], -1, "10.0.0.3", ALIKE))
@@ -194,17 +194,17 @@ def test_a_node_that_was_given_up_is_not_let_in_again_as_one_of_the_group(lead: 
 
 def test_a_launcher_knows_by_the_rendezvous_store_how_many_came_before_and_where_to_wait() -> None:
     store = FakeStore()
-    hallway = Hallway(store, "job 7")
+    rendezvous_keys = RendezvousKeys(store, "job 7")
 
-    before = hallway.announced()
-    numbers = [Hallway(store, "job 7").arrive() for _ in range(3)]
-    hallway.announce({"address": "10.0.0.1", "port": 1, "token": "t"})
+    before = rendezvous_keys.announced()
+    numbers = [RendezvousKeys(store, "job 7").arrive() for _ in range(3)]
+    rendezvous_keys.announce({"address": "10.0.0.1", "port": 1, "token": "t"})
 
     assert before is None
     assert numbers == [1, 2, 3]
-    assert Hallway(store, "job 8").arrive() == 1
-    assert hallway.announced() == {"address": "10.0.0.1", "port": 1, "token": "t"}
-    assert Hallway(store, "job 8").announced() is None
+    assert RendezvousKeys(store, "job 8").arrive() == 1
+    assert rendezvous_keys.announced() == {"address": "10.0.0.1", "port": 1, "token": "t"}
+    assert RendezvousKeys(store, "job 8").announced() is None
 
 
 class FakeStore:

@@ -1,4 +1,4 @@
-"""The seats of a lost node: who gets them, with what, and what happens if nobody comes."""
+"""The slots of a lost node: who gets them, with what, and what happens if nobody comes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FakePeers:
     def is_connected(self, node: int) -> bool:
         return node in self.connected
 
-    def seat(self, node: int) -> str | None:
+    def slot(self, node: int) -> str | None:
         if not self.waiting:
             return None
         self.connected.add(node)

@@ -28,8 +28,8 @@ class Ranks:
     """Two ranks that have torch, of which nothing is seen but that."""
 
     def __init__(self) -> None:
-        seat = SimpleNamespace(rank=0, is_protected=True, handler=SimpleNamespace(start={"env": {}}))
-        self.seats = self.here = [seat, seat]
+        slot = SimpleNamespace(rank=0, is_protected=True, handler=SimpleNamespace(start={"env": {}}))
+        self.slots = self.here = [slot, slot]
         self.job: Any = SimpleNamespace(incident=None)
         self.standbys = FakeStandbys()
         self.watch = StandbyWatch(self, self.standbys)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_a_job_whose_ranks_take_no_step_gets_its_standbys_after_a_while(
 
 
 def test_the_while_begins_when_all_ranks_have_torch(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks.seats.append(SimpleNamespace(is_protected=False))
+    ranks.slots.append(SimpleNamespace(is_protected=False))
     monkeypatch.setattr(module, "STEPLESS_S", 0.0)
 
     for _ in range(3):

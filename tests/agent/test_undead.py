@@ -37,12 +37,12 @@ def two_ranks(
 ) -> Iterator[Supervisor]:
     """Neither does anything, and rank 0 is frozen."""
     begin(supervisor, [started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)])
-    freezer.freeze(supervisor.node.seats[0].pid)
-    (first, _), node = [seat.handler for seat in supervisor.node.seats], supervisor.node
+    freezer.freeze(supervisor.node.slots[0].pid)
+    (first, _), node = [slot.handler for slot in supervisor.node.slots], supervisor.node
     yield supervisor
     freezer.thaw()
     supervisor.stop(0)
-    if (replacement := node.seats[0].handler) is not first:
+    if (replacement := node.slots[0].handler) is not first:
         replacement.proc.wait()
         replacement.close(signal.SIGKILL)
         replacement.channel.close()
@@ -52,7 +52,7 @@ def hang(supervisor: Supervisor) -> None:  # noqa: F811
     """The machine hears that rank 0 hangs, and orders its end and a replacement."""
     node = supervisor.node
     event = recovery.RankHung(
-        at_s=time.monotonic(), rank=0, pid=node.seats[0].pid, boundary=0, detected_after_s=1.0, reason="it is frozen"
+        at_s=time.monotonic(), rank=0, pid=node.slots[0].pid, boundary=0, detected_after_s=1.0, reason="it is frozen"
     )
     node.call(lambda: node.advance(event))
 
@@ -60,7 +60,7 @@ def hang(supervisor: Supervisor) -> None:  # noqa: F811
 def test_while_a_rank_does_not_die_the_loop_goes_round_and_another_rank_s_end_is_answered(
     two_ranks: Supervisor,
 ) -> None:
-    frozen, other = two_ranks.node.seats
+    frozen, other = two_ranks.node.slots
     began_s = time.monotonic()
 
     hang(two_ranks)
@@ -78,15 +78,15 @@ def test_a_replacement_does_not_wait_for_ever_for_a_process_that_does_not_die(
     two_ranks: Supervisor, freezer: Freezer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_watch, "DEATH_LIMIT_S", 1.0)
-    seat = two_ranks.node.seats[0]
-    lost = seat.handler.proc
+    slot = two_ranks.node.slots[0]
+    lost = slot.handler.proc
 
     hang(two_ranks)
     give_up_at_s = time.monotonic() + LIMIT_S
-    while seat.pid == lost.pid and time.monotonic() < give_up_at_s and comes_around(two_ranks):
+    while slot.pid == lost.pid and time.monotonic() < give_up_at_s and comes_around(two_ranks):
         time.sleep(0.01)
 
-    assert seat.pid != lost.pid
+    assert slot.pid != lost.pid
     assert Path(f"/proc/{lost.pid}").exists()
     freezer.thaw()
     assert wait_for_end(lost.pid)
@@ -97,7 +97,7 @@ def test_while_the_stack_of_a_rank_is_read_the_loop_goes_round(
 ) -> None:
     """A late rank is asked for its stack before it is killed; this one never answers."""
     monkeypatch.setattr(stacks, "ANSWER_LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(hang_detector.Lookout, "is_late", lambda *_: True)
+    monkeypatch.setattr(hang_detector.HangDetector, "is_late", lambda *_: True)
     node, action = two_ranks.node, recovery.KillRank(0, "it is late")
     began_s = time.monotonic()
 

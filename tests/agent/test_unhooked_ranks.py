@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health import unhooked_ranks
 from ttprun.agent.health.unhooked_ranks import Unseen
 from ttprun.agent.processes.rank_processes import SHIM, StandbyHandler
@@ -34,17 +34,17 @@ if sys.stdin.readline():
 
 
 class FakeNode:
-    """One seat, of which is noted what is reported; stands for Protection, too."""
+    """One slot, of which is noted what is reported; stands for Protection, too."""
 
     is_python = True
 
-    def __init__(self, seat: Seat) -> None:
-        self.seats = self.here = [seat]
+    def __init__(self, slot: RankSlot) -> None:
+        self.slots = self.here = [slot]
         self.board = Board.create(1)[1]
         self.reported: list[str] = []
         self.logged: list[str] = []
 
-    def note_unprotected(self, seat: Seat, reason: str) -> None:
+    def note_unprotected(self, slot: RankSlot, reason: str) -> None:
         self.reported.append(reason)
 
     def log(self, event: str, **fields: object) -> None:
@@ -53,9 +53,9 @@ class FakeNode:
 
 @dataclass
 class Started:
-    """A process and its seat."""
+    """A process and its slot."""
 
-    seat: Seat
+    slot: RankSlot
     process: subprocess.Popen[str]
 
     def wait_until_there(self) -> None:
@@ -75,7 +75,7 @@ Start = Callable[..., Started]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start(*flags, way)`: the seat of a Python that has mapped what is called like torch's library."""
+    """`start(*flags, way)`: the slot of a Python that has mapped what is called like torch's library."""
     (tmp_path / "libtorch_cpu.so").write_bytes(b"x")
     (tmp_path / "hold.py").write_text(HOLD)
     began: list[Started] = []
@@ -90,7 +90,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             text=True,
         )
         handler: Any = None
-        began.append(Started(Seat(0, 0, handler, record_fd=-1, pid=process.pid), process))
+        began.append(Started(RankSlot(0, 0, handler, record_fd=-1, pid=process.pid), process))
         began[-1].wait_until_there()
         return began[-1]
 
@@ -102,10 +102,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def look(started: Started, monkeypatch: pytest.MonkeyPatch) -> tuple[Unseen, FakeNode]:
     """Look several times."""
     monkeypatch.setattr(unhooked_ranks, "EVERY_S", 0.0)
-    node = FakeNode(started.seat)
+    node = FakeNode(started.slot)
     found = Unseen(node, node)  # type: ignore[arg-type]
-    if started.seat.is_present:
-        found.note_present(started.seat)
+    if started.slot.is_present:
+        found.note_present(started.slot)
     for _ in range(3):
         found.look()
     return found, node
@@ -145,7 +145,7 @@ def test_a_silent_process_that_ttprun_has_forked_itself_is_no_suspect(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = start(path="/elsewhere", way="connected")
-    started.seat.handler = object.__new__(StandbyHandler)
+    started.slot.handler = object.__new__(StandbyHandler)
 
     found, node = look(started, monkeypatch)
     found.settle()
@@ -157,7 +157,7 @@ def test_a_silent_process_in_the_place_of_one_that_was_heard_is_no_suspect(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = start(way="connected")
-    started.seat.had_torch = True
+    started.slot.had_torch = True
 
     found, node = look(started, monkeypatch)
     found.settle()
@@ -169,7 +169,7 @@ def test_training_in_a_child_is_said_and_counts_once_a_rank_is_lost(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     started = start(way="in a child")
-    started.seat.is_present = True
+    started.slot.is_present = True
 
     found, node = look(started, monkeypatch)
     before = list(node.reported)
@@ -185,9 +185,9 @@ def test_a_rank_that_has_hung_up_and_has_replaced_itself_is_reported(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = start()
-    started.seat.is_present = started.seat.is_protected = True
+    started.slot.is_present = started.slot.is_protected = True
     found, node = look(started, monkeypatch)
-    started.seat.hung_up_at_s = time.monotonic()
+    started.slot.hung_up_at_s = time.monotonic()
 
     found.look()
     before = list(node.reported)
@@ -200,9 +200,9 @@ def test_a_rank_that_has_hung_up_and_has_replaced_itself_is_reported(
 
 def test_a_rank_that_has_hung_up_and_trains_on_is_reported(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     started = start()
-    started.seat.is_present = started.seat.is_protected = True
+    started.slot.is_present = started.slot.is_protected = True
     found, node = look(started, monkeypatch)
-    started.seat.hung_up_at_s = time.monotonic()
+    started.slot.hung_up_at_s = time.monotonic()
 
     node.board.set(0, Field.SEEN_NS, time.monotonic_ns())
     found.look()
@@ -212,7 +212,7 @@ def test_a_rank_that_has_hung_up_and_trains_on_is_reported(start: Start, monkeyp
 
 def test_a_rank_that_is_heard_is_not_looked_at(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     started = start("-S")
-    started.seat.is_present = started.seat.is_protected = True
+    started.slot.is_present = started.slot.is_protected = True
 
     found, node = look(started, monkeypatch)
     found.settle()

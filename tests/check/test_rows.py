@@ -44,7 +44,7 @@ def test_a_replaced_rank_is_exact_and_a_kill_that_has_not_struck_is_left() -> No
     assert left == [SECOND]
 
 
-def test_what_is_found_wrong_after_a_repair_is_laid_at_its_kills_door() -> None:
+def test_what_is_found_wrong_after_a_repair_is_laid_at_its_kills_listener() -> None:
     mismatch = incident(2, "restart", "failed", "rank 1 found a mismatch (a loop in /copy/train.py:7); the cause: it")
 
     rows, _ = rows_of(trial([FIRST], incident(1), mismatch), [FIRST])

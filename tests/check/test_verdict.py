@@ -18,7 +18,7 @@ def row(step: int) -> Row:
     return Row("backward", step, 1, "exact", "", "replace", 0)
 
 
-def test_a_difference_is_laid_at_the_door_of_the_last_kill_before_it() -> None:
+def test_a_difference_is_laid_at_the_listener_of_the_last_kill_before_it() -> None:
     found = differences_by_step({0: of_rank("a", "b", "x", "y")}, {0: of_rank("a", "b", "c", "d")})
 
     rows = blamed([row(0), row(2), row(4)], found)

@@ -245,7 +245,7 @@ def test_bad_input_is_one_line_with_the_cure_and_nothing_is_started(
         ),
     ],
 )
-def test_a_wrong_launch_option_in_a_file_is_laid_at_the_files_door(
+def test_a_wrong_launch_option_in_a_file_is_laid_at_the_files_listener(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, complaint: str
 ) -> None:
     (tmp_path / "job.yaml").write_text(text)

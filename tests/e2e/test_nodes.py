@@ -296,7 +296,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_and_no_step_is_lost(
     assert ("reaches 1 of 3 agents: the others may go on without it" in lost.output) == is_cut, lost.story()
 
 
-def test_a_lost_node_that_comes_back_takes_its_seats_again_and_no_step_is_lost(
+def test_a_lost_node_that_comes_back_takes_its_slots_again_and_no_step_is_lost(
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     with Nodes(2) as nodes:
@@ -373,7 +373,7 @@ def test_if_the_leader_is_lost_while_a_rank_of_another_node_is_repaired_both_are
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["its processes are killed", "its link is cut"])
-def test_if_nobody_takes_the_seats_of_the_leaders_node_the_job_ends_with_143(
+def test_if_nobody_takes_the_slots_of_the_leaders_node_the_job_ends_with_143(
     nodes: Nodes, start: StartNodes, is_cut: bool
 ) -> None:
     launches = start("plain_tensors.py", 1, options=["--node-wait-s", "1"], script_args=["--steps", "100000"])

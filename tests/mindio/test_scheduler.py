@@ -28,7 +28,7 @@ OPENED = Incident(
 )
 
 
-class FakeSeat:
+class FakeSlot:
     """A place of a rank that notes what the rank is sent."""
 
     def __init__(self, rank: int) -> None:
@@ -45,7 +45,7 @@ class FakeNode:
     """Two ranks that train at step 4, and nobody else."""
 
     def __init__(self) -> None:
-        self.seats = [FakeSeat(0), FakeSeat(1)]
+        self.slots = [FakeSlot(0), FakeSlot(1)]
         self.job = recovery.new_job(recovery.Settings(world_size=2, are_replicas_declared=True))
         self.why_not_repairable = ""
         self.config = Config(pause_timeout_s=1e-9, freeze_timeout_s=1e-9)
@@ -72,7 +72,7 @@ def node() -> FakeNode:
 def scheduler(node: FakeNode) -> Scheduler:
     """It lives in rank 0."""
     found = Scheduler(node, lambda ranks: node.why_not_repairable)  # type: ignore[arg-type]
-    found.register(node.seats[0])  # type: ignore[arg-type]
+    found.register(node.slots[0])  # type: ignore[arg-type]
     return found
 
 
@@ -85,7 +85,7 @@ def test_a_replaced_rank_is_reported_from_the_fault_to_the_result(node: FakeNode
     ):
         scheduler.note_incident(replace(OPENED, phase=phase, outcome=outcome))
 
-    assert [(sent.action, sent.arguments) for sent in node.seats[0].sent] == [
+    assert [(sent.action, sent.arguments) for sent in node.slots[0].sent] == [
         ("report_fault_ranks", [{1: 1}, {1: ""}]),
         ("report_stop_complete", [0, "stopped", {1: 1}]),
         ("report_strategies", [{1: 1}, ["recover", "dump", "exit"]]),
@@ -98,15 +98,15 @@ def test_failed_memory_is_a_fault_of_kind_zero_that_is_retried(node: FakeNode, s
     scheduler.note_incident(memory)
     scheduler.note_incident(replace(memory, phase=Phase.FAILED, outcome="failed"))
 
-    assert node.seats[0].sent[0].arguments[0] == {1: 0}
-    assert node.seats[0].sent[-1].arguments[0] == 405
-    assert node.seats[0].sent[-1].arguments[3] == "retry"
+    assert node.slots[0].sent[0].arguments[0] == {1: 0}
+    assert node.slots[0].sent[-1].arguments[0] == 405
+    assert node.slots[0].sent[-1].arguments[3] == "retry"
 
 
 def test_without_a_scheduler_nobody_is_notified(node: FakeNode) -> None:
     Scheduler(node, lambda ranks: "").note_incident(OPENED)  # type: ignore[arg-type]
 
-    assert node.seats[0].sent == []
+    assert node.slots[0].sent == []
 
 
 def test_a_rank_that_the_scheduler_calls_faulty_is_replaced(node: FakeNode, scheduler: Scheduler) -> None:
@@ -123,7 +123,7 @@ def test_a_rank_whose_memory_the_scheduler_calls_faulty_repairs_it_in_its_proces
     scheduler.notified(SchedulerAsked("stop", {1: 0}))
 
     assert node.events == []
-    assert node.seats[1].sent == [mindio.FailMemory(0)]
+    assert node.slots[1].sent == [mindio.FailMemory(0)]
 
 
 def test_a_fault_that_is_known_already_is_no_news(node: FakeNode, scheduler: Scheduler) -> None:
@@ -143,8 +143,8 @@ def test_the_scheduler_can_end_the_job(node: FakeNode, scheduler: Scheduler, wha
 
 def all_wait(node: FakeNode, scheduler: Scheduler, number: int) -> None:
     """Each rank says that it waits."""
-    for seat in node.seats:
-        scheduler.pause.take(seat, number)  # type: ignore[arg-type]
+    for slot in node.slots:
+        scheduler.pause.take(slot, number)  # type: ignore[arg-type]
 
 
 def test_a_pause_is_asked_for_on_the_board_and_ends_when_it_is_reported(node: FakeNode, scheduler: Scheduler) -> None:
@@ -194,15 +194,15 @@ def test_a_switch_that_is_taken_back_lets_all_go_on(node: FakeNode, scheduler: S
 
     assert node.events == []
     assert node.board.get(0, Field.PAUSE_ASKED) == 0
-    assert [sent.arguments[0] for sent in node.seats[0].sent] == [404]
+    assert [sent.arguments[0] for sent in node.slots[0].sent] == [404]
 
 
 def test_a_switch_is_refused_when_a_rank_does_not_come_behind_its_step(node: FakeNode, scheduler: Scheduler) -> None:
     scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
-    scheduler.pause.take(node.seats[0], 1)  # type: ignore[arg-type]
+    scheduler.pause.take(node.slots[0], 1)  # type: ignore[arg-type]
     scheduler.pause.look()
 
-    ((code, reason, _, _),) = [sent.arguments for sent in node.seats[0].sent]
+    ((code, reason, _, _),) = [sent.arguments for sent in node.slots[0].sent]
     assert (code, node.board.get(0, Field.PAUSE_ASKED)) == (404, 0)
     assert "freeze_timeout_s" in reason
 
@@ -223,7 +223,7 @@ def test_a_switch_is_dropped_for_a_fault_that_comes_first(node: FakeNode, schedu
     scheduler.note_incident(OPENED)
 
     assert node.board.get(0, Field.PAUSE_ASKED) == 0
-    assert node.seats[0].sent[0].arguments[:2] == [404, f"a fault came first: {OPENED.reason}"]
+    assert node.slots[0].sent[0].arguments[:2] == [404, f"a fault came first: {OPENED.reason}"]
 
 
 @pytest.mark.parametrize("why_not", ["phase", "state"])
@@ -237,7 +237,7 @@ def test_a_switch_that_cannot_be_is_refused_with_its_reason_and_nobody_waits(
 
     scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
 
-    ((code, reason, _, strategy),) = [sent.arguments for sent in node.seats[0].sent]
+    ((code, reason, _, strategy),) = [sent.arguments for sent in node.slots[0].sent]
     assert (code, strategy) == (404, "migration")
     assert reason in ("the job is FREEZING", "no other rank holds the state of rank 1")
     assert node.board.get(0, Field.PAUSE_ASKED) == 0
@@ -252,7 +252,7 @@ def test_a_hot_switch_is_reported_as_a_migration(node: FakeNode, scheduler: Sche
     ):
         scheduler.note_incident(replace(planned, phase=phase, outcome=outcome))
 
-    assert [(sent.action, sent.arguments[-1]) for sent in node.seats[0].sent] == [
+    assert [(sent.action, sent.arguments[-1]) for sent in node.slots[0].sent] == [
         ("report_strategies", ["migration", "exit"]),
         ("report_result", "migration"),
     ]
@@ -280,7 +280,7 @@ def test_an_upgrade_of_a_whole_group_is_refused_with_its_reason(node: FakeNode, 
 
     assert node.events == []
     assert node.logged[-1][0] == "upgrade_refused"
-    assert [sent.arguments for sent in node.seats[0].sent] == [[404, "no rank is away", {}, "upgrade"]]
+    assert [sent.arguments for sent in node.slots[0].sent] == [[404, "no rank is away", {}, "upgrade"]]
 
 
 def test_a_downgrade_is_offered_while_a_replacement_is_waited_for(node: FakeNode, scheduler: Scheduler) -> None:
@@ -290,7 +290,7 @@ def test_a_downgrade_is_offered_while_a_replacement_is_waited_for(node: FakeNode
     scheduler.note_incident(OPENED)
     scheduler.note_incident(replace(OPENED, phase=Phase.REPLAYING))
 
-    assert node.seats[0].sent[-1].arguments == [{1: 1}, ["recover", "downgrade", "dump", "exit"]]
+    assert node.slots[0].sent[-1].arguments == [{1: 1}, ["recover", "downgrade", "dump", "exit"]]
 
 
 def test_nobody_is_called_back_to_a_training_that_is_over(node: FakeNode, scheduler: Scheduler) -> None:
@@ -322,7 +322,7 @@ def test_a_downgrade_is_reported_with_the_ranks_that_leave(node: FakeNode, sched
     for phase, outcome in ((Phase.FREEZING, "open"), (Phase.RESUMING, "open"), (Phase.RUNNING, "recovered")):
         scheduler.note_incident(replace(OPENED, rung="resize", phase=phase, outcome=outcome))
 
-    assert [(sent.action, sent.arguments[0], sent.arguments[-1]) for sent in node.seats[0].sent] == [
+    assert [(sent.action, sent.arguments[0], sent.arguments[-1]) for sent in node.slots[0].sent] == [
         ("report_fault_ranks", {1: 1}, {1: ""}),
         ("report_result", 201, "downgrade"),
         ("report_result", 0, "downgrade"),
@@ -339,4 +339,4 @@ def test_an_upgrade_has_failed_if_ranks_are_still_away(
         leave(node, 1)
     scheduler.note_incident(replace(upgrade, phase=Phase.RUNNING, outcome="recovered"))
 
-    assert node.seats[0].sent[-1].arguments[0] == code
+    assert node.slots[0].sent[-1].arguments[0] == code

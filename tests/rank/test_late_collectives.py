@@ -92,8 +92,8 @@ class Backend(dist.ProcessGroup):
 def begin(rank: int, place: str, fails_at: list[int]) -> None:
     _fails_at[:] = fails_at if rank == 0 or _fails_with[0] == STOPPED else []
 
-    def make(seat: Any) -> LateLink:
-        return LateLink(seat, "cpu", lambda store, seat: Backend(store, seat.rank, seat.size))
+    def make(slot: Any) -> LateLink:
+        return LateLink(slot, "cpu", lambda store, slot: Backend(store, slot.rank, slot.size))
 
     TRANSPORTS["gloo"] = Transport("gloo", frozenset({"cpu"}), make, is_late=True)
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)

@@ -70,7 +70,7 @@ def numbered_twice(batches: Items) -> Items:
         yield [number, batch]
 
 
-class Standing(NamedTuple):
+class QuiesceSchedule(NamedTuple):
     """A loop in the middle of its items.
 
     items   what the `for` asks for them: without it the loop has been left
@@ -95,7 +95,7 @@ def batches_behind(passed_over: int) -> Items:
     return batches
 
 
-def stand(made: Callable[[Items], Any], items: int) -> Standing:
+def stand(made: Callable[[Items], Any], items: int) -> QuiesceSchedule:
     """A loop over what is made of a loader's iterator, behind some items."""
     loop = loops.Loop(
         loops.Site("train.py:7:0", loops.Place((7, 0), (7, 9), (8, 4), (8, 8))), None, made(batches_behind(0))
@@ -103,7 +103,7 @@ def stand(made: Callable[[Items], Any], items: int) -> Standing:
     following = iter(loop)
     for _ in range(items):
         next(following)
-    return Standing(loop, following)
+    return QuiesceSchedule(loop, following)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def replay() -> Iterator[None]:
     loops.give_back()
 
 
-def stand_again(made: Callable[[Items], Any], recorded: dict[str, Any], before: int = 0) -> Standing:
+def stand_again(made: Callable[[Items], Any], recorded: dict[str, Any], before: int = 0) -> QuiesceSchedule:
     """The loop of a replay in the item in which the recorded one stood.
 
     before   items that come before those of the loader
@@ -127,7 +127,7 @@ def stand_again(made: Callable[[Items], Any], recorded: dict[str, Any], before: 
     )
     following = iter(loop)
     next(following)
-    return Standing(loop, following)
+    return QuiesceSchedule(loop, following)
 
 
 def carry(lost: loops.Loop, here: loops.Loop) -> list[str]:

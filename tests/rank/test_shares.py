@@ -261,11 +261,11 @@ class FakeLine:
 def agree(monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, held: int = 0) -> tuple[Board, FakeLine]:
     """The first of two ranks is asked for snapshot 1 at boundary 40, with so much memory free, and so much taken."""
     board, channel = Board.create(2)[1], FakeLine()
-    shelves = [[memory_file()[1], memory_file()[1]] for _ in range(2)]
+    buffers = [[memory_file()[1], memory_file()[1]] for _ in range(2)]
     if held:
-        Memory(shelves[1][1]).fill(held, [])
+        Memory(buffers[1][1]).fill(held, [])
     monkeypatch.setattr(snapshots, "free_bytes", lambda: free_bytes)
-    first = Snapshots(board, 0, shelves, every=20)
+    first = Snapshots(board, 0, buffers, every=20)
     board.set(0, Field.SNAPSHOT_ASKED, 1)
     for number in (39, 40):
         first.agree(channel, number, is_open=False)  # type: ignore[arg-type]

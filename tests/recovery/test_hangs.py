@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ttprun.recovery.hangs import Hung, Stalled, Straggler, Verdict, Watch, Way
-from ttprun.recovery.sights import Doing, Sight
+from ttprun.recovery.observations import Doing, Observation
 
 EVERY_S = 0.25
 ABSENT = [
@@ -23,18 +23,18 @@ ABSENT = [
 class Rank:
     """A fake rank: what it is at, and the signs of life that it gives."""
 
-    sight: Sight
+    observation: Observation
     has_pulse: bool = True
     runs_bytecode: bool = False
     cpu_share: float = 0.0
 
     def pass_time(self, at_s: float) -> None:
         """One look later."""
-        self.sight = replace(
-            self.sight,
-            pulse_at_s=at_s if self.has_pulse else self.sight.pulse_at_s,
-            beats=self.sight.beats + self.runs_bytecode,
-            cpu_s=self.sight.cpu_s + self.cpu_share * EVERY_S,
+        self.observation = replace(
+            self.observation,
+            pulse_at_s=at_s if self.has_pulse else self.observation.pulse_at_s,
+            beats=self.observation.beats + self.runs_bytecode,
+            cpu_s=self.observation.cpu_s + self.cpu_share * EVERY_S,
         )
 
 
@@ -55,7 +55,7 @@ class Ranks:
             for rank in self.ranks:
                 rank.pass_time(self.at_s)
             look = self.watch.look_at_repair if is_repair else self.watch.look
-            found = look(self.at_s, [rank.sight for rank in self.ranks])
+            found = look(self.at_s, [rank.observation for rank in self.ranks])
             said += found
             self.verdicts += [(self.at_s, verdict) for verdict in found]
         return said
@@ -63,13 +63,13 @@ class Ranks:
     def be(self, rank: int, doing: Doing, **changes: object) -> None:
         """A rank is at something else now."""
         changed = {"doing": doing, "seen_at_s": self.at_s, **changes}
-        self.ranks[rank].sight = replace(self.ranks[rank].sight, **changed)  # type: ignore[arg-type]
+        self.ranks[rank].observation = replace(self.ranks[rank].observation, **changed)  # type: ignore[arg-type]
 
     def train(self, steps: int, step_s: float = 1.0) -> None:
         """All ranks do so many steps, each with one collective."""
         for _ in range(steps):
             for rank in range(len(self.ranks)):
-                boundary = self.ranks[rank].sight.boundary + 1
+                boundary = self.ranks[rank].observation.boundary + 1
                 self.be(rank, Doing.COMPUTING, boundary=boundary, meetings=0)
             self.pass_time(step_s)
 
@@ -82,11 +82,11 @@ class Ranks:
 
 def watched(world_size: int = 3, hang_s: float | None = 5.0, steps: int = 8) -> Ranks:
     """Ranks that have done some steps."""
-    sights = [
-        Sight(rank=rank, pid=100 + rank, boundary=0, meetings=0, doing=Doing.SETUP, pulse_at_s=100.0)
+    observations = [
+        Observation(rank=rank, pid=100 + rank, boundary=0, meetings=0, doing=Doing.SETUP, pulse_at_s=100.0)
         for rank in range(world_size)
     ]
-    ranks = Ranks(Watch(hang_s), [Rank(sight) for sight in sights])
+    ranks = Ranks(Watch(hang_s), [Rank(observation) for observation in observations])
     ranks.train(steps)
     return ranks
 
@@ -113,7 +113,7 @@ def test_a_stopped_process_is_found_within_its_limit_though_nobody_waits_for_it(
 
     found_at_s, verdict = ranks.verdicts[0]
     assert isinstance(verdict, Hung)
-    assert (verdict.sight.rank, verdict.way, verdict.awaited) == (1, Way.STOPPED, None)
+    assert (verdict.observation.rank, verdict.way, verdict.awaited) == (1, Way.STOPPED, None)
     assert 5.0 < found_at_s - stopped_at_s <= 5.5
 
 
@@ -139,7 +139,7 @@ def test_the_rank_that_does_not_come_is_guilty_and_not_those_that_wait(
 
     said = hung(ranks.pass_time(9.0))
 
-    assert {verdict.sight.rank for verdict in said} == {1}
+    assert {verdict.observation.rank for verdict in said} == {1}
     assert said[0].way is way
     assert said[0].awaited is not None
     assert said[0].awaited.rank == 0
@@ -154,7 +154,7 @@ def test_a_rank_that_hangs_between_its_last_collective_and_the_commit_is_guilty(
 
     said = hung(ranks.pass_time(6.0))
 
-    assert said[0].sight.rank == 1
+    assert said[0].observation.rank == 1
     assert said[0].awaited is not None
     assert "before its optimizer step 8" in said[0].reason
 
@@ -167,7 +167,7 @@ def test_a_rank_that_has_left_out_a_collective_is_guilty_though_it_waits_too() -
 
     said = hung(ranks.pass_time(6.0))
 
-    assert said[0].sight.rank == 1
+    assert said[0].observation.rank == 1
     assert said[0].way is Way.ASTRAY
     assert said[0].reason.endswith("waits in allreduce, number 1 of step 8, which it has skipped")
 
@@ -193,7 +193,7 @@ def test_a_rank_that_works_is_no_hang_until_ten_times_the_limit_and_an_endless_l
     assert hung(ranks.pass_time(49.0)) == []
     said = hung(ranks.pass_time(2.0))
 
-    assert (said[0].sight.rank, said[0].way) == (1, Way.BUSY)
+    assert (said[0].observation.rank, said[0].way) == (1, Way.BUSY)
 
 
 def test_a_rank_is_not_guilty_for_longer_than_somebody_has_waited_for_it() -> None:
@@ -212,7 +212,7 @@ def test_two_ranks_that_hang_are_both_named() -> None:
 
     said = hung(ranks.pass_time(5.5))
 
-    assert {verdict.sight.rank for verdict in said} == {1, 2}
+    assert {verdict.observation.rank for verdict in said} == {1, 2}
 
 
 def test_in_a_group_of_a_part_of_the_ranks_the_one_that_waits_is_not_guilty() -> None:
@@ -222,7 +222,7 @@ def test_in_a_group_of_a_part_of_the_ranks_the_one_that_waits_is_not_guilty() ->
 
     said = hung(ranks.pass_time(5.5))
 
-    assert {verdict.sight.rank for verdict in said} == {1}
+    assert {verdict.observation.rank for verdict in said} == {1}
 
 
 def test_a_rank_that_is_done_with_its_group_is_not_guilty_of_those_that_are_not() -> None:
@@ -241,7 +241,7 @@ def test_a_rank_that_does_not_come_to_the_making_of_the_group_is_guilty() -> Non
 
     said = hung(ranks.pass_time(6.0))
 
-    assert said[0].sight.rank == 1
+    assert said[0].observation.rank == 1
     assert "waits for its process group to connect" in said[0].reason
 
 
@@ -289,7 +289,7 @@ def test_a_straggler_is_reported_once_an_episode_and_is_no_hang() -> None:
 
     (told,) = first
     assert isinstance(told, Straggler)
-    assert (told.sight.rank, told.sight.boundary) == (2, 8)
+    assert (told.observation.rank, told.observation.boundary) == (2, 8)
     assert told.took_s == pytest.approx(5.0, abs=0.5)
     assert told.usual_s == pytest.approx(1.0, abs=0.1)
     assert len(second) == 1
@@ -306,7 +306,7 @@ def test_learnt_limits_follow_the_slowest_step_and_are_never_under_ten_seconds()
     slow.train(1, step_s=6.0)
     slow.train(1)
 
-    at_work = quick.ranks[1].sight
+    at_work = quick.ranks[1].observation
     saving, in_setup = replace(at_work, doing=Doing.SAVING), replace(at_work, boundary=0)
     at_barrier = replace(at_work, doing=Doing.COLLECTIVE, operation="barrier")
     assert quick.watch.limits.hang_limit_s(at_work) == 10.0
@@ -361,13 +361,13 @@ def test_in_a_recovery_only_processes_that_are_as_good_as_dead_are_found() -> No
 
     said = hung(ranks.pass_time(5.5, is_repair=True))
 
-    assert {(verdict.sight.rank, verdict.way) for verdict in said} == {(2, Way.HELD), (3, Way.STOPPED)}
+    assert {(verdict.observation.rank, verdict.way) for verdict in said} == {(2, Way.HELD), (3, Way.STOPPED)}
 
 
 def test_a_process_whose_hooks_have_said_nothing_yet_is_not_judged() -> None:
     ranks = watched()
     ranks.wait_for(guilty=1)
-    ranks.ranks[1] = Rank(Sight(rank=1, pid=999, boundary=0, meetings=0, doing=Doing.STARTING), has_pulse=False)
+    ranks.ranks[1] = Rank(Observation(rank=1, pid=999, boundary=0, meetings=0, doing=Doing.STARTING), has_pulse=False)
 
     assert ranks.pass_time(60.0) == []
 
@@ -390,6 +390,6 @@ def test_a_replacement_that_is_stuck_in_its_replay_is_found_and_those_that_wait_
         ranks.at_s += EVERY_S
         for rank in ranks.ranks:
             rank.pass_time(ranks.at_s)
-        said += ranks.watch.look_at_repair(ranks.at_s, [rank.sight for rank in ranks.ranks], replaying=[1])
+        said += ranks.watch.look_at_repair(ranks.at_s, [rank.observation for rank in ranks.ranks], replaying=[1])
 
-    assert {verdict.sight.rank for verdict in hung(said)} == {1}
+    assert {verdict.observation.rank for verdict in hung(said)} == {1}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from ttprun.recovery.membership import COOLDOWN_S, MOST_COOLDOWN_S, SETTLE_S, Membership, Plan, Sight, parse_hosts
+from ttprun.recovery.membership import COOLDOWN_S, MOST_COOLDOWN_S, SETTLE_S, Membership, Observation, Plan, parse_hosts
 
 LONG_AGO = -100.0
 
 
 def plan(members: str, waiting: str = "", at_s: float = 0.0, policy: Membership | None = None, **more: object) -> Plan:
     """The plan for hosts with names of one letter."""
-    sight = Sight(at_s=at_s, members=tuple(members), waiting=tuple((host, LONG_AGO) for host in waiting), **more)  # type: ignore[arg-type]
-    return (policy or Membership(1, 3)).planned(sight)
+    observation = Observation(
+        at_s=at_s, members=tuple(members), waiting=tuple((host, LONG_AGO) for host in waiting), **more
+    )  # type: ignore[arg-type]
+    return (policy or Membership(1, 3)).planned(observation)
 
 
 def test_a12_nodes_that_wait_join_behind_those_that_train_up_to_the_most() -> None:
@@ -29,8 +31,8 @@ def test_a16_at_full_size_those_that_come_and_go_disturb_nobody() -> None:
 def test_a24_newcomers_that_come_within_a_moment_join_together() -> None:
     policy = Membership(1, 4)
 
-    early = policy.planned(Sight(at_s=3.2, members=("a",), waiting=(("b", 0.0), ("c", 0.9))))
-    later = policy.planned(Sight(at_s=0.9 + SETTLE_S, members=("a",), waiting=(("b", 0.0), ("c", 0.9))))
+    early = policy.planned(Observation(at_s=3.2, members=("a",), waiting=(("b", 0.0), ("c", 0.9))))
+    later = policy.planned(Observation(at_s=0.9 + SETTLE_S, members=("a",), waiting=(("b", 0.0), ("c", 0.9))))
 
     assert not early.is_due
     assert (later.is_due, later.join) == (True, (0, 1))
@@ -39,7 +41,7 @@ def test_a24_newcomers_that_come_within_a_moment_join_together() -> None:
 def test_a13_a_departure_waits_for_nobody_and_takes_along_who_waits() -> None:
     policy = Membership(1, 3)
 
-    found = policy.planned(Sight(at_s=0.1, members=("a", "b"), leaving=frozenset({1}), waiting=(("c", 0.0),)))
+    found = policy.planned(Observation(at_s=0.1, members=("a", "b"), leaving=frozenset({1}), waiting=(("c", 0.0),)))
 
     assert (found.stay, found.join, found.leave, found.is_due) == ((0,), (0,), (1,), True)
 

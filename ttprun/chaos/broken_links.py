@@ -106,10 +106,10 @@ def _reset(sock: socket.socket, fault: Fault) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.connect(sock.fileno(), nowhere, len(nowhere)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    with socket.socket(sock.family) as shut_door:
-        shut_door.bind(("::1" if sock.family == socket.AF_INET6 else "127.0.0.1", 0))
+    with socket.socket(sock.family) as shut_listener:
+        shut_listener.bind(("::1" if sock.family == socket.AF_INET6 else "127.0.0.1", 0))
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            sock.connect(shut_door.getsockname())
+            sock.connect(shut_listener.getsockname())
 
 
 def _silence(sock: socket.socket, fault: Fault) -> None:

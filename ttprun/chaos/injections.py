@@ -26,7 +26,7 @@ from ttprun.protocol.board import FINISHED, Field
 
 if TYPE_CHECKING:
     from ttprun.agent.core.node import Node
-    from ttprun.agent.core.rank_slot import Seat
+    from ttprun.agent.core.rank_slot import RankSlot
     from ttprun.agent.processes.standbys import Standbys
 
 _STALL_S = 2.0
@@ -66,7 +66,7 @@ class Injections:
         self._armed: dict[int, tuple[Fault, Order]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
-        self._preempted: Seat | None = None
+        self._preempted: RankSlot | None = None
 
     def begin(self) -> None:
         """The ranks of the first group have been started: take the configuration's orders."""
@@ -91,42 +91,42 @@ class Injections:
             to_rank.Fault(number, str(fault)) for number, (fault, _) in self._armed.items() if _rank_of(fault) == rank
         ]
 
-    def greeted(self, seat: Seat) -> None:
+    def greeted(self, slot: RankSlot) -> None:
         """A process reads messages now: send the faults armed since its welcome. It ignores duplicates."""
-        for message in self.waiting_in(seat.rank):
-            seat.handler.channel.send(message)
+        for message in self.waiting_in(slot.rank):
+            slot.handler.channel.send(message)
 
-    def forked(self, seat: Seat) -> None:
+    def forked(self, slot: RankSlot) -> None:
         """A replacement has been started, and has not said a word yet: strike it if a fault waits for that."""
         for number, (fault, order) in list(self._armed.items()):
-            is_due = fault.phase == "fork" and _rank_of(fault) == seat.rank and (fault.step or 0) <= seat.lost_boundary
+            is_due = fault.phase == "fork" and _rank_of(fault) == slot.rank and (fault.step or 0) <= slot.lost_boundary
             if is_due:
                 del self._armed[number]
-                self._log_strike(number, fault, seat, "", phase="fork", step=None, at_s=time.monotonic())
-                self._signal(seat, fault)
+                self._log_strike(number, fault, slot, "", phase="fork", step=None, at_s=time.monotonic())
+                self._signal(slot, fault)
                 self._after(order)
                 return
 
-    def struck(self, seat: Seat, message: from_rank.FaultStruck) -> None:
+    def struck(self, slot: RankSlot, message: from_rank.FaultStruck) -> None:
         """A rank reports that a fault has struck it; the agent carries out some kinds at this moment."""
         if message.number not in self._armed:
             return
         fault, order = self._armed.pop(message.number)
         when = {"phase": message.phase, "step": message.step, "at_s": message.at_s}
-        self._log_strike(message.number, fault, seat, message.detail, **when)
-        if not seat.is_here:
+        self._log_strike(message.number, fault, slot, message.detail, **when)
+        if not slot.is_here:
             if fault.kind in ("term", "stop", *AGENT_KINDS):
-                self._strike_elsewhere(message.number, fault, seat)
+                self._strike_elsewhere(message.number, fault, slot)
         elif fault.kind == "term":
-            self._signal(seat, fault)
+            self._signal(slot, fault)
         elif fault.kind in AGENT_KINDS:
             self._strike_agent(message.number, fault)
         elif fault.kind == "stop":
-            self._wake_later(seat.pid, fault)
-        if fault.kind == "preempt" and seat.is_here:
-            self._preempted = seat  # it waits until the signal has been answered
+            self._wake_later(slot.pid, fault)
+        if fault.kind == "preempt" and slot.is_here:
+            self._preempted = slot  # it waits until the signal has been answered
         elif fault.kind in ("term", *AGENT_KINDS):
-            seat.handler.channel.send(to_rank.FaultDone())
+            slot.handler.channel.send(to_rank.FaultDone())
         self._after(order)
 
     def answered(self) -> None:
@@ -135,11 +135,11 @@ class Injections:
             self._preempted.handler.channel.send(to_rank.FaultDone())
             self._preempted = None
 
-    def failed(self, seat: Seat, message: from_rank.FaultFailed) -> None:
+    def failed(self, slot: RankSlot, message: from_rank.FaultFailed) -> None:
         """A rank reports that it could not cause a fault."""
         if message.number in self._armed:
             fault, order = self._armed.pop(message.number)
-            self._log_failure(message.number, fault, message.reason, rank=seat.rank)
+            self._log_failure(message.number, fault, message.reason, rank=slot.rank)
             self._after(order)
 
     def next_timer_s(self) -> float | None:
@@ -154,7 +154,7 @@ class Injections:
     # Orders.
 
     def _check(self, fault: Fault) -> None:
-        size = len(self._node.seats)
+        size = len(self._node.slots)
         for name, rank in (("rank", fault.rank), ("rank", fault.peer)):
             if rank is not None and rank >= size:
                 raise ValueError(f"there is no {name} {rank}; this run has {size} ranks")
@@ -164,11 +164,11 @@ class Injections:
     def _running_step(self) -> int:
         """The highest optimizer step that a rank is in."""
         board = self._node.board
-        steps = (board.get(seat.rank, Field.APPLIED) for seat in self._node.seats)
+        steps = (board.get(slot.rank, Field.APPLIED) for slot in self._node.slots)
         return max((step for step in steps if step < FINISHED), default=0)
 
     def _strikes_of(self, fault: Fault) -> Iterator[Strike]:
-        return strikes(fault, len(self._node.seats), self._running_step())
+        return strikes(fault, len(self._node.slots), self._running_step())
 
     def _take_next(self, order: Order) -> str:
         """Arm the order's next strike, or set a timer for it; returns what was done."""
@@ -192,56 +192,56 @@ class Injections:
 
     def _arm(self, order: Order, fault: Fault) -> str:
         number = next(self._numbers)
-        seat = None if fault.rank is None else self._node.seats[fault.rank]
-        is_there = seat is None or (seat.is_present and not seat.is_lost and not seat.is_finished)
+        slot = None if fault.rank is None else self._node.slots[fault.rank]
+        is_there = slot is None or (slot.is_present and not slot.is_lost and not slot.is_finished)
         if fault.is_immediate and is_there:
-            return self._strike_now(number, order, fault, seat)
+            return self._strike_now(number, order, fault, slot)
         self._armed[number] = (fault, order)
         rank = _rank_of(fault)
         self._log("fault_armed", number=number, order=order.number, rank=rank, fault=str(fault))
-        seat = self._node.seats[rank]
-        if seat.is_present:
-            seat.handler.channel.send(to_rank.Fault(number, str(fault)))
+        slot = self._node.slots[rank]
+        if slot.is_present:
+            slot.handler.channel.send(to_rank.Fault(number, str(fault)))
         return f"armed in rank {rank}: {fault}"
 
     # Strikes from outside.
 
-    def _strike_now(self, number: int, order: Order, fault: Fault, seat: Seat | None) -> str:
-        self._log_strike(number, fault, seat, "", phase=None, step=None, at_s=time.monotonic())
-        if seat is not None and not seat.is_here:
-            self._strike_elsewhere(number, fault, seat)
-            done = f"ordered on {self._node.peers.name_of(self._node.peers.node_of(seat.rank))}: {fault}"
-        elif seat is None or fault.kind in AGENT_KINDS:
+    def _strike_now(self, number: int, order: Order, fault: Fault, slot: RankSlot | None) -> str:
+        self._log_strike(number, fault, slot, "", phase=None, step=None, at_s=time.monotonic())
+        if slot is not None and not slot.is_here:
+            self._strike_elsewhere(number, fault, slot)
+            done = f"ordered on {self._node.peers.name_of(self._node.peers.node_of(slot.rank))}: {fault}"
+        elif slot is None or fault.kind in AGENT_KINDS:
             done = self._strike_agent(number, fault)
         else:
-            self._signal(seat, fault)
+            self._signal(slot, fault)
             name = _SIGNALS[fault.kind].name
-            done = f"rank {seat.rank} (pid {seat.pid}) was sent {name}"
+            done = f"rank {slot.rank} (pid {slot.pid}) was sent {name}"
         self._after(order)
         return done
 
     def strike_here(self, strike: nodes.Strike) -> None:
         """The agent that leads has a fault strike this node."""
-        fault, seat = parse_fault(strike.fault), self._node.seats[strike.rank]
+        fault, slot = parse_fault(strike.fault), self._node.slots[strike.rank]
         if fault.kind in AGENT_KINDS:
             self._strike_agent(strike.number, fault)
-        elif seat.pid == strike.pid:
-            self._signal(seat, fault)
+        elif slot.pid == strike.pid:
+            self._signal(slot, fault)
 
-    def _strike_elsewhere(self, number: int, fault: Fault, seat: Seat) -> None:
-        self._node.peers.to_node_of(seat.rank, nodes.Strike(seat.rank, seat.pid, number, str(fault)))
+    def _strike_elsewhere(self, number: int, fault: Fault, slot: RankSlot) -> None:
+        self._node.peers.to_node_of(slot.rank, nodes.Strike(slot.rank, slot.pid, number, str(fault)))
 
-    def _signal(self, seat: Seat, fault: Fault) -> None:
+    def _signal(self, slot: RankSlot, fault: Fault) -> None:
         if fault.kind == "kill":
-            kill_session(seat.pid)
+            kill_session(slot.pid)
             return
         with contextlib.suppress(OSError):
             if fault.kind in ("segv", "abort"):  # an injected crash writes no core file
-                _, hard = resource.prlimit(seat.pid, resource.RLIMIT_CORE)
-                resource.prlimit(seat.pid, resource.RLIMIT_CORE, (0, hard))
-            os.kill(seat.pid, _SIGNALS[fault.kind])
+                _, hard = resource.prlimit(slot.pid, resource.RLIMIT_CORE)
+                resource.prlimit(slot.pid, resource.RLIMIT_CORE, (0, hard))
+            os.kill(slot.pid, _SIGNALS[fault.kind])
         if fault.kind == "stop":
-            self._wake_later(seat.pid, fault)
+            self._wake_later(slot.pid, fault)
 
     def _strike_agent(self, number: int, fault: Fault) -> str:
         if fault.kind == "agent-kill":
@@ -262,7 +262,7 @@ class Injections:
         """Continue a stopped process, if the fault has a duration."""
 
         def wake() -> None:
-            if any(seat.pid == pid for seat in self._node.here):  # against pid reuse
+            if any(slot.pid == pid for slot in self._node.here):  # against pid reuse
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGCONT)
 
@@ -277,12 +277,12 @@ class Injections:
     def _log(self, event: str, **fields: object) -> None:
         self._node.log(event, **fields)
 
-    def _log_strike(self, number: int, fault: Fault, seat: Seat | None, detail: str, **fields: object) -> None:
+    def _log_strike(self, number: int, fault: Fault, slot: RankSlot | None, detail: str, **fields: object) -> None:
         self._log(
             "fault_injected",
             number=number,
-            rank=None if seat is None else seat.rank,
-            pid=None if seat is None else seat.pid,
+            rank=None if slot is None else slot.rank,
+            pid=None if slot is None else slot.pid,
             fault=str(fault),
             kind=fault.kind,
             generation=self._node.job.generation,

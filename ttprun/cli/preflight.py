@@ -29,7 +29,7 @@ from ttprun.cli.commands import COMMANDS
 from ttprun.config import Config, option_name
 from ttprun.errors import ConfigError, one_line, suggestion
 
-# Files that the agent holds open for each rank (its line, record, stack, pidfd, two shelves of a snapshot, logs), and
+# Files that the agent holds open for each rank (its line, record, stack, pidfd, two buffers of a snapshot, logs), and
 # for itself.
 FILES_OF_RANK = 12
 FILES_OF_AGENT = 64

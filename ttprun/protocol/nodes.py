@@ -39,15 +39,15 @@ class Where:
 
 @dataclass(frozen=True)
 class Hello:
-    """A hand has connected.
+    """A follower has connected.
 
-    token     of the door that it has come to, from the rendezvous store or from Rooms
-    node      its number in the group; -1: it waits for seats of a lost node
+    token     of the listener that it has come to, from the rendezvous store or from Rooms
+    node      its number in the group; -1: it waits for slots of a lost node
     address   of the node
     alike     what must be the same on all nodes, by its name for people
     shares    this node sees the file that the leader has written next to its checkpoints
     at_s      time of the node's clock, seconds since 1970
-    door      where this agent would listen if it led the next group
+    listener      where this agent would listen if it led the next group
     room      where this agent listens if the one that leads is lost
     """
 
@@ -57,7 +57,7 @@ class Hello:
     alike: dict[str, str]
     shares: bool = False
     at_s: float = 0.0
-    door: Where = Where()
+    listener: Where = Where()
     room: Where = Where()
 
 
@@ -102,7 +102,7 @@ class Begin:
 class Warmth:
     """What the ranks have imported of torch by their first step, and the files of the user's modules.
 
-    Whoever waits for seats has its standbys import and compile the same.
+    Whoever waits for slots has its standbys import and compile the same.
     """
 
     modules: list[str]
@@ -110,8 +110,8 @@ class Warmth:
 
 
 @dataclass(frozen=True)
-class Seats:
-    """Take the seats of a lost node; the records of each of its ranks follow, and then Spawn.
+class RankSlots:
+    """Take the slots of a lost node; the records of each of its ranks follow, and then Spawn.
 
     node     its number
     size     nodes of the group
@@ -185,13 +185,13 @@ class Rooms:
     """Where the agents listen: if the one that leads is lost, the next one does, and the others connect to it.
 
     rooms    of the agents that are there, by node, the leader's among them
-    waiting  launchers that wait for seats
-    doors    as in Hello, by node
+    waiting  launchers that wait for slots
+    listeners    as in Hello, by node
     """
 
     rooms: dict[int, Where]
     waiting: int
-    doors: dict[int, Where] = field(default_factory=dict)
+    listeners: dict[int, Where] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Remains:
-    """What a hand reports to the next leader, before anything else.
+    """What a follower reports to the next leader, before anything else.
 
     generation   the newest that it knows of
     rows         of its ranks
@@ -274,7 +274,7 @@ class Master:
     where: str
 
 
-# Reports of a hand.
+# Reports of a follower.
 
 
 @dataclass(frozen=True)
@@ -519,7 +519,7 @@ class Concluded:
     ended_by: int = 0
 
 
-OfHand = (
+OfFollower = (
     Hello
     | Started
     | NotStarted
@@ -553,7 +553,7 @@ OfLeader = (
     | Concluded
     | Rows
     | Warmth
-    | Seats
+    | RankSlots
     | Regroup
     | GiveRecords
     | Records

@@ -25,7 +25,7 @@ class Options:
     keeps_state           all ranks may have to resume from their records
     mirror                paths of its mirror: the slots, and for results; empty: it keeps none
     own_state             (records, share) paths of the two places where a rank that is alone keeps its state; or empty
-    shelves               for each place of a snapshot, paths for this rank's records and for its share
+    buffers               for each place of a snapshot, paths for this rank's records and for its share
     snapshot_every_steps  0: when the agent requests one
     nan_limit_s           how long a NaN in its own gradient blocks a rank's step; None: it is only reported
     is_replaced           a lost rank gets a new process
@@ -38,7 +38,7 @@ class Options:
     keeps_state: bool
     mirror: list[str]
     own_state: list[tuple[str, str]]
-    shelves: list[tuple[str, str]]
+    buffers: list[tuple[str, str]]
     snapshot_every_steps: int
     record_limit_mib: int
     journal_limit_mib: int

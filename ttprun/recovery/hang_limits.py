@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from ttprun.recovery.sights import Doing, Sight
+from ttprun.recovery.observations import Doing, Observation
 
 LEAST_LIMIT_S = 10.0  # learnt limits are never shorter
 LEAST_STALL_S = 30.0
@@ -35,23 +35,23 @@ class Limits:
         """What a step takes; None while too few are known."""
         return median(self.steps_s) if len(self.steps_s) >= 5 else None
 
-    def hang_limit_s(self, sight: Sight, awaited: Sight | None = None) -> float:
+    def hang_limit_s(self, observation: Observation, awaited: Observation | None = None) -> float:
         """For a rank that shows no sign of work.
 
         awaited   a rank that waits for it
         """
         if self.hang_s is not None:
             return self.hang_s
-        if sight.boundary == 0:
+        if observation.boundary == 0:
             return SETUP_LIMIT_S
-        is_pause = sight.doing is Doing.SAVING or (awaited is not None and awaited.operation == "barrier")
+        is_pause = observation.doing is Doing.SAVING or (awaited is not None and awaited.operation == "barrier")
         return max(PAUSE_LIMIT_S, self.stop_limit_s) if is_pause else self.stop_limit_s
 
-    def rest_limit_s(self, sight: Sight) -> float:
+    def rest_limit_s(self, observation: Observation) -> float:
         """For an idle rank for which no other waits."""
         if self.hang_s is not None:
             return self.hang_s
-        return SETUP_LIMIT_S if sight.boundary == 0 else max(PAUSE_LIMIT_S, self.stop_limit_s)
+        return SETUP_LIMIT_S if observation.boundary == 0 else max(PAUSE_LIMIT_S, self.stop_limit_s)
 
     @property
     def stop_limit_s(self) -> float:

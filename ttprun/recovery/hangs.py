@@ -1,8 +1,8 @@
 """Which rank hangs: observations of the ranks in, verdicts out. No clock, no input or output.
 
 Ranks wait for each other in collectives and before their optimizer steps. So when nothing moves, the suspect is the
-rank that is missing there: the one with the least progress (`Sight.place`). How long it may be missing depends on what
-it does (`Way`): a process that is stopped, or whose main thread neither runs bytecode nor uses the CPU, gets
+rank that is missing there: the one with the least progress (`Observation.place`). How long it may be missing depends on
+what it does (`Way`): a process that is stopped, or whose main thread neither runs bytecode nor uses the CPU, gets
 `hang_limit_s`; one that works gets `busy_limit_s`, since validation, a checkpoint or a long computation on one rank
 looks the same. A stopped process is a suspect even if no rank waits for it yet.
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ttprun.recovery.hang_limits import SETUP_LIMIT_S, Limits
-from ttprun.recovery.sights import IN_COLLECTIVE, Doing, Sight, Track
+from ttprun.recovery.observations import IN_COLLECTIVE, Doing, Observation, Track
 
 FORGOTTEN_PULSE_S = 3.0  # the pulse comes every second
 LOOK_AWAY_S = 2.0  # a longer time between two looks means that the agent itself was blocked
@@ -47,19 +47,19 @@ class Hung:
     awaited   a rank that waits for it; None if none does yet
     """
 
-    sight: Sight
+    observation: Observation
     way: Way
     for_s: float
     limit_s: float
-    awaited: Sight | None
+    awaited: Observation | None
 
     @property
     def reason(self) -> str:
         """For an operator."""
-        state = f"{self.way}; it is {self.sight.where}, and has made no progress for {self.for_s:.1f} s"
+        state = f"{self.way}; it is {self.observation.where}, and has made no progress for {self.for_s:.1f} s"
         if self.awaited is None:
             return state
-        has_skipped = self.sight.is_waiting and self.sight.meetings < self.awaited.meetings
+        has_skipped = self.observation.is_waiting and self.observation.meetings < self.awaited.meetings
         how = ", which it has skipped" if has_skipped else ""
         return f"{state}, while rank {self.awaited.rank} waits {self.awaited.where}{how}"
 
@@ -82,7 +82,7 @@ class Stalled:
 class Straggler:
     """A rank delays the others for much longer than a step takes."""
 
-    sight: Sight
+    observation: Observation
     took_s: float
     usual_s: float
 
@@ -90,7 +90,8 @@ class Straggler:
     def reason(self) -> str:
         """For an operator."""
         took = f"{self.took_s:.1f} s so far, {self.took_s / self.usual_s:.0f} times as long as usual"
-        return f"rank {self.sight.rank} holds up step {self.sight.boundary}: {took}; it is {self.sight.where}"
+        of = self.observation
+        return f"rank {of.rank} holds up step {of.boundary}: {took}; it is {of.where}"
 
 
 Verdict = Hung | Stalled | Straggler
@@ -110,28 +111,28 @@ class Watch:
         self._stepped_at_s: float | None = None
         self._is_slow = False
 
-    def look(self, at_s: float, sights: Sequence[Sight], is_alone: bool = False) -> tuple[Verdict, ...]:
+    def look(self, at_s: float, observations: Sequence[Observation], is_alone: bool = False) -> tuple[Verdict, ...]:
         """Judge the ranks while all train.
 
-        sights    of the ranks that live and have not finished, in any order
+        observations    of the ranks that live and have not finished, in any order
         is_alone  it is one rank, for which no other will ever wait
         returns   ranks that hang, or a stalled connection, else stragglers; the agent acts on each at once
         """
-        self.note(at_s, sights)
-        self._learn(at_s, sights)
+        self.note(at_s, observations)
+        self._learn(at_s, observations)
         hung = self.stopped(at_s) or (self._at_rest(at_s) if is_alone else self._absent(at_s))
         if hung:
             return hung
         return self._stalled(at_s) or self._stragglers(at_s)
 
     def look_at_repair(
-        self, at_s: float, sights: Sequence[Sight], replaying: Sequence[int] = ()
+        self, at_s: float, observations: Sequence[Observation], replaying: Sequence[int] = ()
     ) -> tuple[Verdict, ...]:
         """Judge the ranks during a recovery, without their places; deadlines find the rest.
 
         replaying   ranks that wait for no other now
         """
-        self.note(at_s, sights)
+        self.note(at_s, observations)
         self._stepped_at_s = None
         setup_limit_s = self.limits.hang_s if self.limits.hang_s is not None else SETUP_LIMIT_S
         idle = tuple(
@@ -142,9 +143,9 @@ class Watch:
         dead = (
             track
             for track in self._tracks.values()
-            if track.sight.pulse_at_s
-            and not track.sight.is_stopped
-            and self.is_silent(track.sight, at_s)
+            if track.observation.pulse_at_s
+            and not track.observation.is_stopped
+            and self.is_silent(track.observation, at_s)
             and at_s - track.worked_at_s > self.limits.stop_limit_s
         )
         held = tuple(self._hung(at_s, track, Way.HELD, self.limits.stop_limit_s, None) for track in dead)
@@ -161,26 +162,32 @@ class Watch:
         track = self._tracks.get(rank)
         if track is None or self._way(at_s, track) is not Way.BUSY:
             return False
-        return bool(track.sight.pulse_at_s) or track.is_computing(at_s)
+        return bool(track.observation.pulse_at_s) or track.is_computing(at_s)
 
     @staticmethod
-    def is_silent(sight: Sight, at_s: float) -> bool:
+    def is_silent(observation: Observation, at_s: float) -> bool:
         """Whether no thread of the process has got the GIL for a while."""
-        return at_s - sight.pulse_at_s > FORGOTTEN_PULSE_S
+        return at_s - observation.pulse_at_s > FORGOTTEN_PULSE_S
 
     def stopped(self, at_s: float) -> tuple[Hung, ...]:
         """Processes that have been stopped for too long."""
         limit_s = self.limits.stop_limit_s
         return tuple(
-            Hung(sight=track.sight, way=Way.STOPPED, for_s=stopped_s, limit_s=limit_s, awaited=self._ahead_of(track))
+            Hung(
+                observation=track.observation,
+                way=Way.STOPPED,
+                for_s=stopped_s,
+                limit_s=limit_s,
+                awaited=self._ahead_of(track),
+            )
             for track in self._tracks.values()
             if track.stopped_at_s is not None and (stopped_s := at_s - track.stopped_at_s) > limit_s
         )
 
-    def laggards(self) -> tuple[Sight, ...]:
+    def laggards(self) -> tuple[Observation, ...]:
         """The ranks with the least progress, without finished ones; () if all have the same."""
         tracks = self._laggards()
-        return tuple(track.sight for track in tracks)
+        return tuple(track.observation for track in tracks)
 
     def why_absent(self, at_s: float, rank: int) -> Hung:
         """A laggard that has become a fault before its limit: the script's own time-out has passed."""
@@ -188,7 +195,7 @@ class Watch:
         way = self._way(at_s, track)
         return self._hung(at_s, track, way, at_s - track.progressed_at_s, self._ahead_of(track))
 
-    def note(self, at_s: float, sights: Sequence[Sight]) -> None:
+    def note(self, at_s: float, observations: Sequence[Observation]) -> None:
         """See how the ranks are, and judge none."""
         if self._looked_at_s is not None and at_s - self._looked_at_s > LOOK_AWAY_S:
             away_s = at_s - self._looked_at_s
@@ -198,15 +205,15 @@ class Watch:
         self._looked_at_s = at_s
         known = self._tracks
         self._tracks = {}
-        for sight in sights:
-            before = known.get(sight.rank)
-            is_same = before is not None and before.sight.pid == sight.pid
-            track = before if before is not None and is_same else Track(sight, at_s, at_s)
-            track.note(at_s, sight)
-            self._tracks[sight.rank] = track
+        for observation in observations:
+            before = known.get(observation.rank)
+            is_same = before is not None and before.observation.pid == observation.pid
+            track = before if before is not None and is_same else Track(observation, at_s, at_s)
+            track.note(at_s, observation)
+            self._tracks[observation.rank] = track
 
-    def _learn(self, at_s: float, sights: Sequence[Sight]) -> None:
-        boundary = max((sight.boundary for sight in sights), default=0)
+    def _learn(self, at_s: float, observations: Sequence[Observation]) -> None:
+        boundary = max((observation.boundary for observation in observations), default=0)
         steps = boundary - self._boundary
         if self._stepped_at_s is not None and steps <= 0:
             return
@@ -220,48 +227,50 @@ class Watch:
 
     def _laggards(self) -> tuple[Track, ...]:
         # The place of a process whose hooks have not reported is unknown.
-        placed = [track for track in self._tracks.values() if track.sight.pulse_at_s]
-        farthest = max((track.sight.place for track in placed), default=None)
-        working = [track for track in placed if track.sight.doing is not Doing.FINISHED]
-        least = min((track.sight.place for track in working), default=None)
+        placed = [track for track in self._tracks.values() if track.observation.pulse_at_s]
+        farthest = max((track.observation.place for track in placed), default=None)
+        working = [track for track in placed if track.observation.doing is not Doing.FINISHED]
+        least = min((track.observation.place for track in working), default=None)
         if least == farthest:
             return ()
-        lagging = [track for track in working if track.sight.place == least]
+        lagging = [track for track in working if track.observation.place == least]
         # In a group of some of the ranks one may wait for another: then the one that does not wait is the suspect.
-        return tuple(track for track in lagging if not track.sight.is_waiting) or tuple(lagging)
+        return tuple(track for track in lagging if not track.observation.is_waiting) or tuple(lagging)
 
-    def _ahead_of(self, laggard: Track) -> Sight | None:
+    def _ahead_of(self, laggard: Track) -> Observation | None:
         """The rank that has waited longest for it."""
         ahead = [
             track
             for track in self._tracks.values()
-            if track.sight.place > laggard.sight.place and track.sight.is_waiting and not track.sight.is_stopped
+            if track.observation.place > laggard.observation.place
+            and track.observation.is_waiting
+            and not track.observation.is_stopped
         ]
-        return min(ahead, key=lambda track: track.progressed_at_s).sight if ahead else None
+        return min(ahead, key=lambda track: track.progressed_at_s).observation if ahead else None
 
     def _way(self, at_s: float, track: Track) -> Way:
-        if track.sight.is_stopped:
+        if track.observation.is_stopped:
             return Way.STOPPED
-        if track.sight.doing in (Doing.COMMITTING, Doing.CONNECTING):
+        if track.observation.doing in (Doing.COMMITTING, Doing.CONNECTING):
             return Way.ASTRAY
         if at_s - track.worked_at_s < FORGOTTEN_PULSE_S:
             return Way.BUSY
-        return Way.HELD if self.is_silent(track.sight, at_s) else Way.IDLE
+        return Way.HELD if self.is_silent(track.observation, at_s) else Way.IDLE
 
     def _absent(self, at_s: float) -> tuple[Hung, ...]:
         found = []
         for track in self._laggards():
             awaited = self._ahead_of(track)
             # A rank that skips a collective before the first step may be one that does not step with the others.
-            if awaited is None or (track.sight.is_waiting and track.sight.boundary == 0):
+            if awaited is None or (track.observation.is_waiting and track.observation.boundary == 0):
                 continue
             awaited_s = at_s - self._tracks[awaited.rank].progressed_at_s
             way = self._way(at_s, track)
             busy_s = min(awaited_s, at_s - track.progressed_at_s)
             idle_s = busy_s if way is Way.ASTRAY else min(awaited_s, at_s - track.worked_at_s)
-            limit_s = self.limits.hang_limit_s(track.sight, awaited)
-            if track.sight.doing is Doing.WAITING:  # for data in transfer: a slow network is not a fault
-                limit_s = max(limit_s, self.limits.stall_limit_s(track.sight.boundary))
+            limit_s = self.limits.hang_limit_s(track.observation, awaited)
+            if track.observation.doing is Doing.WAITING:  # for data in transfer: a slow network is not a fault
+                limit_s = max(limit_s, self.limits.stall_limit_s(track.observation.boundary))
             if way is not Way.BUSY and idle_s > limit_s:
                 found.append(self._hung(at_s, track, way, limit_s, awaited))
             elif busy_s > max(self.limits.busy_limit_s, limit_s):
@@ -276,24 +285,24 @@ class Watch:
         found = []
         for track in self._tracks.values():
             way = self._way(at_s, track)
-            limit_s = self.limits.rest_limit_s(track.sight)
+            limit_s = self.limits.rest_limit_s(track.observation)
             if way is Way.BUSY and self.limits.hang_s is not None and at_s - track.progressed_at_s > 10 * limit_s:
                 found.append(self._hung(at_s, track, way, 10 * limit_s, None))
-            elif way is not Way.BUSY and track.sight.pulse_at_s and at_s - track.worked_at_s > limit_s:
+            elif way is not Way.BUSY and track.observation.pulse_at_s and at_s - track.worked_at_s > limit_s:
                 found.append(self._hung(at_s, track, way, limit_s, None))
         return tuple(found)
 
-    def _hung(self, at_s: float, track: Track, way: Way, limit_s: float, awaited: Sight | None) -> Hung:
+    def _hung(self, at_s: float, track: Track, way: Way, limit_s: float, awaited: Observation | None) -> Hung:
         for_s = at_s - track.progressed_at_s
-        return Hung(sight=track.sight, way=way, for_s=for_s, limit_s=limit_s, awaited=awaited)
+        return Hung(observation=track.observation, way=way, for_s=for_s, limit_s=limit_s, awaited=awaited)
 
     def _stalled(self, at_s: float) -> tuple[Stalled, ...]:
         tracks = tuple(self._tracks.values())
-        is_together = len({track.sight.place for track in tracks}) == 1
-        if len(tracks) < 2 or not is_together or not all(track.sight.doing in IN_COLLECTIVE for track in tracks):
+        is_together = len({track.observation.place for track in tracks}) == 1
+        if len(tracks) < 2 or not is_together or not all(track.observation.doing in IN_COLLECTIVE for track in tracks):
             return ()
         for_s = min(at_s - track.progressed_at_s for track in tracks)
-        first = tracks[0].sight
+        first = tracks[0].observation
         works = any(at_s - track.worked_at_s < FORGOTTEN_PULSE_S for track in tracks)
         if works or for_s <= self.limits.stall_limit_s(first.boundary):
             return ()
@@ -310,4 +319,4 @@ class Watch:
         if not laggards or 2 * len(laggards) > len(self._tracks) or not all(map(self._ahead_of, laggards)):
             return ()
         self._is_slow = True
-        return tuple(Straggler(sight=track.sight, took_s=took_s, usual_s=usual_s) for track in laggards)
+        return tuple(Straggler(observation=track.observation, took_s=took_s, usual_s=usual_s) for track in laggards)

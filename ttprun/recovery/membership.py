@@ -16,7 +16,7 @@ MOST_COOLDOWN_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class Observation:
     """What is known at one moment.
 
     members   hosts of the group's nodes, by number
@@ -77,24 +77,24 @@ class Membership:
     max_nodes: int
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
 
-    def planned(self, sight: Sight) -> Plan:
+    def planned(self, observation: Observation) -> Plan:
         """The group as it should be now."""
-        room = dict(sight.named) if sight.named is not None else None
+        room = dict(observation.named) if observation.named is not None else None
         stay: list[int] = []
         leave: list[int] = []
-        for number, host in enumerate(sight.members):
-            if number in sight.lost:
+        for number, host in enumerate(observation.members):
+            if number in observation.lost:
                 continue
-            is_kept = number not in sight.leaving and _has_room(room, host)
+            is_kept = number not in observation.leaving and _has_room(room, host)
             (stay if is_kept else leave).append(number)
         able = [
             place
-            for place, (host, _) in enumerate(sight.waiting)
-            if not self.is_quarantined(host, sight.at_s) and _has_room(room, host)
+            for place, (host, _) in enumerate(observation.waiting)
+            if not self.is_quarantined(host, observation.at_s) and _has_room(room, host)
         ]
         join = able[: max(0, self.max_nodes - len(stay))]
-        has_settled = all(sight.at_s - sight.waiting[place][1] >= SETTLE_S for place in join)
-        is_smaller = len(stay) < len(sight.members)
+        has_settled = all(observation.at_s - observation.waiting[place][1] >= SETTLE_S for place in join)
+        is_smaller = len(stay) < len(observation.members)
         why_not = ""
         if len(stay) + len(join) < self.min_nodes:
             why_not = f"{len(stay) + len(join)} of at least {self.min_nodes} nodes are there"

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 import msgpack
 
 from ttprun import recovery
-from ttprun.agent.checkpoints.snapshot_buffer import Shelf
+from ttprun.agent.checkpoints.snapshot_buffer import SnapshotBuffer
 from ttprun.agent.checkpoints.writer import Apart, CheckpointWriter, Written
 from ttprun.agent.cluster import record_copies
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.stored_states import rank_file
@@ -112,7 +112,7 @@ class Checkpoints:
             dump = to_rank.Dump(
                 order.generation, path, share, len(writers), owners, writers, mirrored[share :: len(writers)]
             )
-            self._node.seats[rank].send(dump)
+            self._node.slots[rank].send(dump)
 
     def _mirrored(self, draft: Draft, order: recovery.Persist) -> list[MirroredShare]:
         """What is to be written from the mirrors of lost ranks that no living one replicates.
@@ -120,32 +120,32 @@ class Checkpoints:
         Only from one with the state itself: no rank can take another one's step.
         """
         replicas, found = self._node.job.replicas, list[MirroredShare]()
-        for seat in self._node.here:
-            if seat.rank in order.ranks or replicas.peers(seat.rank, order.ranks):
+        for slot in self._node.here:
+            if slot.rank in order.ranks or replicas.peers(slot.rank, order.ranks):
                 continue
-            source = self._mirrors.source_of(seat, order.boundary)
+            source = self._mirrors.source_of(slot, order.boundary)
             if source is not None and not source.is_step:
                 share = len(order.ranks) + len(found)
-                found.append(MirroredShare(seat.rank, source.path, str(draft.path(file_of(share))), share))
+                found.append(MirroredShare(slot.rank, source.path, str(draft.path(file_of(share))), share))
         return found
 
     def _order_parts(self, writing: _Writing) -> None:
         """The agents of other nodes write what is their ranks' own, from the records that they have."""
-        peers, hands = self._node.peers, self._node.peers.hands()
-        for seat in self._node.seats:
-            if seat.is_here:
+        peers, hands = self._node.peers, self._node.peers.followers()
+        for slot in self._node.slots:
+            if slot.is_here:
                 continue
-            holder = peers.node_of(seat.rank)
+            holder = peers.node_of(slot.rank)
             if holder not in hands:
                 holder = (holder + 1) % peers.size  # it keeps copies of the lost node's records
             if holder == peers.node:
-                writing.kept.add(seat.rank)
+                writing.kept.add(slot.rank)
             elif holder in hands:
-                path = str(writing.draft.path(rank_file(seat.rank)))
-                writing.apart.add(seat.rank)
-                peers.send(holder, nodes.StorePart(seat.rank, writing.order.boundary, path))
+                path = str(writing.draft.path(rank_file(slot.rank)))
+                writing.apart.add(slot.rank)
+                peers.send(holder, nodes.StorePart(slot.rank, writing.order.boundary, path))
             else:
-                writing.missing.add(seat.rank)
+                writing.missing.add(slot.rank)
 
     def take_part(self, message: nodes.PartStored) -> None:
         """The agent of another node has written what is a rank's own, or could not."""
@@ -164,13 +164,13 @@ class Checkpoints:
             return
         self._finish_if_all_is_there(writing)
 
-    def take_dumped(self, seat: Seat, message: Dumped) -> None:
+    def take_dumped(self, slot: RankSlot, message: Dumped) -> None:
         """A rank has written its share, or could not; after the last one the rest is done in the background."""
         writing = self._writing
         if writing is None or message.generation != writing.order.generation:
             return
-        writing.waiting.discard(seat.rank)
-        writing.reports[seat.rank] = message
+        writing.waiting.discard(slot.rank)
+        writing.reports[slot.rank] = message
         self._finish_if_all_is_there(writing)
 
     def _finish_if_all_is_there(self, writing: _Writing) -> None:
@@ -189,11 +189,11 @@ class Checkpoints:
         boundary = writing.order.boundary
         replicas = self._node.job.replicas
         first = next(share for share in writing.shares.values() if share.share == 0)
-        kept = [self._node.seats[rank] for rank in sorted(writing.kept)]
+        kept = [self._node.slots[rank] for rank in sorted(writing.kept)]
         parts, missing = self._rank_parts(boundary, [*self._node.here, *kept])
         missing += [_what_is_lost(rank, boundary) for rank in sorted(writing.missing)]
         saved = [*writing.order.ranks, *writing.mirrored]
-        held_still = [rank for rank in range(len(self._node.seats)) if replicas.peers(rank, saved)]
+        held_still = [rank for rank in range(len(self._node.slots)) if replicas.peers(rank, saved)]
         missing += what_is_missing(held_of(first.held), [*saved, *held_still])
         missing += self._held_by_nobody(replicas, saved)
         for share in shares.values():
@@ -209,7 +209,7 @@ class Checkpoints:
             self._report_to_machine(writing.order.generation, place, why_not, written.why_unusable, is_handled)
 
         headers = {rank: share.header for rank, share in shares.items()} if replicas.parted else {}
-        for rank in range(len(self._node.seats)) if headers else ():
+        for rank in range(len(self._node.slots)) if headers else ():
             peer = next(iter(replicas.peers(rank, writing.reports)), None)
             if rank not in headers and peer is not None:
                 headers[rank] = headers[peer]
@@ -228,7 +228,7 @@ class Checkpoints:
     def _held_by_nobody(self, replicas: Replicas, writers: Sequence[int]) -> list[str]:
         """What is missing of the lost ranks' own weights and optimizer state, shards aside."""
         replicas, missing = replace(replicas, shards={}), []
-        for rank in range(len(self._node.seats)):
+        for rank in range(len(self._node.slots)):
             if rank in writers or not replicas.why_no_source(rank, writers):
                 continue
             names = replicas.missing(rank, writers)
@@ -249,34 +249,34 @@ class Checkpoints:
         self.writer.note_failure(order.boundary, order.cause, why_not)
         self._report_to_machine(order.generation, why_not=why_not, is_handled=is_handled)
 
-    def _rank_parts(self, boundary: int, seats: Sequence[Seat]) -> tuple[dict[int, bytes], list[str]]:
+    def _rank_parts(self, boundary: int, slots: Sequence[RankSlot]) -> tuple[dict[int, bytes], list[str]]:
         """(each own part of these ranks, what is missing): the records outlive their ranks."""
         parts, missing = {}, []
-        for seat in seats:
+        for slot in slots:
             try:
-                parts[seat.rank] = own_part(self._node, seat, boundary)
+                parts[slot.rank] = own_part(self._node, slot, boundary)
             except KeyError:
-                missing.append(_what_is_lost(seat.rank, boundary))
+                missing.append(_what_is_lost(slot.rank, boundary))
         return parts, missing
 
     # A checkpoint of a snapshot.
 
-    def write_snapshot(self, shelf: Shelf, done: Callable[[], None]) -> None:
+    def write_snapshot(self, buffer: SnapshotBuffer, done: Callable[[], None]) -> None:
         """Write a snapshot to disk in the background; `done` is called by the supervisor's thread at the end."""
         try:
-            draft = self.writer.begin(shelf.boundary)
+            draft = self.writer.begin(buffer.boundary)
         except ConfigError as error:
-            self.writer.note_failure(shelf.boundary, "periodic", str(error))
+            self.writer.note_failure(buffer.boundary, "periodic", str(error))
             done()
             return
 
         def finish(written: Written) -> None:
             done()
 
-        parts = [(rank, _reader_of(fd, shelf.reports[rank].records_bytes)) for rank, fd in enumerate(shelf.records)]
-        shares = [(rank, _reader_of(fd, shelf.written[rank].bytes)) for rank, fd in enumerate(shelf.shares)]
-        apart = Apart(shelf.headers, shelf.replicas)
-        self.writer.submit(draft, parts, shelf.first, apart, "periodic", [], time.monotonic(), finish, shares)
+        parts = [(rank, _reader_of(fd, buffer.reports[rank].records_bytes)) for rank, fd in enumerate(buffer.records)]
+        shares = [(rank, _reader_of(fd, buffer.written[rank].bytes)) for rank, fd in enumerate(buffer.shares)]
+        apart = Apart(buffer.headers, buffer.replicas)
+        self.writer.submit(draft, parts, buffer.first, apart, "periodic", [], time.monotonic(), finish, shares)
 
     def _report_to_machine(
         self, generation: int, place: str = "", why_not: str = "", why_unusable: str = "", is_handled: bool = False
@@ -293,16 +293,16 @@ class Checkpoints:
         )
 
 
-def own_part(node: Node, seat: Seat, boundary: int) -> bytes:
+def own_part(node: Node, slot: RankSlot, boundary: int) -> bytes:
     """What a checkpoint has of a rank alone: of this node, or of the one before it, whose records this one keeps.
 
     Raises KeyError if there is no record of the boundary.
     """
-    if not seat.is_here:
-        kept: bytes = msgpack.packb(record_copies.kept_of(node, seat.rank).export(boundary) | {"lines": [0, 0]})
+    if not slot.is_here:
+        kept: bytes = msgpack.packb(record_copies.kept_of(node, slot.rank).export(boundary) | {"lines": [0, 0]})
         return kept
-    exported = node.recorder_of(seat).export(boundary)
-    packed: bytes = msgpack.packb(exported | {"lines": node.lines_since(seat, boundary)})
+    exported = node.recorder_of(slot).export(boundary)
+    packed: bytes = msgpack.packb(exported | {"lines": node.lines_since(slot, boundary)})
     return packed
 
 

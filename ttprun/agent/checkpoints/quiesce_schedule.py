@@ -2,7 +2,7 @@
 
 What the script may go backward through is in no record (see `open_boundaries`), so a checkpoint of an open
 boundary is mostly refused by the launch that should go on from it. The ranks then train on up to the next one that is
-not open, if there is such a one before long; the first rank does not go past it. Begin with `Standing.ask`.
+not open, if there is such a one before long; the first rank does not go past it. Begin with `QuiesceSchedule.ask`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ttprun.protocol.board import LEADER, Field
 LIMIT_S = 10.0  # whoever ends a job by a signal mostly leaves it 30 s
 
 
-class Standing:
+class QuiesceSchedule:
     """Orders to quiesce that are held back."""
 
     def __init__(self, node: Node) -> None:
@@ -57,12 +57,12 @@ class Standing:
     def _may_come(self) -> bool:
         """The ranks stand at an open boundary, or are on their way past one; the next may be another one."""
         node = self._node
-        if not node.seats or not recovery.may_persist(node.job):
+        if not node.slots or not recovery.may_persist(node.job):
             return False
         open_at = node.board.get(LEADER, Field.OPEN_AT)
         return open_at > 0 and open_at >= node.board.get(LEADER, Field.APPLIED)
 
     def _tell_leader(self, is_asked: bool) -> None:
         self._is_leader_told = is_asked
-        if self._node.seats:
+        if self._node.slots:
             self._node.board.set(LEADER, Field.STAND_ASKED, int(is_asked))

@@ -1,4 +1,4 @@
-"""A shelf: memory for one snapshot, which outlives the ranks that write to it."""
+"""A buffer: memory for one snapshot, which outlives the ranks that write to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 
 @dataclass
-class Shelf:
+class SnapshotBuffer:
     """Memory for one snapshot: two memfds for each rank.
 
     records, shares   by local rank: its own part, and its share of what replicas hold

@@ -91,6 +91,6 @@ class SnapshotTimes:
         """With `auto`, where a lost rank can only come from a snapshot: then they are taken often."""
         job = self._node.job
         has_no_peer = job.replicas.needs_snapshots
-        if len(self._node.seats) == 1:  # what it keeps of itself is newer, if it keeps anything
+        if len(self._node.slots) == 1:  # what it keeps of itself is newer, if it keeps anything
             has_no_peer = not self._node.board.get(LEADER, Field.OWN_STATE)
         return self._interval.is_auto and has_no_peer

@@ -12,10 +12,10 @@ import time
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
-from ttprun.agent.checkpoints.snapshot_buffer import Shelf
+from ttprun.agent.checkpoints.snapshot_buffer import SnapshotBuffer
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import shared_memory
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.protocol.board import LEADER, Field
@@ -24,7 +24,7 @@ from ttprun.rank.weights.checkpoint_shards import version_of
 
 logger = logging.getLogger("ttprun")
 
-_SHELVES = 2
+_BUFFERS = 2
 _ROOM_AHEAD_S = 60.0
 
 
@@ -40,8 +40,8 @@ class Snapshots:
         self._times = times
         self._comparisons = comparisons
         self._checkpoints = checkpoints
-        self.shelves: list[Shelf] = []
-        self.newest: Shelf | None = None
+        self.buffers: list[SnapshotBuffer] = []
+        self.newest: SnapshotBuffer | None = None
         self.share_bytes = 0
         self._has_room = False
         self._taking: threading.Thread | None = None
@@ -56,23 +56,23 @@ class Snapshots:
 
     def begin_group(self) -> None:
         """All ranks are new, and none of the old snapshots is theirs."""
-        for shelf in self.shelves:
-            if not shelf.is_read:  # else its descriptors' numbers would be others' before it is on the disk
-                shelf.close()
-        world_size = len(self._node.seats)
+        for buffer in self.buffers:
+            if not buffer.is_read:  # else its descriptors' numbers would be others' before it is on the disk
+                buffer.close()
+        world_size = len(self._node.slots)
         self.newest, self._is_pending = None, False
         self._times.begin_group()
         self.share_bytes, self._has_room = 0, False
-        self.shelves = [
-            Shelf(shared_memory.new("snapshot", world_size), shared_memory.new("snapshot", world_size))
-            for _ in range(_SHELVES)
+        self.buffers = [
+            SnapshotBuffer(shared_memory.new("snapshot", world_size), shared_memory.new("snapshot", world_size))
+            for _ in range(_BUFFERS)
         ]
 
     def paths_for(self, local_rank: int) -> list[tuple[str, str]]:
-        """Where a rank puts its records and its share, for each shelf."""
+        """Where a rank puts its records and its share, for each buffer."""
         return [
-            (shared_memory.path_of(shelf.records[local_rank]), shared_memory.path_of(shelf.shares[local_rank]))
-            for shelf in self.shelves
+            (shared_memory.path_of(buffer.records[local_rank]), shared_memory.path_of(buffer.shares[local_rank]))
+            for buffer in self.buffers
         ]
 
     def look(self) -> None:
@@ -83,25 +83,25 @@ class Snapshots:
             return
         if self.share_bytes and not self._has_room and self._times.is_due(_ROOM_AHEAD_S):
             self._has_room = True
-            fresh = [fd for shelf in self.shelves if not shelf.is_asked for fd in shelf.shares]
+            fresh = [fd for buffer in self.buffers if not buffer.is_asked for fd in buffer.shares]
             self._taking = shared_memory.take_ahead(fresh, self.share_bytes)
         is_taking = self._taking is not None and self._taking.is_alive()  # it would make a share longer than it is
         if self._is_pending or is_taking or not self._times.is_due():
             return
         number = self._next_number()
-        if self.shelves[number % _SHELVES].is_read:
+        if self.buffers[number % _BUFFERS].is_read:
             return
         self._number, self._is_pending = number, True
-        self.shelves[number % _SHELVES].reports = {}
-        self.shelves[number % _SHELVES].is_asked = True
+        self.buffers[number % _BUFFERS].reports = {}
+        self.buffers[number % _BUFFERS].is_asked = True
         self._node.board.set(LEADER, Field.SNAPSHOT_ASKED, number)
 
     def _next_number(self) -> int:
         """Its place is not that of the newest complete one."""
         number = self._number + 1
-        return number + 1 if self.newest is self.shelves[number % _SHELVES] else number
+        return number + 1 if self.newest is self.buffers[number % _BUFFERS] else number
 
-    def take(self, seat: Seat, message: SnapshotTaken) -> None:
+    def take(self, slot: RankSlot, message: SnapshotTaken) -> None:
         """A rank has written its part of a snapshot, or could not."""
         if message.number != self._number or not self._is_pending:
             return
@@ -110,69 +110,69 @@ class Snapshots:
             self._times.note_taken()
             self._tell(message.boundary, message.why_not, "no snapshot was taken")
             return
-        shelf = self.shelves[self._number % _SHELVES]
-        shelf.reports[seat.local_rank] = message
-        if len(shelf.reports) < len(self._node.seats):
+        buffer = self.buffers[self._number % _BUFFERS]
+        buffer.reports[slot.local_rank] = message
+        if len(buffer.reports) < len(self._node.slots):
             return
         self._is_pending = False
         self._times.note_taken()
-        shelf.boundary = message.boundary
-        shelf.replicas = self._node.job.replicas
-        if self._lacks_something(shelf):
+        buffer.boundary = message.boundary
+        buffer.replicas = self._node.job.replicas
+        if self._lacks_something(buffer):
             self._times.is_wanted = True
             return
-        why_not = self._why_not_alike(shelf)
+        why_not = self._why_not_alike(buffer)
         if why_not:
-            self._tell(shelf.boundary, why_not, "no snapshot was taken")
+            self._tell(buffer.boundary, why_not, "no snapshot was taken")
             return
-        why_not = self._why_not_complete(shelf)
+        why_not = self._why_not_complete(buffer)
         if why_not:
             self._times.is_off = True
-            self._tell(shelf.boundary, why_not, "no snapshots are taken from now on")
+            self._tell(buffer.boundary, why_not, "no snapshots are taken from now on")
             return
         self._times.is_wanted = False
-        self._times.cost_s = took_s = max(report.took_s for report in shelf.reports.values())
-        self._node.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=shelf.boundary))
-        if self._node.job.snapshot != shelf.boundary:
+        self._times.cost_s = took_s = max(report.took_s for report in buffer.reports.values())
+        self._node.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=buffer.boundary))
+        if self._node.job.snapshot != buffer.boundary:
             return  # no replay could reach it: the job goes back to the one before, which stays
-        self.newest, self._reason = shelf, ""
+        self.newest, self._reason = buffer, ""
         self._node.log(
-            "snapshot_taken", boundary=shelf.boundary, bytes=shelf.size_bytes, took_s=took_s, number=self._number
+            "snapshot_taken", boundary=buffer.boundary, bytes=buffer.size_bytes, took_s=took_s, number=self._number
         )
         if self._times.is_due_on_disk() and not self._checkpoints.is_busy:
             self._times.note_written()
-            shelf.is_read = True
-            self._checkpoints.write_snapshot(shelf, lambda: self._written(shelf))
+            buffer.is_read = True
+            self._checkpoints.write_snapshot(buffer, lambda: self._written(buffer))
 
-    def _written(self, shelf: Shelf) -> None:
+    def _written(self, buffer: SnapshotBuffer) -> None:
         """A snapshot is on the disk, or could not be written: its place is free."""
-        shelf.is_read = False
-        if not any(shelf is one for one in self.shelves):
-            shelf.close()
+        buffer.is_read = False
+        if not any(buffer is one for one in self.buffers):
+            buffer.close()
 
-    def _lacks_something(self, shelf: Shelf) -> bool:
+    def _lacks_something(self, buffer: SnapshotBuffer) -> bool:
         """Whether a rank has left out what it alone holds, because it did not know: the next one will have it."""
         replicas = self._node.job.replicas
-        if {share.apart for share in shelf.written.values()} != {version_of(replicas.parted)}:
-            for seat in self._node.seats:
-                self._comparisons.report_owners(seat)
+        if {share.apart for share in buffer.written.values()} != {version_of(replicas.parted)}:
+            for slot in self._node.slots:
+                self._comparisons.report_owners(slot)
             return True
         return False
 
-    def _why_not_alike(self, shelf: Shelf) -> str:
+    def _why_not_alike(self, buffer: SnapshotBuffer) -> str:
         """Why what replicas have shared out among them is not one state: it is looked at in full, which shows more."""
-        digests = {rank: share.digests for rank, share in shelf.written.items()}
-        keys = shelf.replicas.contradicted_by(digests)
+        digests = {rank: share.digests for rank, share in buffer.written.items()}
+        keys = buffer.replicas.contradicted_by(digests)
         if not keys:
             return ""
-        self._comparisons.look_soon(shelf.boundary)
+        self._comparisons.look_soon(buffer.boundary)
         return f"ranks that were replicas of each other hold different values of {self._comparisons.names_of(keys)}"
 
-    def _why_not_complete(self, shelf: Shelf) -> str:
+    def _why_not_complete(self, buffer: SnapshotBuffer) -> str:
         """Why what the ranks have written does not belong together; "" if it does."""
-        if len({report.boundary for report in shelf.reports.values()}) > 1:
+        if len({report.boundary for report in buffer.reports.values()}) > 1:
             return "the ranks have taken it at different steps"
-        if len({share.header_xxh3 for share in shelf.written.values()}) > 1:
+        if len({share.header_xxh3 for share in buffer.written.values()}) > 1:
             return "the ranks hold different parameters, of which there is no replica"
         return ""
 

@@ -151,7 +151,7 @@ class CheckpointWriter:
         start = self._node.here[0].handler.start
         words = command_of(start)
         script = " ".join(words[:2]) if words[:1] == ["-m"] else "".join(words[:1])
-        description = Description(world_size=len(self._node.seats), cause=cause, script=script, model=first.model)
+        description = Description(world_size=len(self._node.slots), cause=cause, script=script, model=first.model)
 
         def work() -> None:
             checkpoint, why_not, why_unusable = None, "", ""

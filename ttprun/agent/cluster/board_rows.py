@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.hang_detector import state_of
 from ttprun.protocol import nodes
 from ttprun.protocol.board import AWAITED, SHARED, Field
@@ -18,32 +18,32 @@ from ttprun.protocol.board import AWAITED, SHARED, Field
 _TIMES = (Field.SEEN_NS, Field.PULSE_NS)
 
 
-def row_of(node: Node, seat: Seat) -> nodes.Row:
+def row_of(node: Node, slot: RankSlot) -> nodes.Row:
     """How one rank stands."""
-    values = [node.board.get(seat.rank, field) for field in SHARED]
-    if not seat.is_here:
-        return nodes.Row(seat.rank, values, *seat.seen)
+    values = [node.board.get(slot.rank, field) for field in SHARED]
+    if not slot.is_here:
+        return nodes.Row(slot.rank, values, *slot.seen)
     with contextlib.suppress(OSError, ValueError, IndexError):
-        if seat.pid and not seat.is_buried:
-            return nodes.Row(seat.rank, values, *state_of(seat.pid))
-    return nodes.Row(seat.rank, values)
+        if slot.pid and not slot.is_buried:
+            return nodes.Row(slot.rank, values, *state_of(slot.pid))
+    return nodes.Row(slot.rank, values)
 
 
-def rows_of(node: Node, seats: Iterable[Seat], is_awaited: bool = False) -> nodes.Rows:
+def rows_of(node: Node, slots: Iterable[RankSlot], is_awaited: bool = False) -> nodes.Rows:
     """How these ranks stand now."""
-    return nodes.Rows(time.monotonic_ns(), [row_of(node, seat) for seat in seats], is_awaited)
+    return nodes.Rows(time.monotonic_ns(), [row_of(node, slot) for slot in slots], is_awaited)
 
 
-def share(node: Node, seats: Iterable[Seat], but: int = -1) -> None:
+def share(node: Node, slots: Iterable[RankSlot], but: int = -1) -> None:
     """Let the other nodes know at once how these ranks stand: ranks there wait for it.
 
     but   the number of a node that knows
     """
     peers = node.peers
-    if peers.is_hand:
-        peers.to_leader(rows_of(node, seats, is_awaited=True))
+    if peers.is_follower:
+        peers.to_leader(rows_of(node, slots, is_awaited=True))
     elif peers.is_leading:
-        peers.to_hands(rows_of(node, seats, is_awaited=True), but)
+        peers.to_hands(rows_of(node, slots, is_awaited=True), but)
 
 
 def copy_in(node: Node, rows: Iterable[nodes.Row], now_ns: int) -> None:
@@ -53,15 +53,15 @@ def copy_in(node: Node, rows: Iterable[nodes.Row], now_ns: int) -> None:
     """
     board, behind_ns = node.board, time.monotonic_ns() - now_ns
     for row in rows:
-        seat = node.seats[row.rank]
-        if seat.is_here:
+        slot = node.slots[row.rank]
+        if slot.is_here:
             continue
-        seat.seen = (row.state, row.cpu_s)
+        slot.seen = (row.state, row.cpu_s)
         for field, value in zip(SHARED, row.values, strict=True):
             if field in _TIMES:
-                if seat.noted_ns.get(field) != value:  # moved anew each time, one that is no news would look like it
+                if slot.noted_ns.get(field) != value:  # moved anew each time, one that is no news would look like it
                     board.set(row.rank, field, value + behind_ns if value else 0)
-                seat.noted_ns[field] = value
+                slot.noted_ns[field] = value
             elif field not in AWAITED:
                 board.set(row.rank, field, value)
             elif board.get(row.rank, field) != value:

@@ -1,7 +1,7 @@
-"""A hand: the agent of a node that does not lead. It reports what happens to its ranks, and carries out orders.
+"""A follower: the agent of a node that does not lead. It reports what happens to its ranks, and carries out orders.
 
 Processes, standbys, records and logs are each node's own; what is decided comes from the leader. What another leader
-would have to know is noted in the seats (`succession.py`). Begin with `Hand.take_order` and `Hand.forward`.
+would have to know is noted in the slots (`succession.py`). Begin with `Follower.take_order` and `Follower.forward`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ttprun.agent.cluster import board_rows, record_copies
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.orders import Orders
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.processes.process_watch import Watch
 from ttprun.agent.processes.standby_watch import StandbyWatch
@@ -39,7 +39,7 @@ _EVERY_S = 0.25
 
 
 @dataclass
-class Hand:
+class Follower:
     """Reports to the leader, and takes its orders.
 
     lose    called with the leader's number and the reason if it is lost
@@ -76,22 +76,22 @@ class Hand:
             case recovery.SpawnFailed(rank=rank, reason=reason):
                 peers.to_leader(nodes.NotStarted(rank, reason))
             case recovery.RankUnprotected(rank=rank, reason=reason):
-                self.forward(node.seats[rank], from_rank.Unprotected(reason))
+                self.forward(node.slots[rank], from_rank.Unprotected(reason))
             case recovery.RankExited(rank=rank, pid=pid):
-                seat = node.seats[rank]
-                seat.exit_code = -event.signal if event.signal is not None else event.code or 0
-                seat.cause = event.reason
+                slot = node.slots[rank]
+                slot.exit_code = -event.signal if event.signal is not None else event.code or 0
+                slot.cause = event.reason
                 ended = nodes.Ended(
                     rank=rank,
                     pid=pid,
-                    code=seat.exit_code,
+                    code=slot.exit_code,
                     boundary=event.boundary,
                     is_script_error=event.is_script_error,
                     device_fault=event.device_fault,
                     reason=event.reason,
-                    traceback=seat.traceback,
+                    traceback=slot.traceback,
                     now_ns=time.monotonic_ns(),
-                    row=board_rows.row_of(node, seat),
+                    row=board_rows.row_of(node, slot),
                 )
                 peers.to_leader(ended)
             case recovery.StopAsked(reason=reason):
@@ -99,36 +99,36 @@ class Hand:
             case _:
                 node.log("not_reported", what=type(event).__name__)
 
-    def forward(self, seat: Seat, message: Any) -> None:
+    def forward(self, slot: RankSlot, message: Any) -> None:
         """Forward what a rank reports, with its row of the board; what this agent needs of it is noted."""
         node = self.node
         known: dict[int, str] = {}
         match message:
             case from_rank.RowChanged():
-                board_rows.share(node, [seat])
+                board_rows.share(node, [slot])
                 return
             case from_rank.Present():
-                seat.main_thread = message.main_thread
-                seat.greet()
+                slot.main_thread = message.main_thread
+                slot.greet()
             case from_rank.Protected():
-                seat.is_protected = seat.had_torch = True
+                slot.is_protected = slot.had_torch = True
             case from_rank.Unprotected(reason=reason):
-                seat.unprotected = seat.unprotected or reason
+                slot.unprotected = slot.unprotected or reason
             case from_rank.Hindered(reason=reason):
-                seat.hindrance = reason
+                slot.hindrance = reason
             case from_rank.TrainsAlone():
-                seat.ties = Ties.ALONE
+                slot.ties = Ties.ALONE
             case from_rank.Joined():
-                seat.ties = Ties.JOINED
+                slot.ties = Ties.JOINED
             case from_rank.Reissued():
-                seat.is_catching_up = False
+                slot.is_catching_up = False
             case from_rank.Faulted():
-                seat.is_catching_up = True
-                seat.note_boundary(node.board)
+                slot.is_catching_up = True
+                slot.note_boundary(node.board)
             case from_rank.Frozen(boundary=boundary):
-                known = {boundary: fingerprints.of(node, seat, boundary)}
+                known = {boundary: fingerprints.of(node, slot, boundary)}
         line = encode(message).decode().rstrip("\n")
-        said = nodes.Said(seat.rank, seat.pid, line, time.monotonic_ns(), board_rows.row_of(node, seat), known)
+        said = nodes.Said(slot.rank, slot.pid, line, time.monotonic_ns(), board_rows.row_of(node, slot), known)
         node.peers.to_leader(said)
 
     # Orders.
@@ -141,8 +141,8 @@ class Hand:
                 board_rows.copy_in(node, theirs, now_ns)
             case nodes.Begin(generation=generation, is_resumed=is_resumed):
                 self._note_generation(generation)
-                for seat in node.here:
-                    self.watch.welcome(seat, is_replacement=is_resumed)
+                for slot in node.here:
+                    self.watch.welcome(slot, is_replacement=is_resumed)
             case nodes.Tell():
                 self._tell(order)
             case nodes.News():
@@ -155,7 +155,7 @@ class Hand:
                     node.peers.to_leader(nodes.Records(rank, record_copies.give(node, rank)))
             case nodes.Kill(rank=rank, reason=reason):
                 if not order.keeps_evidence:
-                    node.recorder_of(node.seats[rank]).evidence.clear()
+                    node.recorder_of(node.slots[rank]).evidence.clear()
                 self.orders.kill_rank(recovery.KillRank(rank, reason))
             case nodes.Replay():
                 self._replay(order)
@@ -196,11 +196,11 @@ class Hand:
                 node.log("message_refused", reason=f"{type(order).__name__} is no order")
 
     def _spawn(self, rank: int, generation: int) -> None:
-        seat = self.node.seats[rank]
-        seat.is_catching_up = True
-        if seat.awaits_order:  # its first process has been started with this node's
-            seat.awaits_order = False
-            self.watch.welcome(seat, is_replacement=True)
+        slot = self.node.slots[rank]
+        slot.is_catching_up = True
+        if slot.awaits_order:  # its first process has been started with this node's
+            slot.awaits_order = False
+            self.watch.welcome(slot, is_replacement=True)
         else:
             self.orders.spawn_rank(recovery.SpawnRank(rank, generation))
 
@@ -209,44 +209,44 @@ class Hand:
 
     def _tell(self, order: nodes.Tell) -> None:
         node = self.node
-        seat = node.seats[order.rank]
-        if seat.pid != order.pid or not seat.is_present:
+        slot = node.slots[order.rank]
+        if slot.pid != order.pid or not slot.is_present:
             return  # it is of a process that has ended
         message = decode(order.line.encode(), channel.KNOWN)
         if isinstance(message, to_rank.Freeze):
             self._note_generation(message.generation)
         if isinstance(message, to_rank.Replay | to_rank.Resume):
-            message = replace(message, skip_lines=node.lines_since(seat, message.boundary))
+            message = replace(message, skip_lines=node.lines_since(slot, message.boundary))
         if isinstance(message, Refused):
             node.log("message_refused", reason=message.reason)
             return
-        seat.handler.channel.send(message)
+        slot.handler.channel.send(message)
 
     def _pass_on(self, news: nodes.News) -> None:
         message = decode(news.line.encode(), channel.KNOWN)
         if not isinstance(message, from_rank.Put):
             self.node.log("message_refused", reason=f"{type(message).__name__} is no news")
             return
-        for seat in self.node.here:
-            if seat.rank != news.rank:
-                seat.send_news(message)
+        for slot in self.node.here:
+            if slot.rank != news.rank:
+                slot.send_news(message)
 
     def _replay(self, order: nodes.Replay) -> None:
         node = self.node
-        seat = node.seats[order.rank]
-        mine = fingerprints.of(node, seat, order.boundary)
+        slot = node.slots[order.rank]
+        mine = fingerprints.of(node, slot, order.boundary)
         why_not = why_not_alike(order.rank, order.source, order.boundary, mine, order.marks)
         if why_not:
             node.peers.to_leader(nodes.Differs(order.rank, order.generation, why_not))
             return
-        skip_lines = node.lines_since(seat, order.boundary)
-        seat.send(to_rank.Replay(order.generation, order.boundary, skip_lines, is_joining=order.is_joining))
+        skip_lines = node.lines_since(slot, order.boundary)
+        slot.send(to_rank.Replay(order.generation, order.boundary, skip_lines, is_joining=order.is_joining))
 
     def _store_part(self, order: nodes.StorePart) -> None:
         """Write what the records have of a rank, dead or alive."""
         entry, why_not = FileEntry(bytes=0, xxh3="0" * 32), ""
         try:
-            packed = own_part(self.node, self.node.seats[order.rank], order.boundary)
+            packed = own_part(self.node, self.node.slots[order.rank], order.boundary)
             entry = write_file(Path(order.path), [packed])
         except KeyError:
             why_not = NO_RECORD

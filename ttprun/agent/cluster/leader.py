@@ -1,6 +1,6 @@
-"""The leader's side of the other nodes: what their hands report becomes events of the state machine here.
+"""The leader's side of the other nodes: what their followers report becomes events of the state machine here.
 
-A rank of another node has a seat here like any other; orders for it go to the hand of its node. Begin with
+A rank of another node has a slot here like any other; orders for it go to the follower of its node. Begin with
 `Leader.take`.
 """
 
@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass, field
 
 from ttprun import recovery
-from ttprun.agent.checkpoints.quiesce_schedule import Standing
+from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
 from ttprun.agent.cluster import board_rows
-from ttprun.agent.cluster.membership import Roster
+from ttprun.agent.cluster.membership import NodeMembership
 from ttprun.agent.cluster.spares import Spares
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
@@ -35,14 +35,14 @@ _ROWS_EVERY_S = 1.0  # what ranks of other nodes wait for is sent at once
 
 @dataclass
 class Leader:
-    """Takes the reports of the hands."""
+    """Takes the reports of the followers."""
 
     node: Node
     own_states: OwnStates
     reports: Reports
     spares: Spares
-    roster: Roster
-    standing: Standing
+    membership: NodeMembership
+    standing: QuiesceSchedule
     _shared: tuple[object, ...] = field(default=(), init=False)
     _shared_replicas: Replicas = field(default=UNKNOWN, init=False)
     _next_s: float = field(default=0.0, init=False)
@@ -54,11 +54,11 @@ class Leader:
         self.share()
 
     def share(self) -> None:
-        """Let all hands know what one of them needs if it has to lead, if anything of it is new."""
+        """Let all followers know what one of them needs if it has to lead, if anything of it is new."""
         peers, job = self.node.peers, self.node.job
         waiting = 0 if peers.room is None else len(peers.room)
         there = {number: room for number, room in sorted(peers.rooms.items()) if peers.is_connected(number)}
-        rooms = nodes.Rooms(there, waiting, dict(peers.doors))
+        rooms = nodes.Rooms(there, waiting, dict(peers.listeners))
         why_never = self.reports.checkpoints.why_never
         now = (rooms, job.incident_count, job.restarts, job.unprotected_reason, why_never)
         if now == self._shared and job.replicas is self._shared_replicas:
@@ -70,18 +70,18 @@ class Leader:
             peers.room.announce(rooms)
 
     def look(self) -> None:
-        """Time has passed: each hand hears how the ranks of all other nodes stand, and that we live."""
+        """Time has passed: each follower hears how the ranks of all other nodes stand, and that we live."""
         now = time.monotonic()
         if now < self._next_s:
             return
         self._next_s = now + _EVERY_S
         self.share()
         self.spares.look()
-        self.roster.look()
+        self.membership.look()
         node, peers = self.node, self.node.peers
-        for number in peers.hands() if now >= self._rows_next_s else ():
+        for number in peers.followers() if now >= self._rows_next_s else ():
             self._rows_next_s = now + _ROWS_EVERY_S
-            others = [seat for seat in node.seats if peers.node_of(seat.rank) != number]
+            others = [slot for slot in node.slots if peers.node_of(slot.rank) != number]
             peers.send(number, board_rows.rows_of(node, others))
         for number in peers.silent():
             peers.note_out_of_reach()
@@ -93,7 +93,7 @@ class Leader:
             self.depose(f"{name} reaches {reached} of {known} agents: the others may go on without it")
 
     def welcome(self, address: str) -> None:
-        """A node waits for seats."""
+        """A node waits for slots."""
         self.node.log("node_waits", address=address)
         self.spares.fill()
 
@@ -104,24 +104,24 @@ class Leader:
             return
         peers.hang_up(number, node.selector, why)
         self.spares.forget(number)
-        self.roster.note_lost(number)
-        seats = [seat for seat in node.seats if peers.node_of(seat.rank) == number and not seat.is_finished]
-        for seat in seats:
-            seat.is_lost, seat.pid = True, 0
-            seat.note_leavings(node.board)
+        self.membership.note_lost(number)
+        slots = [slot for slot in node.slots if peers.node_of(slot.rank) == number and not slot.is_finished]
+        for slot in slots:
+            slot.is_lost, slot.pid = True, 0
+            slot.note_leavings(node.board)
         # The board knows its rows as of some time ago. What our own ranks have applied, all had recorded.
-        known = [node.board.get(seat.rank, Field.APPLIED) for seat in node.here]
-        boundary = max(*known, *(seat.lost_boundary for seat in seats)) if seats else 0
-        node.log("node_lost", node=number, ranks=[seat.rank for seat in seats], boundary=boundary, reason=why)
+        known = [node.board.get(slot.rank, Field.APPLIED) for slot in node.here]
+        boundary = max(*known, *(slot.lost_boundary for slot in slots)) if slots else 0
+        node.log("node_lost", node=number, ranks=[slot.rank for slot in slots], boundary=boundary, reason=why)
         logger.warning("%s is lost: %s", peers.name_of(number), why)
-        if not seats:
+        if not slots:
             return
-        failure = Failure(seats[0].rank, 0, -signal.SIGTERM, f"{peers.name_of(number)} is lost: {why}")
+        failure = Failure(slots[0].rank, 0, -signal.SIGTERM, f"{peers.name_of(number)} is lost: {why}")
         node.first_failure.note(failure, is_new_incident=node.job.incident is None)
         node.advance(
             recovery.NodeLost(
                 at_s=time.monotonic(),
-                ranks=tuple(seat.rank for seat in seats),
+                ranks=tuple(slot.rank for slot in slots),
                 name=peers.name_of(number),
                 boundary=boundary,
                 detected_after_s=peers.unheard_s(number),
@@ -137,8 +137,8 @@ class Leader:
         node.first_failure.note(failure, is_new_incident=True)
         node.conclude(Verdict("fail", reason))
 
-    def take(self, number: int, message: nodes.OfHand | Refused) -> None:
-        """A hand has reported something."""
+    def take(self, number: int, message: nodes.OfFollower | Refused) -> None:
+        """A follower has reported something."""
         node = self.node
         if node.verdict is not None:
             return
@@ -146,11 +146,11 @@ class Leader:
             case nodes.Rows(now_ns=now_ns, rows=theirs):
                 board_rows.copy_in(node, theirs, now_ns)
                 if message.is_awaited:
-                    board_rows.share(node, [node.seats[row.rank] for row in theirs], but=number)
+                    board_rows.share(node, [node.slots[row.rank] for row in theirs], but=number)
             case nodes.Said():
                 self._take_said(message)
             case nodes.Started(rank=rank, pid=pid):
-                node.seats[rank].begin_process(pid)
+                node.slots[rank].begin_process(pid)
                 node.log("rank_started", rank=rank, pid=pid, node=number)
                 node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=rank, pid=pid))
             case nodes.NotStarted(rank=rank, reason=reason):
@@ -168,7 +168,7 @@ class Leader:
                 stop = recovery.StopAsked(at_s=time.monotonic(), reason=reason)
                 self.standing.ask(lambda: node.advance(stop), is_end=True)
             case nodes.Leaving(reason=reason):
-                self.roster.leave(number, reason)
+                self.membership.leave(number, reason)
             case nodes.PartStored():
                 self.reports.checkpoints.take_part(message)
             case nodes.FaultAsked(fault=fault):
@@ -196,26 +196,26 @@ class Leader:
 
     def _take_said(self, said: nodes.Said) -> None:
         node = self.node
-        seat = node.seats[said.rank]
+        slot = node.slots[said.rank]
         board_rows.copy_in(node, [said.row], said.now_ns)
-        if seat.pid != said.pid:
+        if slot.pid != said.pid:
             return  # its process has ended
-        seat.marks = said.marks or seat.marks
-        self.reports.take(seat, decode(said.line.encode(), channel.KNOWN))
+        slot.marks = said.marks or slot.marks
+        self.reports.take(slot, decode(said.line.encode(), channel.KNOWN))
 
     def _take_ended(self, number: int, ended: nodes.Ended) -> None:
         """A process has ended."""
         node = self.node
-        seat = node.seats[ended.rank]
+        slot = node.slots[ended.rank]
         board_rows.copy_in(node, [ended.row], ended.now_ns)
-        board_rows.share(node, [seat], but=number)
-        if seat.pid != ended.pid:
+        board_rows.share(node, [slot], but=number)
+        if slot.pid != ended.pid:
             return
-        seat.is_present = False
-        seat.is_finished, seat.is_lost = ended.code == 0, ended.code != 0
-        seat.lost_boundary = ended.boundary
-        seat.script_error, seat.device_fault = "", ended.device_fault
-        if seat.is_lost:
+        slot.is_present = False
+        slot.is_finished, slot.is_lost = ended.code == 0, ended.code != 0
+        slot.lost_boundary = ended.boundary
+        slot.script_error, slot.device_fault = "", ended.device_fault
+        if slot.is_lost:
             failure = Failure(ended.rank, ended.pid, ended.code, ended.reason, ended.traceback)
             node.first_failure.note(failure, is_new_incident=node.job.incident is None)
         event = recovery.RankExited(
@@ -224,13 +224,13 @@ class Leader:
             pid=ended.pid,
             code=ended.code if ended.code >= 0 else None,
             signal=-ended.code if ended.code < 0 else None,
-            boundary=ended.boundary if seat.is_finished else self.own_states.reached(seat, ended.boundary),
+            boundary=ended.boundary if slot.is_finished else self.own_states.reached(slot, ended.boundary),
             is_script_error=ended.is_script_error,
             device_fault=ended.device_fault,
             reason=ended.reason,
         )
         fields = {"code": event.code, "signal": event.signal, "boundary": event.boundary, "reason": event.reason}
-        node.log("rank_exited", rank=seat.rank, pid=event.pid, node=number, at_s=event.at_s, **fields)
+        node.log("rank_exited", rank=slot.rank, pid=event.pid, node=number, at_s=event.at_s, **fields)
         node.advance(event)
 
 

@@ -1,7 +1,7 @@
 """Which nodes the group has, and which it should have: the leader's side of `--elastic`.
 
 What should be is decided by `recovery.membership`; when it differs from what there is, all ranks save their state at a
-boundary, and the group starts again on the other nodes. Begin with `Roster.look`.
+boundary, and the group starts again on the other nodes. Begin with `NodeMembership.look`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import time
 
 from ttprun import recovery
-from ttprun.agent.checkpoints.quiesce_schedule import Standing
+from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
 from ttprun.agent.cluster.discovery import Discovery
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
@@ -20,7 +20,7 @@ from ttprun.agent.launcher.verdict import Verdict
 from ttprun.errors import ConfigError
 from ttprun.protocol import nodes
 from ttprun.protocol.board import LEADER, Field
-from ttprun.recovery.membership import Membership, Plan, Sight
+from ttprun.recovery.membership import Membership, Observation, Plan
 from ttprun.state.errors import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")
@@ -28,7 +28,7 @@ logger = logging.getLogger("ttprun")
 _TRY_AGAIN_S = 60.0  # after a resize that came to nothing
 
 
-class Roster:
+class NodeMembership:
     """Has nodes join and leave.
 
     policy      None: the job is not elastic
@@ -36,7 +36,7 @@ class Roster:
     waits       why nodes do not join or leave though they should; "" if there is nothing to wait for
     """
 
-    def __init__(self, node: Node, resumption: Resumption, standing: Standing) -> None:
+    def __init__(self, node: Node, resumption: Resumption, standing: QuiesceSchedule) -> None:
         self._node = node
         self._resumption = resumption
         self._standing = standing
@@ -59,7 +59,7 @@ class Roster:
             return
         if self.discovery is not None:
             self.discovery.start()
-        plan = self.policy.planned(self._sight())
+        plan = self.policy.planned(self._observation())
         if not plan.is_due or time.monotonic() < self._not_before_s:
             self._wait_for("" if not plan.is_due else self.waits)
             return
@@ -84,10 +84,10 @@ class Roster:
             self._node.log("resize_waits", reason=why)
         self.waits = why
 
-    def _sight(self) -> Sight:
+    def _observation(self) -> Observation:
         peers = self._node.peers
         waiting = peers.room.waiting if peers.room is not None else ()
-        return Sight(
+        return Observation(
             at_s=time.monotonic(),
             members=tuple(peers.names[number] for number in range(peers.size)),
             lost=frozenset(number for number in range(peers.size) if not peers.is_connected(number)),
@@ -114,7 +114,7 @@ class Roster:
         self._leaving[number] = reason
         self._not_before_s = 0.0
         node.log("node_leaves", node=number, reason=reason)
-        if self.policy is None or self.policy.planned(self._sight()).why_not:
+        if self.policy is None or self.policy.planned(self._observation()).why_not:
             self._end(reason)
         else:
             self.look()
@@ -136,7 +136,7 @@ class Roster:
         """Whether the nodes that are left are enough to train on; the checkpoint will then be resumed on those."""
         if self.policy is None:
             return False
-        plan = self.policy.planned(self._sight())
+        plan = self.policy.planned(self._observation())
         if not plan.why_not:
             self._resumption.resize(plan.size * self._node.peers.ranks_per_node)
         return not plan.why_not
@@ -147,7 +147,7 @@ class Roster:
         self._is_asked = False
         self._not_before_s = time.monotonic() + _TRY_AGAIN_S
         self.waits = f"{order.reason}; the next attempt is made in {_TRY_AGAIN_S:.0f} s"
-        self._resumption.resize(len(node.seats))
+        self._resumption.resize(len(node.slots))
         node.log("resize_given_up", reason=order.reason)
         logger.warning("the nodes stay as they are: %s", self.waits)
         if self._leaving:
@@ -158,7 +158,7 @@ class Roster:
         node, policy, peers = self._node, self.policy, self._node.peers
         assert policy is not None
         assert peers.room is not None
-        plan = policy.planned(self._sight())
+        plan = policy.planned(self._observation())
         why_not = plan.why_not or self._why_not_resumed(order, plan)
         if why_not:
             reason = f"{order.reason}; the group cannot start again: {why_not}"
@@ -167,7 +167,7 @@ class Roster:
             node.conclude(Verdict("fail", reason))
             return
         waiting = [peers.room.waiting[place] for place in plan.join]
-        doors = [*(peers.doors[number] for number in plan.stay), *(one.door for one in waiting)]
+        listeners = [*(peers.listeners[number] for number in plan.stay), *(one.listener for one in waiting)]
         node.log("regroup", nodes=plan.size, stay=plan.stay, join=[one.address for one in waiting], reason=order.reason)
         logger.warning("all ranks start again on %d node%s: %s", plan.size, "s" * (plan.size > 1), order.reason)
         orders = [
@@ -175,7 +175,7 @@ class Roster:
                 node=number,
                 size=plan.size,
                 least=policy.min_nodes,
-                where=doors[0],
+                where=listeners[0],
                 attempt=node.attempt + 1,
                 generation=node.job.generation,
                 place=order.place,

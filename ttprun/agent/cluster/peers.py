@@ -1,8 +1,8 @@
 """The agents of the other nodes, for as long as a group of ranks lives: one TCP connection each, to the leader alone.
 
-The agent of the group's first node leads: the state machine runs there, and its seats are those of all ranks. Every
-other agent is a hand (`follower.py`); `leader.py` is the other end. A job on one node has no peers. What crosses nodes
-is in `ttprun.protocol.nodes`. Begin with `Peers.watch`.
+The agent of the group's first node leads: the state machine runs there, and its slots are those of all ranks. Every
+other agent is a follower (`follower.py`); `leader.py` is the other end. A job on one node has no peers. What crosses
+nodes is in `ttprun.protocol.nodes`. Begin with `Peers.watch`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Peers:
     leader          number of the node whose agent leads
     rooms           where the agents of the nodes listen, by number: the next one leads if the leader is lost
     master          address and port for the environment of new ranks
-    waiting         launchers that wait for seats, as far as this agent knows
+    waiting         launchers that wait for slots, as far as this agent knows
     has_lost        some node of the group has been lost, perhaps the one that has the rendezvous store
     without_save_dir  nodes that do not share the directory in which the leader keeps checkpoints
     has_stepped     whether the job has completed a step since this was asked last
-    doors           where each agent would listen if it led the next group, by node; on the leader
+    listeners           where each agent would listen if it led the next group, by node; on the leader
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Peers:
         master: str = "",
         leader: int = 0,
     ) -> None:
-        """`links`: on the leader those of all hands, on a hand that of the leader.
+        """`links`: on the leader those of all followers, on a follower that of the leader.
 
-        room     of launchers that wait for seats; on a hand it is not open
-        master   see `nodes.Seats`
+        room     of launchers that wait for slots; on a follower it is not open
+        master   see `nodes.RankSlots`
         """
         self.node = node
         self.address = address
@@ -79,20 +79,20 @@ class Peers:
         self._out_of_reach_s: list[float] = []
         self.room = room
         self.without_save_dir: list[int] = []
-        self.doors: dict[int, nodes.Where] = {}
+        self.listeners: dict[int, nodes.Where] = {}
         self._listen: Callable[[int], None] = lambda node: None
         self.master = master
         self._last_word: nodes.Concluded | None = None
 
     @property
-    def is_hand(self) -> bool:
+    def is_follower(self) -> bool:
         """Another agent leads."""
         return self.node != self.leader
 
     @property
     def is_leading(self) -> bool:
-        """There are hands, or were."""
-        return bool(self.names) and not self.is_hand
+        """There are followers, or were."""
+        return bool(self.names) and not self.is_follower
 
     def watch(
         self,
@@ -105,12 +105,12 @@ class Peers:
 
         take   called with a node and its message
         lose   called with a node whose connection has ended, and why
-        came   called with the address of a node that waits for seats
+        came   called with the address of a node that waits for slots
         """
         self._listen = lambda node: self._listen_to(node, selector, take, lose)
         for node in list(self._links):
             self._listen(node)
-        if self.room is not None and not self.is_hand:
+        if self.room is not None and not self.is_follower:
             self.room.watch(selector, came)
 
     def _listen_to(self, node: int, selector: selectors.BaseSelector, take: Take, lose: Lose) -> None:
@@ -144,7 +144,7 @@ class Peers:
     def note_rooms(self, known: nodes.Rooms) -> None:
         """The leader says where all agents listen."""
         self.has_lost = self.has_lost or any(known.rooms.get(number) != room for number, room in self.rooms.items())
-        self.rooms, self.doors = known.rooms, known.doors
+        self.rooms, self.listeners = known.rooms, known.listeners
         self.names |= {number: room.address for number, room in known.rooms.items()}
         self.waiting = known.waiting
 
@@ -163,8 +163,8 @@ class Peers:
         """The agent of this node is there."""
         return node == self.node or node in self._links
 
-    def seat(self, node: int) -> str | None:
-        """Give the seats of a lost node to the launcher that has waited longest.
+    def slot(self, node: int) -> str | None:
+        """Give the slots of a lost node to the launcher that has waited longest.
 
         returns   the address of its node; None if nobody waits
         """
@@ -173,9 +173,9 @@ class Peers:
             return None
         self._links[node] = ready(found.link)
         self.names[node] = found.address
-        self.rooms[node], self.doors[node] = found.room, found.door
+        self.rooms[node], self.listeners[node] = found.room, found.listener
         self._heard_s[node] = time.monotonic()
-        self.send(node, nodes.Seats(node, self.size, self.ranks_per_node, self.names, self.master, self.leader))
+        self.send(node, nodes.RankSlots(node, self.size, self.ranks_per_node, self.names, self.master, self.leader))
         self._listen(node)
         return found.address
 
@@ -194,7 +194,7 @@ class Peers:
         self._heard_s |= dict.fromkeys(links, time.monotonic())
         self._waits.clear()
         if self.room is not None:
-            self.rooms[self.node] = nodes.Where(**self.room.door.where)
+            self.rooms[self.node] = nodes.Where(**self.room.listener.where)
 
     def conclude(self, last_word: nodes.Concluded) -> None:
         """The group has come to its end; whoever waits hears it when this agent hangs up."""
@@ -240,25 +240,25 @@ class Peers:
         """The node whose agent leads, for people."""
         return self.name_of(self.leader)
 
-    def to_leader(self, message: nodes.OfHand) -> None:
+    def to_leader(self, message: nodes.OfFollower) -> None:
         """Send to the leader."""
         self.send(self.leader, message)
 
     def to_node_of(self, rank: int, message: nodes.OfLeader) -> None:
-        """Send to the hand on whose node a rank is."""
+        """Send to the follower on whose node a rank is."""
         self.send(self.node_of(rank), message)
 
     def to_hands(self, message: nodes.OfLeader, but: int = -1) -> None:
-        """Send to all hands, or to all but one."""
+        """Send to all followers, or to all but one."""
         for node in list(self._links):
             if node != but:
                 self.send(node, message)
 
-    def hands(self) -> list[int]:
+    def followers(self) -> list[int]:
         """The nodes whose agents are connected to the leader."""
         return list(self._links)
 
-    def send(self, node: int, message: nodes.OfHand | nodes.OfLeader) -> None:
+    def send(self, node: int, message: nodes.OfFollower | nodes.OfLeader) -> None:
         """Send to the agent of a node; what is for one that is lost is dropped."""
         link = self._links.get(node)
         if link is not None:
@@ -296,14 +296,14 @@ def ready(link: Channel) -> Channel:
 class RemoteChannel:
     """The way to a process on another node: what is sent to it goes by way of its agent."""
 
-    def __init__(self, peers: Peers, seat: Any) -> None:
+    def __init__(self, peers: Peers, slot: Any) -> None:
         self._peers = peers
-        self._seat = seat
+        self._slot = slot
 
     def send(self, message: Any) -> None:
         """Send one message. If the process has ended meanwhile, its agent drops it."""
         line = encode(message).decode().rstrip("\n")
-        self._peers.to_node_of(self._seat.rank, nodes.Tell(self._seat.rank, self._seat.pid, line))
+        self._peers.to_node_of(self._slot.rank, nodes.Tell(self._slot.rank, self._slot.pid, line))
 
     def flush(self) -> None:
         """Nothing is kept here."""
@@ -312,5 +312,5 @@ class RemoteChannel:
 class RemoteHandler:
     """What stands for the handler of a process on another node."""
 
-    def __init__(self, peers: Peers, seat: Any) -> None:
-        self.channel = RemoteChannel(peers, seat)
+    def __init__(self, peers: Peers, slot: Any) -> None:
+        self.channel = RemoteChannel(peers, slot)

@@ -1,4 +1,4 @@
-"""Copies of records as they cross nodes: from the node that keeps them to the one that takes a lost node's seats."""
+"""Copies of records as they cross nodes: from the node that keeps them to the one that takes a lost node's slots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zlib
 import msgpack
 
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.protocol.board import Field
 from ttprun.rank.records.recorder import NO_BOUNDARY, Recorder
 
@@ -23,18 +23,18 @@ def give(node: Node, rank: int) -> str:
 
 def kept_of(node: Node, rank: int) -> Recorder:
     """The records that this node keeps of a rank of the node before it."""
-    return node.copies_in(node.seats[(rank + len(node.here)) % len(node.seats)])
+    return node.copies_in(node.slots[(rank + len(node.here)) % len(node.slots)])
 
 
-def restore(node: Node, seat: Seat, part: str) -> None:
-    """Let a seat of this node be as the lost rank has left it. Raises RecordTooLargeError."""
-    recorder = node.new_recorder(seat)
+def restore(node: Node, slot: RankSlot, part: str) -> None:
+    """Let a slot of this node be as the lost rank has left it. Raises RecordTooLargeError."""
+    recorder = node.new_recorder(slot)
     recorder.restore(msgpack.unpackb(zlib.decompress(base64.b64decode(part)), strict_map_key=False))
     newest = recorder.newest
-    seat.had_torch = True
-    seat.is_lost = True
-    seat.go_back_to(newest)
-    out, err = node.recorded(seat, newest).get("lines", [0, 0])
+    slot.had_torch = True
+    slot.is_lost = True
+    slot.go_back_to(newest)
+    out, err = node.recorded(slot, newest).get("lines", [0, 0])
     values = {Field.RECORDED: newest, Field.APPLIED: newest, Field.LINES_OUT: out, Field.LINES_ERR: err}
     for column, value in values.items():
-        node.board.set(seat.rank, column, value)
+        node.board.set(slot.rank, column, value)

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from ttprun.agent.cluster.peers import Peers, ready
-from ttprun.agent.cluster.rendezvous import KNOWN, NotMetError, Place, address_for_ranks, doors_of
-from ttprun.agent.cluster.spare_pool import Door, Room, keep_alive
+from ttprun.agent.cluster.rendezvous import KNOWN, NotMetError, Place, address_for_ranks, listeners_of
+from ttprun.agent.cluster.spare_pool import Listener, Room, keep_alive
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
 
@@ -25,11 +25,13 @@ _HAND_LIMIT_S = LIMIT_S + 10.0
 _LOOK_AGAIN_S = 0.2
 
 
-def meet_again(order: nodes.Regroup, place: Place, door: Door, make_store: Callable[[], str]) -> tuple[Peers, str]:
+def meet_again(
+    order: nodes.Regroup, place: Place, listener: Listener, make_store: Callable[[], str]
+) -> tuple[Peers, str]:
     """Connect to the other agents.
 
     place        of this node: without its numbers, which are in the order
-    door         of this agent, at which the others come in if it leads
+    listener         of this agent, at which the others come in if it leads
     make_store   called by the leader; makes a store for the ranks, and returns its address and port
 
     returns   the connections; address and port of the ranks' store
@@ -37,10 +39,10 @@ def meet_again(order: nodes.Regroup, place: Place, door: Door, make_store: Calla
     Blocks _HAND_LIMIT_S at most. Raises NotMetError if too few came.
     """
     place = replace(place, number=order.node, size=order.size)
-    return _lead(order, place, door, make_store) if order.node == 0 else _follow(order, place)
+    return _lead(order, place, listener, make_store) if order.node == 0 else _follow(order, place)
 
 
-def _lead(order: nodes.Regroup, place: Place, door: Door, make_store: Callable[[], str]) -> tuple[Peers, str]:
+def _lead(order: nodes.Regroup, place: Place, listener: Listener, make_store: Callable[[], str]) -> tuple[Peers, str]:
     found: dict[int, tuple[Channel, nodes.Hello]] = {}
     ends_s = time.monotonic() + LIMIT_S
 
@@ -49,18 +51,18 @@ def _lead(order: nodes.Regroup, place: Place, door: Door, make_store: Callable[[
             found[hello.node] = link, hello
 
     with selectors.DefaultSelector() as selector:
-        door.open(selector, came)
+        listener.open(selector, came)
         while len(found) < order.size - 1 and time.monotonic() < ends_s:
             for key, _ in selector.select(max(0.0, ends_s - time.monotonic())):
                 key.data()
-        door.shut()
+        listener.shut()
     size = 1 + len(found)
     if size < order.least:
         why = f"{size} of at least {order.least} nodes came within {LIMIT_S:.0f} s"
         for link, _ in found.values():
             link.send(nodes.Rejected(why, "start the launchers again: all resume from the checkpoint"))
             link.close()
-        door.close()
+        listener.close()
         raise NotMetError(why)
     master = make_store()
     links, names, hellos = {}, {0: place.address}, []
@@ -68,10 +70,10 @@ def _lead(order: nodes.Regroup, place: Place, door: Door, make_store: Callable[[
         link.send(nodes.Accepted(number, size, master))
         links[number], names[number] = ready(link), hello.address
         hellos.append(replace(hello, node=number))
-    room = Room(door, place.alike, sees_needed=True)
+    room = Room(listener, place.alike, sees_needed=True)
     peers = Peers(0, address_for_ranks(place.address), place.ranks, links, names, size, room, master)
-    peers.doors = doors_of(place, hellos)
-    peers.rooms = {0: nodes.Where(**door.where)} | {hello.node: hello.room for hello in hellos}
+    peers.listeners = listeners_of(place, hellos)
+    peers.rooms = {0: nodes.Where(**listener.where)} | {hello.node: hello.room for hello in hellos}
     return peers, master
 
 
@@ -90,18 +92,18 @@ def _connect(order: nodes.Regroup, place: Place, limit_s: float) -> tuple[Peers,
     where = order.where
     sock = socket.create_connection((where.address, where.port), timeout=limit_s)
     keep_alive(sock)
-    link, room = Channel(sock, KNOWN), Room(Door(place.address, KNOWN), place.alike, sees_needed=True)
+    link, room = Channel(sock, KNOWN), Room(Listener(place.address, KNOWN), place.alike, sees_needed=True)
     try:
-        alike, door, own = dict(place.alike), place.door or nodes.Where(), nodes.Where(**room.door.where)
-        link.send(nodes.Hello(where.token, order.node, place.address, alike, True, time.time(), door, own))
+        alike, listener, own = dict(place.alike), place.listener or nodes.Where(), nodes.Where(**room.listener.where)
+        link.send(nodes.Hello(where.token, order.node, place.address, alike, True, time.time(), listener, own))
         answer: Any = link.receive_with_fds()[0]
     except (OSError, EOFError):
         link.close()
-        room.door.close()
+        room.listener.close()
         raise
     if not isinstance(answer, nodes.Accepted):
         link.close()
-        room.door.close()
+        room.listener.close()
         raise NotMetError(answer.reason if isinstance(answer, nodes.Rejected) else f"an answer that is none: {answer}")
     names, links = {0: where.address, answer.node: place.address}, {0: ready(link)}
     own_address = address_for_ranks(place.address)

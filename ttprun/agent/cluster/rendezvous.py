@@ -1,4 +1,4 @@
-"""The agents of a group meet before they start their ranks: each hand connects to the leader, and they compare notes.
+"""The agents of a group meet before they start their ranks: followers connect to the leader, and all compare notes.
 
 The leader is the agent whose group rank is 0. It listens on the address by which it reaches the rendezvous, and puts
 that, with a token made for this group, into torch's rendezvous store: whoever does not know the token is hung up on.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ttprun.agent.cluster.peers import Peers, ready
-from ttprun.agent.cluster.spare_pool import Door, Room
+from ttprun.agent.cluster.spare_pool import Listener, Room
 from ttprun.errors import ConfigError
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
@@ -33,7 +33,7 @@ _HAND_LIMIT_S = LIMIT_S + 15.0  # by then the leader has said why not
 _LOOK_AGAIN_S = 0.5
 CLOCK_LIMIT_S = 60.0  # checkpoints and logs of several nodes are put in order by their times
 _LEADER, _OFF = "ttprun/leader", "ttprun/off"
-KNOWN = {kind.__name__: kind for kind in (*get_args(nodes.OfHand), *get_args(nodes.OfLeader))}
+KNOWN = {kind.__name__: kind for kind in (*get_args(nodes.OfFollower), *get_args(nodes.OfLeader))}
 _SIOCGIFADDR = 0x8915
 
 
@@ -52,7 +52,7 @@ class Place:
     alike    what must be the same on all nodes, by its name for people
     master   address and port for the script's environment
     save_dir where checkpoints are kept if its agent leads
-    door     where its agent would listen if it led the next group; None: nodes neither join nor leave
+    listener     where its agent would listen if it led the next group; None: nodes neither join nor leave
     """
 
     number: int
@@ -62,7 +62,7 @@ class Place:
     alike: Mapping[str, str]
     master: str = ""
     save_dir: str = ""
-    door: nodes.Where | None = None
+    listener: nodes.Where | None = None
 
 
 def meet(store: Any, place: Place) -> Peers:
@@ -80,17 +80,17 @@ def _lead(store: Any, place: Place) -> Peers:
     found: dict[int, tuple[Channel, nodes.Hello]] = {}
     ahead_s: dict[int, float] = {}
     ends_s = time.monotonic() + LIMIT_S
-    door = Door(place.address, KNOWN)
+    listener = Listener(place.address, KNOWN)
     with selectors.DefaultSelector() as selector, _seen_file(place) as seen, contextlib.ExitStack() as undone:
-        undone.callback(door.close)
+        undone.callback(listener.close)
 
         def came(link: Channel, hello: nodes.Hello) -> None:
             if 0 < hello.node < place.size:
                 found[hello.node] = link, hello
                 ahead_s[hello.node] = hello.at_s - time.time()
 
-        door.open(selector, came)
-        store.set(_LEADER, json.dumps(door.where | {"seen": seen}))
+        listener.open(selector, came)
+        store.set(_LEADER, json.dumps(listener.where | {"seen": seen}))
         while len(found) < place.size - 1:
             for key, _ in selector.select(max(0.0, ends_s - time.monotonic())):
                 key.data()
@@ -100,7 +100,7 @@ def _lead(store: Any, place: Place) -> Peers:
                 for link, _ in found.values():
                     link.close()
                 raise NotMetError(why)
-        door.shut()  # from now on those are let in who wait for seats
+        listener.shut()  # from now on those are let in who wait for slots
         reason, cure = _why_unfit(place, [hello for _, hello in found.values()], ahead_s)
         for link, _ in found.values():
             link.send(nodes.Rejected(reason, cure) if reason else nodes.Accepted())
@@ -111,17 +111,17 @@ def _lead(store: Any, place: Place) -> Peers:
         undone.pop_all()
     names = {number: hello.address for number, (_, hello) in found.items()} | {0: place.address}
     links = {number: ready(link) for number, (link, _) in found.items()}
-    own, room = address_for_ranks(place.address), Room(door, place.alike, sees_needed=place.door is not None)
+    own, room = address_for_ranks(place.address), Room(listener, place.alike, sees_needed=place.listener is not None)
     peers = Peers(place.number, own, place.ranks, links, names, place.size, room, place.master)
-    peers.rooms = {0: nodes.Where(**door.where)} | {number: hello.room for number, (_, hello) in found.items()}
+    peers.rooms = {0: nodes.Where(**listener.where)} | {number: hello.room for number, (_, hello) in found.items()}
     peers.without_save_dir = sorted(number for number, (_, hello) in found.items() if not hello.shares)
-    peers.doors = doors_of(place, [hello for _, hello in found.values()])
+    peers.listeners = listeners_of(place, [hello for _, hello in found.values()])
     return peers
 
 
-def doors_of(place: Place, others: list[nodes.Hello]) -> dict[int, nodes.Where]:
+def listeners_of(place: Place, others: list[nodes.Hello]) -> dict[int, nodes.Where]:
     """Where each agent would listen if it led the next group, by node."""
-    return {0: place.door or nodes.Where()} | {hello.node: hello.door for hello in others}
+    return {0: place.listener or nodes.Where()} | {hello.node: hello.listener for hello in others}
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def _why_unfit(place: Place, others: list[nodes.Hello], ahead_s: Mapping[int, fl
             off = f"{abs(ahead_s[hello.node]):.0f} s {'ahead of' if ahead_s[hello.node] > 0 else 'behind'}"
             why = f"the clock of node {hello.node} ({hello.address}) is {off} that of node 0 ({place.address})"
             return why, "set the clocks of all nodes, by NTP for example"
-        if place.door is not None and not hello.shares:
+        if place.listener is not None and not hello.shares:
             why = f"node {hello.node} ({hello.address}) does not see the save directory of node 0 ({place.address})"
             return why, "--elastic needs one that all nodes share (--save-dir)"
         for name, mine in place.alike.items():
@@ -176,28 +176,28 @@ def _follow(store: Any, place: Place) -> Peers:
             raise NotMetError(why_not)
         if where is None:
             continue
-        door = Door(place.address, KNOWN)
+        listener = Listener(place.address, KNOWN)
         try:
-            return _connect(place, where, max(_LOOK_AGAIN_S, ends_s - time.monotonic()), door)
+            return _connect(place, where, max(_LOOK_AGAIN_S, ends_s - time.monotonic()), listener)
         except (OSError, EOFError) as error:  # of an earlier group, maybe: a new one comes in its place
-            door.close()
+            listener.close()
             why = f"{where['address']} port {where['port']}: {error}"
             time.sleep(_LOOK_AGAIN_S)
         except BaseException:
-            door.close()
+            listener.close()
             raise
     raise NotMetError(f"the agent that leads cannot be reached ({why})")
 
 
-def _connect(place: Place, where: dict[str, Any], limit_s: float, door: Door) -> Peers:
-    """`door`: where this agent listens if it leads later."""
+def _connect(place: Place, where: dict[str, Any], limit_s: float, listener: Listener) -> Peers:
+    """`listener`: where this agent listens if it leads later."""
     sock = socket.create_connection((where["address"], where["port"]), timeout=limit_s)
     link = Channel(sock, KNOWN)
     try:
         shares = bool(where["seen"]) and os.path.exists(where["seen"])
-        next_door, alike, now_s = place.door or nodes.Where(), dict(place.alike), time.time()
-        own = nodes.Where(**door.where)
-        hello = nodes.Hello(where["token"], place.number, place.address, alike, shares, now_s, next_door, own)
+        next_listener, alike, now_s = place.listener or nodes.Where(), dict(place.alike), time.time()
+        own = nodes.Where(**listener.where)
+        hello = nodes.Hello(where["token"], place.number, place.address, alike, shares, now_s, next_listener, own)
         link.send(hello)
         answer: Any = link.receive_with_fds()[0]
     except (OSError, EOFError):
@@ -210,7 +210,7 @@ def _connect(place: Place, where: dict[str, Any], limit_s: float, door: Door) ->
         link.close()
         raise OSError(f"an answer that is none: {answer}")
     names, links = {0: where["address"], place.number: place.address}, {0: ready(link)}
-    room, address = Room(door, place.alike, place.door is not None), address_for_ranks(place.address)
+    room, address = Room(listener, place.alike, place.listener is not None), address_for_ranks(place.address)
     return Peers(place.number, address, place.ranks, links, names, place.size, room, place.master)
 
 

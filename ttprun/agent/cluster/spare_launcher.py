@@ -1,6 +1,6 @@
-"""A launcher without seats waits in the room of a group (`spare_pool.py`); if its leader is lost, in the next one's.
+"""A launcher without slots waits in the room of a group (`spare_pool.py`); if its leader is lost, in the next one's.
 
-Begin with `wait_for_seats`.
+Begin with `wait_for_slots`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ttprun.agent.cluster.peers import Peers, ready
 from ttprun.agent.cluster.rendezvous import KNOWN, address_for_ranks
-from ttprun.agent.cluster.spare_pool import Door, Room, keep_alive
+from ttprun.agent.cluster.spare_pool import Listener, Room, keep_alive
 from ttprun.errors import ConfigError
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
@@ -26,7 +26,7 @@ _SUCCESSION_LIMIT_S = 30.0  # the same by an agent that may not know yet that it
 
 @dataclass(frozen=True)
 class Taken:
-    """Seats of a lost node, which this one takes.
+    """Slots of a lost node, which this one takes.
 
     records   of each of its ranks, packed
     """
@@ -40,36 +40,36 @@ WarmUp = Callable[[list[str], list[str]], None]
 Outcome = Taken | nodes.Regroup | nodes.Concluded
 
 
-def wait_for_seats(
+def wait_for_slots(
     where: Mapping[str, Any],
     address: str,
     alike: Mapping[str, str],
     warm_up: WarmUp,
-    door: nodes.Where | None = None,
+    listener: nodes.Where | None = None,
 ) -> Outcome | None:
-    """Wait in the room of a group until seats become free, or until the group starts again with this node.
+    """Wait in the room of a group until slots become free, or until the group starts again with this node.
 
     where     the room is, as it was announced
     address   of this node
     warm_up   called with what standbys should import and compile
-    door      as in `Place`
+    listener      as in `Place`
 
     returns   how the group has ended, if it did so first; None: nobody leads it any more
 
     Blocks as long as nothing happens; a signal's handler may end it by an exception. Raises ConfigError if this node
     does not fit the others.
     """
-    room = Room(Door(address, KNOWN), alike)
+    room = Room(Listener(address, KNOWN), alike)
     try:
         shares = bool(where.get("seen")) and os.path.exists(where["seen"])
-        own = nodes.Where(**room.door.where)
-        hello = nodes.Hello("", -1, address, dict(alike), shares, door=door or nodes.Where(), room=own)
+        own = nodes.Where(**room.listener.where)
+        hello = nodes.Hello("", -1, address, dict(alike), shares, listener=listener or nodes.Where(), room=own)
         found = _Waiting(hello, room, warm_up).wait(where)
     except BaseException:
-        room.door.close()
+        room.listener.close()
         raise
     if not isinstance(found, Taken):
-        room.door.close()
+        room.listener.close()
     return found
 
 
@@ -87,7 +87,7 @@ class _Waiting:
         self._others: Iterator[nodes.Where] = iter(())  # who may lead next
 
     def wait(self, where: Mapping[str, Any]) -> Outcome | None:
-        """As `wait_for_seats`."""
+        """As `wait_for_slots`."""
         limit_s = _ROOM_LIMIT_S
         while True:
             with contextlib.suppress(OSError, EOFError):
@@ -109,9 +109,9 @@ class _Waiting:
             raise
 
     def _read(self, link: Channel, token: str) -> Outcome:
-        seats: nodes.Seats | None = None
+        slots: nodes.RankSlots | None = None
         records: dict[int, str] = {}
-        while seats is None or len(records) < seats.ranks:
+        while slots is None or len(records) < slots.ranks:
             message: Any = link.receive_with_fds()[0]
             match message:
                 case nodes.Accepted():
@@ -125,13 +125,13 @@ class _Waiting:
                     self._warm_up(modules, files)
                 case nodes.Rooms(rooms=rooms):
                     self._others = iter([room for _, room in sorted(rooms.items()) if room.token != token])
-                case nodes.Seats():
-                    seats = message
+                case nodes.RankSlots():
+                    slots = message
                 case nodes.Records(rank=rank, part=part):
                     records[rank] = part
-        own, links, size = address_for_ranks(self._hello.address), {seats.leader: ready(link)}, seats.size
+        own, links, size = address_for_ranks(self._hello.address), {slots.leader: ready(link)}, slots.size
         peers = Peers(
-            seats.node, own, seats.ranks, links, seats.names, size, self._room, seats.master, leader=seats.leader
+            slots.node, own, slots.ranks, links, slots.names, size, self._room, slots.master, leader=slots.leader
         )
         peers.has_lost = True
-        return Taken(peers, seats.master, records)
+        return Taken(peers, slots.master, records)

@@ -1,7 +1,7 @@
-"""Where launchers wait that have no seats in the group: hot spares, and nodes that come back.
+"""Where launchers wait that have no slots in the group: hot spares, and nodes that come back.
 
 The agent that leads listens as long as the group lives, and names the place in the rendezvous store. Who waits is a
-connection and the address of a node; nothing is sent before seats become free. Begin with `Room.watch`.
+connection and the address of a node; nothing is sent before slots become free. Begin with `Room.watch`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_
 Came = Callable[[Channel, nodes.Hello], None]
 
 
-class Door:
+class Listener:
     """A listener that lets in who knows the token; who is silent holds up nobody.
 
     where    its address, port and token
@@ -118,14 +118,14 @@ class Waiting:
     """A launcher that waits.
 
     address   of its node
-    door      where its agent would listen if it led the next group
+    listener      where its agent would listen if it led the next group
     since_s   when it came
     room      where its agent listens if the one that leads is lost
     """
 
     link: Channel
     address: str
-    door: nodes.Where
+    listener: nodes.Where
     since_s: float
     room: nodes.Where
 
@@ -133,14 +133,14 @@ class Waiting:
 class Room:
     """The room of one group.
 
-    door          which its agents have come through before
+    listener          which its agents have come through before
     alike         what must be the same on all nodes, by its name for people
     sees_needed   who waits must see the save directory: its ranks will resume from there
     out_of_reach_s  when those were lost that cannot be reached any more
     """
 
-    def __init__(self, door: Door, alike: Mapping[str, str], sees_needed: bool = False) -> None:
-        self.door = door
+    def __init__(self, listener: Listener, alike: Mapping[str, str], sees_needed: bool = False) -> None:
+        self.listener = listener
         self._sees_needed = sees_needed
         self._alike = dict(alike)
         self._waiting: list[Waiting] = []
@@ -162,13 +162,13 @@ class Room:
         came   called with the address of each that waits
         """
         self._selector, self._came = selector, came
-        self.door.open(selector, self.let_in)
+        self.listener.open(selector, self.let_in)
 
     def let_in(self, link: Channel, hello: nodes.Hello) -> None:
-        """A launcher has come through the door."""
+        """A launcher has come through the listener."""
         assert self._selector is not None
         if hello.node >= 0:
-            link.send(nodes.Deposed("its node was given up, and another one may have its seats"))
+            link.send(nodes.Deposed("its node was given up, and another one may have its slots"))
             link.close()
             return
         differs = [name for name, mine in self._alike.items() if hello.alike.get(name, "") != mine]
@@ -182,7 +182,7 @@ class Room:
             link.send(nodes.Rejected(reason, "name one that all nodes share (--save-dir)"))
             link.close()
             return
-        self._waiting.append(Waiting(link, hello.address, hello.door, time.monotonic(), hello.room))
+        self._waiting.append(Waiting(link, hello.address, hello.listener, time.monotonic(), hello.room))
         self._selector.register(link.sock, selectors.EVENT_READ, lambda: self._hear(link))
         link.send(nodes.Accepted())
         for message in (self._warmth, self._rooms):
@@ -244,7 +244,7 @@ class Room:
             if last_word is not None:
                 one.link.send(last_word)
             self._leave(one.link)
-        self.door.close()
+        self.listener.close()
 
 
 def keep_alive(sock: socket.socket) -> None:
@@ -254,7 +254,7 @@ def keep_alive(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class Hallway:
+class RendezvousKeys:
     """Where launchers learn of a job that runs: keys in the rendezvous store that all its groups share.
 
     store    of the rendezvous

@@ -1,4 +1,4 @@
-"""The seats of a lost node are given to a launcher that waits (`spare_pool.py`): a spare, or a node that comes back.
+"""The slots of a lost node are given to a launcher that waits (`spare_pool.py`): a spare, or a node that comes back.
 
 Its ranks need what the lost ones have recorded: copies of that are on the node after the lost one. Begin with
 `Spares.spawn`.
@@ -21,10 +21,10 @@ logger = logging.getLogger("ttprun")
 
 @dataclass
 class Vacancy:
-    """The seats of one lost node.
+    """The slots of one lost node.
 
     spawns   orders that wait for a node, or for its records, by rank
-    due      ranks whose records have not come; None: no launcher has taken the seats
+    due      ranks whose records have not come; None: no launcher has taken the slots
     """
 
     since_s: float
@@ -33,9 +33,9 @@ class Vacancy:
 
 
 class Spares:
-    """Gives the seats of lost nodes away.
+    """Gives the slots of lost nodes away.
 
-    may_shrink   whether the nodes that are left train on at once if nobody waits for seats
+    may_shrink   whether the nodes that are left train on at once if nobody waits for slots
     """
 
     def __init__(self, node: Node) -> None:
@@ -72,16 +72,16 @@ class Spares:
         self.fill()
 
     def forget(self, number: int) -> None:
-        """A node is lost, perhaps the one that has just taken these seats."""
+        """A node is lost, perhaps the one that has just taken these slots."""
         self._vacant.pop(number, None)
 
     def fill(self) -> None:
-        """Give the seats of lost nodes to launchers that wait, as far as there are any."""
+        """Give the slots of lost nodes to launchers that wait, as far as there are any."""
         peers = self._node.peers
         for number, vacancy in list(self._vacant.items()):
             if vacancy.due is not None or not vacancy.spawns:
                 continue
-            found = peers.seat(number)
+            found = peers.slot(number)
             if found is None:
                 return
             self._node.log("node_replaced", node=number, address=found, waited_s=time.monotonic() - vacancy.since_s)

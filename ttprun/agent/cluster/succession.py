@@ -4,8 +4,8 @@ Next is the lowest node whose agent is not known to be lost. It waits for what t
 (`nodes.Remains`), makes a job of that (`recovery.succeed`), and answers the loss of the old leader's node like that of
 any other. Until then no orders are given: a replacement that has not caught up is ended, since its orders are lost.
 
-Two never lead. An agent at whose door nobody listens any more has ended. Of all others who were there, launchers that
-wait among them, the next leader must reach more than half, and one that has lost nodes at least half; else it ends its
+Two never lead. An agent whose listener does not answer has ended. Of all others who were there, launchers that wait
+among them, the next leader must reach more than half, and one that has lost nodes at least half; else it ends its
 ranks. Begin with `Succession.begin`.
 """
 
@@ -26,13 +26,13 @@ from torch._C._distributed_c10d import TCPStore
 from ttprun import recovery
 from ttprun.agent.cluster import board_rows
 from ttprun.agent.cluster.dial import Dial
-from ttprun.agent.cluster.follower import Hand
+from ttprun.agent.cluster.follower import Follower
 from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.rendezvous import KNOWN
 from ttprun.agent.cluster.spare_pool import Room
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.orders import Orders
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.protocol import nodes
 from ttprun.protocol.board import FINISHED, Field
@@ -51,7 +51,7 @@ _PROBE_AGAIN_S = 0.3
 
 @dataclass
 class _Heir:
-    """What one hand has reported to the next leader.
+    """What one follower has reported to the next leader.
 
     later   messages that came with its report, and are for the leader
     """
@@ -69,7 +69,7 @@ class Succession:
     """
 
     node: Node
-    hand: Hand
+    follower: Follower
     leader: Leader
     orders: Orders
     comparisons: Comparisons
@@ -92,12 +92,12 @@ class Succession:
         self._heirs.clear()
         self._gathers = None
 
-    # A hand.
+    # A follower.
 
     def begin(self, number: int, why: str) -> None:
         """The leader is lost, or the agent that was to be the next one."""
         node, peers = self.node, self.node.peers
-        if node.verdict is not None or not peers.is_hand or self._gathers is not None:
+        if node.verdict is not None or not peers.is_follower or self._gathers is not None:
             return
         peers.hang_up(number, node.selector, f"{peers.name_of(peers.node)} did not hear it any more ({why})")
         self._lost[number] = why
@@ -107,18 +107,18 @@ class Succession:
             reason = (
                 f"the connection to {peers.name_of(number)}, which leads, is lost before it has said who leads next"
             )
-            self.hand.give_up(f"{reason}: {why}", "restart")
+            self.follower.give_up(f"{reason}: {why}", "restart")
             return
-        for seat in node.here:
-            if seat.is_catching_up and not seat.is_lost:
-                self._end_unfinished(seat)
+        for slot in node.here:
+            if slot.is_catching_up and not slot.is_lost:
+                self._end_unfinished(slot)
         self._probe(number)
         self._follow_next()
 
     def _probe(self, number: int) -> None:
-        """Whether the lost agent has ended for sure: then nobody listens at its door, though its node answers."""
-        door = self.node.peers.rooms.get(number)
-        if door is None or number in self._ended:
+        """Whether the lost agent has ended for sure: then nobody listens at its listener, though its node answers."""
+        listener = self.node.peers.rooms.get(number)
+        if listener is None or number in self._ended:
             return
 
         def done(sock: socket.socket | None, code: int) -> None:
@@ -129,13 +129,13 @@ class Succession:
             else:  # a process that ends closes one thing after the other
                 self._probe_again[number] = time.monotonic() + _PROBE_AGAIN_S
 
-        self._dials.append(Dial(self.node.selector, door.address, door.port, _PROBE_LIMIT_S, done))
+        self._dials.append(Dial(self.node.selector, listener.address, listener.port, _PROBE_LIMIT_S, done))
 
-    def _end_unfinished(self, seat: Seat) -> None:
+    def _end_unfinished(self, slot: RankSlot) -> None:
         """The process of a rank was being repaired: what it would be ordered to do next is lost."""
-        seat.exit_code, seat.cause = -9, "it had not caught up when the agent that led was lost"
-        seat.is_catching_up = False
-        self.orders.kill_rank(recovery.KillRank(seat.rank, seat.cause))
+        slot.exit_code, slot.cause = -9, "it had not caught up when the agent that led was lost"
+        slot.is_catching_up = False
+        self.orders.kill_rank(recovery.KillRank(slot.rank, slot.cause))
 
     def _follow_next(self) -> None:
         node, peers = self.node, self.node.peers
@@ -143,24 +143,24 @@ class Succession:
         if following == peers.node:
             self._gather()
             return
-        door = peers.rooms[following]
+        listener = peers.rooms[following]
 
         def done(sock: socket.socket | None, code: int) -> None:
             if sock is not None:
-                self._report_to(following, sock, door)
+                self._report_to(following, sock, listener)
                 return
             if code == errno.ECONNREFUSED:
                 self._ended.add(following)
             self.begin(following, f"it cannot be reached: {os.strerror(code)}")
 
-        self._dials.append(Dial(node.selector, door.address, door.port, _CONNECT_LIMIT_S, done))
+        self._dials.append(Dial(node.selector, listener.address, listener.port, _CONNECT_LIMIT_S, done))
 
-    def _report_to(self, following: int, sock: socket.socket, door: nodes.Where) -> None:
+    def _report_to(self, following: int, sock: socket.socket, listener: nodes.Where) -> None:
         """Connected to the next leader: it hears how the ranks here stand."""
         node, peers = self.node, self.node.peers
         link = Channel(sock, KNOWN)
         peers.follow(following, link)
-        peers.to_leader(nodes.Hello(door.token, peers.node, door.address, {}))
+        peers.to_leader(nodes.Hello(listener.token, peers.node, listener.address, {}))
         peers.to_leader(self._remains())
         if node.ended_by:
             peers.to_leader(nodes.EndAsked(f"ended by signal {node.ended_by}", node.ended_by))
@@ -168,8 +168,8 @@ class Succession:
 
     def _remains(self) -> nodes.Remains:
         node = self.node
-        found = [_left(seat) for seat in node.here]
-        every = [board_rows.row_of(node, seat) for seat in node.here]
+        found = [_left(slot) for slot in node.here]
+        every = [board_rows.row_of(node, slot) for slot in node.here]
         return nodes.Remains(node.job.generation, found, time.monotonic_ns(), every)
 
     # The next leader.
@@ -180,12 +180,12 @@ class Succession:
         assert room is not None
         self._expected = {number for number in peers.rooms if number not in self._lost} - {peers.node}
         self._gathers = Patience(_GATHER_S)
-        room.door.open(self.node.selector, self._came)
+        room.listener.open(self.node.selector, self._came)
         self.look()
 
     def _came(self, link: Channel, hello: nodes.Hello) -> None:
         if hello.node not in self._expected:
-            self._early.append((link, hello))  # it waits for seats
+            self._early.append((link, hello))  # it waits for slots
             self.look()
             return
         messages = link.read_kept()
@@ -241,7 +241,7 @@ class Succession:
     def _give_up(self, reached: int, known: int) -> None:
         """The others may go on without this node; of two halves, the one with the old leader does."""
         name = self.node.peers.name_of(self.node.peers.node)
-        self.hand.give_up(f"{name} reaches {reached} of {known} agents: the others may go on without it")
+        self.follower.give_up(f"{name} reaches {reached} of {known} agents: the others may go on without it")
         for link in (*(heir.link for heir in self._heirs.values()), *(link for link, _ in self._early)):
             link.close()
 
@@ -252,14 +252,14 @@ class Succession:
         left = {one.rank: one for remains in (own, *(heir.remains for heir in heirs.values())) for one in remains.ranks}
         for heir in heirs.values():
             board_rows.copy_in(node, heir.remains.rows, heir.remains.now_ns)
-        for seat in node.seats:
-            if not seat.is_here:
-                _note(seat, left.get(seat.rank), node.board.get(seat.rank, Field.RECORDED) == FINISHED)
-        known = self.hand.known
+        for slot in node.slots:
+            if not slot.is_here:
+                _note(slot, left.get(slot.rank), node.board.get(slot.rank, Field.RECORDED) == FINISHED)
+        known = self.follower.known
         generation = max(own.generation, *(heir.remains.generation for heir in heirs.values()), 0)
         node.job = recovery.succeed(
             node.job.settings,
-            (_remaining(seat, left.get(seat.rank)) for seat in node.seats),
+            (_remaining(slot, left.get(slot.rank)) for slot in node.slots),
             generation,
             _inherited(known, left.values()),
         )
@@ -305,42 +305,42 @@ class Succession:
         )
 
 
-def _left(seat: Seat) -> nodes.Left:
+def _left(slot: RankSlot) -> nodes.Left:
     """How a rank of this node stands."""
-    is_lost = seat.is_lost or seat.awaits_order
+    is_lost = slot.is_lost or slot.awaits_order
     return nodes.Left(
-        rank=seat.rank,
-        pid=seat.pid,
-        is_present=seat.is_present,
-        is_protected=seat.is_protected,
-        is_finished=seat.is_finished,
+        rank=slot.rank,
+        pid=slot.pid,
+        is_present=slot.is_present,
+        is_protected=slot.is_protected,
+        is_finished=slot.is_finished,
         is_lost=is_lost,
-        boundary=seat.lost_boundary if is_lost else 0,
-        code=(seat.exit_code or -9) if is_lost else 0,
-        reason=seat.cause,
-        ties=seat.ties.value,
-        unprotected=seat.unprotected,
-        hindrance=seat.hindrance,
+        boundary=slot.lost_boundary if is_lost else 0,
+        code=(slot.exit_code or -9) if is_lost else 0,
+        reason=slot.cause,
+        ties=slot.ties.value,
+        unprotected=slot.unprotected,
+        hindrance=slot.hindrance,
     )
 
 
-def _note(seat: Seat, left: nodes.Left | None, has_finished: bool) -> None:
-    """What the leader's seat of a rank of another node must know."""
+def _note(slot: RankSlot, left: nodes.Left | None, has_finished: bool) -> None:
+    """What the leader's slot of a rank of another node must know."""
     if left is None:
-        seat.is_finished, seat.pid = has_finished, 0
+        slot.is_finished, slot.pid = has_finished, 0
         return
-    seat.begin_process(left.pid)
-    seat.is_present, seat.is_protected, seat.is_finished = left.is_present, left.is_protected, left.is_finished
-    seat.had_torch = True
-    seat.is_lost, seat.lost_boundary = left.is_lost, left.boundary
+    slot.begin_process(left.pid)
+    slot.is_present, slot.is_protected, slot.is_finished = left.is_present, left.is_protected, left.is_finished
+    slot.had_torch = True
+    slot.is_lost, slot.lost_boundary = left.is_lost, left.boundary
 
 
-def _remaining(seat: Seat, left: nodes.Left | None) -> recovery.Remaining:
+def _remaining(slot: RankSlot, left: nodes.Left | None) -> recovery.Remaining:
     """A rank of a node whose agent is lost has a process that is not known any more."""
     if left is None:
-        return recovery.Remaining(rank=seat.rank, pid=None if seat.is_finished else 0, is_finished=seat.is_finished)
+        return recovery.Remaining(rank=slot.rank, pid=None if slot.is_finished else 0, is_finished=slot.is_finished)
     return recovery.Remaining(
-        rank=seat.rank,
+        rank=slot.rank,
         pid=left.pid,
         is_finished=left.is_finished,
         is_protected=left.is_protected,

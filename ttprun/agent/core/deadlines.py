@@ -10,16 +10,16 @@ import time
 
 from ttprun import recovery
 from ttprun.agent.core.node import Node
-from ttprun.agent.health.hang_detector import Lookout
+from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.protocol.patience import MOST_TIMES, Patience
 
 
 class Deadlines:
     """Those that the machine has asked for."""
 
-    def __init__(self, node: Node, lookout: Lookout) -> None:
+    def __init__(self, node: Node, hang_detector: HangDetector) -> None:
         self._node = node
-        self._lookout = lookout
+        self._hang_detector = hang_detector
         self._waiting: list[tuple[recovery.SetDeadline, Patience]] = []
 
     def set(self, order: recovery.SetDeadline) -> None:
@@ -34,13 +34,13 @@ class Deadlines:
         self._waiting = [one for one in self._waiting if one[0].rank is not None or one[0].generation == generation]
         if not self._waiting:
             return
-        times = MOST_TIMES if self._lookout.do_all_work(recovery.who_is_awaited(self._node.job)) else 1.0
+        times = MOST_TIMES if self._hang_detector.do_all_work(recovery.who_is_awaited(self._node.job)) else 1.0
         over = [waits for waits in self._waiting if waits[1].look(times)]
         for waits in over:
             self._waiting.remove(waits)
         for order, _ in over:
             is_current = order.rank is None and order.generation == self._node.job.generation
-            silent = self._lookout.silent_ranks() if is_current else ()
+            silent = self._hang_detector.silent_ranks() if is_current else ()
             passed = recovery.DeadlinePassed(
                 at_s=time.monotonic(), generation=order.generation, name=order.name, silent=silent, rank=order.rank
             )

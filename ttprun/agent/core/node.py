@@ -18,7 +18,7 @@ from ttprun import recovery
 from ttprun.agent.cluster.peers import Peers, RemoteHandler
 from ttprun.agent.core.calls import Calls
 from ttprun.agent.core.failures import FirstFailure
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.processes import stacks
 from ttprun.config import Config
@@ -43,7 +43,7 @@ class Node:
     job            what the state machine knows
     advance        lets the machine decide on an event and carries out its orders; an event within that comes next
     selector       what the supervisor waits on; the data of a key is the function to call when it is ready
-    seats          by rank
+    slots          by rank
     peers          the agents of the other nodes
     loops          files in which earlier runs have met a training loop; None: on several nodes they may differ
     board_fd       of the board; -1 before the first group
@@ -72,7 +72,7 @@ class Node:
         self.selector = selectors.DefaultSelector()
         calls = Calls(self.selector)
         self.call, self.aside, self.wake = calls.add, calls.aside, calls.wake
-        self.seats: list[Seat] = []
+        self.slots: list[RankSlot] = []
         self.peers = Peers()
         self.loops: list[str] | None = None
         self._here = slice(None)
@@ -91,9 +91,9 @@ class Node:
         self._past: set[int] = set()  # pids of ranks that have ended
 
     @property
-    def here(self) -> list[Seat]:
-        """The seats of this node's own ranks, by local rank."""
-        return self.seats[self._here]
+    def here(self) -> list[RankSlot]:
+        """The slots of this node's own ranks, by local rank."""
+        return self.slots[self._here]
 
     def begin_group(self, ranks: list[tuple[int, int]], peers: Peers | None = None) -> None:
         """New ranks: `ranks` is (global rank, local rank) of each that is on this node.
@@ -104,21 +104,21 @@ class Node:
         self.peers.has_stepped = self._has_stepped
         self.loops = None if self.peers.address else remembered.files()
         world_size = len(ranks) * self.peers.size
-        for seat in self.here:
-            os.close(seat.record_fd)
-            os.close(seat.stack_fd)
-            if seat.copies_fd >= 0:
-                os.close(seat.copies_fd)
+        for slot in self.here:
+            os.close(slot.record_fd)
+            os.close(slot.stack_fd)
+            if slot.copies_fd >= 0:
+                os.close(slot.copies_fd)
         if self.board_fd >= 0:
             os.close(self.board_fd)
         self.board_fd, self._board = Board.create(world_size)
-        own = [Seat(rank, local, None, Recorder.create(self._slot_bytes), stacks.create()) for rank, local in ranks]
-        for seat in own if self.peers.address else ():
-            seat.copies_fd = Recorder.create(self._slot_bytes)
+        own = [RankSlot(rank, local, None, Recorder.create(self._slot_bytes), stacks.create()) for rank, local in ranks]
+        for slot in own if self.peers.address else ():
+            slot.copies_fd = Recorder.create(self._slot_bytes)
         first = self.peers.node * self.peers.ranks_per_node
-        before = [self._seat_elsewhere(rank) for rank in range(first)]
-        after = [self._seat_elsewhere(rank) for rank in range(first + len(ranks), world_size)]
-        self.seats = [*before, *own, *after]
+        before = [self._slot_elsewhere(rank) for rank in range(first)]
+        after = [self._slot_elsewhere(rank) for rank in range(first + len(ranks), world_size)]
+        self.slots = [*before, *own, *after]
         self._here = slice(first, first + len(ranks))
         self.verdict = None
         self.is_settled.clear()
@@ -126,19 +126,19 @@ class Node:
 
     def _has_stepped(self) -> bool:
         """Whether ranks of this node have completed a step together with all others since this was asked last."""
-        applied, before = max(self.board.get(seat.rank, Field.APPLIED) for seat in self.here), self._stepped
+        applied, before = max(self.board.get(slot.rank, Field.APPLIED) for slot in self.here), self._stepped
         self._stepped = applied
         return applied != before
 
     @property
     def has_killed_ones(self) -> bool:
         """Whether a signal has ended a process in a job that is done: its rank is away, or its script had ended."""
-        return bool(self.job.away) or any(seat.handler.proc.poll() for seat in self.here)
+        return bool(self.job.away) or any(slot.handler.proc.poll() for slot in self.here)
 
-    def _seat_elsewhere(self, rank: int) -> Seat:
-        seat = Seat(rank, rank % self.peers.ranks_per_node, None, -1, is_here=False)
-        seat.handler = RemoteHandler(self.peers, seat)
-        return seat
+    def _slot_elsewhere(self, rank: int) -> RankSlot:
+        slot = RankSlot(rank, rank % self.peers.ranks_per_node, None, -1, is_here=False)
+        slot.handler = RemoteHandler(self.peers, slot)
+        return slot
 
     def conclude(self, verdict: Verdict) -> None:
         """This group has come to its end; torch's agent asks for the verdict."""
@@ -172,10 +172,10 @@ class Node:
 
     def void_beyond(self, boundary: int) -> None:
         """What lost ranks have recorded beyond a boundary is void: survivors wait for their replacements' records."""
-        for seat in self.seats:
-            if seat.lost_boundary > boundary:
-                seat.lost_boundary = boundary
-                self.board.set(seat.rank, Field.RECORDED, boundary)
+        for slot in self.slots:
+            if slot.lost_boundary > boundary:
+                slot.lost_boundary = boundary
+                self.board.set(slot.rank, Field.RECORDED, boundary)
         if self.peers.is_leading:
             self.peers.to_hands(nodes.VoidBeyond(boundary))
 
@@ -192,36 +192,36 @@ class Node:
         assert self._board is not None
         return self._board
 
-    def board_row(self, seat: Seat) -> list[int]:
+    def board_row(self, slot: RankSlot) -> list[int]:
         """A rank's row of the board."""
-        return [self.board.get(seat.rank, field) for field in FIELDS]
+        return [self.board.get(slot.rank, field) for field in FIELDS]
 
-    def recorder_of(self, seat: Seat) -> Recorder:
+    def recorder_of(self, slot: RankSlot) -> Recorder:
         """A rank's records."""
-        return Recorder(seat.record_fd, self._slot_bytes)
+        return Recorder(slot.record_fd, self._slot_bytes)
 
-    def copies_in(self, seat: Seat) -> Recorder:
+    def copies_in(self, slot: RankSlot) -> Recorder:
         """The records of a rank of another node, as far as this one keeps a copy."""
-        return Recorder(seat.copies_fd, self._slot_bytes)
+        return Recorder(slot.copies_fd, self._slot_bytes)
 
-    def new_recorder(self, seat: Seat) -> Recorder:
+    def new_recorder(self, slot: RankSlot) -> Recorder:
         """Void a rank's records, and give it room for others."""
-        os.close(seat.record_fd)
-        seat.record_fd = Recorder.create(self._slot_bytes)
-        return self.recorder_of(seat)
+        os.close(slot.record_fd)
+        slot.record_fd = Recorder.create(self._slot_bytes)
+        return self.recorder_of(slot)
 
-    def recorded(self, seat: Seat, boundary: int) -> dict[str, Any]:
+    def recorded(self, slot: RankSlot, boundary: int) -> dict[str, Any]:
         """A rank's record of a boundary, whoever wrote it; empty if there is none."""
-        found = self.recorder_of(seat).read(boundary)
+        found = self.recorder_of(slot).read(boundary)
         fields: dict[str, Any] = (
             {} if found is None else (msgpack.unpackb(found[0], strict_map_key=False, unicode_errors="surrogatepass"))
         )
         return fields
 
-    def lines_since(self, seat: Seat, boundary: int) -> tuple[int, int]:
+    def lines_since(self, slot: RankSlot, boundary: int) -> tuple[int, int]:
         """Lines that a rank has written since its record of a boundary, to stdout and stderr: not to come out again."""
-        out, err = self.recorded(seat, boundary).get("lines", [0, 0])
-        written = (self.board.get(seat.rank, field) for field in (Field.LINES_OUT, Field.LINES_ERR))
+        out, err = self.recorded(slot, boundary).get("lines", [0, 0])
+        written = (self.board.get(slot.rank, field) for field in (Field.LINES_OUT, Field.LINES_ERR))
         return next(written) - out, next(written) - err
 
     @property
@@ -232,10 +232,10 @@ class Node:
         """Processes that are started from now on find their store elsewhere: "address port"."""
         self.peers.master = where
         address, port = where.split()
-        for seat in self.here:
-            seat.handler.start["env"] |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+        for slot in self.here:
+            slot.handler.start["env"] |= {"MASTER_ADDR": address, "MASTER_PORT": port}
 
     def spawn_those_that_wait(self) -> None:
         """A process is gone, or a standby has become ready, or has died: ranks that wait for that get their process."""
-        for spawn in [seat.spawn for seat in self.here if seat.spawn is not None]:
+        for spawn in [slot.spawn for slot in self.here if slot.spawn is not None]:
             spawn()

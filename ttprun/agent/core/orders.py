@@ -14,11 +14,11 @@ from typing import Any
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
-from ttprun.agent.cluster.membership import Roster
+from ttprun.agent.cluster.membership import NodeMembership
 from ttprun.agent.cluster.spares import Spares
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
-from ttprun.agent.health.hang_detector import Lookout
+from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.processes import life_locks, stacks
 from ttprun.agent.processes.process_watch import Watch
@@ -44,10 +44,10 @@ class Orders:
     node: Node
     checkpoints: Checkpoints
     incidents: Incidents
-    lookout: Lookout
+    hang_detector: HangDetector
     repairs: Repairs
     rewinds: Rewinds
-    roster: Roster
+    membership: NodeMembership
     spares: Spares
     standbys: Standbys
     standby_watch: StandbyWatch
@@ -89,9 +89,9 @@ class Orders:
             case recovery.RestartGroup(reason=reason):
                 self._end_group("restart", reason)
             case recovery.Regroup():
-                self.roster.regroup(action)
+                self.membership.regroup(action)
             case recovery.GiveUpResize():
-                self.roster.give_up(action)
+                self.membership.give_up(action)
             case recovery.FailJob(reason=reason, has_progress=has_progress):
                 self._end_group("fail", reason, has_progress)
             case recovery.FinishJob():
@@ -104,7 +104,7 @@ class Orders:
         self.repairs.expect(action.lost)
         repair_type = self.repairs.repair_type()
         board = self.node.board
-        committed = min(board.get(seat.rank, Field.RECORDED) for seat in self.node.seats)
+        committed = min(board.get(slot.rank, Field.RECORDED) for slot in self.node.slots)
         order = to_rank.Freeze(
             action.generation,
             list(action.ranks),
@@ -113,7 +113,7 @@ class Orders:
             committed=0 if committed == FINISHED else committed,
         )
         for rank in action.ranks:
-            self.node.seats[rank].send(order)
+            self.node.slots[rank].send(order)
 
     def spawn_rank(self, action: recovery.SpawnRank) -> None:
         """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had.
@@ -121,27 +121,27 @@ class Orders:
         A standby that is on its way is waited for: a new process would take as long, and then there would be none left
         for the next fault.
         """
-        seat = self.node.seats[action.rank]
-        if not seat.is_here:
+        slot = self.node.slots[action.rank]
+        if not slot.is_here:
             self.spares.spawn(action)
             return
         is_on_its_way = self.standbys.is_on_its_way
         if is_on_its_way:
             self.standbys.hurry()
-        if seat.is_dying or is_on_its_way:
-            seat.spawn = lambda: self.spawn_rank(action)
+        if slot.is_dying or is_on_its_way:
+            slot.spawn = lambda: self.spawn_rank(action)
             return
-        seat.spawn = None
+        slot.spawn = None
         try:
-            handler = self.start_process(seat.handler.start)
+            handler = self.start_process(slot.handler.start)
         except OSError as error:
-            self.node.log("spawn_failed", rank=seat.rank, reason=str(error))
-            event = recovery.SpawnFailed(at_s=time.monotonic(), rank=seat.rank, reason=str(error))
+            self.node.log("spawn_failed", rank=slot.rank, reason=str(error))
+            event = recovery.SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error))
             self.node.advance(event)
             return
-        self.replace_handler(seat.local_rank, handler)
-        seat.sit(handler)
-        self.watch.welcome(seat, is_replacement=True)
+        self.replace_handler(slot.local_rank, handler)
+        slot.sit(handler)
+        self.watch.welcome(slot, is_replacement=True)
 
     def start_process(self, start: dict[str, Any]) -> RankHandler:
         """Start a process, or take one that stands by. Raises OSError."""
@@ -159,36 +159,36 @@ class Orders:
         What it has left on the board must not change any more: it is stopped at once, and killed when its stack is
         known, which may take seconds.
         """
-        seat = self.node.seats[action.rank]
-        if not seat.is_here:
-            self.node.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason, stack="")
-            order = nodes.Kill(action.rank, action.reason, seat.keeps_evidence)
+        slot = self.node.slots[action.rank]
+        if not slot.is_here:
+            self.node.log("rank_killed", rank=action.rank, pid=slot.pid, reason=action.reason, stack="")
+            order = nodes.Kill(action.rank, action.reason, slot.keeps_evidence)
             self.node.peers.to_node_of(action.rank, order)
-            seat.is_lost, seat.pid = True, 0  # what it still sends is not heard
-            seat.note_leavings(self.node.board)
+            slot.is_lost, slot.pid = True, 0  # what it still sends is not heard
+            slot.note_leavings(self.node.board)
             return
-        handler = seat.handler
-        is_looked_at = self.lookout.is_late(seat)
+        handler = slot.handler
+        is_looked_at = self.hang_detector.is_late(slot)
         if is_looked_at:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(seat.pid, signal.SIGSTOP)
+                os.kill(slot.pid, signal.SIGSTOP)
         else:
-            seat.kill()
-        life_locks.let_stop(seat.pid)
-        self.watch.let_die(seat)
-        seat.note_leavings(self.node.board)
+            slot.kill()
+        life_locks.let_stop(slot.pid)
+        self.watch.let_die(slot)
+        slot.note_leavings(self.node.board)
 
         def kill(stack: str) -> None:
             self.node.log("rank_killed", rank=action.rank, pid=handler.proc.pid, reason=action.reason, stack=stack)
             if not is_looked_at or handler.proc.poll() is not None:
                 return
             kill_session(handler.proc.pid)
-            if self.node.board.get(seat.rank, Field.RECORDED) > seat.lost_boundary and seat.handler is handler:
+            if self.node.board.get(slot.rank, Field.RECORDED) > slot.lost_boundary and slot.handler is handler:
                 # What it has done while it wrote its stack is void.
-                self.node.board.set(seat.rank, Field.RECORDED, seat.lost_boundary)
+                self.node.board.set(slot.rank, Field.RECORDED, slot.lost_boundary)
 
         if is_looked_at:
-            self.node.aside(partial(stacks.take, seat.pid, seat.stack_fd, is_stopped=True), kill)
+            self.node.aside(partial(stacks.take, slot.pid, slot.stack_fd, is_stopped=True), kill)
         else:
             kill("")
 
@@ -207,9 +207,9 @@ class Orders:
         self.repairs.note_incident(incident)
         if incident.outcome == "recovered":
             self.node.first_failure.forget()
-            for seat in self.node.seats:
-                seat.journal = {}
-                seat.divergence = ""
+            for slot in self.node.slots:
+                slot.journal = {}
+                slot.divergence = ""
             self.standby_watch.refill()
             if self.node.peers.is_leading:
                 self.node.peers.to_hands(nodes.Recovered())

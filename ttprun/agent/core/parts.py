@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
-from ttprun.agent.checkpoints.quiesce_schedule import Standing
+from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.checkpoints.writer import CheckpointWriter
-from ttprun.agent.cluster.follower import Hand
+from ttprun.agent.cluster.follower import Follower
 from ttprun.agent.cluster.leader import Leader
-from ttprun.agent.cluster.membership import Roster
+from ttprun.agent.cluster.membership import NodeMembership
 from ttprun.agent.cluster.spares import Spares
 from ttprun.agent.cluster.succession import Succession
 from ttprun.agent.core.deadlines import Deadlines
@@ -18,7 +18,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.orders import Orders
 from ttprun.agent.core.reports import Reports
 from ttprun.agent.core.requests import Requests
-from ttprun.agent.health.hang_detector import Lookout
+from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.agent.health.protection import Protection
 from ttprun.agent.health.unhooked_ranks import Unseen
 from ttprun.agent.launcher.resume import Resumption
@@ -50,7 +50,7 @@ class Parts:
         is_replaced = "replace" in rungs or (node.config.mindio and "resize" in rungs)
         self.standbys = Standbys(node.config.standbys if is_replaced else 0, str(node.run.path), node.config.follow)
         self.standby_watch = StandbyWatch(node, self.standbys)
-        self.standing = Standing(node)
+        self.standing = QuiesceSchedule(node)
         self.injections = Injections(node, self.standbys)
         incidents, times = Incidents(node), SnapshotTimes(node)
         self.own_states = OwnStates(node, times)
@@ -62,8 +62,8 @@ class Parts:
         self.repairs: Repairs = (
             Frameworks(node) if node.config.mindio else Replays(node, self.comparisons, self.checkpoints, self.mirrors)
         )
-        self.lookout = Lookout(node, self.repairs, self.own_states)
-        self.deadlines = Deadlines(node, self.lookout)
+        self.hang_detector = HangDetector(node, self.repairs, self.own_states)
+        self.deadlines = Deadlines(node, self.hang_detector)
         protection = Protection(node, times, self.own_states)
         self.unseen = Unseen(node, protection)
         self.reports = Reports(
@@ -72,7 +72,7 @@ class Parts:
             checkpoints=self.checkpoints,
             incidents=incidents,
             injections=self.injections,
-            lookout=self.lookout,
+            hang_detector=self.hang_detector,
             own_states=self.own_states,
             protection=protection,
             repairs=self.repairs,
@@ -84,15 +84,15 @@ class Parts:
             node, self.reports, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen
         )
         self.spares = Spares(node)
-        self.roster = Roster(node, resumption, self.standing)
-        self.spares.may_shrink = self.roster.may_shrink
+        self.membership = NodeMembership(node, resumption, self.standing)
+        self.spares.may_shrink = self.membership.may_shrink
         self.orders = Orders(
             node,
-            roster=self.roster,
+            membership=self.membership,
             spares=self.spares,
             checkpoints=self.checkpoints,
             incidents=incidents,
-            lookout=self.lookout,
+            hang_detector=self.hang_detector,
             repairs=self.repairs,
             rewinds=Rewinds(node, resumption, self.comparisons, self.snapshots, self.own_states, self.mirrors),
             standbys=self.standbys,
@@ -100,21 +100,21 @@ class Parts:
             watch=self.watch,
             set_deadline=self.deadlines.set,
         )
-        self.leader = Leader(node, self.own_states, self.reports, self.spares, self.roster, self.standing)
+        self.leader = Leader(node, self.own_states, self.reports, self.spares, self.membership, self.standing)
         self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoint_writer, self.snapshots)
-        self.status.waits_for = lambda: self.spares.waited_for or self.roster.waits
-        self.hand = Hand(node, self.orders, self.standby_watch, self.watch, self.status, self.injections)
-        self.reports.forward = self.hand.forward
-        self.succession = Succession(node, self.hand, self.leader, self.orders, self.comparisons)
-        self.hand.lose = self.succession.begin
+        self.status.waits_for = lambda: self.spares.waited_for or self.membership.waits
+        self.follower = Follower(node, self.orders, self.standby_watch, self.watch, self.status, self.injections)
+        self.reports.forward = self.follower.forward
+        self.succession = Succession(node, self.follower, self.leader, self.orders, self.comparisons)
+        self.follower.lose = self.succession.begin
         self._node = node
         self.requests = Requests(node, self.checkpoint_writer, self.injections, self.repairs, self.standing)
 
     def begin_group(self) -> None:
         """All ranks are new."""
         self.spares.begin_group()
-        self.roster.begin_group()
-        self.lookout.begin_group()
+        self.membership.begin_group()
+        self.hang_detector.begin_group()
         self.snapshots.begin_group()
         self.own_states.begin_group()
         self.mirrors.begin_group()
@@ -126,8 +126,8 @@ class Parts:
     def look(self) -> None:
         """Time has passed."""
         self.watch.look()
-        if self._node.peers.is_hand:
-            self.hand.look()
+        if self._node.peers.is_follower:
+            self.follower.look()
             self.succession.look()
             self.unseen.look()
             self.standby_watch.look()
@@ -136,7 +136,7 @@ class Parts:
             self.leader.look()
         self.repairs.look()
         self.unseen.look()
-        self.lookout.look()
+        self.hang_detector.look()
         self.standby_watch.look()
         self.snapshots.look()
         self.checkpoint_writer.look()

@@ -1,4 +1,4 @@
-"""A seat: the place of one rank in the job, whichever process sits there.
+"""A slot: the place of one rank in the job, whichever process sits there.
 
 Its recorder outlives the process, so that a replacement can read what the lost rank has left.
 """
@@ -24,7 +24,7 @@ from ttprun.recovery.members import Ties
 
 
 @dataclass
-class Seat:
+class RankSlot:
     """One rank of this node, or, in the leader's agent, of another one.
 
     handler         a RankHandler, or a RemoteHandler
@@ -34,7 +34,7 @@ class Seat:
     noted_ns        of a rank on another node: its times on the board, on that node's clock
     record_fd       memfd of its recorder
     copies_fd       memfd of the recorder in which it keeps the records of a rank of another node; -1: on one node
-    awaits_order    its first process waits until the leader wants it: this node has taken a lost one's seats
+    awaits_order    its first process waits until the leader wants it: this node has taken a lost one's slots
     stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
     main_thread     ident of its main thread
     reported_in         newest generation in which it has reported something to the others, mostly its port
@@ -44,16 +44,16 @@ class Seat:
     spawn           gives it its next process, which has to wait for something
     is_present      the process has greeted: it can be sent messages
     is_protected    its hooks have been heard
-    had_torch       this process or one before it in this seat had imported torch
+    had_torch       this process or one before it in this slot had imported torch
     hung_up_at_s    when its end of the line was closed, as by the end of the process, or by another program that has
                     taken its place; None: it is open
     held            an order that waits for the greeting; a newer one takes its place
     stored          what it goes back to, or has gone back to last: a snapshot, a checkpoint, its own state
     device_fault    what has happened to its device, if that has ended its script
     keeps_evidence  what its process has noted of its newest step may be what its replacement is measured against
-    hindrance, unprotected, ties   on a hand: what its process has reported of itself last, for another leader
-    exit_code, cause   on a hand: how its process has ended
-    is_catching_up  on a hand: its process runs the script again, and is not as far as the others yet
+    hindrance, unprotected, ties   on a follower: what its process has reported of itself last, for another leader
+    exit_code, cause   on a follower: how its process has ended
+    is_catching_up  on a follower: its process runs the script again, and is not as far as the others yet
     divergence      how its weights differ from the others', if they do: it is lost, or will be at its next boundary
     """
 

@@ -17,8 +17,8 @@ from ttprun.agent.cluster import board_rows
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
-from ttprun.agent.health.hang_detector import Lookout
+from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.agent.health.protection import Protection
 from ttprun.agent.processes.standby_watch import StandbyWatch
 from ttprun.agent.processes.standbys import Standbys
@@ -52,31 +52,31 @@ class Reports:
     checkpoints: Checkpoints
     incidents: Incidents
     injections: Injections
-    lookout: Lookout
+    hang_detector: HangDetector
     own_states: OwnStates
     protection: Protection
     repairs: Repairs
     snapshots: Snapshots
     standbys: Standbys
     standby_watch: StandbyWatch
-    forward: Callable[[Seat, Any], None] | None = field(default=None, init=False)
+    forward: Callable[[RankSlot, Any], None] | None = field(default=None, init=False)
     _news: list[tuple[int, from_rank.Put]] = field(default_factory=list, init=False)
     _nan_step: int = field(default=-2, init=False)
 
-    def take(self, seat: Seat, message: Message) -> None:
-        """A message has come from the process of a seat."""
+    def take(self, slot: RankSlot, message: Message) -> None:
+        """A message has come from the process of a slot."""
         node = self.node
-        if node.peers.is_hand and self.forward is not None and not isinstance(message, _OF_THIS_NODE):
+        if node.peers.is_follower and self.forward is not None and not isinstance(message, _OF_THIS_NODE):
             if isinstance(message, from_rank.ScriptError):
-                self._on_script_error(seat, message)
-            self.forward(seat, message)
+                self._on_script_error(slot, message)
+            self.forward(slot, message)
             return
-        at_s, rank = time.monotonic(), seat.rank
+        at_s, rank = time.monotonic(), slot.rank
         match message:
             case from_rank.Put():
-                self._pass_on(seat, message)
+                self._pass_on(slot, message)
             case from_rank.RowChanged():
-                board_rows.share(node, [seat])
+                board_rows.share(node, [slot])
             case from_rank.Ready():
                 pass  # a standby that was needed before it was ready
             case from_rank.ModulesOfTorch(modules=modules, files=files):
@@ -86,36 +86,36 @@ class Reports:
                 self.standby_watch.start()
             case from_rank.Imported():
                 starts = [other.handler.start for other in node.here]
-                self.standbys.preloads.note(seat.local_rank, message, starts)
+                self.standbys.preloads.note(slot.local_rank, message, starts)
             case from_rank.Present():
-                self._on_present(seat, message)
+                self._on_present(slot, message)
             case from_rank.Protected():
-                seat.is_protected = seat.had_torch = True
+                slot.is_protected = slot.had_torch = True
                 node.advance(recovery.RankProtected(at_s=at_s, rank=rank))
             case from_rank.Unprotected(reason=reason):
-                self.protection.note_unprotected(seat, reason)
+                self.protection.note_unprotected(slot, reason)
             case from_rank.TrainsAlone() | from_rank.Joined():
-                self.protection.note_ties(seat, message)
+                self.protection.note_ties(slot, message)
             case from_rank.OwnStateKept():
-                self.own_states.note(seat, message)
+                self.own_states.note(slot, message)
             case from_rank.StateMirrored():
-                self.comparisons.note_mirrored(seat, message)
+                self.comparisons.note_mirrored(slot, message)
             case from_rank.Hindered():
-                self.protection.note_hindered(seat, message)
+                self.protection.note_hindered(slot, message)
             case from_rank.ScriptError():
-                self._on_script_error(seat, message)
+                self._on_script_error(slot, message)
             case from_rank.Faulted():
-                self._on_faulted(seat, message)
+                self._on_faulted(slot, message)
             case from_rank.Broken():
-                self.lookout.take_broken(seat, message)
+                self.hang_detector.take_broken(slot, message)
             case from_rank.Frozen():
-                self._on_frozen(seat, message)
+                self._on_frozen(slot, message)
             case from_rank.Replayed(generation=generation, boundary=boundary):
                 node.log("rank_replayed", rank=rank, **vars(message))
                 replayed = recovery.RankReplayed(at_s=at_s, rank=rank, generation=generation, boundary=boundary)
                 node.advance(replayed)
             case mindio.Prepared(generation=generation, boundary=boundary):
-                self.repairs.take(seat, message)
+                self.repairs.take(slot, message)
                 node.log("rank_replayed", rank=rank, generation=generation, boundary=boundary, setup_s=0.0)
                 replayed = recovery.RankReplayed(at_s=at_s, rank=rank, generation=generation, boundary=boundary)
                 node.advance(replayed)
@@ -142,21 +142,21 @@ class Reports:
             case from_rank.Compared(equal=equal, not_proved=not_proved):
                 self.incidents.note_compared(rank, equal, not_proved)
             case from_rank.Held():
-                self.comparisons.take(seat, message)
+                self.comparisons.take(slot, message)
             case from_rank.SteppedAside():
-                self._on_aside(seat)
+                self._on_aside(slot)
             case from_rank.NanFound():
-                self._on_nan(seat, message)
+                self._on_nan(slot, message)
             case SnapshotSize(bytes=share_bytes):
                 self.snapshots.share_bytes = share_bytes
             case SnapshotTaken():
-                self.snapshots.take(seat, message)
+                self.snapshots.take(slot, message)
             case Dumped():
-                self.checkpoints.take_dumped(seat, message)
+                self.checkpoints.take_dumped(slot, message)
             case from_rank.FaultStruck():
-                self.injections.struck(seat, message)
+                self.injections.struck(slot, message)
             case from_rank.FaultFailed():
-                self.injections.failed(seat, message)
+                self.injections.failed(slot, message)
             case from_rank.NotProved(names=names):
                 node.log("not_proved", rank=rank, names=names)
                 self.incidents.not_proved.take(rank, names)
@@ -173,80 +173,80 @@ class Reports:
                 | mindio.SavedByFramework()
                 | mindio.Renamed()
             ):
-                self.repairs.take(seat, message)
+                self.repairs.take(slot, message)
             case Refused(reason=reason):
-                self._refuse(seat, reason)
+                self._refuse(slot, reason)
             case _:
-                self._refuse(seat, f"{type(message).__name__} is no message of a rank")
+                self._refuse(slot, f"{type(message).__name__} is no message of a rank")
 
-    def _refuse(self, seat: Seat, reason: str) -> None:
+    def _refuse(self, slot: RankSlot, reason: str) -> None:
         """A rank has sent what is no message, which has no effect: what should have come instead has its deadline."""
-        self.node.log("message_refused", rank=seat.rank, reason=reason)
-        logger.warning("a message of rank %d is ignored: %s", seat.rank, reason)
+        self.node.log("message_refused", rank=slot.rank, reason=reason)
+        logger.warning("a message of rank %d is ignored: %s", slot.rank, reason)
 
-    def _on_present(self, seat: Seat, message: from_rank.Present) -> None:
+    def _on_present(self, slot: RankSlot, message: from_rank.Present) -> None:
         """A process has greeted: it is sent what it has missed."""
-        seat.main_thread = message.main_thread
-        seat.greet()
-        self.comparisons.report_owners(seat)
+        slot.main_thread = message.main_thread
+        slot.greet()
+        self.comparisons.report_owners(slot)
         for sender, put in self._news:
-            if sender != seat.rank:
-                seat.send_news(put)
-        self.injections.greeted(seat)
+            if sender != slot.rank:
+                slot.send_news(put)
+        self.injections.greeted(slot)
 
-    def _on_script_error(self, seat: Seat, message: from_rank.ScriptError) -> None:
+    def _on_script_error(self, slot: RankSlot, message: from_rank.ScriptError) -> None:
         """An exception ends a script; before the first step its traceback is printed here, once."""
-        if message.traceback and not any(other.script_error for other in self.node.seats):
+        if message.traceback and not any(other.script_error for other in self.node.slots):
             with contextlib.suppress(OSError):  # whoever read it has gone
                 os.write(2, message.traceback.encode(errors="backslashreplace"))
-        seat.script_error = message.error
-        seat.device_fault = message.device_fault
-        seat.traceback = "" if message.traceback else message.detail
-        self.node.log("script_error", rank=seat.rank, error=message.error, traceback=message.detail)
+        slot.script_error = message.error
+        slot.device_fault = message.device_fault
+        slot.traceback = "" if message.traceback else message.detail
+        self.node.log("script_error", rank=slot.rank, error=message.error, traceback=message.detail)
 
     def begin_group(self) -> None:
         """All ranks are new."""
         self._nan_step = -2
 
-    def _on_aside(self, seat: Seat) -> None:
+    def _on_aside(self, slot: RankSlot) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
-        recorded = self.node.board.get(seat.rank, Field.RECORDED)
-        at_s, reason = time.monotonic(), seat.divergence
-        diverged = recovery.RankDiverged(at_s=at_s, rank=seat.rank, pid=seat.pid, boundary=recorded, reason=reason)
+        recorded = self.node.board.get(slot.rank, Field.RECORDED)
+        at_s, reason = time.monotonic(), slot.divergence
+        diverged = recovery.RankDiverged(at_s=at_s, rank=slot.rank, pid=slot.pid, boundary=recorded, reason=reason)
         self.node.advance(diverged)
-        if not seat.is_lost:  # it came while a checkpoint was written, say: the next comparison finds it again
-            seat.divergence = ""
+        if not slot.is_lost:  # it came while a checkpoint was written, say: the next comparison finds it again
+            slot.divergence = ""
 
-    def _on_faulted(self, seat: Seat, message: from_rank.Faulted) -> None:
+    def _on_faulted(self, slot: RankSlot, message: from_rank.Faulted) -> None:
         """A transient error has ended the script of a rank, which waits for orders."""
         node = self.node
-        seat.fault(node.board)
-        seat.lost_boundary = self.own_states.reached(seat, seat.lost_boundary)
-        self.comparisons.report_owners(seat)
-        failure = Failure(seat.rank, seat.pid, 1, message.error, message.detail)
+        slot.fault(node.board)
+        slot.lost_boundary = self.own_states.reached(slot, slot.lost_boundary)
+        self.comparisons.report_owners(slot)
+        failure = Failure(slot.rank, slot.pid, 1, message.error, message.detail)
         node.first_failure.note(failure, is_new_incident=node.job.incident is None)
         event = recovery.RankFaulted(
             at_s=time.monotonic(),
-            rank=seat.rank,
-            pid=seat.pid,
-            boundary=seat.lost_boundary,
+            rank=slot.rank,
+            pid=slot.pid,
+            boundary=slot.lost_boundary,
             device_fault=message.device_fault,
             reason=message.error,
         )
         node.log(
             "rank_faulted",
-            rank=seat.rank,
-            pid=seat.pid,
+            rank=slot.rank,
+            pid=slot.pid,
             boundary=event.boundary,
             kind=event.kind,
             reason=event.reason,
             traceback=message.detail,
             at_s=event.at_s,
         )
-        self.own_states.report_what_is_left(seat)
+        self.own_states.report_what_is_left(slot)
         node.advance(event)
 
-    def _on_nan(self, seat: Seat, message: from_rank.NanFound) -> None:
+    def _on_nan(self, slot: RankSlot, message: from_rank.NanFound) -> None:
         """A rank has found a NaN, in its own gradient or in reduced ones. With `stop` it waits before the step."""
         is_spread = message.step == self._nan_step + 1  # through the weights, which the first one has reached
         is_known = message.step == self._nan_step
@@ -256,38 +256,38 @@ class Reports:
         is_stop = self.node.config.on_nan == "stop"
         step, where = message.step, message.where
         if message.is_own:
-            finding = f"rank {seat.rank} has NaN in its own gradient in step {step} ({where})"
+            finding = f"rank {slot.rank} has NaN in its own gradient in step {step} ({where})"
         elif is_known:
             return
         else:
             finding = f"the reduced gradients hold NaN in step {step} ({where}); only --on-nan stop can name the rank"
-        self.node.log("nan_found", rank=seat.rank if message.is_own else None, step=step, where=where)
+        self.node.log("nan_found", rank=slot.rank if message.is_own else None, step=step, where=where)
         if is_stop:
             reason = f"{finding}; no rank has taken the step (on_nan: stop)"
             self.node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
         else:
             logger.warning("%s; training continues (on_nan: warn)", finding)
 
-    def _pass_on(self, seat: Seat, put: from_rank.Put) -> None:
+    def _pass_on(self, slot: RankSlot, put: from_rank.Put) -> None:
         """Pass on what a rank reports to all others; one that has no process now hears it when it has greeted."""
-        seat.reported_in = put.generation
+        slot.reported_in = put.generation
         present = self.node.job.generation
-        self._news = [news for news in [*self._news, (seat.rank, put)] if news[1].generation >= present]
+        self._news = [news for news in [*self._news, (slot.rank, put)] if news[1].generation >= present]
         for other in self.node.here:
-            if other is not seat:
+            if other is not slot:
                 other.send_news(put)
         if self.node.peers.is_leading:
-            self.node.peers.to_hands(nodes.News(seat.rank, encode(put).decode().rstrip("\n")))
+            self.node.peers.to_hands(nodes.News(slot.rank, encode(put).decode().rstrip("\n")))
 
-    def _on_frozen(self, seat: Seat, message: from_rank.Frozen) -> None:
+    def _on_frozen(self, slot: RankSlot, message: from_rank.Frozen) -> None:
         """A survivor has quiesced at a boundary."""
-        seat.journal = message.journal
+        slot.journal = message.journal
         self.node.void_beyond(message.boundary)
-        self._compare_journals(seat, message.generation)
+        self._compare_journals(slot, message.generation)
         self.node.advance(
             recovery.RankFrozen(
                 at_s=time.monotonic(),
-                rank=seat.rank,
+                rank=slot.rank,
                 generation=message.generation,
                 boundary=message.boundary,
                 digest=message.digest,
@@ -295,15 +295,15 @@ class Reports:
             )
         )
 
-    def _compare_journals(self, last: Seat, generation: int) -> None:
+    def _compare_journals(self, last: RankSlot, generation: int) -> None:
         """A survivor is quiesced; if it is the last one, all must have issued the same collectives."""
         job = self.node.job
         is_anyone_moving = any(rank != last.rank and job.members[rank].frozen is None for rank in job.survivors)
         if is_anyone_moving or generation != job.generation:
             return
-        seats = [self.node.seats[rank] for rank in job.survivors]
+        slots = [self.node.slots[rank] for rank in job.survivors]
         issued = {
-            seat.rank: {name: group.issued for name, group in seat.journal.items()} for seat in seats if seat.journal
+            slot.rank: {name: group.issued for name, group in slot.journal.items()} for slot in slots if slot.journal
         }
         found = find_difference(issued)
         if found is None:
@@ -313,7 +313,7 @@ class Reports:
         if not found.ranks:
             self.node.advance(recovery.MismatchFound(rank=last.rank, generation=generation, **fields))
         hung = []  # all known by their present processes, before the first one's is ended
-        for odd in (self.node.seats[rank] for rank in found.ranks):
+        for odd in (self.node.slots[rank] for rank in found.ranks):
             boundary = self.node.board.get(odd.rank, Field.APPLIED)
             # What it gave to this step was wrong, so its replacement must not be measured against that.
             odd.keeps_evidence = False

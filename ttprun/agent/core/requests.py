@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from ttprun import recovery
-from ttprun.agent.checkpoints.quiesce_schedule import Standing
+from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
 from ttprun.agent.checkpoints.writer import CheckpointWriter
 from ttprun.agent.core.node import Node
 from ttprun.agent.repair.repairs import Repairs
@@ -25,7 +25,7 @@ class Requests:
     checkpoint_writer: CheckpointWriter
     injections: Injections
     repairs: Repairs
-    standing: Standing
+    standing: QuiesceSchedule
 
     def answer(self, request: Request) -> Reply:
         """The reply to a request. Raises ValueError if it cannot be carried out."""
@@ -44,7 +44,7 @@ class Requests:
             return Rejected("this run was started without --allow-faults")
         if self.node.verdict is not None:
             return Rejected("the run has ended")
-        if self.node.peers.is_hand:
+        if self.node.peers.is_follower:
             self.node.peers.to_leader(nodes.FaultAsked(str(parse_fault(fault))))
             return Accepted(f"ordered from {self.node.peers.leaders_name}, whose event log says what has come of it")
         return Accepted(self.injections.order(parse_fault(fault), "inject-fault"))
@@ -54,7 +54,7 @@ class Requests:
         node, job = self.node, self.node.job
         if node.verdict is not None:
             why_not = "the run has ended"
-        elif node.peers.is_hand:
+        elif node.peers.is_follower:
             why_not = f"ask on {node.peers.leaders_name}, whose agent leads"
         elif node.is_broken:
             why_not = "ttprun's supervisor has failed: the job runs as under torchrun"

@@ -94,7 +94,7 @@ class Supervisor:
 
         Raises ConfigError as `Resumption.find` does, in the agent that leads several nodes.
         """
-        is_leading_first = peers is not None and not peers.is_hand and not self.node.has_board and not self._resized
+        is_leading_first = peers is not None and not peers.is_follower and not self.node.has_board and not self._resized
         if is_leading_first and peers is not None and not peers.without_save_dir and self._resumption.is_of_leader:
             self._resume_from = self._resumption.find()
         self.node.begin_group(ranks, peers)
@@ -131,14 +131,14 @@ class Supervisor:
         done.result(_START_LIMIT_S)
 
     def take_over(self, records: Mapping[int, str]) -> None:
-        """The seats of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
-        for seat in self.node.here:
-            seat.awaits_order = True
-            if records.get(seat.rank):
-                record_copies.restore(self.node, seat, records[seat.rank])
+        """The slots of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
+        for slot in self.node.here:
+            slot.awaits_order = True
+            if records.get(slot.rank):
+                record_copies.restore(self.node, slot, records[slot.rank])
 
     def prepare_standbys(self) -> None:
-        """This node waits for seats: have a process ready for them."""
+        """This node waits for slots: have a process ready for them."""
         self.node.call(self.parts.standby_watch.prepare)
 
     def wait_for_standby(self, limit_s: float) -> None:
@@ -153,7 +153,7 @@ class Supervisor:
         self.node.call(lambda: self.parts.standbys.warm_up(modules, files))
 
     def start_from_standby(self, start: dict[str, Any]) -> RankHandler:
-        """The first process of a rank whose seat was a lost node's: a standby, or a new one. Raises OSError."""
+        """The first process of a rank whose slot was a lost node's: a standby, or a new one. Raises OSError."""
         started: Future[RankHandler] = Future()
 
         def start_it() -> None:
@@ -176,12 +176,12 @@ class Supervisor:
     def _begin(self, is_restart: bool) -> None:
         """Welcome all ranks. They wait for that, so they are also welcomed if something breaks here."""
         node = self.node
-        if node.peers.is_hand:
+        if node.peers.is_follower:
             self._is_paused = node.is_broken
             if is_restart and self._resized is None:
                 self.parts.standbys.preloads.begin_group()
             self._resized = None
-            node.peers.watch(node.selector, self.parts.hand.take_order, self._lose_leader)  # it says when
+            node.peers.watch(node.selector, self.parts.follower.take_order, self._lose_leader)  # it says when
             return
         resume_from, self._resume_from = self._resume_from, ()
         resized, self._resized = self._resized, None
@@ -216,8 +216,8 @@ class Supervisor:
                 self._advance(recovery.GroupResized(at_s=now, saved=(), replicas=UNKNOWN, reason=resized.reason))
             self.parts.injections.begin()
             self.parts.leader.begin(is_resumed)
-            for seat in node.here:
-                self.parts.watch.welcome(seat, is_replacement=is_resumed)
+            for slot in node.here:
+                self.parts.watch.welcome(slot, is_replacement=is_resumed)
             node.peers.watch(node.selector, self.parts.leader.take, self._lose_hand, self.parts.leader.welcome)
         except Exception as error:
             self._is_paused = True  # nobody decides any more
@@ -226,14 +226,14 @@ class Supervisor:
                 why = f"the run cannot resume from the checkpoint: {error!r}; the next launch will not try it again"
                 node.conclude(Verdict("fail", why, has_progress=False))
                 raise
-            for seat in node.here:
-                if seat.handler.channel.sock not in node.selector.get_map():
-                    self.parts.watch.welcome(seat, is_replacement=False)
+            for slot in node.here:
+                if slot.handler.channel.sock not in node.selector.get_map():
+                    self.parts.watch.welcome(slot, is_replacement=False)
             raise
 
     def _lead(self) -> None:
-        """This agent has been a hand, and leads from now on."""
-        known = self.parts.hand.known
+        """This agent has been a follower, and leads from now on."""
+        known = self.parts.follower.known
         if known is not None:
             self.parts.checkpoints.why_never = known.why_no_checkpoints
         node = self.node
@@ -241,7 +241,7 @@ class Supervisor:
 
     def _lose_leader(self, number: int, why: str) -> None:
         if not self._is_paused:
-            self.parts.hand.lose(number, why)
+            self.parts.follower.lose(number, why)
 
     def _lose_hand(self, number: int, why: str) -> None:
         if not self._is_paused:
@@ -287,10 +287,10 @@ class Supervisor:
         def leave() -> None:
             if self._is_paused or node.verdict is not None:
                 node.is_settled.set()
-            elif node.peers.is_hand:
+            elif node.peers.is_follower:
                 node.peers.to_leader(nodes.Leaving(reason))
             else:
-                self.parts.roster.leave(node.peers.node, reason)
+                self.parts.membership.leave(node.peers.node, reason)
 
         node.call(leave)
         while not node.is_settled.wait(_LOOK_AGAIN_S) and self._thread.is_alive():
@@ -304,8 +304,8 @@ class Supervisor:
         def pause() -> None:
             self._is_paused = True
             self.node.is_settled.set()
-            for seat in self.node.here:
-                self.parts.watch.forget(seat)
+            for slot in self.node.here:
+                self.parts.watch.forget(slot)
             self.node.peers.close(self.node.selector)
             done.set()
 
@@ -327,8 +327,8 @@ class Supervisor:
 
     def end_ranks_at_once(self) -> None:
         """SIGKILL to all ranks and all that they have started; a signal handler may call it at any moment."""
-        for seat in self.node.here:
-            seat.kill()
+        for slot in self.node.here:
+            slot.kill()
 
     def stop(self, exit_code: int, reason: str = "") -> None:
         """End the thread, the standbys, and whatever a rank has left behind."""
@@ -373,23 +373,23 @@ class Supervisor:
 
     def _wait_s(self) -> float:
         """Seconds until something is due."""
-        is_watching = not self.parts.lookout.is_off or self.node.peers.names
+        is_watching = not self.parts.hang_detector.is_off or self.node.peers.names
         wait_s = LOOK_EVERY_S if is_watching else _STATUS_EVERY_S
         timer_s = self.parts.injections.next_timer_s()
         return wait_s if timer_s is None else max(0.0, min(wait_s, timer_s - time.monotonic()))
 
     def _send_what_was_kept(self) -> None:
         """To ranks that had no room for it: one that is stopped reads nothing, and nobody waits for it."""
-        for seat in self.node.here:
-            if seat.handler is not None:
-                seat.handler.channel.flush()
+        for slot in self.node.here:
+            if slot.handler is not None:
+                slot.handler.channel.flush()
         self.node.peers.flush()
 
     def _conclude_from_processes(self) -> None:
-        seats = [seat for seat in self.node.here if seat.rank not in self.node.job.away]
-        if not seats or any(seat.handler is None for seat in seats):
+        slots = [slot for slot in self.node.here if slot.rank not in self.node.job.away]
+        if not slots or any(slot.handler is None for slot in slots):
             return  # torch's agent has not started all of them yet
-        codes = [seat.handler.proc.poll() for seat in seats]
+        codes = [slot.handler.proc.poll() for slot in slots]
         if any(codes):
             self.node.conclude(Verdict("restart", "a rank has failed and ttprun cannot repair it"))
         elif all(code == 0 for code in codes):
@@ -399,8 +399,8 @@ class Supervisor:
 
     def _advance(self, event: recovery.Event) -> None:
         """Let the machine decide; what its actions bring about is decided after they are all carried out."""
-        if self.node.peers.is_hand:
-            self.parts.hand.report(event)
+        if self.node.peers.is_follower:
+            self.parts.follower.report(event)
             return
         self._undecided.append(event)
         if self._is_deciding:

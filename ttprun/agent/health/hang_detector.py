@@ -1,4 +1,4 @@
-"""The lookout: a few times a second it looks at the board and at /proc, and says which rank hangs.
+"""The hang_detector: a few times a second it looks at the board and at /proc, and says which rank hangs.
 
 What it sees goes to `ttprun.recovery.hangs`, which judges; a rank that hangs is reported with its Python stack, and
 becomes an event of the state machine, which kills it and has it replaced. A script that ttprun cannot repair is only
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from ttprun import recovery
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import life_locks, stacks
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.agent.repair.repairs import Repairs
@@ -24,7 +24,7 @@ from ttprun.device.errors import DeviceFault
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
 from ttprun.protocol.from_rank import Broken
 from ttprun.recovery.hangs import Hung, Stalled, Straggler, Verdict, Watch
-from ttprun.recovery.sights import Doing, Sight
+from ttprun.recovery.observations import Doing, Observation
 
 logger = logging.getLogger("ttprun")
 
@@ -42,7 +42,7 @@ _DOING = {phase: Doing(phase.name.lower()) for phase in Phase if phase is not Ph
 }
 
 
-class Lookout:
+class HangDetector:
     """Watches the ranks of a node."""
 
     def __init__(self, node: Node, repairs: Repairs, own_states: OwnStates) -> None:
@@ -79,8 +79,8 @@ class Lookout:
             self._look(now)
         except Exception as error:
             self._limit_s = 0.0
-            logger.exception("ttprun's lookout failed; from here on hangs are not detected")
-            self._node.log("lookout_failed", error=repr(error))
+            logger.exception("ttprun's hang_detector failed; from here on hangs are not detected")
+            self._node.log("hang_detector_failed", error=repr(error))
 
     def _look(self, now: float) -> None:
         phase = self._node.job.phase
@@ -99,22 +99,22 @@ class Lookout:
                 for member in self._node.job.replacements
                 if phase is recovery.Phase.REPLAYING and member.has_orders and not member.has_replayed
             ]
-            verdicts = self._watch.look_at_repair(now, self._sights(), replaying)
+            verdicts = self._watch.look_at_repair(now, self._observations(), replaying)
         else:
-            self._watch.note(now, self._sights())  # for the deadlines
+            self._watch.note(now, self._observations())  # for the deadlines
             return
         for verdict in verdicts:
             self._act(verdict)
 
     def _watch_all(self, now: float) -> tuple[Verdict, ...]:
         """Ranks that wait for each other are judged together, others each for itself."""
-        job, sights = self._node.job, self._sights()
+        job, observations = self._node.job, self._observations()
         if not (job.settings.is_alone or job.are_alone) or (job.settings.world_size == 1 and self._limit_s is None):
-            return self._watch.look(now, sights)  # one rank alone may wait for a person, who debugs it
+            return self._watch.look(now, observations)  # one rank alone may wait for a person, who debugs it
         found: tuple[Verdict, ...] = ()
-        for sight in sights:
-            watch = self._of_alone.setdefault(sight.rank, Watch(self._limit_s))
-            found += watch.look(now, [sight], is_alone=True)
+        for observation in observations:
+            watch = self._of_alone.setdefault(observation.rank, Watch(self._limit_s))
+            found += watch.look(now, [observation], is_alone=True)
         return found
 
     def do_all_work(self, ranks: Sequence[int]) -> bool:
@@ -126,60 +126,66 @@ class Lookout:
         """Ranks that hold the present phase of a recovery up, as far as the board shows; () if it does not."""
         node, now = self._node, time.monotonic()
         job, board = node.job, node.board
-        sights = self._sights()
+        observations = self._observations()
         dead = tuple(
-            sight.rank
-            for sight in sights
-            if sight.is_stopped or (sight.pulse_at_s and self._watch.is_silent(sight, now))
+            observation.rank
+            for observation in observations
+            if observation.is_stopped or (observation.pulse_at_s and self._watch.is_silent(observation, now))
         )
-        seats = [node.seats[rank] for rank in job.survivors]
+        slots = [node.slots[rank] for rank in job.survivors]
         if dead or job.phase not in (recovery.Phase.FREEZING, recovery.Phase.RESUMING):
             return dead
         if job.phase is recovery.Phase.RESUMING:
             # Who connects reports its port to the others first; who has not done so is waited for by all.
-            has_any = any(seat.reported_in == job.generation for seat in node.seats)
-            return tuple(seat.rank for seat in node.seats if has_any and seat.reported_in < job.generation)
-        late = tuple(seat.rank for seat in seats if board.get(seat.rank, Field.HELD) < job.generation)
-        boundary = max(board.get(seat.rank, Field.APPLIED) for seat in seats)
-        behind = tuple(seat.rank for seat in seats if board.get(seat.rank, Field.APPLIED) < boundary)
+            has_any = any(slot.reported_in == job.generation for slot in node.slots)
+            return tuple(slot.rank for slot in node.slots if has_any and slot.reported_in < job.generation)
+        late = tuple(slot.rank for slot in slots if board.get(slot.rank, Field.HELD) < job.generation)
+        boundary = max(board.get(slot.rank, Field.APPLIED) for slot in slots)
+        behind = tuple(slot.rank for slot in slots if board.get(slot.rank, Field.APPLIED) < boundary)
         return late or behind
 
-    def is_late(self, seat: Seat) -> bool:
+    def is_late(self, slot: RankSlot) -> bool:
         """Whether a deadline has condemned a rank whose stack has not been reported yet."""
-        return seat.pid not in self._reported_pids and self._node.job.phase in _REPAIRING and seat.is_present
+        return slot.pid not in self._reported_pids and self._node.job.phase in _REPAIRING and slot.is_present
 
-    def take_broken(self, seat: Seat, message: Broken) -> None:
+    def take_broken(self, slot: RankSlot, message: Broken) -> None:
         """A rank says that an operation has failed, though it has heard of no fault."""
         node, now = self._node, time.monotonic()
         generation, fault = message.generation, message.device_fault
         fields = {"generation": generation, "reason": message.reason, "device_fault": fault}
-        node.log("connection_broken", rank=seat.rank, **fields)
+        node.log("connection_broken", rank=slot.rank, **fields)
         if generation != node.job.generation:
             return
-        is_leaving = any(other.is_finished or node.board_row(other)[Field.LEAVING] for other in node.seats)
-        if is_leaving or any(life_locks.has_ended(seat.pid) for seat in node.here if not seat.is_lost):
+        is_leaving = any(other.is_finished or node.board_row(other)[Field.LEAVING] for other in node.slots)
+        if is_leaving or any(life_locks.has_ended(slot.pid) for slot in node.here if not slot.is_lost):
             return  # its exit is the fault, of which the agent hears next
-        self._watch.look(now, self._sights())
+        self._watch.look(now, self._observations())
         is_time_out = "imed out" in message.reason or fault == DeviceFault.COLLECTIVE_TIMEOUT
         is_running = node.job.phase is recovery.Phase.RUNNING
         laggards = self._watch.laggards() if is_time_out and is_running else ()
-        for sight in laggards:
-            self._report(self._watch.why_absent(now, sight.rank))
+        for observation in laggards:
+            self._report(self._watch.why_absent(now, observation.rank))
         if not laggards:
-            reason = f"rank {seat.rank}: {message.reason}"
-            rank = seat.rank if fault == DeviceFault.LINK else None  # a suspect or a time-out says nothing of this one
+            reason = f"rank {slot.rank}: {message.reason}"
+            rank = slot.rank if fault == DeviceFault.LINK else None  # a suspect or a time-out says nothing of this one
             self._break(self._boundary(), message.after_s, reason, rank, fault)
 
     def _boundary(self) -> int:
         board, away = self._node.board, self._node.job.away
-        seats = self._node.seats
-        return min(board.get(seat.rank, Field.APPLIED) for seat in seats if seat.rank not in away)
+        slots = self._node.slots
+        return min(board.get(slot.rank, Field.APPLIED) for slot in slots if slot.rank not in away)
 
     def _act(self, verdict: Verdict) -> None:
         node = self._node
         if isinstance(verdict, Straggler):
-            sight = verdict.sight
-            node.log("straggler", rank=sight.rank, step=sight.boundary, took_s=verdict.took_s, usual_s=verdict.usual_s)
+            observation = verdict.observation
+            node.log(
+                "straggler",
+                rank=observation.rank,
+                step=observation.boundary,
+                took_s=verdict.took_s,
+                usual_s=verdict.usual_s,
+            )
             logger.warning("%s", verdict.reason)
         elif isinstance(verdict, Stalled):
             self._stall(verdict)
@@ -209,23 +215,23 @@ class Lookout:
         )
 
     def _report(self, hung: Hung) -> None:
-        node, sight = self._node, hung.sight
-        seat = node.seats[sight.rank]
-        if seat.is_lost or seat.pid != sight.pid:
+        node, observation = self._node, hung.observation
+        slot = node.slots[observation.rank]
+        if slot.is_lost or slot.pid != observation.pid:
             return  # what was done about another rank has ended this process
-        is_only_told = self._limit_s is None and self._is_unrepairable(sight.rank)
-        is_only_told = is_only_told or recovery.is_last_survivor(node.job, sight.rank)
-        is_known = (sight.rank, sight.boundary) in self._reported
-        if is_known and not is_only_told and recovery.is_alone(node.job, sight.rank):
+        is_only_told = self._limit_s is None and self._is_unrepairable(observation.rank)
+        is_only_told = is_only_told or recovery.is_last_survivor(node.job, observation.rank)
+        is_known = (observation.rank, observation.boundary) in self._reported
+        if is_known and not is_only_told and recovery.is_alone(node.job, observation.rank):
             is_only_told = True  # it stands there again: it waits for something, and not for another rank
-            if seat.pid in self._reported_pids:
+            if slot.pid in self._reported_pids:
                 return
         elif is_known and is_only_told:
             return
-        self._reported.add((sight.rank, sight.boundary))
-        self._reported_pids.add(seat.pid)
-        if seat.is_here:
-            pid, fd, is_stopped = seat.pid, seat.stack_fd, sight.is_stopped
+        self._reported.add((observation.rank, observation.boundary))
+        self._reported_pids.add(slot.pid)
+        if slot.is_here:
+            pid, fd, is_stopped = slot.pid, slot.stack_fd, observation.is_stopped
             self._node.aside(
                 lambda: stacks.take(pid, fd, is_stopped), lambda text: self._conclude(hung, text, is_only_told)
             )
@@ -234,20 +240,20 @@ class Lookout:
 
     def _conclude(self, hung: Hung, text: str, is_only_told: bool) -> None:
         """A rank that hangs, and its stack, as far as it could be had."""
-        node, sight = self._node, hung.sight
-        seat = node.seats[sight.rank]
-        if seat.is_lost or seat.pid != sight.pid:
+        node, observation = self._node, hung.observation
+        slot = node.slots[observation.rank]
+        if slot.is_lost or slot.pid != observation.pid:
             return  # it has ended meanwhile
-        main_thread = stacks.main_thread_of(text, seat.main_thread)
+        main_thread = stacks.main_thread_of(text, slot.main_thread)
         frame = stacks.innermost_user_frame(main_thread)
         reason = hung.reason + (f"; innermost frame: {frame}" if frame else "")
         node.log(
             "rank_hung",
-            rank=sight.rank,
-            pid=sight.pid,
+            rank=observation.rank,
+            pid=observation.pid,
             way=hung.way.name.lower(),
-            phase=sight.doing,
-            step=sight.boundary,
+            phase=observation.doing,
+            step=observation.boundary,
             operation=hung.awaited.operation if hung.awaited is not None else None,
             number=hung.awaited.meetings if hung.awaited is not None else None,
             awaited_by=hung.awaited.rank if hung.awaited is not None else None,
@@ -258,20 +264,20 @@ class Lookout:
         )
         stack = f"\n{main_thread}" if main_thread else ""
         action = "it cannot be replaced, so it is not killed" if is_only_told else "it is killed"
-        logger.warning("rank %d hangs (%s): %s%s", sight.rank, reason, action, stack)
+        logger.warning("rank %d hangs (%s): %s%s", observation.rank, reason, action, stack)
         if not is_only_told:
-            failure = Failure(sight.rank, sight.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
+            failure = Failure(observation.rank, observation.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
             node.first_failure.note(failure, is_new_incident=node.job.incident is None)
-            if recovery.is_alone(node.job, seat.rank) and seat.is_here:
-                seat.kill()  # it must not keep another state while it is decided to which one it goes back
-                life_locks.let_stop(seat.pid)
-                self._own_states.report_what_is_left(seat)
+            if recovery.is_alone(node.job, slot.rank) and slot.is_here:
+                slot.kill()  # it must not keep another state while it is decided to which one it goes back
+                life_locks.let_stop(slot.pid)
+                self._own_states.report_what_is_left(slot)
             node.advance(
                 recovery.RankHung(
                     at_s=time.monotonic(),
-                    rank=sight.rank,
-                    pid=sight.pid,
-                    boundary=self._own_states.reached(seat, node.board.get(seat.rank, Field.RECORDED)),
+                    rank=observation.rank,
+                    pid=observation.pid,
+                    boundary=self._own_states.reached(slot, node.board.get(slot.rank, Field.RECORDED)),
                     detected_after_s=hung.for_s,
                     reason=reason,
                 )
@@ -280,29 +286,29 @@ class Lookout:
     def _is_unrepairable(self, rank: int) -> bool:
         job = self._node.job
         if recovery.is_alone(job, rank):
-            return self._own_states.newest(self._node.seats[rank]) is None
+            return self._own_states.newest(self._node.slots[rank]) is None
         is_replaceable = "replace" in job.settings.rungs and not job.unprotected_reason
         return not is_replaceable and bool(recovery.why_not_without(job, (rank,)))
 
-    def _sights(self) -> list[Sight]:
-        found = (self._sight(seat) for seat in self._node.seats if not seat.is_finished and not seat.is_lost)
-        return [sight for sight in found if sight is not None]
+    def _observations(self) -> list[Observation]:
+        found = (self._observation(slot) for slot in self._node.slots if not slot.is_finished and not slot.is_lost)
+        return [observation for observation in found if observation is not None]
 
-    def _seen_elsewhere(self, seat: Seat) -> tuple[str, float]:
+    def _seen_elsewhere(self, slot: RankSlot) -> tuple[str, float]:
         """The same of a rank on another node; nothing if its agent has not been heard of late."""
         peers = self._node.peers
-        return seat.seen if peers.unheard_s(peers.node_of(seat.rank)) < _STALE_S else ("", 0.0)
+        return slot.seen if peers.unheard_s(peers.node_of(slot.rank)) < _STALE_S else ("", 0.0)
 
-    def _sight(self, seat: Seat) -> Sight | None:
+    def _observation(self, slot: RankSlot) -> Observation | None:
         """One rank now; None if its process has just ended."""
-        row = self._node.board_row(seat)
+        row = self._node.board_row(slot)
         with contextlib.suppress(OSError, ValueError, IndexError):
-            state, cpu_s = state_of(seat.pid) if seat.is_here else self._seen_elsewhere(seat)
+            state, cpu_s = state_of(slot.pid) if slot.is_here else self._seen_elsewhere(slot)
             if state in "ZX":  # also if it is not known
                 return None
-            return Sight(
-                rank=seat.rank,
-                pid=seat.pid,
+            return Observation(
+                rank=slot.rank,
+                pid=slot.pid,
                 boundary=row[Field.APPLIED],
                 meetings=row[Field.MEETINGS],
                 doing=_DOING[Phase(row[Field.PHASE])],

@@ -8,7 +8,7 @@ import time
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.protocol import from_rank
 
@@ -25,53 +25,53 @@ class Protection:
         self._announced: set[str] = set()
         self._has_announced_end = False
 
-    def note_unprotected(self, seat: Seat, reason: str) -> None:
+    def note_unprotected(self, slot: RankSlot, reason: str) -> None:
         """No rank can be repaired any more."""
         node = self._node
-        node.log("rank_unprotected", rank=seat.rank, reason=reason)
+        node.log("rank_unprotected", rank=slot.rank, reason=reason)
         is_first = not node.job.unprotected_reason
-        node.advance(recovery.RankUnprotected(at_s=time.monotonic(), rank=seat.rank, reason=reason))
+        node.advance(recovery.RankUnprotected(at_s=time.monotonic(), rank=slot.rank, reason=reason))
         if is_first:
-            self._pass_on(seat)
-            self._announce(seat, reason)
+            self._pass_on(slot)
+            self._announce(slot, reason)
 
-    def note_ties(self, seat: Seat, message: from_rank.TrainsAlone | from_rank.Joined) -> None:
+    def note_ties(self, slot: RankSlot, message: from_rank.TrainsAlone | from_rank.Joined) -> None:
         """A rank trains alone, or with others; one that cannot be repaired may be of a group from now on."""
         is_first = not self._node.job.unprotected_reason
         event = recovery.RankJoined if isinstance(message, from_rank.Joined) else recovery.RankTrainsAlone
-        self._node.advance(event(at_s=time.monotonic(), rank=seat.rank))
+        self._node.advance(event(at_s=time.monotonic(), rank=slot.rank))
         if is_first:
-            self._pass_on(seat)
+            self._pass_on(slot)
 
-    def _pass_on(self, seat: Seat) -> None:
+    def _pass_on(self, slot: RankSlot) -> None:
         """If no rank can be repaired any more because of this one, the others need not record anything for it."""
         reason = self._node.job.unprotected_reason
-        for other in self._node.seats:
-            if other is not seat and reason:
+        for other in self._node.slots:
+            if other is not slot and reason:
                 other.send(from_rank.Unprotected(reason))
 
-    def note_hindered(self, seat: Seat, message: from_rank.Hindered) -> None:
+    def note_hindered(self, slot: RankSlot, message: from_rank.Hindered) -> None:
         """The place where a rank is now cannot be replayed, or can be again."""
         node, why, boundary = self._node, message.reason, message.boundary
-        node.log("rank_hindered", rank=seat.rank, boundary=boundary, reason=why)
+        node.log("rank_hindered", rank=slot.rank, boundary=boundary, reason=why)
         was_hindered = bool(node.job.hindrance)
-        node.advance(recovery.RankHindered(at_s=time.monotonic(), rank=seat.rank, reason=why))
+        node.advance(recovery.RankHindered(at_s=time.monotonic(), rank=slot.rank, reason=why))
         if why:
-            self._announce(seat, why)
+            self._announce(slot, why)
         elif was_hindered and not node.job.hindrance and not self._has_announced_end:
             self._has_announced_end = True
             logger.warning("from step %d on a lost rank can be replaced", boundary)
 
-    def _announce(self, seat: Seat, why: str) -> None:
+    def _announce(self, slot: RankSlot, why: str) -> None:
         """Say on the console why no rank can be replaced any more, and what that means; once a run, not once a rank."""
         job = self._node.job
         if why in self._announced or job.settings.rungs.isdisjoint(("replace", "rerun", "rewind")):
             return
         self._announced.add(why)
-        if recovery.is_alone(job, seat.rank) and job.settings.world_size > 1:
-            kept = self._own_states.newest(seat)
-            cost = recovery.cost_of_a_loss_alone(job, seat.rank, None, kept)
-            logger.warning("rank %d cannot be repaired: %s. If it is lost, %s", seat.rank, why, cost)
+        if recovery.is_alone(job, slot.rank) and job.settings.world_size > 1:
+            kept = self._own_states.newest(slot)
+            cost = recovery.cost_of_a_loss_alone(job, slot.rank, None, kept)
+            logger.warning("rank %d cannot be repaired: %s. If it is lost, %s", slot.rank, why, cost)
             return
         cost = recovery.cost_of_a_loss(job)
-        logger.warning("no rank can be replaced: rank %d reports: %s. If a rank is lost, %s", seat.rank, why, cost)
+        logger.warning("no rank can be replaced: rank %d reports: %s. If a rank is lost, %s", slot.rank, why, cost)

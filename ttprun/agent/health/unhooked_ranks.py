@@ -13,7 +13,7 @@ import os
 import time
 
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.protection import Protection
 from ttprun.agent.processes.rank_processes import SHIM, StandbyHandler
 from ttprun.protocol.board import Field
@@ -35,9 +35,9 @@ class Unseen:
         self._reported: set[int] = set()  # pids
         self._suspects: dict[int, str] = {}  # pid -> why, if the rank should train there
 
-    def note_present(self, seat: Seat) -> None:
+    def note_present(self, slot: RankSlot) -> None:
         """A process has greeted."""
-        self._images[seat.pid] = unhooked.image_of(seat.pid)
+        self._images[slot.pid] = unhooked.image_of(slot.pid)
 
     def look(self) -> None:
         """Look if it is time to, and report what is certain. Costs nothing once all ranks have been heard."""
@@ -45,61 +45,61 @@ class Unseen:
         if now < self._next_s or not self._node.is_python:
             return
         self._next_s = now + EVERY_S
-        for seat in self._node.here:
-            self._look_at(seat)
+        for slot in self._node.here:
+            self._look_at(slot)
 
     def settle(self) -> None:
         """A rank is lost: whoever may have trained unseen by then is taken to have done so."""
-        for seat in self._node.here if self._node.is_python else ():
-            self._look_at(seat)
-            why = self._suspects.get(seat.pid, "")
-            if why and not seat.is_protected:
-                self._report(seat, why)
+        for slot in self._node.here if self._node.is_python else ():
+            self._look_at(slot)
+            why = self._suspects.get(slot.pid, "")
+            if why and not slot.is_protected:
+                self._report(slot, why)
 
-    def _look_at(self, seat: Seat) -> None:
-        if not seat.pid or seat.is_finished or seat.is_lost or seat.is_buried or seat.pid in self._reported:
+    def _look_at(self, slot: RankSlot) -> None:
+        if not slot.pid or slot.is_finished or slot.is_lost or slot.is_buried or slot.pid in self._reported:
             return
-        if seat.hung_up_at_s is not None:
-            if self._lives_on(seat, seat.hung_up_at_s):
+        if slot.hung_up_at_s is not None:
+            if self._lives_on(slot, slot.hung_up_at_s):
                 self._report(
-                    seat,
+                    slot,
                     "it has closed its connection to ttprun: it has replaced itself by another program (exec), or has "
                     "closed all of its file descriptors; start that program by ttprun (now it is "
-                    f"{unhooked.command_of(seat.pid)})",
+                    f"{unhooked.command_of(slot.pid)})",
                 )
-        elif not seat.is_present and not self._is_ours(seat):
-            why = why_silent(seat.pid)
+        elif not slot.is_present and not self._is_ours(slot):
+            why = why_silent(slot.pid)
             if why:
-                self._report(seat, why)
-        elif seat.is_present and not seat.is_protected:
-            self._look_for_children(seat)
+                self._report(slot, why)
+        elif slot.is_present and not slot.is_protected:
+            self._look_for_children(slot)
 
     @staticmethod
-    def _is_ours(seat: Seat) -> bool:
+    def _is_ours(slot: RankSlot) -> bool:
         """It is bound to load our hooks: it comes from a standby, or one that was started alike has loaded them."""
-        return isinstance(seat.handler, StandbyHandler) or seat.had_torch
+        return isinstance(slot.handler, StandbyHandler) or slot.had_torch
 
-    def _lives_on(self, seat: Seat, hung_up_at_s: float) -> bool:
+    def _lives_on(self, slot: RankSlot, hung_up_at_s: float) -> bool:
         """Whether a process that has closed its line is at something else; one that comes to its end closes it too."""
-        image = unhooked.image_of(seat.pid)
-        is_another = bool(image) and image != self._images.get(seat.pid, image)
-        return is_another or self._node.board.get(seat.rank, Field.SEEN_NS) / 1e9 > hung_up_at_s
+        image = unhooked.image_of(slot.pid)
+        is_another = bool(image) and image != self._images.get(slot.pid, image)
+        return is_another or self._node.board.get(slot.rank, Field.SEEN_NS) / 1e9 > hung_up_at_s
 
-    def _look_for_children(self, seat: Seat) -> None:
-        why = unhooked.why_in_child(seat.pid)
-        if why and seat.pid not in self._suspects:
-            logger.warning("rank %d may train where no fault can be repaired: %s", seat.rank, why)
-            self._node.log("rank_unseen", rank=seat.rank, reason=why)
+    def _look_for_children(self, slot: RankSlot) -> None:
+        why = unhooked.why_in_child(slot.pid)
+        if why and slot.pid not in self._suspects:
+            logger.warning("rank %d may train where no fault can be repaired: %s", slot.rank, why)
+            self._node.log("rank_unseen", rank=slot.rank, reason=why)
         if why:
-            self._suspects[seat.pid] = why
+            self._suspects[slot.pid] = why
         else:
-            self._suspects.pop(seat.pid, None)
+            self._suspects.pop(slot.pid, None)
 
-    def _report(self, seat: Seat, why: str) -> None:
-        if seat.pid in self._reported:
+    def _report(self, slot: RankSlot, why: str) -> None:
+        if slot.pid in self._reported:
             return
-        self._reported.add(seat.pid)
-        self._protection.note_unprotected(seat, why)
+        self._reported.add(slot.pid)
+        self._protection.note_unprotected(slot, why)
 
 
 def why_silent(pid: int) -> str:

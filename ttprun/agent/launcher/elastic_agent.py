@@ -24,8 +24,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.regroup import meet_again
 from ttprun.agent.cluster.rendezvous import KNOWN, NotMetError, Place, meet
-from ttprun.agent.cluster.spare_launcher import Taken, wait_for_seats
-from ttprun.agent.cluster.spare_pool import Door, Hallway
+from ttprun.agent.cluster.spare_launcher import Taken, wait_for_slots
+from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.supervisor import Supervisor
 from ttprun.agent.launcher.signals import Signals
@@ -65,7 +65,7 @@ class ReplacingAgent(LocalElasticAgent):
     _taken: Taken | None = None
     _order: Regroup | None = None  # which the present group has followed
     _again: Peers | None = None  # who have met for it
-    _door: Door | None = None  # at which the others come in if this agent leads the next group
+    _listener: Listener | None = None  # at which the others come in if this agent leads the next group
     _ranks_store: Any = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -86,7 +86,7 @@ class ReplacingAgent(LocalElasticAgent):
         supervisor.node.attempt = worker_group.spec.max_restarts - self._remaining_restarts
         if taken is not None:
             supervisor.take_over(taken.records)
-        if peers is not None:  # who comes later waits for seats, and that is no reason to start all ranks again
+        if peers is not None:  # who comes later waits for slots, and that is no reason to start all ranks again
             worker_group.spec.rdzv_handler.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]
             self._leave_lost_store_alone(worker_group.spec.rdzv_handler)
         supervisor.parts.status.restarts_left = self._remaining_restarts
@@ -105,39 +105,39 @@ class ReplacingAgent(LocalElasticAgent):
             return None
         master = f"{group.master_addr} {group.master_port}"
         sizes = group.group_rank, group.group_world_size, len(group.workers)
-        place = Place(*sizes, self.address, self.alike, master, self.save_dir, self._next_door())
+        place = Place(*sizes, self.address, self.alike, master, self.save_dir, self._next_listener())
         peers = meet(group.store, place)
         self._announce(worker_group, peers)
         return peers
 
     def _announce(self, worker_group: WorkerGroup, peers: Peers) -> None:
         """Name the room of a group that this agent leads."""
-        hallway = self._hallway(worker_group)
-        if peers.room is not None and peers.is_leading and hallway is not None:
+        rendezvous_keys = self._rendezvous_keys(worker_group)
+        if peers.room is not None and peers.is_leading and rendezvous_keys is not None:
             try:
-                hallway.announce(peers.room.door.where | {"seen": self.seen_file})
+                rendezvous_keys.announce(peers.room.listener.where | {"seen": self.seen_file})
             except Exception as error:  # torch's stores raise errors of their own
                 logger.warning("no other node can join: the rendezvous store is lost (%s)", error)
 
     # Another group, on other nodes.
 
-    def _next_door(self) -> Where | None:
+    def _next_listener(self) -> Where | None:
         """Where this agent listens if it leads the next group; None: there is none on other nodes."""
         if not self.is_elastic:
             return None
-        self._door = Door(self.address, KNOWN)
-        return Where(**self._door.where)
+        self._listener = Listener(self.address, KNOWN)
+        return Where(**self._listener.where)
 
     def _meet_again(self, worker_group: WorkerGroup, order: Regroup) -> None:
         """Take the place in a group that the order names. Raises SignalException if too few nodes come."""
-        door = self._door
-        assert door is not None
+        listener = self._listener
+        assert listener is not None
         self._order, self._again, self._taken = order, None, None
         group: Any = worker_group
         ranks = group.spec.local_world_size
-        place = Place(order.node, order.size, ranks, self.address, self.alike, "", self.save_dir, self._next_door())
+        place = Place(order.node, order.size, ranks, self.address, self.alike, "", self.save_dir, self._next_listener())
         try:
-            self._again, master = meet_again(order, place, door, self._make_store)
+            self._again, master = meet_again(order, place, listener, self._make_store)
         except NotMetError as error:
             reason = f"{order.reason}; the nodes have not met again: {error}"
             self.supervisor.node.conclude(Verdict("fail", reason))
@@ -151,14 +151,14 @@ class ReplacingAgent(LocalElasticAgent):
         self._ranks_store = torch_distributed.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
         return f"{self.address} {self._ranks_store.port}"
 
-    # Seats of a lost node.
+    # Slots of a lost node.
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Take part in the rendezvous; a launcher that comes when the job has all its nodes waits for seats instead."""
+        """Take part in the rendezvous; a launcher that comes when the job has all its nodes waits for slots instead."""
         order, self.supervisor.node.regroup = self.supervisor.node.regroup, None
         self._taken = self._again = None
         if order is None and not self._has_entered and self.alike:
-            found = self._wait_for_seats(worker_group)
+            found = self._wait_for_slots(worker_group)
             if isinstance(found, Taken):
                 self._taken = found
             else:
@@ -186,16 +186,16 @@ class ReplacingAgent(LocalElasticAgent):
         group.master_port = int(port)
         self._store = group.store = group.spec.rdzv_handler._store
 
-    def _hallway(self, worker_group: WorkerGroup) -> Hallway | None:
+    def _rendezvous_keys(self, worker_group: WorkerGroup) -> RendezvousKeys | None:
         """None: this kind of rendezvous has no store that all its groups share."""
         handler: Any = worker_group.spec.rdzv_handler
         store = getattr(handler, "_store", None)
-        return None if store is None else Hallway(store, handler.get_run_id())
+        return None if store is None else RendezvousKeys(store, handler.get_run_id())
 
-    def _wait_for_seats(self, worker_group: WorkerGroup) -> Taken | Regroup | None:
-        """Seats of a lost node, or of a group that grows; None: the job has room for one more, or nobody runs it."""
-        hallway = self._hallway(worker_group)
-        if hallway is None or hallway.arrive() <= self.nodes:
+    def _wait_for_slots(self, worker_group: WorkerGroup) -> Taken | Regroup | None:
+        """Slots of a lost node, or of a group that grows; None: the job has room for one more, or nobody runs it."""
+        rendezvous_keys = self._rendezvous_keys(worker_group)
+        if rendezvous_keys is None or rendezvous_keys.arrive() <= self.nodes:
             return None
         self.supervisor.prepare_standbys()
         if self.is_elastic:  # all wait for its ranks when it joins
@@ -203,15 +203,15 @@ class ReplacingAgent(LocalElasticAgent):
         tried: set[str] = set()
         ends_s = time.monotonic() + _NO_JOB_LIMIT_S
         while time.monotonic() < ends_s:
-            where = hallway.announced()
+            where = rendezvous_keys.announced()
             if where is None or where["token"] in tried:
                 time.sleep(_LOOK_AGAIN_S)
                 continue
             tried.add(where["token"])
             what_for = "to join at a boundary" if self.is_elastic else "to take the place of one that is lost"
             logger.warning("the job has all its nodes: this one waits %s", what_for)
-            door = self._next_door()
-            taken = wait_for_seats(where, self.address, self.alike, self.supervisor.warm_up_standbys, door)
+            listener = self._next_listener()
+            taken = wait_for_slots(where, self.address, self.alike, self.supervisor.warm_up_standbys, listener)
             if isinstance(taken, Taken | Regroup):
                 return taken
             if taken is not None and taken.kind not in ("restart", "resize", "leave"):

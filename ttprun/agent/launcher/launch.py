@@ -89,10 +89,10 @@ def launch(
         words = command_of({"args": args}) if is_python else []
         resumption = Resumption(config, store, world_size, words, is_place_named, is_on_several)
         supervisor = Supervisor(config, run, world_size, is_python, launch_config.max_restarts, store, resumption)
-        supervisor.parts.roster.policy = policy
+        supervisor.parts.membership.policy = policy
         if config.discovery is not None:
-            supervisor.parts.roster.discovery = Discovery(config.discovery, launch_config.nproc_per_node)
-            supervisor.parts.roster.discovery.first()
+            supervisor.parts.membership.discovery = Discovery(config.discovery, launch_config.nproc_per_node)
+            supervisor.parts.membership.discovery.first()
         return _supervise(supervisor, launch_config, entrypoint, args)
     finally:
         if seen is not None:

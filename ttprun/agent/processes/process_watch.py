@@ -18,7 +18,7 @@ from ttprun.agent.cluster import board_rows
 from ttprun.agent.core.exit_causes import Causes
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.reports import Reports
 from ttprun.agent.health.unhooked_ranks import Unseen
 from ttprun.agent.processes import life_locks
@@ -58,17 +58,17 @@ class Watch:
         self._causes = Causes()
         self._undead: list[RankHandler] = []
 
-    def welcome(self, seat: Seat, is_replacement: bool) -> None:
+    def welcome(self, slot: RankSlot, is_replacement: bool) -> None:
         """Have a process know who it is, and listen to it."""
         node = self._node
         config = node.config
-        handler, rungs = seat.handler, node.job.settings.rungs
+        handler, rungs = slot.handler, node.job.settings.rungs
         options = to_rank.Options(
             allow_faults=config.allow_faults,
             keeps_state=not rungs.isdisjoint(("rewind", "persist")),
-            mirror=self._mirrors.paths_for(seat.local_rank),
-            own_state=self._own_states.paths_for(seat.local_rank),
-            shelves=self._snapshots.paths_for(seat.local_rank),
+            mirror=self._mirrors.paths_for(slot.local_rank),
+            own_state=self._own_states.paths_for(slot.local_rank),
+            buffers=self._snapshots.paths_for(slot.local_rank),
             snapshot_every_steps=self._snapshots.every_steps,
             record_limit_mib=config.record_limit_mib,
             journal_limit_mib=config.journal_limit_mib,
@@ -86,136 +86,136 @@ class Watch:
             is_strict=config.proof == "strict",
             prints_traceback=bool(handler.start["stderr"]),
         )
-        fds, environment = [node.board_fd, seat.record_fd, seat.stack_fd], {}
+        fds, environment = [node.board_fd, slot.record_fd, slot.stack_fd], {}
         if node.peers.address:
-            fds.append(seat.copies_fd)
+            fds.append(slot.copies_fd)
         if isinstance(handler, StandbyHandler):
             environment = with_agent(os.environ | handler.start["env"], str(node.run.path))
             fds += handler.outputs()
         welcome = to_rank.Welcome(
-            rank=seat.rank,
-            local_rank=seat.local_rank,
-            world_size=len(node.seats),
+            rank=slot.rank,
+            local_rank=slot.local_rank,
+            world_size=len(node.slots),
             local_world_size=len(node.here),
             address=node.peers.address,
             generation=node.job.generation,
             run_dir=str(node.run.path),
             is_replacement=is_replacement,
-            had_torch=seat.had_torch,
+            had_torch=slot.had_torch,
             options=options,
             arguments=command_of(handler.start) if node.is_python else [],
-            faults=self._injections.waiting_in(seat.rank),
+            faults=self._injections.waiting_in(slot.rank),
             env=environment,
         )
         handler.channel.send(welcome, fds)
-        node.selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(seat, handler))
-        node.selector.register(seat.pidfd, selectors.EVENT_READ, lambda: self._on_exit(seat))
-        node.log("rank_started", rank=seat.rank, pid=seat.pid, is_replacement=is_replacement)
-        node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=seat.rank, pid=seat.pid))
+        node.selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(slot, handler))
+        node.selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
+        node.log("rank_started", rank=slot.rank, pid=slot.pid, is_replacement=is_replacement)
+        node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
         if is_replacement:
-            self._injections.forked(seat)
+            self._injections.forked(slot)
 
-    def _on_message(self, seat: Seat, handler: RankHandler) -> None:
+    def _on_message(self, slot: RankSlot, handler: RankHandler) -> None:
         try:
             messages = handler.channel.read_available()
         except (EOFError, OSError):
             with contextlib.suppress(KeyError, ValueError):
                 self._node.selector.unregister(handler.channel.sock)
-            if seat.handler is handler:
-                seat.hung_up_at_s = time.monotonic()
+            if slot.handler is handler:
+                slot.hung_up_at_s = time.monotonic()
             return
         for message in messages:
-            if seat.handler is handler:
-                self._take(seat, message)
+            if slot.handler is handler:
+                self._take(slot, message)
 
-    def _take(self, seat: Seat, message: Message) -> None:
-        self._reports.take(seat, message)
+    def _take(self, slot: RankSlot, message: Message) -> None:
+        self._reports.take(slot, message)
         if isinstance(message, from_rank.Present):
-            self._unseen.note_present(seat)
-            self._look_out_for_its_end(seat)
+            self._unseen.note_present(slot)
+            self._look_out_for_its_end(slot)
 
-    def _look_out_for_its_end(self, seat: Seat) -> None:
+    def _look_out_for_its_end(self, slot: RankSlot) -> None:
         """A process has greeted: from now on the first sign of its end is looked out for, too."""
-        handler = seat.handler
+        handler = slot.handler
 
         def on_dying(code: int) -> None:
-            if seat.handler is handler and seat.pidfd >= 0 and code != 0:  # one that finishes is not urgent
-                seat.is_dying = True
-                self._on_end(seat, code)
+            if slot.handler is handler and slot.pidfd >= 0 and code != 0:  # one that finishes is not urgent
+                slot.is_dying = True
+                self._on_end(slot, code)
 
         life_locks.watch(
             self._node.board,
-            seat.rank,
-            seat.pid,
+            slot.rank,
+            slot.pid,
             lambda code: self._node.call(lambda: on_dying(code)),
         )
 
-    def _on_exit(self, seat: Seat) -> None:
+    def _on_exit(self, slot: RankSlot) -> None:
         """A process is gone; mostly that is known already."""
-        self._node.selector.unregister(seat.pidfd)
-        seat.kill()  # what it has started, as long as its number is its own
-        handler = seat.handler
+        self._node.selector.unregister(slot.pidfd)
+        slot.kill()  # what it has started, as long as its number is its own
+        handler = slot.handler
         if handler.proc.poll() is None:  # a debugger that is attached to it has to hear of it first
-            self._node.aside(lambda: _take_code(handler), lambda _: self._on_gone(seat, handler))
+            self._node.aside(lambda: _take_code(handler), lambda _: self._on_gone(slot, handler))
         else:
-            self._on_gone(seat, handler)
+            self._on_gone(slot, handler)
 
-    def _on_gone(self, seat: Seat, handler: RankHandler) -> None:
-        if seat.handler is not handler or seat.pidfd < 0:
+    def _on_gone(self, slot: RankSlot, handler: RankHandler) -> None:
+        if slot.handler is not handler or slot.pidfd < 0:
             return
-        was_dying, code = seat.is_dying, seat.bury()
-        self._node.remove_left_files(seat.pid)
+        was_dying, code = slot.is_dying, slot.bury()
+        self._node.remove_left_files(slot.pid)
         if not was_dying:
-            self._on_end(seat, code)
+            self._on_end(slot, code)
         self._node.spawn_those_that_wait()
 
-    def let_die(self, seat: Seat) -> None:
+    def let_die(self, slot: RankSlot) -> None:
         """A process is killed, or will be at once: what it may still send is not heard, and its rank is lost."""
         with contextlib.suppress(KeyError, ValueError):
-            self._node.selector.unregister(seat.handler.channel.sock)
-        seat.is_lost, seat.is_dying = True, seat.pidfd >= 0
-        seat.spawn = None
-        seat.killed_at_s = time.monotonic()
+            self._node.selector.unregister(slot.handler.channel.sock)
+        slot.is_lost, slot.is_dying = True, slot.pidfd >= 0
+        slot.spawn = None
+        slot.killed_at_s = time.monotonic()
 
     def look(self) -> None:
         """Do not wait longer for processes that do not die: one in an uninterruptible read may take hours."""
         self._undead = [handler for handler in self._undead if handler.proc.poll() is None]
         now = time.monotonic()
-        for seat in self._node.here:
-            if seat.is_dying and seat.spawn is not None and now - seat.killed_at_s > DEATH_LIMIT_S:
-                self._node.log("rank_does_not_die", rank=seat.rank, pid=seat.pid, for_s=now - seat.killed_at_s)
+        for slot in self._node.here:
+            if slot.is_dying and slot.spawn is not None and now - slot.killed_at_s > DEATH_LIMIT_S:
+                self._node.log("rank_does_not_die", rank=slot.rank, pid=slot.pid, for_s=now - slot.killed_at_s)
                 logger.warning(
                     "rank %d's process %d does not die (it waits for a disk, or is frozen): its replacement does not "
                     "wait for that any longer",
-                    *(seat.rank, seat.pid),
+                    *(slot.rank, slot.pid),
                 )
-                self._undead.append(seat.handler)
-                spawn = seat.spawn
-                self.forget(seat)
+                self._undead.append(slot.handler)
+                spawn = slot.spawn
+                self.forget(slot)
                 spawn()
 
-    def _on_end(self, seat: Seat, code: int) -> None:
+    def _on_end(self, slot: RankSlot, code: int) -> None:
         node = self._node
-        self._drain(seat)
+        self._drain(slot)
         with contextlib.suppress(KeyError, ValueError):
-            node.selector.unregister(seat.handler.channel.sock)
-        event = seat.leave(code, node.board, self._causes.of_signal)
-        if not seat.is_finished:
-            event = replace(event, boundary=self._own_states.reached(seat, event.boundary))
-        if seat.is_finished:
-            node.board.announce(seat.rank, Field.RECORDED, FINISHED)
-            board_rows.share(node, [seat])
+            node.selector.unregister(slot.handler.channel.sock)
+        event = slot.leave(code, node.board, self._causes.of_signal)
+        if not slot.is_finished:
+            event = replace(event, boundary=self._own_states.reached(slot, event.boundary))
+        if slot.is_finished:
+            node.board.announce(slot.rank, Field.RECORDED, FINISHED)
+            board_rows.share(node, [slot])
             if event.reason:
-                logger.warning("rank %d: %s", seat.rank, event.reason)
+                logger.warning("rank %d: %s", slot.rank, event.reason)
         else:
-            seat.kill()  # its DataLoader workers
+            slot.kill()  # its DataLoader workers
             exit_code = -event.signal if event.signal is not None else event.code or 0
             self._unseen.settle()
-            failure = Failure(seat.rank, event.pid, exit_code, event.reason, seat.traceback)
+            failure = Failure(slot.rank, event.pid, exit_code, event.reason, slot.traceback)
             node.first_failure.note(failure, is_new_incident=node.job.incident is None)
         node.log(
             "rank_exited",
-            rank=seat.rank,
+            rank=slot.rank,
             pid=event.pid,
             code=event.code,
             signal=event.signal,
@@ -223,27 +223,27 @@ class Watch:
             reason=event.reason,
             at_s=event.at_s,
         )
-        if not seat.is_finished:
-            self._own_states.report_what_is_left(seat)
+        if not slot.is_finished:
+            self._own_states.report_what_is_left(slot)
         node.advance(event)
 
-    def _drain(self, seat: Seat) -> None:
+    def _drain(self, slot: RankSlot) -> None:
         """What a process has sent comes before its exit."""
-        channel = seat.handler.channel
+        channel = slot.handler.channel
         with contextlib.suppress(EOFError, OSError):
             channel.sock.setblocking(False)
             while True:
                 for message in channel.read_available():
-                    self._take(seat, message)
+                    self._take(slot, message)
 
-    def forget(self, seat: Seat) -> None:
-        for watched in (seat.pidfd, seat.handler.channel.sock):
+    def forget(self, slot: RankSlot) -> None:
+        for watched in (slot.pidfd, slot.handler.channel.sock):
             with contextlib.suppress(KeyError, ValueError):
                 self._node.selector.unregister(watched)
-        seat.is_dying, seat.spawn = False, None
-        if seat.pidfd >= 0:
-            os.close(seat.pidfd)
-            seat.pidfd = -1
+        slot.is_dying, slot.spawn = False, None
+        if slot.pidfd >= 0:
+            os.close(slot.pidfd)
+            slot.pidfd = -1
 
 
 def _take_code(handler: RankHandler) -> None:

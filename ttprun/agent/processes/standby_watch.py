@@ -53,7 +53,7 @@ class StandbyWatch:
         """Start the standbys of ranks that take no step for long: by hand, not at all, or after a long set-up."""
         if self._node.job.incident is None:
             self._standbys.look(self._watch_preloaded)
-        if self._standbys.may_start or not all(seat.is_protected for seat in self._node.here):
+        if self._standbys.may_start or not all(slot.is_protected for slot in self._node.here):
             return
         if self._protected_at_s == 0.0:
             self._protected_at_s = time.monotonic()

@@ -17,7 +17,7 @@ from ttprun import recovery
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.report.topology import topology_of
 from ttprun.errors import in_short
@@ -48,7 +48,7 @@ class Comparisons:
 
     def begin_group(self) -> None:
         """All ranks are new: nothing is known of their weights."""
-        self._looks = Looks(world_size=len(self._node.seats))
+        self._looks = Looks(world_size=len(self._node.slots))
         self._repaired = ((), 0)
 
     def begin_resumed(self, replicas: Replicas) -> None:
@@ -62,22 +62,22 @@ class Comparisons:
         self._repaired = ((*before, *ranks) if repaired_at == boundary else ranks, boundary)
         self._looks = replace(self._looks, agreed_at=boundary, reported={})
 
-    def take(self, seat: Seat, message: from_rank.Held) -> None:
+    def take(self, slot: RankSlot, message: from_rank.Held) -> None:
         """A rank reports digests of what it holds; the last one's report shows who is a replica of whom."""
         before = self._looks
         self._names |= message.names
-        self._groups[seat.rank] = message.groups or self._groups.get(seat.rank, [])
+        self._groups[slot.rank] = message.groups or self._groups.get(slot.rank, [])
         if message.is_full:
-            self._cuts[seat.rank] = message.shards
+            self._cuts[slot.rank] = message.shards
         if message.why_not_stored:
             self._times.turn_off(message.why_not_stored)
-        self._looks, look = before.note(seat.rank, message.boundary, message.held, message.is_full, message.shards)
+        self._looks, look = before.note(slot.rank, message.boundary, message.held, message.is_full, message.shards)
         if look is None:
             return
         if look.parted and self._is_proof(look):
             self._looks = replace(self._looks, replicas=before.replicas)
             what = f"{self.names_of(look.parted)}, or its gradient or optimizer state"
-            self._refuse_repair(seat, look.boundary, what)
+            self._refuse_repair(slot, look.boundary, what)
             return
         if look.is_full or look.parted:
             self._look_at_shards()
@@ -85,17 +85,17 @@ class Comparisons:
             self._write_topology()
         repaired, repaired_at = self._repaired
         if look.is_full and not look.parted and look.divergence is None and look.boundary <= repaired_at + PROOF_STEPS:
-            everyone = range(len(self._node.seats))
+            everyone = range(len(self._node.slots))
             for rank in (one for one in sorted({*repaired}) if self._looks.replicas.peers(one, everyone)):
                 equal = f"weights, gradients and optimizer state, those of its replicas, at boundary {look.boundary}"
                 self._incidents.note_compared(rank, [equal], [])
         job = self._node.job
         if look.divergence is not None and (job.incident is None or job.phase is recovery.Phase.RESUMING):
-            self._answer_divergence(seat, look.divergence)
+            self._answer_divergence(slot, look.divergence)
 
     def _look_at_shards(self) -> None:
         """Nothing is stored of parts that do not make one whole."""
-        everyone = range(len(self._node.seats))
+        everyone = range(len(self._node.slots))
         cuts = [self._cuts.get(rank, {}) for rank in everyone]
         self.why_not_stored = why_not_one_whole(self._looks.replicas.shards, cuts, self._names)
         if self.why_not_stored:
@@ -104,7 +104,7 @@ class Comparisons:
     def _is_proof(self, look: Look) -> bool:
         """Whether a rank that was repaired a moment ago has parted from those that it was repaired from."""
         ranks, repaired_at = self._repaired
-        everyone = range(len(self._node.seats))
+        everyone = range(len(self._node.slots))
         if not ranks or look.boundary > repaired_at + PROOF_STEPS or {*ranks} == {*everyone}:
             return False
         known = self._node.job.replicas.apart
@@ -116,7 +116,7 @@ class Comparisons:
             if owners[rank] != owners[other]
         )
 
-    def _refuse_repair(self, seat: Seat, boundary: int, held: str) -> None:
+    def _refuse_repair(self, slot: RankSlot, boundary: int, held: str) -> None:
         """What the repaired ranks do is not what the lost ones did.
 
         held   which ranks hold what
@@ -127,12 +127,12 @@ class Comparisons:
             f"since rank {who} was repaired at boundary {repaired_at} the ranks hold different weights at boundary "
             f"{boundary} ({held}): ttprun's repair has missed something that the steps use"
         )
-        self._mismatch(seat, reason)
+        self._mismatch(slot, reason)
 
-    def _mismatch(self, seat: Seat, reason: str) -> None:
+    def _mismatch(self, slot: RankSlot, reason: str) -> None:
         job = self._node.job
         fields: dict[str, Any] = {"at_s": time.monotonic(), "generation": job.generation, "reason": reason}
-        self._node.advance(recovery.MismatchFound(rank=seat.rank, **fields))
+        self._node.advance(recovery.MismatchFound(rank=slot.rank, **fields))
 
     def _note_replicas(self, replicas: Replicas, boundary: int) -> None:
         """It is known who is a replica of whom: the machine, the ranks and the operator hear what is new."""
@@ -147,19 +147,19 @@ class Comparisons:
             return
         node.log("replicas_parted", boundary=boundary, names=replicas.all_names, groups=replicas.groups)
         logger.warning("%s", self._cost_of(replicas))
-        for seat in node.seats:
-            self.report_owners(seat)
+        for slot in node.slots:
+            self.report_owners(slot)
         if replicas.has_single_holders:
             self._times.take_one_at_once()
 
-    def note_mirrored(self, seat: Seat, message: from_rank.StateMirrored) -> None:
+    def note_mirrored(self, slot: RankSlot, message: from_rank.StateMirrored) -> None:
         """A rank has mirrored its state for the first time, or cannot."""
         node, mirrored = self._node, self._looks.replicas.mirrored
-        node.log("state_mirrored", rank=seat.rank, **vars(message))
+        node.log("state_mirrored", rank=slot.rank, **vars(message))
         if message.why_not:
             cost = self._cost_without_source()
-            logger.warning("rank %d cannot mirror its state (--buddy): %s; %s", seat.rank, message.why_not, cost)
-            mirrored = mirrored - {seat.rank}
+            logger.warning("rank %d cannot mirror its state (--buddy): %s; %s", slot.rank, message.why_not, cost)
+            mirrored = mirrored - {slot.rank}
         else:
             if not mirrored:
                 size = message.bytes / (1 << 20)
@@ -167,7 +167,7 @@ class Comparisons:
                 if message.why_no_step:
                     what = "a rank that is lost inside its step is not replaced, but all go back to a snapshot"
                     logger.warning("%s: %s", what, message.why_no_step)
-            mirrored = mirrored | {seat.rank}
+            mirrored = mirrored | {slot.rank}
         self._looks = replace(self._looks, replicas=replace(self._looks.replicas, mirrored=mirrored))
         node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=self._looks.replicas))
         self._write_topology()
@@ -178,7 +178,7 @@ class Comparisons:
         has_snapshots = "rewind" in node.job.settings.rungs and not self._times.is_off
         groups = itertools.chain.from_iterable(self._groups.values())
         otherwise: Loss = "snapshot" if has_snapshots else "restart"
-        topology = topology_of(self._looks.replicas, groups, len(node.seats), otherwise)
+        topology = topology_of(self._looks.replicas, groups, len(node.slots), otherwise)
         with contextlib.suppress(OSError):  # the status says already that the run's files cannot be written
             write_topology(node.run.topology, topology)
         if node.peers.is_leading:
@@ -190,18 +190,18 @@ class Comparisons:
 
     def look_soon(self, boundary: int) -> None:
         """Replicas have been found to differ: all ranks are asked for a full look at one boundary, a little later."""
-        for seat in self._node.seats:
-            seat.send_news(to_rank.LookAt(boundary + LOOK_AHEAD))
+        for slot in self._node.slots:
+            slot.send_news(to_rank.LookAt(boundary + LOOK_AHEAD))
 
-    def report_owners(self, seat: Seat) -> None:
+    def report_owners(self, slot: RankSlot) -> None:
         """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself, or mirror."""
-        if self._mirrors.is_on and (seat.rank,) in self._looks.replicas.groups:
-            seat.send_news(to_rank.KeepMirror())
+        if self._mirrors.is_on and (slot.rank,) in self._looks.replicas.groups:
+            slot.send_news(to_rank.KeepMirror())
         if (groups := self._looks.replicas.groups) and all(len(ranks) == 1 for ranks in groups):
-            seat.send_news(to_rank.NoneAlike())
+            slot.send_news(to_rank.NoneAlike())
         owners = self._looks.replicas.parted
         if owners:
-            seat.send_news(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))
+            slot.send_news(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))
 
     def _cost_of(self, replicas: Replicas) -> str:
         """What the operator must know of ranks that are no replicas of each other."""
@@ -233,9 +233,9 @@ class Comparisons:
         every = node.config.snapshot_every
         return f"after a fault all ranks go back to the newest snapshot (--snapshot-every {every})"
 
-    def _answer_divergence(self, seat: Seat, divergence: Divergence) -> None:
+    def _answer_divergence(self, slot: RankSlot, divergence: Divergence) -> None:
         """Replica peers hold different weights, though they were alike and have had the same gradients."""
-        new = [odd for odd in (self._node.seats[rank] for rank in divergence.ranks) if not odd.divergence]
+        new = [odd for odd in (self._node.slots[rank] for rank in divergence.ranks) if not odd.divergence]
         if not new and divergence.ranks:
             return  # it has been ordered to stand aside, and is on its way there
         self._node.log("replicas_diverged", **asdict(divergence))
@@ -245,10 +245,10 @@ class Comparisons:
             bool(ranks) and divergence.boundary <= repaired_at + PROOF_STEPS and {*divergence.ranks} <= {*ranks}
         )
         if refutes_repair:
-            self._refuse_repair(seat, divergence.boundary, divergence.held)
+            self._refuse_repair(slot, divergence.boundary, divergence.held)
             return
         if not divergence.ranks:
-            self._mismatch(seat, reason)
+            self._mismatch(slot, reason)
             return
         for odd in new:
             odd.divergence = divergence.sentence

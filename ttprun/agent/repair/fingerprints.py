@@ -8,16 +8,16 @@ from typing import Any
 import msgpack
 
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 
 _NAMES = ("weights", "held", "stepped")
 
 
-def of(node: Node, seat: Seat, boundary: int) -> str:
+def of(node: Node, slot: RankSlot, boundary: int) -> str:
     """A hash of a rank's marks; "" if it has left no record of the boundary."""
-    if not seat.is_here:
-        return seat.marks.get(boundary, "")
-    record = node.recorded(seat, boundary)
+    if not slot.is_here:
+        return slot.marks.get(boundary, "")
+    record = node.recorded(slot, boundary)
     if not record:
         return ""
     return hashlib.sha256(msgpack.packb([_ordered(record.get(name)) for name in _NAMES])).hexdigest()

@@ -13,7 +13,7 @@ from typing import Any, Literal, assert_never
 
 from ttprun import recovery
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.agent.repair.schedulers import Scheduler
 from ttprun.protocol import mindio
@@ -65,31 +65,31 @@ class Frameworks(Repairs):
         self._save_step = 0
         self._renames = -1
 
-    def take(self, seat: Seat, message: mindio.Report) -> None:
+    def take(self, slot: RankSlot, message: mindio.Report) -> None:
         """A rank reports of its framework."""
         match message:
             case mindio.ReplicasDeclared(groups=groups):
-                self.replicas[seat.rank] = [
+                self.replicas[slot.rank] = [
                     ReplicaGroup(tuple(group.ranks), group.copies, group.shift) for group in groups
                 ]
-                self._declare(seat.rank)
+                self._declare(slot.rank)
             case mindio.DataParallelDeclared(ranks=ranks):
-                self.batches[seat.rank] = tuple(ranks)
-                self._declare(seat.rank)
+                self.batches[slot.rank] = tuple(ranks)
+                self._declare(slot.rank)
             case mindio.ElasticDeclared():
-                self.elastic.add(seat.rank)
-                self._declare(seat.rank)
+                self.elastic.add(slot.rank)
+                self._declare(slot.rank)
             case mindio.SchedulerRegistered():
-                self.scheduler.register(seat)
+                self.scheduler.register(slot)
             case mindio.SchedulerAsked():
                 self.scheduler.notified(message)
             case mindio.Paused(number=number):
-                self.scheduler.pause.take(seat, number)
+                self.scheduler.pause.take(slot, number)
             case mindio.Prepared(part=part, journal=journal):
-                self.losses[seat.rank] = _LOSSES[part]
-                seat.journal = journal
+                self.losses[slot.rank] = _LOSSES[part]
+                slot.journal = journal
             case mindio.SavedByFramework(generation=generation):
-                self._take_saved(seat, generation)
+                self._take_saved(slot, generation)
             case mindio.Renamed(generation=generation):
                 if generation == self._node.job.generation:
                     self._end_dump(generation, place=f"step {self._save_step}, by the framework's save_ckpt handler")
@@ -132,9 +132,9 @@ class Frameworks(Repairs):
 
     def replay(self, action: recovery.Replay) -> None:
         """Have a rank with a new process, or with memory that has failed, make itself ready for its repair."""
-        seat = self._node.seats[action.rank]
-        reboot_type = self.reboot_type(seat.rank)
-        seat.send(mindio.Prepare(action.generation, action.boundary, self.repair_type(), reboot_type))
+        slot = self._node.slots[action.rank]
+        reboot_type = self.reboot_type(slot.rank)
+        slot.send(mindio.Prepare(action.generation, action.boundary, self.repair_type(), reboot_type))
 
     def repair_type(self) -> mindio.Strategy:
         """What the recovery that has just begun comes to, in MindIO's words."""
@@ -152,7 +152,7 @@ class Frameworks(Repairs):
     def why_not_repairable(self, ranks: Sequence[int]) -> str:
         """Why these ranks' state could not be given to new processes; "" if it could."""
         lost = dict.fromkeys(ranks, Loss.PROCESS)
-        missing = plan_repair(self.replicas, lost, len(self._node.seats), self._node.job.away).missing
+        missing = plan_repair(self.replicas, lost, len(self._node.slots), self._node.job.away).missing
         return f"no other rank holds the state of rank {_named(missing)}" if missing else ""
 
     def groups_to_connect(self) -> list[str]:
@@ -162,9 +162,9 @@ class Frameworks(Repairs):
         """
         held: dict[str, set[int]] = {}
         members: dict[str, set[int]] = {}
-        for seat in self._node.seats:
-            for name, group in seat.journal.items():
-                held.setdefault(name, set()).add(seat.rank)
+        for slot in self._node.slots:
+            for name, group in slot.journal.items():
+                held.setdefault(name, set()).add(slot.rank)
                 members.setdefault(name, set()).update(group.ranks)
         return sorted(name for name, ranks in members.items() if ranks == held[name])
 
@@ -175,9 +175,9 @@ class Frameworks(Repairs):
     def expect(self, lost: Sequence[int]) -> None:
         """Their rows of the board said that they had finished."""
         board = self._node.board
-        for seat in (self._node.seats[rank] for rank in lost):
-            if board.get(seat.rank, Field.RECORDED) == FINISHED:
-                board.set(seat.rank, Field.RECORDED, seat.lost_boundary)
+        for slot in (self._node.slots[rank] for rank in lost):
+            if board.get(slot.rank, Field.RECORDED) == FINISHED:
+                board.set(slot.rank, Field.RECORDED, slot.lost_boundary)
 
     def size_for(self, rank: int) -> mindio.Size:
         """How many ranks the present recovery leads to, as its orders say it to a rank."""
@@ -191,7 +191,7 @@ class Frameworks(Repairs):
     def send_state(self, action: recovery.SendState) -> None:
         """Have all ranks rebuild, and those that it concerns repair."""
         node = self._node
-        world_size = len(node.seats)
+        world_size = len(node.slots)
         lost = {rank: self.losses[rank] for rank in action.to}
         plan = plan_repair(self.replicas, lost, world_size, node.job.away)
         self._loads = bool(plan.missing)
@@ -204,18 +204,18 @@ class Frameworks(Repairs):
             parts={rank: [part.role.value for part in parts] for rank, parts in plan.parts.items()},
             missing=plan.missing,
         )
-        for seat in node.seats:
-            if seat.rank in node.job.away:
+        for slot in node.slots:
+            if slot.rank in node.job.away:
                 continue
-            seat.send(
+            slot.send(
                 mindio.Repair(
                     generation=action.generation,
                     boundary=action.boundary,
-                    size=self.size_for(seat.rank),
+                    size=self.size_for(slot.rank),
                     lost=list(action.to),
                     groups=self.groups_to_connect(),
                     repair_type=self.repair_type(),
-                    parts=[_told(part) for part in plan.parts.get(seat.rank, ())],
+                    parts=[_told(part) for part in plan.parts.get(slot.rank, ())],
                     limit_s=node.config.transfer_timeout_s,
                 )
             )
@@ -225,11 +225,11 @@ class Frameworks(Repairs):
         self.scheduler.pause.end()
         loads, self._loads = self._loads, False
         node = self._node
-        for seat in (node.seats[rank] for rank in node.job.away):
-            seat.journal = {}
-            node.board.announce(seat.rank, Field.RECORDED, FINISHED)
+        for slot in (node.slots[rank] for rank in node.job.away):
+            slot.journal = {}
+            node.board.announce(slot.rank, Field.RECORDED, FINISHED)
         for rank in action.ranks:
-            node.seats[rank].send(
+            node.slots[rank].send(
                 mindio.Rollback(
                     generation=action.generation,
                     boundary=action.boundary,
@@ -241,22 +241,22 @@ class Frameworks(Repairs):
 
     def persist(self, action: recovery.Persist) -> None:
         """Have the framework save a checkpoint: ranks that hold the whole state together write, one of them renames."""
-        saves = plan_dump(self.replicas, action.ranks, len(self._node.seats))
+        saves = plan_dump(self.replicas, action.ranks, len(self._node.slots))
         if isinstance(saves, str):
             self._end_dump(action.generation, why_not=saves)
             return
         self._saving, self._save_step, self._renames = set(saves), action.boundary, min(saves)
         for rank, groups in saves.items():
             saves_of_rank = [mindio.Saving(kind, list(together)) for kind, together in groups]
-            self._node.seats[rank].send(mindio.Save(action.generation, action.boundary, saves_of_rank))
+            self._node.slots[rank].send(mindio.Save(action.generation, action.boundary, saves_of_rank))
 
-    def _take_saved(self, seat: Seat, generation: int) -> None:
+    def _take_saved(self, slot: RankSlot, generation: int) -> None:
         """A rank has written its part: after the last one, a checkpoint is made of them."""
         if generation != self._node.job.generation:
             return
-        self._saving.discard(seat.rank)
+        self._saving.discard(slot.rank)
         if not self._saving:
-            self._node.seats[self._renames].send(mindio.Rename(generation, self._save_step))
+            self._node.slots[self._renames].send(mindio.Rename(generation, self._save_step))
 
     def _end_dump(self, generation: int, place: str = "", why_not: str = "") -> None:
         fields: dict[str, Any] = {"boundary": self._save_step, "place": place, "reason": why_not}

@@ -10,7 +10,7 @@ import os
 from typing import NamedTuple
 
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import shared_memory
 from ttprun.protocol.board import Field
 from ttprun.protocol.mirrors import NOTHING, SLOTS, unpack
@@ -47,7 +47,7 @@ class Mirrors:
     @property
     def is_possible(self) -> bool:
         """Whether all ranks are on this node."""
-        return len(self._node.here) == len(self._node.seats)
+        return len(self._node.here) == len(self._node.slots)
 
     def begin_group(self) -> None:
         """All ranks are new, and what the old ones have mirrored is void."""
@@ -57,24 +57,24 @@ class Mirrors:
         self._slots = (
             [shared_memory.new("mirror", SLOTS + 1) for _ in self._node.here] if self._node.config.buddy else []
         )
-        for seat in self._node.seats:
-            self.forget(seat)
+        for slot in self._node.slots:
+            self.forget(slot)
 
     def paths_for(self, local_rank: int) -> list[str]:
         """Where a rank may keep its mirror."""
         return [shared_memory.path_of(fd) for fd in self._slots[local_rank]] if self.is_on else []
 
-    def source_of(self, seat: Seat, boundary: int) -> Source | None:
+    def source_of(self, slot: RankSlot, boundary: int) -> Source | None:
         """Where the state that a rank had at a boundary is to be had; None: its mirror does not give it."""
         if not self._slots:
             return None
-        ways = [unpack(self._node.board.get(seat.rank, cell)).gives(boundary) for cell in _CELLS]
+        ways = [unpack(self._node.board.get(slot.rank, cell)).gives(boundary) for cell in _CELLS]
         for way in ("state", "step"):
             if way in ways:
-                return Source(shared_memory.path_of(self._slots[seat.local_rank][ways.index(way)]), way == "step")
+                return Source(shared_memory.path_of(self._slots[slot.local_rank][ways.index(way)]), way == "step")
         return None
 
-    def forget(self, seat: Seat) -> None:
+    def forget(self, slot: RankSlot) -> None:
         """The rank goes back, or begins anew."""
         for cell in _CELLS:
-            self._node.board.set(seat.rank, cell, NOTHING.pack())
+            self._node.board.set(slot.rank, cell, NOTHING.pack())

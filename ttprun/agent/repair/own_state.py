@@ -16,7 +16,7 @@ from typing import Any
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import shared_memory
 from ttprun.agent.repair.stored_states import Stored, unpack
 from ttprun.protocol import from_rank
@@ -47,7 +47,7 @@ class OwnStates:
                     os.close(fd)
         self._places = [
             list(zip(shared_memory.new("own-state", _PLACES), shared_memory.new("own-state", _PLACES), strict=True))
-            for _ in self._node.seats
+            for _ in self._node.slots
         ]
 
     def paths_for(self, local_rank: int) -> list[tuple[str, str]]:
@@ -60,79 +60,79 @@ class OwnStates:
             for records, tensors in self._places[local_rank]
         ]
 
-    def note(self, seat: Seat, message: from_rank.OwnStateKept) -> None:
+    def note(self, slot: RankSlot, message: from_rank.OwnStateKept) -> None:
         """A rank has kept its state for the first time, or cannot: say what its loss will cost, once a run."""
         node, why_not = self._node, message.why_not
-        node.log("own_state", rank=seat.rank, **vars(message))
+        node.log("own_state", rank=slot.rank, **vars(message))
         if self._has_told and not why_not:
             return
         self._has_told = True
         every_s = None if why_not else (0.0 if message.took_s <= CHEAP_S else message.took_s / SHARE)
-        cost = recovery.cost_of_a_loss_alone(node.job, seat.rank, every_s)
+        cost = recovery.cost_of_a_loss_alone(node.job, slot.rank, every_s)
         if why_not:
-            logger.warning("rank %d cannot keep its own state: %s. If it is lost, %s", seat.rank, why_not, cost)
+            logger.warning("rank %d cannot keep its own state: %s. If it is lost, %s", slot.rank, why_not, cost)
         else:
             level = logging.WARNING if every_s else logging.INFO
             kept = f"a rank that is alone keeps its state ({message.bytes / (1 << 20):.1f} MiB)"
-            logger.log(level, "%s: if rank %d is lost, %s", kept, seat.rank, cost)
+            logger.log(level, "%s: if rank %d is lost, %s", kept, slot.rank, cost)
 
-    def reached(self, seat: Seat, recorded: int) -> int:
+    def reached(self, slot: RankSlot, recorded: int) -> int:
         """How many steps a rank that is lost had completed; one that is not alone is known by what it had recorded."""
         node = self._node
-        is_alone = recovery.is_alone(node.job, seat.rank)
-        return node.board.get(seat.rank, Field.APPLIED) if is_alone else recorded
+        is_alone = recovery.is_alone(node.job, slot.rank)
+        return node.board.get(slot.rank, Field.APPLIED) if is_alone else recorded
 
-    def report_what_is_left(self, seat: Seat) -> None:
+    def report_what_is_left(self, slot: RankSlot) -> None:
         """A rank that is lost, and whose process does nothing more: let the machine know what it can go back to."""
         node = self._node
-        if not recovery.is_alone(node.job, seat.rank):
+        if not recovery.is_alone(node.job, slot.rank):
             return
-        boundary, rank = self.newest(seat), None if len(node.seats) == 1 else seat.rank
+        boundary, rank = self.newest(slot), None if len(node.slots) == 1 else slot.rank
         if boundary is None and rank is None:
             return  # there may be a snapshot
         node.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=boundary, rank=rank))
 
-    def newest(self, seat: Seat) -> int | None:
+    def newest(self, slot: RankSlot) -> int | None:
         """The newest boundary that a process for this rank, which has none now, can go back to; None: there is none."""
-        boundary, place = split(self._node.board.get(seat.rank, Field.OWN_STATE))
+        boundary, place = split(self._node.board.get(slot.rank, Field.OWN_STATE))
         if not boundary:
             return None
         try:
-            is_there = self._is_in_recorder(seat, boundary) or self._records(seat, place)["records"][-1][0] == boundary
+            is_there = self._is_in_recorder(slot, boundary) or self._records(slot, place)["records"][-1][0] == boundary
         except (OSError, ValueError, LookupError):
             return None
         return boundary if is_there else None
 
-    def stored(self, seat: Seat, boundary: int) -> Stored | None:
+    def stored(self, slot: RankSlot, boundary: int) -> Stored | None:
         """What a rank has kept of a boundary; None if it is not the newest that it keeps."""
-        newest, place = split(self._node.board.get(seat.rank, Field.OWN_STATE))
+        newest, place = split(self._node.board.get(slot.rank, Field.OWN_STATE))
         if newest != boundary:
             return None
-        tensors = self._places[seat.local_rank][place][1]
-        is_recorded = self._is_in_recorder(seat, boundary)
+        tensors = self._places[slot.local_rank][place][1]
+        is_recorded = self._is_in_recorder(slot, boundary)
         return Stored(
             boundary,
             "shared memory",
             (),
             _header_of(tensors),
             (shared_memory.path_of(tensors),),
-            lambda _: self._records(seat, place),
+            lambda _: self._records(slot, place),
             is_in_recorder=is_recorded,
         )
 
-    def forget(self, seat: Seat) -> None:
+    def forget(self, slot: RankSlot) -> None:
         """The rank begins anew."""
-        self._node.board.set(seat.rank, Field.OWN_STATE, 0)
+        self._node.board.set(slot.rank, Field.OWN_STATE, 0)
 
-    def _is_in_recorder(self, seat: Seat, boundary: int) -> bool:
+    def _is_in_recorder(self, slot: RankSlot, boundary: int) -> bool:
         try:
-            replayable.records_up_to(self._node.recorder_of(seat), boundary)
+            replayable.records_up_to(self._node.recorder_of(slot), boundary)
         except KeyError:
             return False
         return True
 
-    def _records(self, seat: Seat, place: int) -> dict[str, Any]:
-        fd = self._places[seat.local_rank][place][0]
+    def _records(self, slot: RankSlot, place: int) -> dict[str, Any]:
+        fd = self._places[slot.local_rank][place][0]
         return unpack(os.pread(fd, os.fstat(fd).st_size, 0))
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.protocol.board import LEADER, Field
 
 
@@ -29,7 +29,7 @@ class Pause:
     @property
     def is_complete(self) -> bool:
         """All ranks wait."""
-        return self.is_asked and len(self._waiting) == len(self._node.seats)
+        return self.is_asked and len(self._waiting) == len(self._node.slots)
 
     def begin(self, limit_s: float, given_up: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Have all ranks wait behind their next step.
@@ -52,11 +52,11 @@ class Pause:
             self.begin_group()
             self._node.board.set(LEADER, Field.PAUSE_ASKED, 0)
 
-    def take(self, seat: Seat, number: int) -> None:
+    def take(self, slot: RankSlot, number: int) -> None:
         """A rank waits."""
         if not self.is_asked or number != self._number:
             return
-        self._waiting.add(seat.rank)
+        self._waiting.add(slot.rank)
         if self.is_complete and self._then is not None:
             then, self._then, self._ends_s = self._then, None, None
             then()

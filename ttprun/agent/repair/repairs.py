@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from ttprun import recovery
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.protocol import mindio
 
 
@@ -71,5 +71,5 @@ class Repairs(ABC):
 
     # Reports.
 
-    def take(self, seat: Seat, message: mindio.Report) -> None:  # noqa: B027
+    def take(self, slot: RankSlot, message: mindio.Report) -> None:  # noqa: B027
         """A rank reports what only a framework's way of repair is concerned with."""

@@ -31,24 +31,24 @@ class Replays(Repairs):
     def replay(self, action: recovery.Replay) -> None:
         """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
         node = self._node
-        seat = node.seats[action.rank]
-        stored = seat.stored
+        slot = node.slots[action.rank]
+        stored = slot.stored
         if action.source is None and stored is not None and stored.origin is not None:
-            seat.send(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.adapt_for(seat.rank)))
+            slot.send(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.adapt_for(slot.rank)))
             return
         is_joining = action.source is not None
         source = action.rank if action.source is None else action.source
-        needs_no_peer = seat.divergence or action.source is None
-        theirs = None if needs_no_peer else fingerprints.of(node, node.seats[source], action.boundary)
-        if not seat.is_here:
+        needs_no_peer = slot.divergence or action.source is None
+        theirs = None if needs_no_peer else fingerprints.of(node, node.slots[source], action.boundary)
+        if not slot.is_here:
             over_there = nodes.Replay(action.rank, action.generation, action.boundary, source, theirs, is_joining)
             node.peers.to_node_of(action.rank, over_there)
             return
-        mine = fingerprints.of(node, seat, action.boundary)
+        mine = fingerprints.of(node, slot, action.boundary)
         reason = why_not_alike(action.rank, source, action.boundary, mine, theirs)
         is_mirrored = action.source == action.rank
-        mirror = self._mirrors.source_of(seat, action.boundary) if is_mirrored else None
-        if is_mirrored and seat.divergence:
+        mirror = self._mirrors.source_of(slot, action.boundary) if is_mirrored else None
+        if is_mirrored and slot.divergence:
             reason = f"rank {action.rank} has diverged, and its mirror holds the same"
         elif is_mirrored and mirror is None:
             reason = reason or f"the mirror of rank {action.rank} does not hold its state of step {action.boundary}"
@@ -59,12 +59,12 @@ class Replays(Repairs):
                 )
             )
             return
-        skip_lines = node.lines_since(seat, action.boundary)
+        skip_lines = node.lines_since(slot, action.boundary)
         step_from = mirror.path if mirror is not None and mirror.is_step else ""
         order = to_rank.Replay(
             action.generation, action.boundary, skip_lines, step_from=step_from, is_joining=is_joining
         )
-        seat.send(order)
+        slot.send(order)
 
     def send_state(self, action: recovery.SendState) -> None:
         """Have the source and the replacements pass the state over."""
@@ -72,28 +72,28 @@ class Replays(Repairs):
         self._comparisons.note_repair(action.to, action.boundary)
         name = f"state-{action.generation}-{action.source}.sock"
         limit_s = node.config.transfer_timeout_s
-        node.seats[action.source].send(to_rank.SendState(action.generation, name, limit_s, len(action.to)))
+        node.slots[action.source].send(to_rank.SendState(action.generation, name, limit_s, len(action.to)))
         for rank in action.to:
-            node.seats[rank].send(to_rank.FetchState(action.generation, name, limit_s))
+            node.slots[rank].send(to_rank.FetchState(action.generation, name, limit_s))
 
     def load_mirror(self, action: recovery.LoadMirror) -> None:
         """Have a replacement load what its rank had mirrored, if it has not done so before its step."""
         self._comparisons.note_repair((action.rank,), action.boundary)
-        seat = self._node.seats[action.rank]
-        mirror = self._mirrors.source_of(seat, action.boundary)
-        seat.send(to_rank.LoadMirror(action.generation, "" if mirror is None or mirror.is_step else mirror.path))
+        slot = self._node.slots[action.rank]
+        mirror = self._mirrors.source_of(slot, action.boundary)
+        slot.send(to_rank.LoadMirror(action.generation, "" if mirror is None or mirror.is_step else mirror.path))
 
     def resume(self, action: recovery.Resume) -> None:
         """Have all ranks connect and issue their journals again."""
-        seats = self._node.seats
-        journals = {seat.rank: seat.journal for seat in seats if seat.journal}
+        slots = self._node.slots
+        journals = {slot.rank: slot.journal for slot in slots if slot.journal}
         given = [(name, number, rank) for (name, number), rank in givers_of(journals).items()]
         for rank in action.ranks:
             expected = expected_of(rank, list(journals.values()))
-            is_here = seats[rank].is_here  # else the agent of its node knows
-            skip_lines = self._node.lines_since(seats[rank], action.boundary) if is_here else (0, 0)
+            is_here = slots[rank].is_here  # else the agent of its node knows
+            skip_lines = self._node.lines_since(slots[rank], action.boundary) if is_here else (0, 0)
             received = received_of(rank, list(journals.values()))
-            seats[rank].send(
+            slots[rank].send(
                 to_rank.Resume(
                     action.generation,
                     action.boundary,

@@ -10,7 +10,7 @@ from pathlib import Path
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.mirrors import Mirrors
@@ -48,20 +48,20 @@ class Rewinds:
     def rewind(self, action: recovery.Rewind) -> None:
         """Put what was stored of ranks in the place of what they have recorded since; they have no process now."""
         node = self._node
-        if len(action.ranks) == len(node.seats):
+        if len(action.ranks) == len(node.slots):
             node.board.set(LEADER, Field.SNAPSHOT_AT, 0)
             node.board.set(LEADER, Field.OPEN_AT, 0)
-        seat = node.seats[action.ranks[0]]
+        slot = node.slots[action.ranks[0]]
         try:
             stored = self._stored(action)
-            for seat in (node.seats[rank] for rank in action.ranks):
-                seat.stored = stored
-                self._go_back(seat, stored)
+            for slot in (node.slots[rank] for rank in action.ranks):
+                slot.stored = stored
+                self._go_back(slot, stored)
             self._order_elsewhere(action)
         except (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError) as error:
             event = recovery.MismatchFound(
                 at_s=time.monotonic(),
-                rank=seat.rank,
+                rank=slot.rank,
                 generation=node.job.generation,
                 reason=f"its stored state cannot be used: {error}",
             )
@@ -71,10 +71,10 @@ class Rewinds:
         """The agents of other nodes do the same for theirs."""
         node, by_node = self._node, dict[int, list[int]]()
         for rank in action.ranks:
-            if not node.seats[rank].is_here:
+            if not node.slots[rank].is_here:
                 by_node.setdefault(node.peers.node_of(rank), []).append(rank)
         for ranks in by_node.values():
-            stored = node.seats[ranks[0]].stored
+            stored = node.slots[ranks[0]].stored
             is_adapted = stored is not None and stored.origin is not None
             order = nodes.GoBack(ranks, node.job.generation, action.boundary, action.place, is_adapted)
             node.peers.to_node_of(ranks[0], order)
@@ -85,9 +85,9 @@ class Rewinds:
             stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
             if stored is not None and order.is_adapted:
                 stored = replace(stored, origin=Origin(0, ()))  # from whom each takes over, the leader says
-            for seat in (self._node.seats[rank] for rank in order.ranks):
-                seat.stored = stored
-                self._go_back(seat, stored)
+            for slot in (self._node.slots[rank] for rank in order.ranks):
+                slot.stored = stored
+                self._go_back(slot, stored)
         except (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError) as error:
             return f"its stored state cannot be used: {error}"
         return ""
@@ -100,7 +100,7 @@ class Rewinds:
             return self._resumption.opened(action.place)
         own = None
         if recovery.is_alone(self._node.job, action.ranks[0]):
-            own = self._own_states.stored(self._node.seats[action.ranks[0]], action.boundary)
+            own = self._own_states.stored(self._node.slots[action.ranks[0]], action.boundary)
         if own is not None:
             return own
         newest = self._snapshots.newest
@@ -115,28 +115,28 @@ class Rewinds:
         logger.warning("the run cannot resume from '%s'%s: %s", action.place, again, action.reason)
         self._resumption.note_unusable(action.place, action.reason, action.is_refused)
 
-    def _go_back(self, seat: Seat, stored: Stored | None) -> None:
-        """Let a seat be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
-        board, row = self._node.board, seat.rank
-        self._mirrors.forget(seat)
-        if not seat.is_here or (stored is not None and stored.is_in_recorder):
+    def _go_back(self, slot: RankSlot, stored: Stored | None) -> None:
+        """Let a slot be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
+        board, row = self._node.board, slot.rank
+        self._mirrors.forget(slot)
+        if not slot.is_here or (stored is not None and stored.is_in_recorder):
             boundary = 0 if stored is None else stored.boundary
-            seat.go_back_to(boundary)
+            slot.go_back_to(boundary)
             board.set(row, Field.RECORDED, boundary)
             board.set(row, Field.APPLIED, boundary)
             board.forget_process(row)
             return
         if stored is None:
-            self._own_states.forget(seat)
-        recorder = self._node.new_recorder(seat)
+            self._own_states.forget(slot)
+        recorder = self._node.new_recorder(slot)
         out, err = 0, 0
         boundary = 0 if stored is None else stored.boundary
         if stored is not None and stored.origin is None:
-            part = stored.rank_part(seat.rank)
+            part = stored.rank_part(slot.rank)
             recorder.restore(part)
-            before = self._node.recorded(seat, stored.boundary)["lines"]
+            before = self._node.recorded(slot, stored.boundary)["lines"]
             out, err = (known + since for known, since in zip(before, part["lines"], strict=True))
-        seat.go_back_to(boundary)
+        slot.go_back_to(boundary)
         board.set(row, Field.RECORDED, boundary)
         board.set(row, Field.APPLIED, boundary)
         board.set(row, Field.LINES_OUT, out)
@@ -145,12 +145,12 @@ class Rewinds:
 
     def load_state(self, action: recovery.LoadState) -> None:
         """Have ranks load what replicas share."""
-        seats = self._node.seats
-        if len(action.ranks) == len(seats):
+        slots = self._node.slots
+        if len(action.ranks) == len(slots):
             self._comparisons.note_repair(action.ranks, action.boundary)
         for rank in action.ranks:
-            stored = seats[rank].stored
+            stored = slots[rank].stored
             assert stored is not None
             owners = {key: list(ranks) for key, ranks in stored.replicas.parted.items()}
             order = to_rank.LoadState(action.generation, list(stored.files), owners, stored.header_of(rank))
-            seats[rank].send(order)
+            slots[rank].send(order)

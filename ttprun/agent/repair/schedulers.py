@@ -13,7 +13,7 @@ from typing import Any
 
 from ttprun import recovery
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.pauses import Pause
 from ttprun.protocol import mindio
 from ttprun.protocol.board import Field
@@ -104,16 +104,16 @@ class Scheduler:
         node = self._node
         if rank not in node.job.survivors:
             return
-        seat = node.seats[rank]
+        slot = node.slots[rank]
         if kind == _MEMORY:
-            seat.send(mindio.FailMemory(node.job.generation))
+            slot.send(mindio.FailMemory(node.job.generation))
             return
         node.advance(
             recovery.RankHung(
                 at_s=time.monotonic(),
                 rank=rank,
-                pid=seat.pid,
-                boundary=node.board.get(seat.rank, Field.RECORDED),
+                pid=slot.pid,
+                boundary=node.board.get(slot.rank, Field.RECORDED),
                 reason="the scheduler reports that it failed",
             )
         )
@@ -146,7 +146,7 @@ class Scheduler:
     def _why_too_late(self) -> str:
         """Why the ranks cannot be brought to one step any more; "" if they can."""
         board = self._node.board
-        is_over = any(board.get(seat.rank, Field.LEAVING) for seat in self._node.seats)
+        is_over = any(board.get(slot.rank, Field.LEAVING) for slot in self._node.slots)
         return "a rank has reached the end of its train function" if is_over else ""
 
     # A hot switch: all finish their step, and then the ranks that it has named are replaced.
@@ -195,9 +195,9 @@ class Scheduler:
 
     # What it hears.
 
-    def register(self, seat: Seat) -> None:
+    def register(self, slot: RankSlot) -> None:
         """It lives in the process of this rank."""
-        self.rank = seat.rank
+        self.rank = slot.rank
 
     def note_incident(self, incident: recovery.Incident) -> None:
         """How an incident stands."""
@@ -235,8 +235,8 @@ class Scheduler:
             self._report("report_result", code, incident.reason, ranks, self._strategy)
 
     def _report(self, action: mindio.SchedulerAction, *arguments: Any) -> None:
-        if self.rank is not None and self._node.seats[self.rank].is_present:
-            self._node.seats[self.rank].send(mindio.SchedulerCall(action, list(arguments)))
+        if self.rank is not None and self._node.slots[self.rank].is_present:
+            self._node.slots[self.rank].send(mindio.SchedulerCall(action, list(arguments)))
 
 
 def _kind_of(kind: str) -> int:

@@ -12,7 +12,7 @@ from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.checkpoints.writer import CheckpointWriter
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import Seat
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.errors import in_short
 from ttprun.observe.events import timestamp
@@ -89,20 +89,20 @@ class StatusPublisher:
 
     def publish(self) -> None:
         """Write the status if something has changed, or if half a second has passed."""
-        job, seats = self._node.job, self._node.seats
-        seen = (job.phase, job.generation, self._incidents.changes, tuple(seat.pid for seat in seats))
+        job, slots = self._node.job, self._node.slots
+        seen = (job.phase, job.generation, self._incidents.changes, tuple(slot.pid for slot in slots))
         if seen == self._seen and time.monotonic() - self._written_s < _EVERY_S:
             return
         self._seen = seen
         self._written_s = time.monotonic()
         state = _STATES.get(job.phase, "recovering")
-        if state == "healthy" and not any(seat.is_present for seat in seats):
+        if state == "healthy" and not any(slot.is_present for slot in slots):
             state = "starting"
         status = self._compose(state)
         if not job.finished:
             self._protection_in_run = status.protection
         write_status(self._node.run.status, status)
-        if self._node.peers.is_leading and len(seats) <= _MOST_RANKS_FOR_ALL:
+        if self._node.peers.is_leading and len(slots) <= _MOST_RANKS_FOR_ALL:
             self._node.peers.to_hands(nodes.Published("status", status.to_json()))
 
     def take(self, published: nodes.Published) -> None:
@@ -124,7 +124,7 @@ class StatusPublisher:
     def _compose(self, state: RunState, exit_code: int | None = None, reason: str = "") -> RunStatus:
         own = self._compose_own(state, exit_code, reason)
         of_all = self._of_all
-        if not self._node.peers.is_hand or of_all is None:
+        if not self._node.peers.is_follower or of_all is None:
             return own
         here = {rank.rank: rank for rank in own.ranks}
         ranks = tuple(here.get(rank.rank, _ended(rank, exit_code)) for rank in of_all.ranks)
@@ -138,7 +138,7 @@ class StatusPublisher:
     def _compose_own(self, state: RunState, exit_code: int | None, reason: str) -> RunStatus:
         node, job, newest = self._node, self._node.job, self._snapshots.newest
         peers = node.peers
-        seats = node.here if peers.is_hand else node.seats
+        slots = node.here if peers.is_follower else node.slots
         return RunStatus(
             run_id=node.config.run_id or node.run.path.name,
             state=state,
@@ -153,7 +153,7 @@ class StatusPublisher:
             protection=self._protection(),
             exit_code=exit_code,
             reason=reason or (node.verdict.reason if node.verdict else self.waits_for()),
-            ranks=tuple(_rank(node, seat, exit_code is not None) for seat in seats),
+            ranks=tuple(_rank(node, slot, exit_code is not None) for slot in slots),
             incidents=self._incidents.published(),
             checkpoint=self._checkpoint_writer.status,
             resume=self._incidents.resume,
@@ -163,43 +163,43 @@ class StatusPublisher:
             not_proved=self._incidents.not_proved.names,
             nodes=tuple(peers.names.get(number, "") for number in range(peers.size)) if peers.names else (),
             node=peers.node,
-            is_leading=not peers.is_hand,
+            is_leading=not peers.is_follower,
         )
 
     def _protection(self) -> str:
         """The same for all nodes; the agent of the node that leads knows it."""
         node = self._node
-        if node.peers.is_hand:
+        if node.peers.is_follower:
             return f"not known here: the whole job is in the status of {node.peers.leaders_name}, whose agent leads"
-        return protection_of(node.job, [seat.rank for seat in node.seats if not is_seen(node, seat)])
+        return protection_of(node.job, [slot.rank for slot in node.slots if not is_seen(node, slot)])
 
 
-def _rank(node: Node, seat: Seat, has_ended: bool) -> RankStatus:
-    row = node.board_row(seat)
+def _rank(node: Node, slot: RankSlot, has_ended: bool) -> RankStatus:
+    row = node.board_row(slot)
     phase = Phase(row[Field.PHASE])
-    is_away = seat.rank in node.job.away
-    if seat.is_finished:
+    is_away = slot.rank in node.job.away
+    if slot.is_finished:
         state = "finished"
     elif is_away:
         state = "away"
-    elif seat.is_lost or has_ended:
+    elif slot.is_lost or has_ended:
         state = "lost"
-    elif not seat.is_present:
+    elif not slot.is_present:
         state = "starting"
     else:
         state = {Phase.REPLAYING: "replaying", Phase.REPAIRING: "repairing"}.get(phase, "running")
     step = row[Field.APPLIED]
     seen_s = (time.monotonic_ns() - row[Field.SEEN_NS]) / 1e9 if row[Field.SEEN_NS] else None
     return RankStatus(
-        rank=seat.rank,
-        local_rank=seat.local_rank,
-        pid=None if is_away else seat.pid or None,
+        rank=slot.rank,
+        local_rank=slot.local_rank,
+        pid=None if is_away else slot.pid or None,
         state=state,
         step=step if step < FINISHED else None,
         phase=None if is_away else phase.name.lower(),
         last_seen_s=seen_s,
-        protection=_protection_of_rank(node, seat),
-        node=node.peers.node_of(seat.rank) if node.peers.names else 0,
+        protection=_protection_of_rank(node, slot),
+        node=node.peers.node_of(slot.rank) if node.peers.names else 0,
     )
 
 
@@ -210,22 +210,22 @@ def _ended(rank: RankStatus, exit_code: int | None) -> RankStatus:
     return replace(rank, state="lost" if exit_code else "finished")
 
 
-def is_seen(node: Node, seat: Seat) -> bool:
+def is_seen(node: Node, slot: RankSlot) -> bool:
     """Whether a rank's hooks have been heard in its present process, and it has passed a step under them."""
-    row = node.board_row(seat)
+    row = node.board_row(slot)
     is_on_its_way = Phase(row[Field.PHASE]) in (Phase.REPLAYING, Phase.REPAIRING)
-    return seat.is_protected and row[Field.APPLIED] > 0 and not is_on_its_way
+    return slot.is_protected and row[Field.APPLIED] > 0 and not is_on_its_way
 
 
-def _protection_of_rank(node: Node, seat: Seat) -> str:
+def _protection_of_rank(node: Node, slot: RankSlot) -> str:
     job = node.job
-    own = job.alone.get(seat.rank)
+    own = job.alone.get(slot.rank)
     if own is not None and own.unprotected_reason:
         return "off"
-    is_hindered = any(member.hindrance for member in job.members if member.rank == seat.rank)
+    is_hindered = any(member.hindrance for member in job.members if member.rank == slot.rank)
     if job.unprotected_reason or is_hindered or job.settings.rungs.isdisjoint(("replace", "rerun", "resize")):
         return "off"
-    return "on" if is_seen(node, seat) else "not yet"
+    return "on" if is_seen(node, slot) else "not yet"
 
 
 def protection_of(job: Job, unseen: Sequence[int]) -> str:

@@ -147,7 +147,7 @@ def make_session(presence: Presence) -> Session:
             is_compared=welcome.world_size > 1 and not options.mindio,
         ),
         holdings=Holdings(),
-        snapshots=Snapshots(board, welcome.local_rank, options.shelves, options.snapshot_every_steps),
+        snapshots=Snapshots(board, welcome.local_rank, options.buffers, options.snapshot_every_steps),
         kept_weights=KeptWeights(optimizer_registry.newest, lambda text: presence.channel.send(from_rank.Note(text))),
         own_state=OwnState(board, welcome.rank, options.own_state),
         mirror=Mirror(board, welcome.rank, options.mirror),

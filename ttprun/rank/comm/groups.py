@@ -157,7 +157,7 @@ def wrap_new_group(original: Any) -> Any:
             session,
             shown,
             backends,
-            kwargs.get("device_id") or world.links.seat.device,
+            kwargs.get("device_id") or world.links.slot.device,
             lambda: (group := original(ranks, timeout, INTERNAL_NAME, *args, **others), group),
             lambda: original(ranks, timeout, backend, *args, **kwargs),
         )

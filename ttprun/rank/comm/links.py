@@ -17,7 +17,7 @@ from ttprun.rank import moments
 from ttprun.rank.comm import on_device
 from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, GenerationOverError
 from ttprun.rank.comm.operations import tensors_in
-from ttprun.rank.comm.transports import TRANSPORTS, Link, Seat
+from ttprun.rank.comm.transports import TRANSPORTS, Link, RankSlot
 from ttprun.rank.session import Session
 
 
@@ -25,13 +25,13 @@ class Links:
     """The connections of one group.
 
     backends       type of device -> name of the backend for its tensors
-    seat           this process's place in the group, in the generation of the links; -1 before the first
+    slot           this process's place in the group, in the generation of the links; -1 before the first
     is_joined      all members have connected once; until then the main thread connects
     """
 
-    def __init__(self, session: Session, seat: Seat, backends: Mapping[str, str]) -> None:
+    def __init__(self, session: Session, slot: RankSlot, backends: Mapping[str, str]) -> None:
         self.backends = backends
-        self.seat = seat
+        self.slot = slot
         self.is_joined = False
         self._session = session
         self._by_type: dict[str, Link] = {}  # by type of device; {} while there is no connection
@@ -90,21 +90,21 @@ class Links:
 
     def are_of(self, generation: int) -> bool:
         """Whether the group is connected in that generation."""
-        return bool(self._by_type) and self.seat.generation == generation
+        return bool(self._by_type) and self.slot.generation == generation
 
     def _connect_anew(self, generation: int) -> None:
-        device = self.seat.device or on_device.of_parameters()
-        seat = dataclasses.replace(self.seat, generation=generation, device=device)
-        made = {name: TRANSPORTS[name].make(seat) for name in dict.fromkeys(self.backends.values())}
+        device = self.slot.device or on_device.of_parameters()
+        slot = dataclasses.replace(self.slot, generation=generation, device=device)
+        made = {name: TRANSPORTS[name].make(slot) for name in dict.fromkeys(self.backends.values())}
         if moments.listener is not None and isinstance(made.get("gloo"), Connection):
-            moments.listener.connected(seat.exchange, made["gloo"], seat.name, seat.rank)
+            moments.listener.connected(slot.exchange, made["gloo"], slot.name, slot.rank)
         with self._session.journal.lock:
             self._by_type = {device_type: made[name] for device_type, name in self.backends.items()}
-            self.seat = seat
+            self.slot = slot
 
     def rename(self, name: str) -> None:
         """Torch has named the group."""
-        self.seat = dataclasses.replace(self.seat, name=name)
+        self.slot = dataclasses.replace(self.slot, name=name)
 
     # Ending them.
 
@@ -131,7 +131,7 @@ class Links:
         """The connection for an operation's arguments: that of its tensors' device; a barrier goes over a device."""
         links = self._by_type
         if not links:
-            raise RuntimeError(f"process group {self.seat.name!r} has been destroyed")
+            raise RuntimeError(f"process group {self.slot.name!r} has been destroyed")
         if len(links) == 1 and "cpu" in links:
             return links["cpu"]
         tensors = tensors_in(args)

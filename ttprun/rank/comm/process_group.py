@@ -41,7 +41,7 @@ from ttprun.rank.comm.operations import (
     tensors_in,
 )
 from ttprun.rank.comm.reissue import call_or_take
-from ttprun.rank.comm.transports import TRANSPORTS, Seat
+from ttprun.rank.comm.transports import TRANSPORTS, RankSlot
 from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.position.frames import location_key
 from ttprun.rank.records.evidence import INPUT
@@ -103,8 +103,8 @@ class ManagedGroup(ProcessGroup):
         self._description = ""
         self._rank = rank
         self._size = size
-        seat = Seat(exchange, -1, key, name, rank, size, ranks, op_limit, options, device)
-        self.links = Links(session, seat, backends)
+        slot = RankSlot(exchange, -1, key, name, rank, size, ranks, op_limit, options, device)
+        self.links = Links(session, slot, backends)
         session.groups[name] = self
         living.add(self)
 

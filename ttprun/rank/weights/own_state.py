@@ -55,16 +55,16 @@ class _Layout(NamedTuple):
 class OwnState:
     """Keeps this rank's state.
 
-    shelves   paths of the agent's memory, for records and tensors each, of the two places; none: nothing is kept
+    buffers   paths of the agent's memory, for records and tensors each, of the two places; none: nothing is kept
     why_off   why nothing is kept any more; "" if it is
     is_apt    a replay can reach the newest recorded boundary
     """
 
-    def __init__(self, board: Board, local_rank: int, shelves: Sequence[Sequence[str]]) -> None:
+    def __init__(self, board: Board, local_rank: int, buffers: Sequence[Sequence[str]]) -> None:
         self._board = board
         self._local_rank = local_rank
-        self._shelves = [(Memory(records), Memory(tensors)) for records, tensors in shelves]
-        self.why_off = "" if shelves else "it is switched off"
+        self._buffers = [(Memory(records), Memory(tensors)) for records, tensors in buffers]
+        self.why_off = "" if buffers else "it is switched off"
         self.is_apt = True
         self._kept, self._place = split(board.get(local_rank, Field.OWN_STATE))
         self._are_records_kept = False
@@ -109,8 +109,8 @@ class OwnState:
             size_before = self._layout.size if self._layout else -1
             self._layout, tensors = _lay_out()
             if self._layout.size != size_before:
-                self._not_measured = len(self._shelves)
-        layout, (_, memory) = self._layout, self._shelves[place]
+                self._not_measured = len(self._buffers)
+        layout, (_, memory) = self._layout, self._buffers[place]
         assert layout is not None
         if not self._kept:
             self._check_room(layout.size)
@@ -139,7 +139,7 @@ class OwnState:
         began_s = time.thread_time()
         # Output after this boundary is printed again: its length is not known yet.
         records = msgpack.packb(session.recorder.export(self._kept) | {"lines": [0, 0]})
-        memory = self._shelves[self._place][0]
+        memory = self._buffers[self._place][0]
         memory.fit(len(records))
         memory.write(records)
         self._are_records_kept = True

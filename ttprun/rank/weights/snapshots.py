@@ -35,15 +35,15 @@ _TAKEN_AT = LEADER * ROW_FIELDS + Field.SNAPSHOT_AT
 class Snapshots:
     """A rank's part in snapshots.
 
-    shelves   for each place where a snapshot can be kept, the paths for this rank's records and for its share
+    buffers   for each place where a snapshot can be kept, the paths for this rank's records and for its share
     every     steps between two; 0: at the first boundary after a request
     owners    of parameters that differ between ranks, see `checkpoint_shards.Apart`; set by the agent
     """
 
-    def __init__(self, board: Board, local_rank: int, shelves: Sequence[tuple[str, str]], every: int) -> None:
+    def __init__(self, board: Board, local_rank: int, buffers: Sequence[tuple[str, str]], every: int) -> None:
         self._board = board
         self._is_leader = local_rank == LEADER
-        self._shelves = [(Memory(records), Memory(share)) for records, share in shelves]
+        self._buffers = [(Memory(records), Memory(share)) for records, share in buffers]
         self._every = every
         self.owners: Mapping[str, Sequence[int]] = {}
         self._seen = board.get(LEADER, Field.SNAPSHOT_NUMBER)
@@ -79,7 +79,7 @@ class Snapshots:
         """Why there is no memory for a snapshot, "" if there is. The ranks' shares have about the same size."""
         try:
             needed = self._whole_bytes()
-            held = self._shelves[number % len(self._shelves)][1].held_bytes() * self._board.n_ranks
+            held = self._buffers[number % len(self._buffers)][1].held_bytes() * self._board.n_ranks
         except (replicated.NotRepairableError, OSError):
             return ""  # reported when the snapshot is taken
         free = free_bytes()
@@ -102,7 +102,7 @@ class Snapshots:
         number = self._board.get(LEADER, Field.SNAPSHOT_NUMBER)
         session.touch(Phase.SAVING)
         try:
-            for_records, for_share = self._shelves[number % len(self._shelves)]
+            for_records, for_share = self._buffers[number % len(self._buffers)]
             # Output after this boundary is not known yet: a rewind prints it again.
             records = msgpack.packb(session.recorder.export(boundary) | {"lines": [0, 0]})
             for_records.fill(len(records), [memoryview(records)])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ttprun.rank.comm.connection import Connection
-from ttprun.rank.comm.transports.link import Link, Seat
+from ttprun.rank.comm.transports.link import Link, RankSlot
 
 
-def make_gloo(seat: Seat) -> Link:
+def make_gloo(slot: RankSlot) -> Link:
     """Connect; see `Transport.make`."""
-    connection = Connection(seat.exchange, seat.generation, seat.key, seat.rank, seat.size, seat.op_limit)
-    connection.native._set_group_name(seat.name)
+    connection = Connection(slot.exchange, slot.generation, slot.key, slot.rank, slot.size, slot.op_limit)
+    connection.native._set_group_name(slot.name)
     return connection

@@ -1,4 +1,4 @@
-"""A rank as the agent sees it: at one moment (`Sight`), and from one moment to the next (`Track`)."""
+"""A rank as the agent sees it: at one moment (`Observation`), and from one moment to the next (`Track`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAITING = (*IN_COLLECTIVE, Doing.CONNECTING, Doing.COMMITTING, Doing.FINISHED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class Observation:
     """A rank as the agent sees it at one moment.
 
     boundary      optimizer steps that it has completed
@@ -90,30 +90,34 @@ class Track:
     stopped_at_s      when it was first seen stopped, None if it is not
     """
 
-    sight: Sight
+    observation: Observation
     progressed_at_s: float
     worked_at_s: float
     stopped_at_s: float | None = None
     cpu: deque[tuple[float, float]] = field(default_factory=deque)
 
-    def note(self, at_s: float, sight: Sight) -> None:
+    def note(self, at_s: float, observation: Observation) -> None:
         """Compare with what was seen last."""
-        before = self.sight
-        self.sight = sight
-        if (before.place, before.doing, before.seen_at_s) != (sight.place, sight.doing, sight.seen_at_s):
+        before = self.observation
+        self.observation = observation
+        if (before.place, before.doing, before.seen_at_s) != (
+            observation.place,
+            observation.doing,
+            observation.seen_at_s,
+        ):
             self.progressed_at_s = at_s
-        self.cpu.append((at_s, sight.cpu_s))
+        self.cpu.append((at_s, observation.cpu_s))
         while len(self.cpu) > 2 and self.cpu[1][0] <= at_s - WORK_WINDOW_S:
             self.cpu.popleft()
         if (
             self.is_computing(at_s)
-            or sight.is_in_io
-            or (before.beats != sight.beats and sight.doing is not Doing.WAITING)
+            or observation.is_in_io
+            or (before.beats != observation.beats and observation.doing is not Doing.WAITING)
             or self.progressed_at_s == at_s
-            or not sight.pulse_at_s
+            or not observation.pulse_at_s
         ):
             self.worked_at_s = at_s
-        if not sight.is_stopped:
+        if not observation.is_stopped:
             self.stopped_at_s = None
         elif self.stopped_at_s is None:
             self.stopped_at_s = at_s
@@ -123,7 +127,7 @@ class Track:
         if not self.cpu:
             return False
         since_s, used_s = self.cpu[0]
-        return used_s < self.sight.cpu_s - WORK_SHARE * max(at_s - since_s, WORK_WINDOW_S)
+        return used_s < self.observation.cpu_s - WORK_SHARE * max(at_s - since_s, WORK_WINDOW_S)
 
     def shift(self, by_s: float) -> None:
         """Leave out a time in which the agent did not look."""
