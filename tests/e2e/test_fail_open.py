@@ -19,8 +19,8 @@ def broken(*args, **kwargs):
     raise ArithmeticError("a bug of ttprun's")
 
 *path, name = {part!r}.split(".")
-owner = importlib.import_module(".".join(path[:3]))
-for step in path[3:]:
+owner = importlib.import_module(".".join(path[:4]))
+for step in path[4:]:
     owner = getattr(owner, step)
 setattr(owner, name, broken)
 from ttprun.cli.main import main
