@@ -67,6 +67,7 @@ def follows(module: str) -> bool:
         ("../usr/lib/python3/dist-packages/theirs/loop.py", False),
         ("../.cache/huggingface/modules/theirs/loop.py", False),
         ("../tmp/torchinductor_me/ab/cab.py", False),
+        ("../tmp/tmp1x2y/_remote_module_non_scriptable.py", False),
     ],
 )
 def test_what_is_not_installed_nor_cached_is_the_users(project: Path, place: str, is_own: bool) -> None:

@@ -43,9 +43,10 @@ _SITES = (_SITE, f"{os.sep}dist-packages{os.sep}")
 # Packages that are libraries wherever they lie, in a developer's folder, say; the second not beside a script.
 _OF_TORCH = frozenset({"torch", "torch_npu", "torchgen", "functorch"})
 LIBRARIES = _OF_TORCH | {name.partition(".")[0] for name in frameworks.FOLLOW}
-# Folders for what programs generate or download; so are hidden ones, but for one that the script is in, too.
+# Folders for what programs generate or download; so are hidden ones, but for one that the script is in, too. Files
+# `_remote_module_*` are what torch before 2.13 writes to a temporary folder when it is imported.
 _CACHES = ("HF_HOME", "HF_MODULES_CACHE", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-_OF_CACHES = (".", "torchinductor_")
+_OF_CACHES = (".", "torchinductor_", "_remote_module_")
 _user_directories: list[str] = []
 _own_installed: tuple[str, ...] = ()  # of these, what lies where installed packages do, and single files
 _named: set[str] = set(frameworks.FOLLOW)
