@@ -152,7 +152,8 @@ def wait_until_healthy(status: Path, training: Training) -> None:
 
 def train_and_kill(options: argparse.Namespace, run_dir: Path, script: tuple[str, ...]) -> str:
     """Train under ttprun, kill a rank, show what happens; returns the hash of the weights at the end."""
-    launch = (*TTPRUN, "--nproc-per-node", str(options.ranks), "--allow-faults", "--run-dir", str(run_dir))
+    http = ("--http", options.http) if options.http else ()
+    launch = (*TTPRUN, *http, "--nproc-per-node", str(options.ranks), "--allow-faults", "--run-dir", str(run_dir))
     kill = ("inject-fault", "kill", "--rank", str(options.rank), "--at-step", str(options.at_step))
     training = Training((*launch, *script), "ttprun")
     events = EventFollower(run_dir / "events.jsonl")
@@ -196,6 +197,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=1, help="the rank that is killed (default 1)")
     parser.add_argument("--at-step", type=int, default=60, help="the step in which it is killed (default 60)")
     parser.add_argument("--steps", type=int, default=150, help="steps to train (default 150)")
+    parser.add_argument("--http", metavar="[HOST]:PORT", help="show the run on a page; :0 takes a free port")
     options = parser.parse_args()
     if not (0 <= options.rank < options.ranks and 0 <= options.at_step < options.steps):
         parser.error("--rank must be less than --ranks, and --at-step less than --steps")

@@ -27,7 +27,7 @@ prepare_venv() {
     rm -f .venv/.installed-*
     say_progress "installing ttprun, PyTorch${extra:+ and the tools of the tests} into .venv (some minutes the first time)" \
         .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-        --constraint tests/constraints.txt --editable ".${extra:+[$extra,test-frameworks]}"
+        --constraint tests/constraints.txt --editable ".[web${extra:+,$extra,test-frameworks}]"
     echo "$wanted" >"${stamps[0]}"
     exec 9>&-
 }

@@ -35,8 +35,9 @@ FLOORS = {
         "recovery",
     }
     | {"__version__", "state", "text_hashes", "torch_versions"},
+    "web": {"__version__", "errors", "observe"},
     "cli": {"agent", "chaos", "config", "device", "errors", "mindio", "observe", "protocol", "rank"}
-    | {"__version__", "frameworks", "state", "torch_versions"},
+    | {"__version__", "frameworks", "state", "torch_versions", "web"},
 }
 # What runs inside a rank, room by room: each imports only from those before it. Types that stand in annotations alone
 # may come from anywhere (TYPE_CHECKING).

@@ -22,6 +22,7 @@ from ttprun.device.errors import check_additions
 from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.mindio import variables
 from ttprun.state.interval import parse_interval
+from ttprun.web.address import parse_address
 
 VARIABLE_PREFIX = "TTPRUN_"
 # Marks that the agent puts on processes of its own: no settings, but inherited by a ttprun that one of them starts.
@@ -149,6 +150,17 @@ class Config(BaseModel):
         description="modules of a framework with a training loop of its own, such as mytrainer.loop; a package stands "
         "for all of its modules",
     )
+    http: str | None = Field(
+        None,
+        description="[HOST]:PORT of a page of the run, with /metrics for Prometheus (pip install 'ttprun[web]'); :0: a "
+        "free port; without a host on this machine alone, with one for who knows the token",
+    )
+    http_token_file: str | None = Field(
+        None,
+        min_length=1,
+        description="file, mode 0600, with the token for the page if a host is named; default: a new one in the run "
+        "directory",
+    )
     launch: dict[str, LaunchValue] = Field({}, description="torchrun's options by name, e.g. {nproc_per_node: 3}")
 
     @field_validator("faults")
@@ -160,6 +172,13 @@ class Config(BaseModel):
     @classmethod
     def _interval_can_be_read(cls, text: str) -> str:
         parse_interval(text)
+        return text
+
+    @field_validator("http")
+    @classmethod
+    def _address_can_be_read(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_address(text)
         return text
 
     @field_validator("retry_on")

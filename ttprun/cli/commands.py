@@ -6,6 +6,7 @@ from __future__ import annotations
 # commands of its own has a typer app instead.
 COMMANDS = {
     "status": ("ttprun.cli.status", "status"),
+    "report": ("ttprun.cli.report", "report"),
     "topology": ("ttprun.cli.topology", "topology"),
     "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
     "recall": ("ttprun.cli.recall", "recall"),

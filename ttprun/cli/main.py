@@ -41,6 +41,7 @@ examples:
 commands:
   run            the same as no command; also for a script that has a command's name
   status         ranks, generation and incidents of a run
+  report         a run after the fact, as one HTML file or as Markdown
   inject-fault   cause a fault in a run that was started with --allow-faults
   recall         call back ranks that have left, so that they train again (--mindio)
   check          try your script first: some steps with ranks killed, compared with an undisturbed run

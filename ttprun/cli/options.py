@@ -17,6 +17,7 @@ _METAVARS = {
     "retry_on": "PATTERN",
     "follow": "MODULE",
     "discovery": "COMMAND",
+    "http": "[HOST]:PORT",
 }
 
 

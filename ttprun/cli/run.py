@@ -34,6 +34,7 @@ from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, write_status
 from ttprun.state.store import CheckpointStore
+from ttprun.web.companion import serving
 
 # torchrun's default; only static rendezvous uses it.
 MASTER_PORT = 29500
@@ -90,7 +91,8 @@ def run(words: Sequence[str]) -> int:
 
     try:
         how = {"is_python": not torchrun.no_python, "is_place_named": invocation.is_place_named}
-        return launch(config, launch_config, entrypoint, arguments, directory, **how)
+        with serving(config.http, config.http_token_file, directory):
+            return launch(config, launch_config, entrypoint, arguments, directory, **how)
     except ConfigError:
         directory.discard()
         raise

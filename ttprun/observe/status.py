@@ -148,6 +148,7 @@ class RunStatus:
     nodes          addresses of the job's nodes, by number; none if there is one node
     node           number of the agent's own node
     is_leading     the agent decides for all nodes; on the others the status is as it published it last
+    version        of this form; it stays 1 as long as fields are only added
     """
 
     run_id: str
@@ -175,6 +176,12 @@ class RunStatus:
     nodes: tuple[str, ...] = ()
     node: int = 0
     is_leading: bool = True
+    version: int = 1
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the job has done: those of the rank that is furthest; 0 at first."""
+        return max((rank.step or 0 for rank in self.ranks), default=0)
 
     @property
     def has_ended(self) -> bool:

@@ -16,6 +16,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.errors import in_short
 from ttprun.observe.events import timestamp
+from ttprun.observe.history import History
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import (
     RankStatus,
@@ -79,6 +80,7 @@ class StatusPublisher:
         self._standbys = standbys
         self._checkpoint_writer = checkpoint_writer
         self._snapshots = snapshots
+        self._history = History(node.run.history)
         self._started_at = timestamp()
         self._written_s = 0.0
         self._seen: tuple[object, ...] = ()
@@ -102,6 +104,7 @@ class StatusPublisher:
         if not job.finished:
             self._protection_in_run = status.protection
         write_status(self._node.run.status, status)
+        self._history.note(status.step)
         if self._node.peers.is_leading and len(slots) <= _MOST_RANKS_FOR_ALL:
             self._node.peers.to_hands(nodes.Published("status", status.to_json()))
 
@@ -120,6 +123,7 @@ class StatusPublisher:
         if exit_code == 0 and self._protection_in_run:  # what ranks mirror and snapshots hold ends with them
             status = replace(status, protection=self._protection_in_run)
         write_status(self._node.run.status, status)
+        self._history.note(status.step, is_last=True)
 
     def _compose(self, state: RunState, exit_code: int | None = None, reason: str = "") -> RunStatus:
         own = self._compose_own(state, exit_code, reason)

@@ -1,0 +1,95 @@
+"""Who may read: anybody on this machine by the loopback address; by a named host, only who knows the token.
+
+`/healthz` and `/readyz` say one word, and that to anybody: a kubelet has no token. Begin with `Access.__call__`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from urllib.parse import urlsplit
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_OPEN = ("/healthz", "/readyz")
+_HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+class Access:
+    """ASGI middleware.
+
+    token   None: no token is asked for, and requests must name this machine as the loopback address does, so that a
+            page of somebody else's cannot read this one through a name of its own (DNS rebinding)
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or refuse."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        answer = self._answer(Request(scope)) or self._app
+        await answer(scope, receive, send_with_headers)
+
+    def _answer(self, request: Request) -> Response | None:
+        """What to answer in place of what was asked for, None if that may be had."""
+        if request.method not in ("GET", "HEAD"):
+            return _plain(405, "this page only shows; ttprun's commands act", allow="GET, HEAD", connection="close")
+        if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+            return _plain(413, "a request has no body here", connection="close")
+        if self._token is None:
+            if _is_loopback(request.headers.get("host", "")):
+                return None
+            return _plain(403, "ask for localhost, or start ttprun with a host: --http HOST:PORT")
+        if request.url.path in _OPEN:
+            return None
+        cookie = f"ttprun_{request.scope['server'][1]}"  # a browser sends those of other ports as well
+        if self._is_right(request.query_params.get("token", "")):
+            if request.url.path != "/":
+                return None
+            answer = RedirectResponse("/", status_code=303)  # so that it does not stay in the address
+            answer.set_cookie(cookie, self._token, httponly=True, samesite="lax")
+            return answer
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._is_right(bearer.strip()):
+            return None
+        if self._is_right(request.cookies.get(cookie, "")):
+            return None
+        return _plain(401, "a token is needed: ?token=..., or Authorization: Bearer", www_authenticate="Bearer")
+
+    def _is_right(self, given: str) -> bool:
+        assert self._token is not None
+        return secrets.compare_digest(given.encode(errors="replace"), self._token.encode())
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether the host that a request names stands for the loopback address."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _plain(code: int, text: str, **headers: str) -> Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return PlainTextResponse(text + "\n", status_code=code, headers=named)

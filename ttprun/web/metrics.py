@@ -1,0 +1,135 @@
+"""The run in Prometheus' terms: base units, few labels. Made from the feed whenever somebody asks.
+
+Names and what they mean are in `ttprun guide monitoring`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from ttprun import __version__
+from ttprun.observe.status import RunStatus
+from ttprun.web.feed import Feed
+from ttprun.web.histogram import Histogram
+from ttprun.web.summary import Summary, unix_s
+
+STATES = ("starting", "healthy", "recovering", "restarting", "done", "failed")
+RANK_STATES = ("starting", "running", "replaying", "repairing", "lost", "finished", "away")
+PHASES = ("detect", "freeze", "spawn", "replay", "transfer", "rebuild", "reissue", "total")
+_RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+
+class RunCollector(Collector):
+    """Collects the metrics of one run."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics; none before the run has a status."""
+        status, summary = self._feed.status, self._feed.summary
+        if status is None or summary is None:
+            return
+        yield from _of_run(status)
+        yield from _of_time(status, summary)
+        yield from _of_incidents(status)
+        yield from _of_saved_state(status)
+        yield HistogramMetricFamily(
+            "ttprun_step_duration_seconds",
+            "Time of an optimizer step, as the mean of those between two looks (half a second)",
+            buckets=self._feed.step_times.histogram.buckets(),
+            sum_value=self._feed.step_times.histogram.sum,
+        )
+
+
+def _of_run(status: RunStatus) -> Iterator[Metric]:
+    info = GaugeMetricFamily("ttprun_info", "The run", labels=("run_id", "version"))
+    info.add_metric((status.run_id, __version__), 1)
+    yield info
+    yield _one_of("ttprun_state", "How the job stands: 1 for its state", "state", STATES, {status.state: 1})
+    counts = Counter(rank.state for rank in status.ranks)
+    yield _one_of("ttprun_ranks", "Ranks by what they do", "state", RANK_STATES, counts)
+    protections = Counter(rank.protection for rank in status.ranks)
+    words = ("on", "not yet", "off")
+    yield _one_of("ttprun_ranks_protected", "Ranks by whether a loss is repaired", "protection", words, protections)
+    for name, what, value in (
+        ("ttprun_protected", "1 if any lost rank is replaced and no step is lost", int(status.protection == "on")),
+        ("ttprun_world_size", "Ranks that the job has", status.world_size),
+        ("ttprun_nodes", "Nodes that the job has", max(1, len(status.nodes))),
+        ("ttprun_generation", "Number of the communicator set", status.generation),
+        ("ttprun_standbys_ready", "Processes that stand ready on this node", status.standbys),
+        ("ttprun_restarts_left", "Restarts of all ranks that may still happen", status.restarts_left),
+        ("ttprun_not_proved", "Variables that can change and are in no record", len(status.not_proved)),
+        (
+            "ttprun_status_time_seconds",
+            "When the launcher has written the status (Unix time)",
+            unix_s(status.updated_at),
+        ),
+        ("ttprun_start_time_seconds", "When the launcher has started (Unix time)", unix_s(status.started_at)),
+    ):
+        yield GaugeMetricFamily(name, what, value=value)
+
+
+def _of_time(status: RunStatus, summary: Summary) -> Iterator[Metric]:
+    yield GaugeMetricFamily("ttprun_step", "Optimizer steps that are done", value=status.step)
+    yield CounterMetricFamily(
+        "ttprun_productive_seconds", "Time in which steps were done for the first time", value=summary.productive_s
+    )
+    lost = CounterMetricFamily("ttprun_unproductive_seconds", "Time that brought no new step", labels=("reason",))
+    for reason, spent_s in summary.lost_s.items():
+        lost.add_metric((reason,), spent_s)
+    yield lost
+
+
+def _of_incidents(status: RunStatus) -> Iterator[Metric]:
+    incidents = CounterMetricFamily("ttprun_incidents", "Incidents", labels=("kind", "rung", "outcome"))
+    counts = Counter((one.kind, one.rung or "none", one.outcome) for one in status.incidents if one.outcome != "open")
+    for labels, number in counts.items():
+        incidents.add_metric(labels, number)
+    yield incidents
+    yield GaugeMetricFamily(
+        "ttprun_incidents_open", "Incidents that go on", value=sum(one.outcome == "open" for one in status.incidents)
+    )
+    lost = sum(one.steps_lost or 0 for one in status.incidents)
+    yield CounterMetricFamily("ttprun_steps_lost", "Optimizer steps that had to be run again", value=lost)
+    recovery = HistogramMetricFamily("ttprun_recovery_seconds", "Time of each phase of an incident", labels=("phase",))
+    for phase in PHASES:
+        histogram = Histogram(_RECOVERY_S)
+        for one in status.incidents:
+            took_s = getattr(one, f"{phase}_s")
+            if one.outcome != "open" and took_s is not None:
+                histogram.observe(took_s)
+        recovery.add_metric((phase,), histogram.buckets(), histogram.sum)
+    yield recovery
+
+
+def _of_saved_state(status: RunStatus) -> Iterator[Metric]:
+    if status.snapshot_step is not None:
+        yield GaugeMetricFamily("ttprun_snapshot_step", "Step of the newest snapshot", value=status.snapshot_step)
+    one = status.checkpoint
+    if one is None:
+        return
+    is_valid = bool(one.path) and not one.reason
+    yield GaugeMetricFamily("ttprun_checkpoint_valid", "Whether the newest attempt gave one", value=int(is_valid))
+    yield GaugeMetricFamily("ttprun_checkpoint_step", "Step of the newest checkpoint", value=one.boundary)
+    yield GaugeMetricFamily("ttprun_checkpoint_size_bytes", "Size of the newest checkpoint", value=one.bytes)
+    yield GaugeMetricFamily(
+        "ttprun_checkpoint_time_seconds", "When it was written (Unix time)", value=unix_s(one.written_at)
+    )
+    if one.took_s is not None:
+        yield GaugeMetricFamily("ttprun_checkpoint_duration_seconds", "How long that took", value=one.took_s)
+
+
+def _one_of(
+    name: str, what: str, label: str, values: Sequence[str], counts: dict[str, int] | Counter[str]
+) -> GaugeMetricFamily:
+    """A gauge for each value of a label, also for those that do not occur: a series must not come and go."""
+    family = GaugeMetricFamily(name, what, labels=(label,))
+    for value in values:
+        family.add_metric((value,), counts.get(value, 0))
+    return family

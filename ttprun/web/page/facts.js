@@ -1,0 +1,85 @@
+// Protection, topology, saved state, the event log.
+"use strict";
+
+const LOSS_WORDS = {
+  peer: "nothing: its state comes from a rank that holds the same",
+  buddy: "nothing: its state comes from its mirror in shared memory",
+  snapshot: "the steps since the newest snapshot: all ranks go back to it",
+  restart: "all ranks start again, from what the script has saved",
+};
+
+/** Ranks in few words: "0–7, 12". */
+function rankList(ranks) {
+  const parts = [];
+  for (let index = 0; index < ranks.length; index += 1) {
+    const first = ranks[index];
+    while (ranks[index + 1] === ranks[index] + 1) index += 1;
+    parts.push(first === ranks[index] ? `${first}` : `${first}–${ranks[index]}`);
+  }
+  return parts.slice(0, 40).join(", ") + (parts.length > 40 ? ` and ${parts.length - 40} more` : "");
+}
+
+function drawProved(status) {
+  const items = status.not_proved.map((name) => make("li", { words: name }));
+  byId("proved").replaceChildren(
+    make("p", { words: status.protection === "on" ? "Protection is on: a lost rank is replaced and no step is lost." : `Protection: ${status.protection}` }),
+    items.length
+      ? make("div", {}, make("p", { class: "note", words: "These can change and are in no record; a replacement has them as the script's set-up makes them:" }), make("ul", {}, ...items))
+      : make("p", { class: "note", words: "Nothing is known that can change and is in no record." }));
+}
+
+function drawTopology(topology) {
+  if (!topology) return;
+  const byLoss = new Map();
+  for (const rank of topology.ranks) byLoss.set(rank.loss, [...(byLoss.get(rank.loss) ?? []), rank.rank]);
+  const row = (cells, tag) => make("tr", {}, ...cells.map((cell) => make(tag, { words: cell, scope: tag === "th" ? "col" : null })));
+  const table = (head, rows) => make("table", {}, make("thead", {}, row(head, "th")), make("tbody", {}, ...rows.map((cells) => row(cells, "td"))));
+  const parts = [table(["ranks", "the loss of one costs"], [...byLoss].map(([loss, ranks]) => [rankList(ranks), LOSS_WORDS[loss] ?? loss]))];
+  const groups = Object.entries(topology.groups);
+  if (groups.length) parts.push(make("h3", { words: "Groups" }), table(["group", "ranks"], groups.slice(0, 64).map(([name, ranks]) => [name, rankList(ranks)])));
+  parts.push(make("h3", { words: "Ranks that hold the same" }), table(["set", "ranks"], topology.replicas.slice(0, 64).map((ranks, index) => [`${index}`, rankList(ranks)])));
+  if (topology.apart.length) parts.push(make("p", { class: "note", words: `Not all ranks hold alike: ${topology.apart.slice(0, 8).join(", ")}` }));
+  byId("topology").replaceChildren(...parts);
+}
+
+function drawSaved(status) {
+  const facts = [];
+  const one = status.checkpoint;
+  if (one) facts.push(["checkpoint", one.path && !one.reason ? `step ${one.boundary} (${one.cause}), ${bytes(one.bytes)} in ${seconds(one.took_s)}, ${one.path}` : `none of step ${one.boundary} (${one.cause}): ${one.reason}`]);
+  else facts.push(["checkpoint", "none yet"]);
+  facts.push(["snapshot", status.snapshot_step === null ? "none" : `step ${status.snapshot_step}, in shared memory`]);
+  if (status.resume) facts.push(["resumed", `${status.resume.outcome}, step ${status.resume.boundary ?? "–"}: ${status.resume.reason}`]);
+  facts.push(["save_dir", status.save_dir ?? "–"]);
+  facts.push(["standbys", `${status.standbys}${status.standby_state ? ` (${status.standby_state})` : ""}`]);
+  facts.push(["nodes", status.nodes.length ? status.nodes.map((name, number) => `${number}: ${name}`).join(", ") : status.host]);
+  if (status.nodes.length) facts.push(["this node", `${status.node}${status.is_leading ? ", its agent leads" : ", its agent follows; the page of the one that leads has all events"}`]);
+  if (status.away.length) facts.push(["away", rankList(status.away)]);
+  byId("saved").replaceChildren(...facts.flatMap(([name, text]) => [make("dt", { words: name }), make("dd", { words: text })]));
+}
+
+const EVENTS_SHOWN = 300;
+
+function inShort(value) {
+  if (typeof value === "number" && !Number.isInteger(value)) return String(Number(value.toPrecision(4)));
+  return typeof value === "object" ? JSON.stringify(value) : value;
+}
+
+function eventText(event) {
+  return Object.entries(event).filter(([name, value]) => !["at", "at_s", "event"].includes(name) && value !== null && value !== "")
+    .map(([name, value]) => `${name}=${inShort(value)}`).join(" ");
+}
+
+function drawEvents() {
+  const wanted = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const rows = [];
+  let found = 0;
+  for (let index = state.events.length - 1; index >= 0; index -= 1) {
+    const event = state.events[index], text = eventText(event);
+    const all = `${event.at} ${event.event} ${text}`.toLowerCase();
+    if (!wanted.every((word) => all.includes(word))) continue;
+    found += 1;
+    if (found <= EVENTS_SHOWN) rows.push(make("tr", {}, make("td", { words: event.at.slice(11, 23) }), make("td", { words: event.event }), make("td", { words: text.slice(0, 600) })));
+  }
+  byId("events").replaceChildren(...rows);
+  setText(byId("found"), wanted.length ? `${found} of ${state.events.length}` : `${state.events.length}, the newest first`);
+}

@@ -1,0 +1,101 @@
+// Each incident: what it was, a waterfall of its phases and of what happened to its ranks, what was proved and what not.
+"use strict";
+
+const PHASES = ["detect", "freeze", "spawn", "replay", "transfer", "rebuild", "reissue"];
+const MARKS = { // event -> sign, what it says
+  rank_exited: ["✕", "ended"], rank_faulted: ["✕", "fault"], rank_killed: ["✕", "killed"], rank_started: ["▶", "new process"],
+  rank_replayed: ["◆", "replayed"], compared: ["✓", "compared"], mismatch_detail: ["!", "differs"], spawn_failed: ["!", "not started"],
+};
+const incidentsShown = new Map(); // id -> what its drawing was made of
+
+/** When each phase went on, in seconds since the loss. A new process is started while the others freeze. */
+function spansOf(one) {
+  const took = (phase) => one[`${phase}_s`];
+  const spans = [];
+  const freezeEnd = took("freeze") ?? 0, spawnEnd = took("spawn") ?? 0;
+  let end = freezeEnd;
+  if (took("detect") !== null) spans.push(["detect", -took("detect"), 0]);
+  if (took("freeze") !== null) spans.push(["freeze", 0, freezeEnd]);
+  if (took("spawn") !== null) spans.push(["spawn", 0, spawnEnd]);
+  if (took("replay") !== null) {
+    end = freezeEnd + took("replay");
+    spans.push(["replay", Math.min(Math.max(freezeEnd, spawnEnd), end), end]);
+  }
+  for (const phase of ["transfer", "rebuild", "reissue"]) {
+    if (took(phase) === null) continue;
+    spans.push([phase, end, end + took(phase)]);
+    end += took(phase);
+  }
+  return spans;
+}
+
+/** What happened to single ranks meanwhile: [[rank, seconds since the loss, sign, text], ...]. */
+function marksOf(one, spans) {
+  const began = state.opened.get(one.id);
+  if (began === undefined) return [];
+  const over = one.total_s ?? Infinity;
+  return state.events.filter((event) => event.event in MARKS && event.rank !== undefined).map((event) => {
+    const [sign, word] = MARKS[event.event];
+    const what = event.event === "compared" ? `equal: ${event.equal.join("; ")}` : word;
+    return [event.rank, unixOf(event.at) - began, sign, what, event];
+  }).filter(([rank, at, , , event]) => (event.incident === one.id || (event.incident === undefined && at >= -0.05 && at <= over + 0.05))
+    && (one.ranks.includes(rank) || event.incident === one.id));
+}
+
+function drawWaterfall(one) {
+  const spans = spansOf(one), marks = marksOf(one, spans);
+  const ranks = [...new Set(marks.map((mark) => mark[0]))].slice(0, 16);
+  const from = Math.min(0, ...spans.map((span) => span[1]));
+  const inside = marks.filter((mark) => mark[1] <= (one.total_s ?? Infinity) + 0.5 || one.total_s === null);
+  const to = Math.max(one.total_s ?? 0, 0.001, ...spans.map((span) => span[2]), ...inside.map((mark) => mark[1]));
+  const width = Math.max(280, Math.min(1100, byId("incidents").clientWidth || WIDE));
+  const line = 20, left = 66, right = 60, height = (spans.length + ranks.length) * line + 18;
+  const x = (at) => left + (width - left - right) * (Math.min(at, to) - from) / (to - from);
+  const words = spans.map(([phase, start, end]) => `${phase} ${seconds(end - start)}`).join(", ");
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Phases of incident ${one.id}: ${words}` });
+  spans.forEach(([phase, start, end], index) => {
+    const y = index * line;
+    svg.append(make("text", { x: left - 6, y: y + 14, "text-anchor": "end", words: phase }),
+      make("rect", { class: `p-${phase}`, x: x(start), y: y + 4, width: Math.max(2, x(end) - x(start)), height: 12 }),
+      make("text", { x: Math.max(x(end), x(start) + 2) + 5, y: y + 14, words: seconds(end - start) }));
+  });
+  ranks.forEach((rank, index) => {
+    const y = (spans.length + index) * line;
+    svg.append(make("text", { x: left - 6, y: y + 14, "text-anchor": "end", words: `rank ${rank}` }),
+      make("line", { class: "grid", x1: left, x2: width - right, y1: y + 10, y2: y + 10 }));
+    for (const [, at, sign, what] of inside.filter((mark) => mark[0] === rank)) {
+      svg.append(make("text", { x: x(at), y: y + 14, "text-anchor": "middle", words: sign },
+        make("title", { words: `${seconds(Math.max(0, at))}: ${what}` })));
+    }
+  });
+  svg.append(make("text", { x: x(0), y: height - 3, "text-anchor": "middle", words: "0" }),
+    make("text", { x: x(to), y: height - 3, "text-anchor": "middle", words: seconds(to) }));
+  return make("div", { class: "waterfall" }, svg);
+}
+
+function drawIncident(one) {
+  const colour = { recovered: "good", open: "busy", restarted: "busy", failed: "bad" }[one.outcome] ?? "idle";
+  const lost = one.steps_lost === null ? "" : `, ${one.steps_lost} steps lost`;
+  const took = one.total_s === null ? "" : ` in ${seconds(one.total_s)}`;
+  const how = one.rung === null ? "" : ` (${one.rung})`;
+  const list = (title, items) => items.length ? make("div", {}, make("h3", { words: title }), make("ul", {}, ...items.map((item) => make("li", { words: item })))) : null;
+  const stacks = state.events.filter((event) => event.stack && one.ranks.includes(event.rank)
+    && Math.abs(unixOf(event.at) - (state.opened.get(one.id) ?? 0)) < (one.total_s ?? 3600) + 60);
+  return make("article", { class: "incident" },
+    make("h3", {}, document.createTextNode(`#${one.id} ${one.kind}: `), make("span", { class: colour, words: `${one.outcome}${took}${lost}${how}` })),
+    make("p", { class: "note", words: one.reason || "" }),
+    drawWaterfall(one),
+    list("Proved equal", one.equal), list("Not proved", one.not_proved),
+    ...stacks.map((event) => make("details", {}, make("summary", { words: `Stack of rank ${event.rank}` }), make("pre", { words: event.stack }))));
+}
+
+function drawIncidents(status) {
+  const host = byId("incidents");
+  if (!status.incidents.length) return;
+  const shown = status.incidents.slice(-50).reverse();
+  const made = JSON.stringify([shown, host.clientWidth, shown[0].outcome === "open" ? state.events.length : 0]);
+  if (incidentsShown.get("made") === made) return; // what somebody has opened stays open
+  incidentsShown.set("made", made);
+  const more = status.incidents.length - shown.length;
+  host.replaceChildren(...shown.map(drawIncident), more ? make("p", { class: "note", words: `and ${more} earlier ones` }) : "");
+}

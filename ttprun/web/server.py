@@ -1,0 +1,77 @@
+"""The process that serves the page: `python -m ttprun.web.server RUN_DIR LISTENER [TOKEN_FILE]`.
+
+It ends with its standard input, a pipe from the launcher, and with the launcher in any case (PR_SET_PDEATHSIG). Signals
+that end the job come to all of its processes under Slurm; this one shows how the job is saved, so they do not end it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.web import limits
+from ttprun.web.app import build
+from ttprun.web.feed import Feed
+
+_PR_SET_PDEATHSIG = 1
+_NICE = 10  # the ranks come first
+_END_LIMIT_S = 1
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which no signal ends."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Nothing: the launcher says when."""
+
+
+async def serve(run: RunDirectory, listener: socket.socket, token: str | None) -> None:
+    """Serve a run until standard input ends."""
+    feed = Feed(run)
+    config = uvicorn.Config(
+        build(feed, token),
+        http=limits.LimitedProtocol,
+        ws="none",
+        lifespan="off",
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=limits.HEADER_BYTES,
+        timeout_graceful_shutdown=_END_LIMIT_S,
+    )
+    server = Server(config)
+
+    def end() -> None:
+        if not os.read(0, 1):
+            asyncio.get_running_loop().remove_reader(0)
+            feed.end()
+            server.should_exit = True
+
+    asyncio.get_running_loop().add_reader(0, end)
+    beside = [asyncio.create_task(feed.follow()), asyncio.create_task(limits.watch())]
+    await server.serve([listener])
+    for task in beside:
+        task.cancel()
+
+
+def main() -> None:
+    """Serve until the launcher ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(_NICE)
+    run_dir, listener, *token_file = sys.argv[1:]
+    token = Path(token_file[0]).read_text(encoding="ascii").strip() if token_file else None
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    asyncio.run(serve(RunDirectory(run_dir), socket.socket(fileno=int(listener)), token))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What a run comes to: one sentence on its state, its speed, and where its time went. Pure: from what the files say.
+
+Time is productive between two points of the history if the job went beyond every step that it had reached before. Begin
+with `summarize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from ttprun.observe.history import Point
+from ttprun.observe.status import IncidentStatus, RunStatus
+
+Event = Mapping[str, Any]
+_RECENT_S = 60.0
+REASONS = {
+    "startup": "from the launch to the first step",
+    "recovery": "incidents, from the loss to the next step",
+    "restart": "all ranks start again, or resume from a checkpoint",
+    "again": "steps run again that were lost",
+    "end": "after the last step",
+}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Seconds (unix time) in which the job did not train, and why: a word of REASONS."""
+
+    start_s: float
+    end_s: float
+    reason: str
+
+    def overlap_s(self, start_s: float, end_s: float) -> float:
+        """How much of it lies between two moments."""
+        return max(0.0, min(self.end_s, end_s) - max(self.start_s, start_s))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What people want to know first.
+
+    sentence      how the job stands
+    steps_per_s   over the last minute of training; null if nothing is known yet
+    wall_s        from the launch to now, or to the end
+    productive_s  of it, time in which steps were done for the first time
+    lost_s        seconds by reason (REASONS); what is neither is the step that is under way
+    """
+
+    sentence: str
+    steps_per_s: float | None
+    wall_s: float
+    productive_s: float
+    lost_s: dict[str, float]
+
+
+def summarize(status: RunStatus, history: Sequence[Point], events: Iterable[Event]) -> Summary:
+    """Sum a run up.
+
+    history   since the launch
+    events    of this launch, "incident" and "resume" at least
+    """
+    started_s, now_s = unix_s(status.started_at), unix_s(status.updated_at)
+    pauses = pauses_of(events, now_s)
+    productive_s, lost_s = _account(started_s, now_s, history, pauses, status.has_ended)
+    rate = recent_rate(history, pauses)
+    return Summary(sentence_of(status, rate), rate, max(0.0, now_s - started_s), productive_s, lost_s)
+
+
+def unix_s(at: str) -> float:
+    """Seconds since 1970 of a time in the status or the event log."""
+    return datetime.fromisoformat(at).timestamp()
+
+
+def pauses_of(events: Iterable[Event], now_s: float) -> list[Interval]:
+    """When incidents and resumes held the job up; one that is still open ends now."""
+    opened: dict[tuple[str, object], float] = {}
+    pauses = []
+    for event in events:
+        if event["event"] not in ("incident", "resume"):
+            continue
+        key = (event["event"], event.get("id"))
+        at_s = unix_s(event["at"])
+        # Noted when it was decided, some time after the loss.
+        began_s = at_s - max(0.0, event.get("at_s", 0.0) - event.get("opened_at_s", event.get("at_s", 0.0)))
+        opened.setdefault(key, began_s)
+        if event["outcome"] != "open":
+            pauses.append(Interval(opened.pop(key), at_s, "recovery" if key[0] == "incident" else "restart"))
+    pauses += [
+        Interval(began_s, now_s, "recovery" if key[0] == "incident" else "restart") for key, began_s in opened.items()
+    ]
+    return sorted(pauses, key=lambda pause: pause.start_s)
+
+
+def recent_rate(history: Sequence[Point], pauses: Sequence[Interval]) -> float | None:
+    """Steps per second of training over the last minute of the history, without the pauses; None if not known."""
+    trained = [point for point in history if point.step]  # before the first step lies the start
+    if len(trained) < 2:
+        return None
+    last = trained[-1]
+    first = next(point for point in trained if point.unix_s >= last.unix_s - _RECENT_S)
+    if first is last:
+        first = trained[-2]
+    spent_s = last.unix_s - first.unix_s - sum(pause.overlap_s(first.unix_s, last.unix_s) for pause in pauses)
+    done = last.step - first.step
+    return done / spent_s if done > 0 and spent_s > 0 else None
+
+
+def _account(
+    started_s: float, now_s: float, history: Sequence[Point], pauses: Sequence[Interval], has_ended: bool
+) -> tuple[float, dict[str, float]]:
+    """Where the time between two moments went: productive seconds, and others by reason."""
+    lost = dict.fromkeys(REASONS, 0.0)
+    productive_s = 0.0
+    reached, before = 0, Point(started_s, 0)
+    for point in history:
+        spent_s = point.unix_s - before.unix_s
+        for pause in pauses:
+            paused_s = pause.overlap_s(before.unix_s, point.unix_s)
+            lost[pause.reason] += paused_s
+            spent_s -= paused_s
+        if reached == 0:
+            lost["startup"] += max(0.0, spent_s)
+        elif point.step < before.step:
+            lost["restart"] += max(0.0, spent_s)
+        elif point.step <= reached:
+            lost["again"] += max(0.0, spent_s)
+        else:
+            productive_s += max(0.0, spent_s)
+        reached, before = max(reached, point.step), point
+    rest_s = max(0.0, now_s - before.unix_s)
+    for pause in pauses:
+        paused_s = pause.overlap_s(before.unix_s, now_s)
+        lost[pause.reason] += paused_s
+        rest_s -= paused_s
+    if not reached:
+        lost["startup"] += max(0.0, rest_s)
+    elif has_ended:
+        lost["end"] += max(0.0, rest_s)
+    return productive_s, lost
+
+
+def sentence_of(status: RunStatus, rate: float | None) -> str:
+    """How the job stands, for people."""
+    ranks = f"{status.world_size} rank{'s' if status.world_size != 1 else ''}"
+    speed = f", {describe_rate(rate)}" if rate is not None else ""
+    because = f": {status.reason}" if status.reason else ""
+    match status.state:
+        case "starting":
+            return f"Starting {ranks}{because}."
+        case "healthy":
+            away = f", without {len(status.away)} of them" if status.away else ""
+            return f"Training on {ranks}{away}: step {status.step}{speed}{because}. {_protection(status)}"
+        case "recovering" | "restarting":
+            doing = "Recovering" if status.state == "recovering" else "All ranks start again"
+            incident = status.incidents[-1] if status.incidents else None
+            why = f": {incident.reason}" if incident is not None and incident.reason else because
+            return f"{doing}{why}."
+        case "done":
+            return f"Done after step {status.step} on {ranks}{_incidents(status.incidents)}."
+        case "failed":
+            code = "" if status.exit_code is None else f" with exit code {status.exit_code}"
+            return f"Failed{code} at step {status.step}{because}."
+
+
+def describe_rate(rate: float) -> str:
+    """Steps per second, or seconds per step if that is more than one."""
+    return f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s a step"
+
+
+def _protection(status: RunStatus) -> str:
+    if status.protection == "on":
+        return "A lost rank is replaced without losing a step."
+    return f"Protection: {status.protection}."
+
+
+def _incidents(incidents: Sequence[IncidentStatus]) -> str:
+    if not incidents:
+        return ", without an incident"
+    lost = sum(one.steps_lost or 0 for one in incidents)
+    number = "1 incident" if len(incidents) == 1 else f"{len(incidents)} incidents"
+    return f", with {number}, {lost} steps lost"
