@@ -23,12 +23,15 @@ from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.mindio import variables
 from ttprun.state.interval import parse_interval
 from ttprun.web.address import parse_address
+from ttprun.web.kinds import USUAL, Kind
 
 VARIABLE_PREFIX = "TTPRUN_"
 # Marks that the agent puts on processes of its own: no settings, but inherited by a ttprun that one of them starts.
 _AGENT_MARKS = ("TTPRUN_CHANNEL_FD", "TTPRUN_AGENT_PID")
 # No str of a variable or an option can hold a mapping.
 FILE_ONLY = ("device_errors", "launch")
+# Lists of words, written with commas in between.
+_AT_COMMAS = ("rungs", "on_event_kinds")
 # One path component, since it names a directory: no slash, no leading dot or dash.
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -161,6 +164,10 @@ class Config(BaseModel):
         description="file, mode 0600, with the token for the page if a host is named; default: a new one in the run "
         "directory",
     )
+    on_event: str | None = Field(
+        None, min_length=1, description="command of the shell that is run for events, each as JSON on standard input"
+    )
+    on_event_kinds: list[Kind] = Field(list(USUAL), description="events for which it is run")
     launch: dict[str, LaunchValue] = Field({}, description="torchrun's options by name, e.g. {nproc_per_node: 3}")
 
     @field_validator("faults")
@@ -285,7 +292,7 @@ def resolve(files: Sequence[Source], environment: Mapping[str, str], options: Ma
     """
     merged: dict[str, object] = {}
     launch: dict[str, LaunchValue] = {}
-    given = {key: _split(key, value) if key == "rungs" else value for key, value in options.items()}
+    given = {key: _split(key, value) if key in _AT_COMMAS else value for key, value in options.items()}
     for source in (*files, _variables(environment), Source("option", "", given)):
         checked = _check(source)
         launch |= checked.launch
@@ -389,8 +396,8 @@ def _split(key: str, text: Any) -> object:
             return [text]
         case "user_paths":
             return text.split(os.pathsep)
-        case "rungs":
-            return [rung.strip() for rung in text.split(",") if rung.strip()]
+        case _ if key in _AT_COMMAS:
+            return [word.strip() for word in text.split(",") if word.strip()]
     return text
 
 

@@ -17,6 +17,8 @@ _METAVARS = {
     "retry_on": "PATTERN",
     "follow": "MODULE",
     "discovery": "COMMAND",
+    "on_event": "COMMAND",
+    "on_event_kinds": "KIND,...",
     "http": "[HOST]:PORT",
 }
 

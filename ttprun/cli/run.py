@@ -35,6 +35,7 @@ from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, write_status
 from ttprun.state.store import CheckpointStore
 from ttprun.web.companion import serving
+from ttprun.web.notifying import notifying
 
 # torchrun's default; only static rendezvous uses it.
 MASTER_PORT = 29500
@@ -91,7 +92,10 @@ def run(words: Sequence[str]) -> int:
 
     try:
         how = {"is_python": not torchrun.no_python, "is_place_named": invocation.is_place_named}
-        with serving(config.http, config.http_token_file, directory):
+        with (
+            notifying(config.on_event, config.on_event_kinds, directory),
+            serving(config.http, config.http_token_file, directory),
+        ):
             return launch(config, launch_config, entrypoint, arguments, directory, **how)
     except ConfigError:
         directory.discard()

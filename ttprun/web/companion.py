@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.web import helper
 from ttprun.web.address import parse_address
 
 logger = logging.getLogger("ttprun")
@@ -64,41 +65,22 @@ def serving(http: str | None, token_file: str | None, run: RunDirectory) -> Iter
         yield url
     finally:
         is_wanted.clear()
-        _end(process)
+        helper.end(process, _END_LIMIT_S)
 
 
 def _start(run: RunDirectory, listener: socket.socket, token: Path | None) -> subprocess.Popen[bytes]:
-    """Start the process. In a session of its own: Ctrl-C is for the launcher."""
-    words = [sys.executable, "-m", "ttprun.web.server", str(run.path), str(listener.fileno())]
+    fd = listener.fileno()
+    words = [str(run.path), str(fd), *([str(token)] if token else [])]
     try:
-        return subprocess.Popen(
-            [*words, str(token)] if token else words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[listener.fileno()],
-            start_new_session=True,
-        )
+        return helper.start("ttprun.web.server", *words, pass_fds=[fd])
     except OSError as error:
-        raise ConfigError(
-            f"--http: the page's process cannot be started ({error.strerror})", "leave out --http"
-        ) from None
+        raise ConfigError(f"--http: its process cannot be started ({error.strerror})", "leave it out") from None
 
 
 def _say_end(process: subprocess.Popen[bytes], is_wanted: threading.Event) -> None:
     code = process.wait()
     if is_wanted.is_set():
         logger.warning("the page has ended (%d); the job continues", code)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let it show how the run has ended, and wait until it is gone: some seconds at most."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        process.wait(_END_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _token_file(named: str | None, run: RunDirectory) -> Path:

@@ -1,0 +1,130 @@
+"""The process that runs the user's command for events: `python -m ttprun.web.notifier RUN_DIR OFFSET COMMAND KIND...`.
+
+One command at a time, each for some seconds at most, and of a flood the newest; so it cannot fill the machine, and the
+job never waits for it. It outlives the launcher by some seconds, to tell of its end. Begin with `Notifier.run`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any
+
+from ttprun.observe.events import timestamp
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.status import read_status
+from ttprun.web.kinds import Namer
+
+COMMAND_LIMIT_S = 10.0
+END_LIMIT_S = 15.0  # for all that is left when the launcher has ended
+MOST_WAITING = 20
+_LOOK_EVERY_S = 0.5
+
+
+class Notifier:
+    """Follows the event log of a run.
+
+    offset  where this launch begins in it
+    kinds   which events the command is run for
+    """
+
+    def __init__(self, run: RunDirectory, offset: int, command: str, kinds: Collection[str]) -> None:
+        self._run = run
+        self._command = command
+        self._kinds = kinds
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._dropped = 0
+        self._namer = Namer()
+        self._has_ended = self._has_warned = False
+        self._read_to = offset
+
+    def run(self) -> None:
+        """Until standard input ends; then what is left, within END_LIMIT_S."""
+        while not select.select([0], [], [], 0.0 if self._waiting else _LOOK_EVERY_S)[0]:
+            self._look()
+            self._tell(COMMAND_LIMIT_S)
+        give_up_at_s = time.monotonic() + END_LIMIT_S
+        self._look()
+        if not self._has_ended:
+            self._take({"at": timestamp(), "event": "launcher_died"})
+        while self._waiting and (left_s := give_up_at_s - time.monotonic()) > 0:
+            self._tell(min(left_s, COMMAND_LIMIT_S))
+
+    def _look(self) -> None:
+        """Take what was added to the log; the last line may still be written."""
+        with suppress(OSError), open(self._run.events, "rb") as log:
+            log.seek(self._read_to)
+            for line in log:
+                if not line.endswith(b"\n"):
+                    break
+                self._read_to += len(line)
+                with suppress(ValueError, KeyError, TypeError):
+                    self._take(json.loads(line))
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self._has_ended |= event["event"] == "run_ended"
+        kind = self._namer.kind_of(event)
+        if kind not in self._kinds:
+            return
+        self._waiting.append({"kind": kind, "run_id": self._run.path.name, "run_dir": str(self._run.path)} | event)
+        if len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft()
+            self._dropped += 1
+
+    def _tell(self, limit_s: float) -> None:
+        """Run the command for the event that has waited longest."""
+        if not self._waiting:
+            return
+        event = self._waiting.popleft() | {"dropped": self._dropped}
+        with suppress(OSError, ValueError):
+            status = read_status(self._run.status)
+            event |= {"run_id": status.run_id, "host": status.host, "state": status.state, "step": status.step}
+        self._dropped = 0
+        why = ""
+        try:
+            code = run_command(self._command, json.dumps(event).encode() + b"\n", limit_s)
+            why = f"exit code {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            why = f"no end after {limit_s:.0f} s"
+        except OSError as error:
+            why = error.strerror or str(error)
+        if why and not self._has_warned:
+            self._has_warned = True
+            print(f"ttprun: --on-event: '{self._command}' has failed ({why}); the job continues", file=sys.stderr)
+
+
+def run_command(command: str, given: bytes, limit_s: float) -> int:
+    """Run a command of the shell with that on standard input; returns its exit code.
+
+    Raises subprocess.TimeoutExpired after `limit_s` seconds; then it and what it has started are killed.
+    """
+    process = subprocess.Popen(
+        command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        process.communicate(given, timeout=limit_s)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind
+        process.wait()
+    return process.returncode
+
+
+def main() -> None:
+    """Tell of events until the launcher has ended. Signals that end the job do not end this."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    run_dir, offset, command, *kinds = sys.argv[1:]
+    Notifier(RunDirectory(run_dir), int(offset), command, kinds).run()
+
+
+if __name__ == "__main__":
+    main()
