@@ -4,6 +4,6 @@ set -eu
 event=$(cat)
 subject=$(printf '%s' "$event" | python3 -c '
 import json, sys
-event = json.load(sys.stdin)
-print("ttprun {run_id}: {kind}".format(**event))')
+told = json.load(sys.stdin)
+print("ttprun {}: {}".format(told.get("run_id", "?"), told["kind"]))')
 printf '%s\n' "$event" | mail -s "$subject" "$1"

@@ -3,8 +3,8 @@
 set -eu
 python3 -c '
 import json, sys
-event = json.load(sys.stdin)
-what = event.get("reason") or event.get("outcome") or ""
-text = "ttprun {run_id}: {kind} at step {step}: {what}".format(what=what, **{"step": "?", **event})
+told = json.load(sys.stdin)
+what = told["event"].get("reason") or told["event"].get("outcome") or ""
+text = "ttprun {}: {} at step {}: {}".format(told.get("run_id", "?"), told["kind"], told.get("step", "?"), what)
 print(json.dumps({"text": text}))' |
     curl --silent --show-error --fail --max-time 8 -H 'content-type: application/json' --data @- "$SLACK_WEBHOOK_URL"

@@ -50,7 +50,15 @@ def status_of(ranks: int = 4, after_s: float = 60.0, step: int = 50, **fields: A
 def incident_event(after_s: float, outcome: str, opened_after_s: float, number: int = 1) -> dict[str, Any]:
     """What the log has of an incident."""
     times = {"at_s": 1000.0 + after_s, "opened_at_s": 1000.0 + opened_after_s}
-    return {"at": at(after_s), "event": "incident", "id": number, "outcome": outcome, "rank": None, **times}
+    return {
+        "at": at(after_s),
+        "event": "incident",
+        "kind": "signal 9",
+        "id": number,
+        "outcome": outcome,
+        "rank": None,
+        **times,
+    }
 
 
 def write_run(path: Path, status: RunStatus) -> RunDirectory:

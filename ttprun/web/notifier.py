@@ -74,7 +74,7 @@ class Notifier:
         kind = self._namer.kind_of(event)
         if kind not in self._kinds:
             return
-        self._waiting.append({"kind": kind, "run_id": self._run.path.name, "run_dir": str(self._run.path)} | event)
+        self._waiting.append({"kind": kind, "run_dir": str(self._run.path), "event": event})
         if len(self._waiting) > MOST_WAITING:
             self._waiting.popleft()
             self._dropped += 1
@@ -83,14 +83,14 @@ class Notifier:
         """Run the command for the event that has waited longest."""
         if not self._waiting:
             return
-        event = self._waiting.popleft() | {"dropped": self._dropped}
+        told = self._waiting.popleft() | {"dropped": self._dropped}
         with suppress(OSError, ValueError):
             status = read_status(self._run.status)
-            event |= {"run_id": status.run_id, "host": status.host, "state": status.state, "step": status.step}
+            told |= {"run_id": status.run_id, "host": status.host, "state": status.state, "step": status.step}
         self._dropped = 0
         why = ""
         try:
-            code = run_command(self._command, json.dumps(event).encode() + b"\n", limit_s)
+            code = run_command(self._command, json.dumps(told).encode() + b"\n", limit_s)
             why = f"exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
             why = f"no end after {limit_s:.0f} s"
