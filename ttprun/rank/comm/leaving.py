@@ -1,14 +1,13 @@
 """Leaving together: a rank that has done its part stays for the others, as each may be needed to repair another.
 
 When it destroys its process group (`leave_together`), and when its script has come to its end (`stay`). Neither may
-hold up a job that torchrun would let go on: see `Patience`.
+hold up a job that torchrun would let go on: see `OthersPatience`.
 """
 
 from __future__ import annotations
 
-import time
-
 from ttprun.protocol.board import FINISHED, Field, Phase
+from ttprun.protocol.patience import Patience
 from ttprun.rank.comm.journal import PATIENCE_S
 from ttprun.rank.session import Session
 
@@ -33,7 +32,7 @@ def leave_together(session: Session) -> None:
     if not session.is_repairable() or session.replay is not None:
         return
     session.touch(Phase.FINISHED)
-    patience = Patience(session, PATIENCE_S)
+    patience = OthersPatience(session, PATIENCE_S)
     for row in range(board.n_ranks):
         while (
             (left := board.get(row, Field.LEAVING)) < times and not _has_ended(session, row) and not session.unprotected
@@ -56,12 +55,20 @@ def stay(session: Session) -> None:
         return
     session.touch(Phase.FINISHED)
     recorded = board.get(session.rank, Field.RECORDED)
-    patience = Patience(session, _STUCK_S)
+    patience = OthersPatience(session, _STUCK_S)
     while left := [row for row in range(board.n_ranks) if not _has_ended(session, row)]:
         is_let_go = session.unprotected or session.trains_alone or session.journal.is_ended
         if is_let_go or patience.is_over(left) or any(board.get(row, Field.RECORDED) > recorded for row in left):
             return
         board.wait_for_change(left[0], Field.ENDED, 0, _LOOK_AGAIN_S)
+    _finish_recovery(session)
+
+
+def _finish_recovery(session: Session) -> None:
+    """The last collective has completed for all; that ends a repair only when our recovery thread has reported it."""
+    waits = Patience(_STUCK_S)
+    while session.recovery is not None and not session.recovery.is_idle(_LOOK_AGAIN_S) and not waits.look():
+        pass
 
 
 def _has_ended(session: Session, row: int) -> bool:
@@ -69,30 +76,30 @@ def _has_ended(session: Session, row: int) -> bool:
     return board.get(row, Field.ENDED) != 0 or board.get(row, Field.RECORDED) == FINISHED
 
 
-class Patience:
+class OthersPatience:
     """Whether a rank that is waited for may be waiting itself for this rank to leave; asked now and then.
 
-    stuck_s   that long it may wait in one collective
+    stuck_s   that long it may wait in one collective, if the machine is not busy
     """
 
     def __init__(self, session: Session, stuck_s: float) -> None:
         self._session = session
         self._stuck_s = stuck_s
-        self._seen: dict[int, tuple[tuple[int, ...], float]] = {}  # row -> what it had done, and since when
+        self._seen: dict[int, tuple[tuple[int, ...], Patience]] = {}  # row -> what it had done, and the wait since
 
     def is_over(self, rows: list[int]) -> bool:
         """`rows` are those that are waited for now; a repair takes its time."""
-        board, now = self._session.board, time.monotonic()
+        board = self._session.board
         if self._session.is_holding:
             self._seen.clear()
         for row in rows:
             is_waiting = board.get(row, Field.PHASE) in (Phase.COLLECTIVE, Phase.WAITING)
-            done = [board.get(row, Field.COLLECTIVES), board.get(row, Field.APPLIED)]
+            done: tuple[int, ...] = (is_waiting, board.get(row, Field.COLLECTIVES), board.get(row, Field.APPLIED))
             if not is_waiting:
-                done.append(board.get(row, Field.MAIN_BEATS))  # while it waits, the bytecode is that of our loop
-            known, since_s = self._seen.get(row, ((), now))
-            if known != tuple(done):
-                self._seen[row] = tuple(done), now
-            elif now - since_s > (self._stuck_s if is_waiting else _SILENT_S):
+                done += (board.get(row, Field.MAIN_BEATS),)  # while it waits, the bytecode is that of our loop
+            known = self._seen.get(row)
+            if known is None or known[0] != done:
+                self._seen[row] = done, Patience(self._stuck_s if is_waiting else _SILENT_S)
+            elif known[1].look():
                 return True
         return False

@@ -134,34 +134,45 @@ class Recovery:
             self._session.exchange.end_before(order.generation)
         self._orders.put(order)
 
+    def is_idle(self, limit_s: float) -> bool:
+        """Whether all orders are carried out; waits for that, `limit_s` at most."""
+        orders = self._orders
+        with orders.all_tasks_done:
+            return orders.all_tasks_done.wait_for(lambda: not orders.unfinished_tasks, limit_s)
+
     def _work(self) -> None:
-        session = self._session
         while (order := self._orders.get()) is not None:
-            if order.generation < self._newest_generation:
-                continue
             try:
-                self._carry_out(order)
-            except (OvertakenError, GenerationOverError):
-                continue
-            except DeviceFailedError as error:
-                on_device.give_up_process(session, error)
-            except Exception as error:
-                if self._newest_generation > order.generation:
-                    continue
-                if session.framework is None and on_device.has_failed(session, error):
-                    on_device.give_up_process(session, DeviceFailedError(str(error)))
-                is_refusal = isinstance(error, replicated.NotRepairableError)
-                is_resume = isinstance(order, to_rank.Resume | mindio.Rollback)
-                if is_resume and isinstance(error, RuntimeError | OSError) and not is_refusal:
-                    # These errors only mean that another rank is lost or a connection has broken.
-                    if not self._is_overtaken_soon(order.generation):
-                        groups = freezing.groups_of(session)
-                        fault = next(filter(None, (group.links.device_fault_of(error) for group in groups)), "")
-                        session.report_broken(order.generation, str(error), REPORT_AFTER_S, fault)
-                    continue
-                detail = "" if is_refusal else traceback.format_exc()
-                reason = f"rank {session.rank}, {type(order).__name__}: {error}"
-                session.channel.send(from_rank.Mismatch(order.generation, reason, detail))
+                if order.generation >= self._newest_generation:
+                    self._answer(order)
+            finally:
+                self._orders.task_done()
+
+    def _answer(self, order: Ordered) -> None:
+        session = self._session
+        try:
+            self._carry_out(order)
+        except (OvertakenError, GenerationOverError):
+            return
+        except DeviceFailedError as error:
+            on_device.give_up_process(session, error)
+        except Exception as error:
+            if self._newest_generation > order.generation:
+                return
+            if session.framework is None and on_device.has_failed(session, error):
+                on_device.give_up_process(session, DeviceFailedError(str(error)))
+            is_refusal = isinstance(error, replicated.NotRepairableError)
+            is_resume = isinstance(order, to_rank.Resume | mindio.Rollback)
+            if is_resume and isinstance(error, RuntimeError | OSError) and not is_refusal:
+                # These errors only mean that another rank is lost or a connection has broken.
+                if not self._is_overtaken_soon(order.generation):
+                    groups = freezing.groups_of(session)
+                    fault = next(filter(None, (group.links.device_fault_of(error) for group in groups)), "")
+                    session.report_broken(order.generation, str(error), REPORT_AFTER_S, fault)
+                return
+            detail = "" if is_refusal else traceback.format_exc()
+            reason = f"rank {session.rank}, {type(order).__name__}: {error}"
+            session.channel.send(from_rank.Mismatch(order.generation, reason, detail))
 
     def _carry_out(self, order: Ordered) -> None:
         session = self._session
