@@ -31,7 +31,7 @@ class Subject:
     steps      optimizer steps of a run
     phases     moments that it comes by in every step
     is_ddp     what a collective gives is used by nobody before the step has ended
-    has_workers  its data come from a DataLoader's workers
+    epoch_steps  its data come from a DataLoader's workers, which are there only between these steps; 0: no workers
     """
 
     script: str
@@ -39,7 +39,7 @@ class Subject:
     steps: int
     phases: tuple[str, ...]
     is_ddp: bool = True
-    has_workers: bool = False
+    epoch_steps: int = 0
 
     def phases_for(self, kind: str) -> list[str]:
         """Moments at which a fault of this kind can strike without being seen in what the script prints at once."""
@@ -57,7 +57,7 @@ ON_NPU = (
     Subject("on_device.py", ("--out={folder}/out", "--with=dropout", "--by-hand"), 32, STEP),
 )  # fmt: skip
 SUBJECTS = (
-    Subject("epochs_dataloader.py", ("--out={folder}/out", "--epochs=4"), 56, ("forward", *STEP), has_workers=True),
+    Subject("epochs_dataloader.py", ("--out={folder}/out", "--epochs=4"), 56, ("forward", *STEP), epoch_steps=14),
     Subject("while_true_get_batch.py", ("--out={folder}/out", "--max_iters=50"), 50, ("forward", *STEP)),
     Subject("plain_tensors.py", ("--out={folder}/out", "--steps=60"), 60, STEP, is_ddp=False),
 )
@@ -71,7 +71,7 @@ def draw_faults(
     others = [rank for rank in range(ranks) if rank != spared]
     slot = (subject.steps - 4) // count
     kinds = [kind for kind in kinds if subject.phases_for(kind)]
-    alone = [moment for moment in moments if moment not in SECOND and (moment != "worker" or subject.has_workers)]
+    alone = [moment for moment in moments if moment not in SECOND and (moment != "worker" or subject.epoch_steps)]
     alone = alone or ["step"]
     second = [moment for moment in moments if moment in SECOND and len(others) > 1]
     faults: list[Fault] = []
@@ -90,6 +90,8 @@ def draw_faults(
             alone = [other for other in alone if other != "late"] or ["step"]
             continue
         kind = {"worker": "worker-kill", "stall": "stall"}.get(moment) or drawn.choice(kinds)
+        if kind == "worker-kill" and step % subject.epoch_steps == 0:
+            step += 1  # the workers of the last epoch have ended, those of the next one are not there yet
         fault = Fault(kind, rank, step, drawn.choice(subject.phases_for(kind)))
         faults.append(fault)
         first = fault if kind in ENDING_KINDS else None

@@ -57,3 +57,12 @@ def test_killed_workers_are_drawn_for_scripts_that_have_some() -> None:
     }
 
     assert [script for script, found in kinds.items() if "worker-kill" in found] == ["epochs_dataloader.py"]
+
+
+def test_no_worker_is_killed_between_two_epochs_when_there_is_none() -> None:
+    subject = SUBJECTS[0]
+
+    steps = [f.step for seed in range(200) for f in drawn(subject, seed, "step", "worker") if f.kind == "worker-kill"]
+
+    assert steps
+    assert not [step for step in steps if (step or 0) % subject.epoch_steps == 0]
