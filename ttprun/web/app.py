@@ -97,12 +97,12 @@ async def stream(feed: Feed, after: int) -> AsyncIterator[str]:
     while True:
         is_last, changed = feed.over.is_set(), feed.changed
         if feed.status is not None:
-            if (status := feed.status_json()) != shown_status:
-                shown_status = status
-                yield _message("status", status)
-            if (topology := feed.topology_json()) != shown_topology:
-                shown_topology = topology
-                yield _message("topology", topology)
+            if feed.status_json != shown_status:
+                shown_status = feed.status_json
+                yield _message("status", shown_status)
+            if feed.topology_json != shown_topology:
+                shown_topology = feed.topology_json
+                yield _message("topology", shown_topology)
             if new := feed.history[points:]:
                 points = len(feed.history)
                 yield _message("history", json.dumps([[point.unix_s, point.step] for point in new]))

@@ -41,6 +41,7 @@ class Feed:
     lines      the event log of this launch, as far as it is kept
     incidents  of these, "incident" and "resume", all of them
     history    of this launch
+    status_json    the status and what it comes to, made once for all pages; topology_json: who holds what, or "null"
     step_times of this launch, since the page is served
     changed    set, and replaced, whenever something is new
     over       set when nothing comes any more
@@ -53,6 +54,8 @@ class Feed:
         self.lines: deque[Line] = deque(maxlen=_EVENTS)
         self.incidents: list[dict[str, Any]] = []
         self.history: list[Point] = []
+        self.status_json = ""
+        self.topology_json = "null"
         self.step_times = StepTimes()
         self.changed = asyncio.Event()
         self.over = asyncio.Event()
@@ -87,19 +90,10 @@ class Feed:
         self._read_events(started_s)
         self.history = read_history(self.run.history, started_s)
         self.summary = summarize(self.status, self.history, self.incidents)
-        self._wake()
-
-    def status_json(self) -> str:
-        """The status and what it comes to, for the page."""
-        assert self.status is not None
-        assert self.summary is not None
-        return f'{{"status": {self.status.to_json()}, "summary": {json.dumps(asdict(self.summary))}}}'
-
-    def topology_json(self) -> str:
-        """Who holds what, "null" if that is not known yet."""
+        self.status_json = f'{{"status": {self.status.to_json()}, "summary": {json.dumps(asdict(self.summary))}}}'
         with suppress(OSError):
-            return self.run.topology.read_text(encoding="utf-8").strip() or "null"
-        return "null"
+            self.topology_json = self.run.topology.read_text(encoding="utf-8").strip() or "null"
+        self._wake()
 
     def _read_events(self, started_s: float) -> None:
         """Take the lines that were added; the last one may still be written."""
