@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,17 @@ def test_the_answer_comes_at_once(run: RunDirectory) -> None:
     # Processor time, which other processes do not stretch as they do the clock's. About 0.2 s; torch alone takes 1.7 s.
     assert child.returncode == 0
     assert used.ru_utime + used.ru_stime < 0.6
+
+
+def test_the_speed_is_shown_as_a_curve_that_ends_with_the_newest(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = status_of("healthy")
+    write_status(run.status, status)
+    began_s = datetime.fromisoformat(status.started_at).timestamp()
+    points = ((-9, 300), (1, 0), (2, 1), (3, 9), (4, 13), (5, 13), (6, 15))  # the first of an earlier launch
+    run.history.write_text("".join(f"{began_s + after_s},{step}\n" for after_s, step in points))
+
+    main(["status"])
+
+    assert "steps/s █▅▁▃ 2, at most 8" in capsys.readouterr().out

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
+from itertools import pairwise
 from typing import Annotated
 
 import typer
 
 from ttprun.errors import ConfigError
+from ttprun.observe.history import read_history
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, read_status
 
@@ -29,13 +32,13 @@ def status(
     directory = RunDirectory.find(run)
     shown = load(directory)
     if not watch:
-        print_status(shown, as_json)
+        print_status(directory, shown, as_json)
     elif sys.stdout.isatty() and not as_json:
         shown = watch_on_terminal(directory, shown)
     else:
         for change in changes(directory, shown):
             shown = change
-            print_status(shown, as_json)
+            print_status(directory, shown, as_json)
     return EXIT_CODES[shown.state]
 
 
@@ -70,15 +73,26 @@ def watch_on_terminal(directory: RunDirectory, first: RunStatus) -> RunStatus:
 
     shown = first
     console = open_console()
-    with Live(draw(console, shown), console=console, auto_refresh=False) as live:
+    with Live(draw(console, shown, speeds(directory, shown)), console=console, auto_refresh=False) as live:
         while not shown.has_ended:
             time.sleep(REFRESH_S)
             shown = load(directory)
-            live.update(draw(console, shown), refresh=True)
+            live.update(draw(console, shown, speeds(directory, shown)), refresh=True)
     return shown
 
 
-def print_status(shown: RunStatus, as_json: bool) -> None:
+def speeds(directory: RunDirectory, shown: RunStatus) -> list[float]:
+    """Steps per second between the moments that the history of this launch knows, after the first step."""
+    started_s = datetime.fromisoformat(shown.started_at).timestamp()
+    points = [point for point in read_history(directory.history, started_s) if point.step]
+    return [
+        max(0, after.step - before.step) / (after.unix_s - before.unix_s)
+        for before, after in pairwise(points)
+        if after.unix_s > before.unix_s
+    ]
+
+
+def print_status(directory: RunDirectory, shown: RunStatus, as_json: bool) -> None:
     """Print one status, for people or as one line of JSON; at once, also into a pipe."""
     if as_json:
         print(shown.to_json(), flush=True)
@@ -87,7 +101,7 @@ def print_status(shown: RunStatus, as_json: bool) -> None:
     from ttprun.cli.terminal import open_console
 
     console = open_console()
-    console.print(draw(console, shown))
+    console.print(draw(console, shown, speeds(directory, shown)))
     console.file.flush()
 
 

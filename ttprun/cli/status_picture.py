@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from rich.console import Console, Group, RenderableType
@@ -12,12 +13,18 @@ from ttprun.observe.progress import format_bytes
 from ttprun.observe.status import CheckpointStatus, IncidentStatus, ResumeStatus, RunStatus
 
 STYLES = {"healthy": "green", "done": "green", "recovering": "yellow", "restarting": "yellow", "failed": "red"}
+_BARS = "▁▂▃▄▅▆▇█"
 PHASES = ("detect_s", "freeze_s", "spawn_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s", "total_s")
 
 
-def draw(console: Console, shown: RunStatus) -> RenderableType:
-    """The whole picture: headline, ranks, incidents."""
+def draw(console: Console, shown: RunStatus, speeds: Sequence[float] = ()) -> RenderableType:
+    """The whole picture: headline, speed, ranks, incidents.
+
+    speeds   steps per second, in their order
+    """
     parts: list[RenderableType] = [draw_headline(shown)]
+    if speeds:
+        parts.append(Text(f"steps/s {draw_sparkline(speeds)} {speeds[-1]:.3g}, at most {max(speeds):.3g}"))
     if shown.ranks:
         parts.append(draw_ranks(console, shown))
     if shown.incidents:
@@ -26,6 +33,13 @@ def draw(console: Console, shown: RunStatus) -> RenderableType:
         for one in shown.incidents:
             parts += [Text(f"incident {one.id}: {sentence}") for sentence in sentences_of(one)]
     return Group(*parts)
+
+
+def draw_sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The newest of some numbers as a curve in a line of text, from zero to the highest."""
+    shown = values[-width:]
+    highest = max(shown)
+    return "".join(_BARS[round(value / highest * (len(_BARS) - 1))] if highest else _BARS[0] for value in shown)
 
 
 def sentences_of(incident: IncidentStatus) -> list[str]:
