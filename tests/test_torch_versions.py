@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.versions import load_versions
 from ttprun import torch_versions
 
-PROJECT = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
+REPOSITORY = Path(__file__).resolve().parents[1]
+GREEN = [seen for seen in load_versions().values() if seen["passed"] and not seen["failed"]]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 
 def test_the_lower_bound_of_the_package_is_the_oldest_release_that_was_tried() -> None:
@@ -19,6 +22,23 @@ def test_the_lower_bound_of_the_package_is_the_oldest_release_that_was_tried() -
     assert f"torch>={oldest[0]}.{oldest[1]}" in PROJECT["dependencies"]
     assert torch_versions.release_of(torch_versions.TRIED[0]) == oldest
     assert torch_versions.release_of(torch_versions.TRIED[-1]) == newest
+
+
+def test_no_release_and_no_python_is_claimed_on_which_the_smoke_tests_were_not_seen_green() -> None:
+    releases = sorted({torch_versions.release_of(seen["torch"]) for seen in GREEN})
+    pythons = {seen["python"].rpartition(".")[0] for seen in GREEN}
+    classified = {word.rpartition(" ")[2] for word in PROJECT["classifiers"] if "Python :: 3." in word}
+
+    assert [torch_versions.release_of(tried) for tried in torch_versions.TRIED] == releases
+    assert classified == pythons
+
+
+@pytest.mark.parametrize("page", ["README.md", "ttprun/guide/limits.md"])
+def test_what_is_written_of_the_releases_is_what_was_tried(page: str) -> None:
+    text = " ".join((REPOSITORY / page).read_text(encoding="utf-8").split())
+    *tried, newest = torch_versions.TRIED
+
+    assert f"{', '.join(tried)} and {newest}" in text
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.13.0+cpu", "2.15.1", "2.9.0a0+git1234"])
