@@ -24,6 +24,7 @@ from tests.rank.values.carrying import (
 from ttprun import frameworks
 from ttprun.rank import values
 from ttprun.rank.values import CannotRestoreError, Restore, unchanged
+from ttprun.rank.weights import gradients
 
 
 def trained(steps: int) -> Net:
@@ -264,6 +265,18 @@ def test_hooks_of_which_a_second_one_changes_nothing_may_be_fewer(monkeypatch: p
 
     assert not is_refused({"model": lost}, {"model": live})
     assert is_refused({"model": lost}, {"model": torch.nn.Linear(2, 2)})
+
+
+def test_what_a_replay_has_put_on_a_lost_replacement_is_no_hook_of_the_script() -> None:
+    lost, live = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    lost(torch.ones(1, 2)).sum().backward()
+    optimizer = torch.optim.SGD(lost.parameters())
+
+    gradients.poison([optimizer])  # FSDP's shards take part in no backward pass that would remove its hook
+
+    assert not is_refused({"model": lost}, {"model": live})
+    lost.weight.register_hook(lambda gradient: gradient)
+    assert is_refused({"model": lost}, {"model": live})
 
 
 def test_what_says_that_such_hooks_are_there_stays_as_the_replay_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,10 +219,14 @@ def _hook_tables(parts: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
 
 
 def _count_hooks(tables: Iterable[dict[int, Any]], parameters: list[torch.nn.Parameter]) -> list[int]:
-    """How many hooks there are on each part, by kind, and on each parameter."""
-    of_parameters = [len(one._backward_hooks or ()) for one in parameters]
+    """How many hooks there are on each part, by kind, and on each parameter (but for ours, which a replay leaves)."""
+    of_parameters = [sum(not _is_ours(hook) for hook in (one._backward_hooks or {}).values()) for one in parameters]
     of_gradients = [len(getattr(one, "_post_accumulate_grad_hooks", None) or ()) for one in parameters]
     return [*map(_count_in, tables), *of_parameters, *of_gradients]
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("ttprun.")
 
 
 def _count_in(table: dict[int, Any]) -> int:
