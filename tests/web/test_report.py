@@ -8,6 +8,8 @@ import pytest
 
 from tests.web.runs import status_of, write_run
 from ttprun.cli.main import main
+from ttprun.web.feed import Feed
+from ttprun.web.metrics import RunCollector
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>')
 
@@ -54,3 +56,18 @@ def test_what_cannot_be_written_or_found_is_answered_in_one_line(
         == "ttprun: error: '/nowhere/r.html' cannot be written (No such file or directory); name another file with -o"
     )
     assert lines[1].startswith("ttprun: error: there is no run ")
+
+
+def test_a_node_that_does_not_lead_does_not_say_where_the_time_went(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "hand", status_of(is_leading=False))
+
+    main(["report", str(run.path), "--markdown"])
+
+    assert "Where the time went is known to the node whose agent leads." in capsys.readouterr().out
+    feed = Feed(run)
+    feed.look()
+    names = {metric.name for metric in RunCollector(feed).collect()}
+    assert "ttprun_step" in names
+    assert "ttprun_productive_seconds" not in names

@@ -77,6 +77,8 @@ def _of_run(status: RunStatus) -> Iterator[Metric]:
 
 def _of_time(status: RunStatus, summary: Summary) -> Iterator[Metric]:
     yield GaugeMetricFamily("ttprun_step", "Optimizer steps that are done", value=status.step)
+    if not status.is_leading:
+        return  # when incidents went on is in the log of the node whose agent leads
     yield CounterMetricFamily(
         "ttprun_productive_seconds", "Time in which steps were done for the first time", value=summary.productive_s
     )

@@ -85,12 +85,14 @@ def as_markdown(run: Run) -> str:
         f"* ttprun {__version__}",
         *(f"* not proved: {name}" for name in status.not_proved),
         "",
-        "| time | seconds | share |",
-        "|---|---:|---:|",
-        _share("productive: steps done for the first time", summary.productive_s, summary.wall_s),
-        *(_share(REASONS[reason], spent_s, summary.wall_s) for reason, spent_s in summary.lost_s.items() if spent_s),
-        _share("all", summary.wall_s, summary.wall_s),
     ]
+    if status.is_leading:
+        lost = [(REASONS[reason], spent_s) for reason, spent_s in summary.lost_s.items() if spent_s]
+        spent = [("productive: steps done for the first time", summary.productive_s), *lost, ("all", summary.wall_s)]
+        lines += ["| time | seconds | share |", "|---|---:|---:|"]
+        lines += [_share(what, spent_s, summary.wall_s) for what, spent_s in spent]
+    else:
+        lines.append("Where the time went is known to the node whose agent leads.")
     for incident in status.incidents:
         lines += ["", *_incident(incident)]
     return "\n".join(lines) + "\n"

@@ -83,7 +83,11 @@ const TIME_WORDS = {
   rest: "the step that is under way",
 };
 
-function drawTime(summary) {
+function drawTime(summary, status) {
+  if (!status.is_leading) {
+    byId("time").replaceChildren(make("p", { class: "note", words: "Known to the node whose agent leads: see the page of its launcher." }));
+    return;
+  }
   const spent = { productive: summary.productive_s, ...summary.lost_s };
   const known = Object.values(spent).reduce((sum, value) => sum + value, 0);
   const wall = Math.max(summary.wall_s, known);

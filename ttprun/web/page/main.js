@@ -30,7 +30,7 @@ function draw() {
     const { status, summary } = state;
     if (!status) return;
     drawHead(status, summary);
-    if (dirty.has("status")) { drawRanks(status); drawTime(summary); drawProved(status); drawSaved(status); }
+    if (dirty.has("status")) { drawRanks(status); drawTime(summary, status); drawProved(status); drawSaved(status); }
     if (dirty.has("history") || dirty.has("size")) drawCharts();
     if (dirty.has("topology")) drawTopology(state.topology);
     drawIncidents(status);
@@ -45,7 +45,7 @@ function drawHead(status, summary) {
   byId("dot").className = `dot ${status.state}`;
   const title = `${status.state} · ${status.run_id} · ttprun`;
   if (document.title !== title) document.title = title;
-  const goodput = summary.wall_s > 0 ? `${(100 * summary.productive_s / summary.wall_s).toFixed(1)} %` : "–";
+  const goodput = summary.wall_s > 0 && status.is_leading ? `${(100 * summary.productive_s / summary.wall_s).toFixed(1)} %` : "–";
   const figures = [["state", status.state], ["step", status.ranks.length ? Math.max(...status.ranks.map((rank) => rank.step ?? 0)).toLocaleString("en") : "–"],
     ["steps/s", figure(summary.steps_per_s)], ["step time", summary.steps_per_s ? seconds(1 / summary.steps_per_s) : "–"],
     ["goodput", goodput], ["incidents", `${status.incidents.length}`],
@@ -63,7 +63,7 @@ function asText() {
   const lines = [`ttprun run ${status.run_id}: ${summary.sentence}`, "",
     `* ranks: ${status.world_size}, nodes: ${Math.max(1, status.nodes.length)}, generation: ${status.generation}, restarts left: ${status.restarts_left}`,
     `* protection: ${status.protection}`,
-    `* time: ${seconds(summary.wall_s)}, productive ${seconds(summary.productive_s)}, ${Object.entries(summary.lost_s).filter(([, value]) => value > 0).map(([reason, value]) => `${reason} ${seconds(value)}`).join(", ") || "nothing lost"}`];
+    !status.is_leading ? "* time: known to the node whose agent leads" : `* time: ${seconds(summary.wall_s)}, productive ${seconds(summary.productive_s)}, ${Object.entries(summary.lost_s).filter(([, value]) => value > 0).map(([reason, value]) => `${reason} ${seconds(value)}`).join(", ") || "nothing lost"}`];
   for (const name of status.not_proved) lines.push(`* not proved: ${name}`);
   for (const one of status.incidents) {
     lines.push("", `incident ${one.id}: ${one.kind}, rank ${one.ranks.join(", ") || "–"}, ${one.rung ?? "–"}: ${one.outcome}; ${one.reason}`,
