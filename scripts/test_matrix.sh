@@ -102,7 +102,9 @@ prepare() {
         readarray -t needed < <("$python" -c '
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-all = [*project["dependencies"], *project["optional-dependencies"]["test"], "hatchling", "editables"]
+extras = project["optional-dependencies"]
+test = [name for one in extras["test"] for name in extras.get(one.removeprefix("ttprun[").rstrip("]"), [one])]
+all = [*project["dependencies"], *test, "hatchling", "editables"]
 print(*(name for name in all if not name.startswith("torch")), sep="\n")')
         # The tests' other pins hold here, too; only torch is to be another.
         grep -v '^torch\b' tests/constraints.txt >"$venv/constraints.txt"
