@@ -1,0 +1,296 @@
+#!/usr/bin/env python3
+"""Programs that nobody here wrote, unchanged: under torchrun, under ttprun, and under ttprun with two ranks killed.
+
+    .venv/bin/python scripts/strangers.py                  all programs; renews strangers/results.json
+    .venv/bin/python scripts/strangers.py --only 'trl sft' this one; the others' results stay as they are
+    .venv/bin/python scripts/strangers.py --list           what there is
+
+Which ones: strangers/programs.yaml. They come from the package registry, into environments of their own under the
+user's cache folder (some GB); data and models are made (strangers/data.py), and no hub is asked. After each optimizer
+step each rank adds the digest of its parameters and of the optimizer's state to its trace (strangers/recorder). The
+traces of the three runs are compared, whole. Begin with `try_program`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent / "strangers"
+REPOSITORY = HERE.parents[1]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ttprun-strangers"
+RESULTS = HERE / "results.json"
+LIMIT_S = 400.0  # of one launch
+FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
+# Without a device, a hub, a tracker or a screen.
+QUIET = {
+    "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
+    "WANDB_MODE": "disabled", "MPLBACKEND": "agg", "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
+WITHOUT_LOSS = ("reconnect", "rerun", "replace")
+# When ranks are killed: the share of the program's steps, the rank, and the moment in the step.
+KILLS = ((0.4, 1, "backward"), (0.7, 0, "forward"))
+Trace = list[tuple[str, str]]  # process and digest, a step each
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What one launch came to.
+
+    code     its exit code; 124: it took longer than LIMIT_S
+    traces   by rank
+    status   as ttprun reports it; nothing under torchrun
+    """
+
+    code: int
+    took_s: float
+    traces: dict[int, Trace]
+    status: dict[str, Any]
+    last_words: str
+
+    @property
+    def digests(self) -> dict[int, list[str]]:
+        """What each rank's steps came to."""
+        return {rank: [digest for _, digest in trace] for rank, trace in self.traces.items()}
+
+
+def try_program(name: str, program: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    """The three runs of a program, compared; returns its row of the results."""
+    environment = program.get("environment", "common")
+    python = prepare_environment(environment)
+    data = place / "data"
+    data.mkdir(parents=True)
+    if "data" in program:
+        env = {**os.environ, **QUIET, "PYTHONPATH": str(HERE / "recorder"), "STRANGERS_TRACE": str(place)}
+        call([str(python), str(HERE / "data.py"), program["data"]], cwd=data, env=env)
+    words = words_of(program, python)
+    row: dict[str, Any] = {**circumstances(python), "of": program["of"]}
+    plain = launch(program, words, python, place, "torchrun")
+    steps = max(map(len, plain.traces.values()), default=0)
+    row |= {"steps": steps, "seconds": round(plain.took_s, 1)}
+    if plain.code or not steps:
+        return row | {"result": "does not run", "reason": f"under torchrun: {plain.last_words or plain.code}"}
+    calm = launch(program, words, python, place, "ttprun")
+    row["equal without a fault"] = calm.code == 0 and calm.digests == plain.digests
+    if not row["equal without a fault"]:
+        again = launch(program, words, python, place, "torchrun")
+        if again.digests != plain.digests:
+            return row | {"result": "cannot be compared", "reason": "two runs under torchrun differ, too"}
+        return row | {"result": "differs without a fault", "reason": calm.last_words if calm.code else ""}
+    faults = [
+        f"kill:rank={rank},step={max(1, round(share * steps))},phase={program.get('phases', {}).get(phase, phase)}"
+        for share, rank, phase in KILLS
+    ]
+    killed = launch(program, words, python, place, "ttprun", faults)
+    return row | judged(plain, killed, len(faults))
+
+
+def judged(plain: Launched, killed: Launched, kills: int) -> dict[str, Any]:
+    """How the run with kills compares: exact, or why not."""
+    incidents = killed.status.get("incidents", [])
+    recovery_s = [one["total_s"] for one in incidents if one["total_s"] is not None]
+    row = {"incidents": [one["rung"] for one in incidents], "recovery_s": [round(one, 1) for one in recovery_s]}
+    not_proved = sorted({name for one in incidents for name in one["not_proved"]})
+    if not_proved:
+        row["not proved"] = not_proved
+    lossy = [one for one in incidents if one["rung"] not in WITHOUT_LOSS or one["steps_lost"]]
+    reason = next((one["reason"] for one in lossy), "")
+    if killed.code:
+        return row | {"result": "refused", "reason": reason or killed.last_words or f"exit code {killed.code}"}
+    if len(incidents) < kills:
+        return row | {"result": "not tried", "reason": f"only {len(incidents)} of {kills} kills struck"}
+    if lossy:
+        ends = {rank: (trace[-1:], killed.digests.get(rank, [])[-1:]) for rank, trace in plain.digests.items()}
+        same = all(one == other for one, other in ends.values())
+        return row | {"result": "steps lost, same end" if same else "differs", "reason": reason}
+    off = [rank for rank, trace in plain.digests.items() if not is_covered(trace, killed.traces.get(rank, []))]
+    return row | ({"result": "differs", "reason": f"the steps of rank {off[0]}"} if off else {"result": "exact"})
+
+
+def is_covered(wanted: Sequence[str], trace: Trace) -> bool:
+    """Whether the processes that were a rank, one after the other, have taken all of its steps and no other.
+
+    A replacement's first lines may be those of its replay, which is not training: what counts begins where it goes on
+    with a step that its predecessor has come to, at the latest with the next one.
+    """
+    done = 0
+    for _, lines in groupby(trace, key=lambda line: line[0]):
+        found = [digest for _, digest in lines]
+        starts = [(skip, wanted.index(digest)) for skip, digest in enumerate(found) if digest in wanted]
+        fits = (
+            begin
+            for skip, begin in starts
+            if begin <= done and found[skip:] == list(wanted[begin:][: len(found) - skip])
+        )
+        begin = next(fits, None)
+        if begin is None:
+            return False
+        done = begin + len(found) - next(skip for skip, at in starts if at == begin)
+    return done == len(wanted)
+
+
+def launch(
+    program: Mapping[str, Any], words: Sequence[str], python: Path, place: Path, launcher: str,
+    faults: Sequence[str] = (),
+) -> Launched:  # fmt: skip
+    """One run, in a folder that holds the program's data and nothing else."""
+    folder = place / f"{launcher}{len(list(place.iterdir()))}"
+    shutil.copytree(place / "data", folder / "work")
+    (folder / "trace").mkdir()
+    ours = ["ttprun", "--run-dir", str(folder / "run"), "--save-dir", str(folder / "saved"), "--resume", "off"]
+    command = [str(python), "-m", *(ours if launcher == "ttprun" else ["torch.distributed.run"])]
+    command += ["--standalone", "--nproc-per-node", str(program.get("ranks", 2))]
+    for fault in faults:
+        command += ["--allow-faults"] * (fault == faults[0]) + ["--fault", fault]
+    command += [*(program.get("options", []) if launcher == "ttprun" else ()), *words]
+    env = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)} | QUIET
+    env |= {name: str(value) for name, value in program.get("env", {}).items()}
+    env |= {
+        "HOME": str(place / "home"),
+        "XDG_CACHE_HOME": str(place / "home"),
+        "STRANGERS_TRACE": str(folder / "trace"),
+    }
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE / "recorder"), *program.get("path", [])])
+    started_s = time.monotonic()
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            command, cwd=folder / "work", env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            code = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+            code = 124
+    said = f"it has not ended within {LIMIT_S:.0f} s" if code == 124 else last_words(folder / "log")
+    traces = {int(path.name.removeprefix("rank")): trace_of(path) for path in sorted((folder / "trace").iterdir())}
+    status = folder / "run" / "status.json"
+    known = json.loads(status.read_text(encoding="utf-8")) if status.exists() else {}
+    return Launched(code, time.monotonic() - started_s, traces, known, said if code else "")
+
+
+def trace_of(path: Path) -> Trace:
+    """The lines of a rank's trace."""
+    rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    return [(process, digest) for process, digest in rows]
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log that tells of an error."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line for line in lines if re.search(r"Error\b|error:", line) and "ChildFailedError" not in line]
+    return (errors or lines or [""])[-1].strip()[:400]
+
+
+def words_of(program: Mapping[str, Any], python: Path) -> list[str]:
+    """What follows the launcher's options: the program and its arguments."""
+    start, of = f"{program['start']} {program.get('and', '')}", program["of"]
+    if "{sdist}" in start:
+        start = start.replace("{sdist}", str(unpacked(of, python)))
+    start = start.replace("{bin}", str(python.parent))
+    return shlex.split(start.replace("{by-hand}", str(CACHE / "by-hand" / of)))
+
+
+def unpacked(requirement: str, python: Path) -> Path:
+    """The folder of a package's sdist."""
+    folder = CACHE / "sdists" / requirement
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=CACHE) as made:
+            name = requirement.partition("==")[0]
+            pip = [str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", name, "--dest", made]
+            call([*pip, requirement])
+            shutil.unpack_archive(next(Path(made).glob("*.tar.gz")), folder, filter="data")
+    return next(folder.iterdir())
+
+
+def prepare_environment(name: str) -> Path:
+    """The Python of a virtual environment of the table, made or brought up to date; ttprun in it is this checkout."""
+    wanted = table()["environments"][name]
+    folder = CACHE / "venvs" / name
+    stamp, stated = folder / "installed.json", json.dumps([wanted, str(REPOSITORY), sys.version])
+    python = folder / "bin" / "python"
+    if not stamp.exists() or stamp.read_text(encoding="utf-8") != stated:
+        print(f"  making the environment '{name}' (some minutes)", flush=True)
+        call([sys.executable, "-m", "venv", str(folder)])
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        call([*pip, "--editable", str(REPOSITORY), *wanted["packages"]])
+        if "alone" in wanted:
+            call([*pip, "--no-deps", *wanted["alone"]])
+        stamp.write_text(stated, encoding="utf-8")
+    return python
+
+
+def call(words: Sequence[str], **how: Any) -> None:
+    """Run a command, and end with its output if it fails."""
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **how)
+    if done.returncode:
+        raise SystemExit(f"error: this failed: {shlex.join(words)}\n{done.stdout[-3000:]}")
+
+
+def circumstances(python: Path) -> dict[str, str]:
+    """Commit, date and versions."""
+    describe = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
+    asked = "import platform, importlib.metadata as m; print(platform.python_version(), m.version('torch'))"
+    versions = subprocess.run([str(python), "-c", asked], capture_output=True, text=True, check=True).stdout.split()
+    today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    return {"date": today, "commit": commit, "python": versions[0], "torch": versions[1]}
+
+
+def table() -> dict[str, Any]:
+    """strangers/programs.yaml."""
+    loaded: dict[str, Any] = yaml.safe_load((HERE / "programs.yaml").read_text(encoding="utf-8"))
+    return loaded
+
+
+def main() -> int:
+    """Try what is asked for, and renew its results; returns 1 if a program was not recovered exactly."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="NAME", help="this program; may be repeated")
+    parser.add_argument("--list", action="store_true", help="print the programs' names")
+    parser.add_argument("--keep", type=Path, help="a folder for all that the launches leave")
+    asked = parser.parse_args()
+    programs = table()["programs"]
+    unknown = [name for name in asked.only or () if name not in programs]
+    if unknown:
+        print(f"error: there is no program '{unknown[0]}'; --list names all", file=sys.stderr)
+        return 2
+    if asked.list:
+        print(*programs, sep="\n")
+        return 0
+    exact = True
+    for name in asked.only or programs:
+        print(f"{name} ...", flush=True)
+        with tempfile.TemporaryDirectory(prefix="ttprun-strangers-") as place:
+            kept = Path(place)
+            if asked.keep is not None:
+                kept = asked.keep / name.replace(" ", "-")
+                shutil.rmtree(kept, ignore_errors=True)
+            row = try_program(name, programs[name], kept)
+        results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        results[name] = row
+        ordered = {known: results[known] for known in programs if known in results}
+        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+        exact &= row["result"] == "exact"
+        print(f"  {row['result']}; {row.get('recovery_s', '')} s; {row.get('reason', '')}", flush=True)
+    return int(not exact)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
