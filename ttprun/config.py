@@ -56,6 +56,10 @@ class Config(BaseModel):
     standbys: int = Field(
         1, ge=0, le=64, description="processes kept ready to replace a lost rank, per node (torch is imported)"
     )
+    standby_depth: Literal["imports", "setup"] = Field(
+        "imports",
+        description="what a standby has done before: the ranks' imports, or for each rank also the script's set-up",
+    )
     run_dir: str | None = Field(
         None, min_length=1, description="directory for status, events and logs; default: ttprun-runs/RUN_ID/"
     )

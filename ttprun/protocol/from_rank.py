@@ -174,6 +174,18 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class SetUpDone:
+    """A standby has run the set-up of a rank that lives.
+
+    why_not   it cannot replace that rank, for this reason, and ends; "": it waits
+    took_s    seconds
+    """
+
+    why_not: str
+    took_s: float
+
+
+@dataclass(frozen=True)
 class Copied:
     """A standby has forked a copy, with this pid."""
 
@@ -405,7 +417,7 @@ class FaultFailed:
 Report = (
     Present | Protected | Unprotected | Hindered | Note | NotProved | ScriptError | Faulted
     | TrainsAlone | Joined | OwnStateKept | StateMirrored
-    | ModulesOfTorch | Imported | Ready | Copied
+    | ModulesOfTorch | Imported | Ready | SetUpDone | Copied
     | Put | RowChanged
     | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared
     | Held | SteppedAside | NanFound

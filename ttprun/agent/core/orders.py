@@ -23,6 +23,7 @@ from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.processes import life_locks, stacks
 from ttprun.agent.processes.process_watch import Watch
 from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, kill_session
+from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standby_watch import StandbyWatch
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.agent.repair.repairs import Repairs
@@ -49,6 +50,7 @@ class Orders:
     rewinds: Rewinds
     membership: NodeMembership
     spares: Spares
+    set_ups: SetUps
     standbys: Standbys
     standby_watch: StandbyWatch
     watch: Watch
@@ -133,7 +135,7 @@ class Orders:
             return
         slot.spawn = None
         try:
-            handler = self.start_process(slot.handler.start)
+            handler = self.set_ups.take(slot) or self.start_process(slot.handler.start)
         except OSError as error:
             self.node.log("spawn_failed", rank=slot.rank, reason=str(error))
             event = recovery.SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
@@ -23,6 +25,7 @@ from ttprun.agent.health.protection import Protection
 from ttprun.agent.health.unhooked_ranks import Unseen
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.processes.process_watch import Watch
+from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standby_watch import StandbyWatch
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.agent.repair.comparisons import Comparisons
@@ -50,6 +53,7 @@ class Parts:
         is_replaced = "replace" in rungs or (node.config.mindio and "resize" in rungs)
         self.standbys = Standbys(node.config.standbys if is_replaced else 0, str(node.run.path), node.config.follow)
         self.standby_watch = StandbyWatch(node, self.standbys)
+        self.set_ups = SetUps(node, self.standbys)
         self.standing = QuiesceSchedule(node)
         self.injections = Injections(node, self.standbys)
         incidents, times = Incidents(node), SnapshotTimes(node)
@@ -83,6 +87,7 @@ class Parts:
         self.watch = Watch(
             node, self.reports, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen
         )
+        self.set_ups.introduce = partial(self.watch.introduction, is_replacement=True)
         self.spares = Spares(node)
         self.membership = NodeMembership(node, resumption, self.standing)
         self.spares.may_shrink = self.membership.may_shrink
@@ -97,11 +102,14 @@ class Parts:
             rewinds=Rewinds(node, resumption, self.comparisons, self.snapshots, self.own_states, self.mirrors),
             standbys=self.standbys,
             standby_watch=self.standby_watch,
+            set_ups=self.set_ups,
             watch=self.watch,
             set_deadline=self.deadlines.set,
         )
         self.leader = Leader(node, self.own_states, self.reports, self.spares, self.membership, self.standing)
-        self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoint_writer, self.snapshots)
+        self.status = StatusPublisher(
+            node, incidents, self.standbys, self.set_ups, self.checkpoint_writer, self.snapshots
+        )
         self.status.waits_for = lambda: self.spares.waited_for or self.membership.waits
         self.follower = Follower(node, self.orders, self.standby_watch, self.watch, self.status, self.injections)
         self.reports.forward = self.follower.forward
@@ -112,6 +120,7 @@ class Parts:
 
     def begin_group(self) -> None:
         """All ranks are new."""
+        self.set_ups.begin_group()
         self.spares.begin_group()
         self.membership.begin_group()
         self.hang_detector.begin_group()
@@ -138,6 +147,7 @@ class Parts:
         self.unseen.look()
         self.hang_detector.look()
         self.standby_watch.look()
+        self.set_ups.look()
         self.snapshots.look()
         self.checkpoint_writer.look()
         self.standing.look()

@@ -87,6 +87,10 @@ class Reports:
             case from_rank.Imported():
                 starts = [other.handler.start for other in node.here]
                 self.standbys.preloads.note(slot.local_rank, message, starts)
+            case from_rank.SetUpDone(why_not=why_not):
+                node.log(
+                    "set_up_of_no_use", rank=rank, reason=why_not
+                )  # it ends, and another process replaces the rank
             case from_rank.Present():
                 self._on_present(slot, message)
             case from_rank.Protected():

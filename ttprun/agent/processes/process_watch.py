@@ -58,11 +58,13 @@ class Watch:
         self._causes = Causes()
         self._undead: list[RankHandler] = []
 
-    def welcome(self, slot: RankSlot, is_replacement: bool) -> None:
-        """Have a process know who it is, and listen to it."""
+    def introduction(
+        self, slot: RankSlot, handler: RankHandler, is_replacement: bool
+    ) -> tuple[to_rank.Welcome, list[int]]:
+        """The first message to a process of a rank, and the descriptors that come with it."""
         node = self._node
         config = node.config
-        handler, rungs = slot.handler, node.job.settings.rungs
+        rungs = node.job.settings.rungs
         options = to_rank.Options(
             allow_faults=config.allow_faults,
             keeps_state=not rungs.isdisjoint(("rewind", "persist")),
@@ -107,7 +109,12 @@ class Watch:
             faults=self._injections.waiting_in(slot.rank),
             env=environment,
         )
-        handler.channel.send(welcome, fds)
+        return welcome, fds
+
+    def welcome(self, slot: RankSlot, is_replacement: bool) -> None:
+        """Have a process know who it is, and listen to it."""
+        node, handler = self._node, slot.handler
+        handler.channel.send(*self.introduction(slot, handler, is_replacement))
         node.selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(slot, handler))
         node.selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
         node.log("rank_started", rank=slot.rank, pid=slot.pid, is_replacement=is_replacement)

@@ -86,21 +86,33 @@ class Standbys:
 
     def take(self) -> Standby | Copy | None:
         """A process for a lost rank: a copy of a ready standby, which stays; else one itself. None if none is ready."""
-        preloaded = self.preloads.ready
-        copy = preloaded.copy() if preloaded is not None else None
+        copy = self.copy()
         if copy is not None:
             return copy
-        ready = [standby for standby in self._waiting if standby.is_ready and standby.process.poll() is None]
-        for standby in ready:
-            copy = standby.copy() if standby.is_copyable else None
-            if copy is not None:
-                return copy
-        left = [standby for standby in ready if standby.process.poll() is None and not standby.is_copyable]
+        left = [standby for standby in self._ready() if not standby.is_copyable]
         if not left:
             return None
         self._waiting.remove(left[0])
         left[0].hurry()
         return left[0]
+
+    def copy(self) -> Copy | None:
+        """A copy of a ready standby; None if there is none that can be copied."""
+        preloaded = self.preloads.ready
+        copy = preloaded.copy() if preloaded is not None else None
+        for standby in self._ready() if copy is None else ():
+            copy = standby.copy() if standby.is_copyable else None
+            if copy is not None:
+                break
+        return copy
+
+    def _ready(self) -> list[Standby]:
+        return [standby for standby in self._waiting if standby.is_ready and standby.process.poll() is None]
+
+    @property
+    def are_settled(self) -> bool:
+        """Nothing more is prepared for the ranks as they are."""
+        return bool(self.ready) and (self.preloads.ready is not None or bool(self.preloads.why_not))
 
     def kill_one(self) -> int | None:
         """SIGKILL to a standby, as a fault; returns its pid, None if there is none alive."""

@@ -13,6 +13,7 @@ from ttprun.agent.checkpoints.writer import CheckpointWriter
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.errors import in_short
 from ttprun.observe.events import timestamp
@@ -72,12 +73,14 @@ class StatusPublisher:
         node: Node,
         incidents: Incidents,
         standbys: Standbys,
+        set_ups: SetUps,
         checkpoint_writer: CheckpointWriter,
         snapshots: Snapshots,
     ) -> None:
         self._node = node
         self._incidents = incidents
         self._standbys = standbys
+        self._set_ups = set_ups
         self._checkpoint_writer = checkpoint_writer
         self._snapshots = snapshots
         self._history = History(node.run.history)
@@ -153,7 +156,9 @@ class StatusPublisher:
             updated_at=timestamp(),
             restarts_left=self.restarts_left,
             standbys=self._standbys.ready,
-            standby_state=self._standbys.state if exit_code is None else "",
+            standby_state="; ".join(filter(None, (self._standbys.state, self._set_ups.state)))
+            if exit_code is None
+            else "",
             protection=self._protection(),
             exit_code=exit_code,
             reason=reason or (node.verdict.reason if node.verdict else self.waits_for()),

@@ -5,7 +5,11 @@ A process runs its script once, unless a transient error or a device error ends 
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -16,6 +20,8 @@ from ttprun.protocol import from_rank, patience, to_rank
 from ttprun.protocol.board import Board, Phase
 from ttprun.rank import fail_open, moments
 from ttprun.rank.bootstrap import framework_patches, patches, reset
+from ttprun.rank.bootstrap.ahead import Ahead, has_children
+from ttprun.rank.bootstrap.install import greet
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.replay_guard import Expected
@@ -30,6 +36,7 @@ from ttprun.rank.process import random_state
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.replay.replay import Replay
+from ttprun.rank.replay.set_up import SetUp
 from ttprun.rank.session import Session, begin, leave_in_children
 from ttprun.rank.step import crossing, step_hooks
 from ttprun.rank.weights import last_hook, optimizer_registry
@@ -71,6 +78,9 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     is_replacement   it replaces a lost run, at the boundary that the agent's order names
     """
     session = make_session(presence)
+    if presence.ahead is not None:
+        _run_ahead(presence, session, presence.ahead)
+        return
     order = presence.order if is_replacement else None
     if is_replacement:
         patches.apply_all(with_replay=True)
@@ -79,9 +89,8 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     _begin_origins(session, isinstance(order, to_rank.Replay) and order.adapt is None)
     _begin_file_answers(session, order)
     match order:
-        case to_rank.Replay(boundary=boundary, adapt=None, skip_lines=skip_lines):
-            session.replay = Replay.of_lost(session, boundary, skip_lines)
-            session.replay.step_from, session.replay.is_joining = order.step_from, order.is_joining
+        case to_rank.Replay(adapt=None):
+            session.replay = _replay_of(session, order)
             session.replay.begin()
         case to_rank.Replay(boundary=boundary, adapt=to_rank.Adapt() as adapt):
             session.replay = Adapted(session, boundary, adapt)
@@ -92,12 +101,70 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
             session.expected = Expected(session.channel, session.generation, expected)
             session.journal.received = received
             session.proof = Proof.of(session, boundary)
+    _listen(presence, session)
+
+
+def _replay_of(session: Session, order: to_rank.Replay) -> Replay:
+    replay = Replay.of_lost(session, order.boundary, order.skip_lines)
+    replay.step_from, replay.is_joining = order.step_from, order.is_joining
+    return replay
+
+
+def _listen(presence: Presence, session: Session) -> None:
+    """The agent's messages are for this run from now on."""
     session.recovery = Recovery(session)
     session.recovery.start()
     take = strikes.taken_from(session.recovery.take, presence.channel)
     presence.hand_over(take, session.recovery.begin_in)
     session.touch(Phase.SETUP)
     presence.channel.send(from_rank.Protected())
+
+
+def _run_ahead(presence: Presence, session: Session, ahead: Ahead) -> None:
+    """The rank still lives: the script runs up to where its replay would depend on what it still does."""
+    began_s = time.monotonic()
+    patches.apply_all(with_replay=True)
+    workers.keep_in(session.recorder)
+    begin(session)
+    _begin_origins(session, is_replay=True)
+    file_answers.begin_ahead(results.file_answers_in(session.recorder.read_log()))
+
+    def leave(why_not: str) -> NoReturn:
+        presence.channel.send(from_rank.SetUpDone(why_not, time.monotonic() - began_s))
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise SystemExit
+
+    def go_on() -> Replay:
+        if has_children():
+            leave("it has started other processes")
+        presence.channel.send(from_rank.SetUpDone("", time.monotonic() - began_s))
+        presence.called.wait()
+        ahead.end()
+        greet(presence.channel, session.board, session.rank)
+        presence.may_start.wait()
+        order = presence.order
+        if not isinstance(order, to_rank.Replay) or order.adapt is not None:
+            leave("its rank is not replayed")
+        presence.ahead = None
+        set_up.end_output()
+        session.generation = presence.generation
+        keep = partial(results.keep_file_answer, session.recorder)
+        file_answers.go_on(results.file_answers_in(session.recorder.read_log()), keep)
+        replay = _replay_of(session, order)
+        why_not = set_up.end(replay)
+        if why_not:
+            leave(why_not)
+        session.replay = replay
+        replay.begin()
+        _listen(presence, session)
+        return replay
+
+    if groups.has_accelerator():
+        leave("it would take memory of the device that its rank uses")
+    set_up = SetUp(session, ahead.sample, go_on, leave)
+    session.replay = set_up
+    set_up.begin()
+    session.touch(Phase.SETUP)
 
 
 _RANDOM = "random states"  # of this process when the run begins; a script without seeds draws from these

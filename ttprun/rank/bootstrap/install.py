@@ -36,6 +36,7 @@ from ttprun.rank.process import children, heartbeat, held_signals, life_lock, st
 from ttprun.rank.process.after_import import after_import, is_overdue
 
 if TYPE_CHECKING:
+    from ttprun.rank.bootstrap.ahead import Ahead
     from ttprun.rank.session import Session
 
 PR_SET_PDEATHSIG = 1
@@ -74,13 +75,14 @@ def begin() -> None:
     enter(channel, welcome, fds, ast_transform.full_path(script))
 
 
-def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: str) -> None:
+def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: str, ahead: Ahead | None = None) -> None:
     """Take the identity that the agent assigns; a replacement waits here until the agent orders where to resume.
 
     The hooks are installed as soon as torch is imported, perhaps at once: a .pth file in site-packages, or the user's
     own `sitecustomize`, may have imported it already.
 
     script   its full path, "" if a module or something else is run
+    ahead    its rank still lives
     """
     global _presence
     directories = [os.path.dirname(script), ast_transform.directory_of(script)] if script else [os.getcwd()]
@@ -90,19 +92,19 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
         add_named_path(path)
     text_hashes.note_who_seeded()
     _presence = Presence(channel, welcome, fds)
+    _presence.ahead = ahead
     _presence.start()
     stack.write_when_asked(fds[2])
     board = Board(fds[0], welcome.world_size)
     heartbeat.start(board, welcome.rank, _look_for_hooks)
     held_signals.hold(board)
-    with contextlib.suppress(AttributeError):  # a C library without such locks
-        life_lock.hold(board, welcome.rank)
-    channel.send(from_rank.Present(os.getpid(), threading.main_thread().ident or 0))
+    if ahead is None:
+        greet(channel, board, welcome.rank)
     os.register_at_fork(before=_before_fork, after_in_child=_leave_in_child)
     atexit.register(_finish)
     sys.excepthook = report_before(sys.excepthook)
     strike_at_start(welcome)
-    if welcome.is_replacement:
+    if welcome.is_replacement and ahead is None:
         _presence.may_start.wait()  # until the agent's order; at its deadline the agent kills this process
     patches.apply_early(welcome.options.mindio)
     if not welcome.options.mindio:
@@ -114,6 +116,13 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
         # With torch imported first, the setup gets what the lost rank drew before it imported torch, and nothing that a
         # replay prints is shown.
         import torch  # noqa: F401
+
+
+def greet(channel: Channel, board: Board, rank: int) -> None:
+    """This process is the rank from now on; main thread only."""
+    with contextlib.suppress(AttributeError):  # a C library without such locks
+        life_lock.hold(board, rank)
+    channel.send(from_rank.Present(os.getpid(), threading.main_thread().ident or 0))
 
 
 def _look_for_hooks() -> None:

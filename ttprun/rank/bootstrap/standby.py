@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import install, patches, preload
+from ttprun.rank.bootstrap.ahead import Ahead
 from ttprun.rank.bootstrap.script import run
 from ttprun.rank.position import ast_transform
 
@@ -88,7 +89,9 @@ def main() -> None:
     script = arguments[1] if is_module else ast_transform.full_path(arguments[0])
     sys.path[0] = os.getcwd() if is_module else ast_transform.directory_of(script)
     preload.again.run()
-    install.enter(channel, welcome, fds[: welcome.descriptors], "" if is_module else script)
+    given = fds[: welcome.descriptors]
+    ahead = Ahead(welcome, given) if welcome.is_ahead else None
+    install.enter(channel, welcome, given if ahead is None else ahead.fds, "" if is_module else script, ahead)
     run(arguments, is_followed)
 
 

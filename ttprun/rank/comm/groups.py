@@ -58,7 +58,7 @@ def _backends(backend: Any, device_id: Any = None) -> dict[str, str]:
     """Type of device -> name of the backend that torch would make for it. Raises ValueError for an unknown one."""
     if backend is None and isinstance(device_id, torch.device):
         backend = dist.Backend.default_device_backend_map.get(device_id.type)
-    if str(backend).lower() == "gloo" or (backend is None and not _has_accelerator()):
+    if str(backend).lower() == "gloo" or (backend is None and not has_accelerator()):
         return dict(GLOO_ALONE)
     config = c10d.BackendConfig(dist.Backend("undefined" if backend is None else str(backend)))
     return {device_type: str(name) for device_type, name in config.get_device_backend_map().items()}
@@ -72,7 +72,8 @@ def device_of(device_id: Any) -> torch.device | None:
     return device_id if isinstance(device_id, torch.device) else None
 
 
-def _has_accelerator() -> bool:
+def has_accelerator() -> bool:
+    """Whether torch sees a device beside the processor."""
     return torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available()
 
 

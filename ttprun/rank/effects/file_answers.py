@@ -75,6 +75,7 @@ class _Log:
         self.newest: dict[int, list[Any]] = {}
         self.at_line: Counter[int] = Counter()
         self.count = self.size_bytes = 0
+        self.asked_first: set[int] | None = None  # places at which a set-up that runs ahead has asked
         self.asked: dict[int, list[int]] = {}  # of the lost ones: place; step and how many were given again
         # Of lost processes and of this one: the steps that were run again or, as negative numbers, replayed.
         self.runs_again: Counter[int] = Counter()
@@ -100,6 +101,34 @@ def begin(known: Iterable[Kept], keep: Callable[[Kept], int]) -> None:
     """
     early = _log.early
     listen()
+    _take(known)
+    _log.keep = keep
+    for kept in early:
+        _write(*kept)
+
+
+def begin_ahead(known: Iterable[Kept]) -> None:
+    """A set-up begins before its rank is lost; nothing is kept."""
+    begin(known, lambda kept: 0)
+    _log.asked_first = set()
+
+
+def are_newer(newest_step: int) -> bool:
+    """Whether the lost rank had asked again, up to that step, what the set-up has asked. Once, after `go_on`."""
+    places, _log.asked_first = _log.asked_first or (), None
+    return any(0 < entry[0] <= newest_step for place in places for entry in _log.lost.get(place, ()))
+
+
+def go_on(known: Iterable[Kept], keep: Callable[[Kept], int]) -> None:
+    """The rank is lost: its answers, of which the set-up has had the first ones, are all known now."""
+    _log.lost.clear()
+    _log.runs_again.clear()
+    _log.count = 0
+    _take(known)
+    _log.keep = keep
+
+
+def _take(known: Iterable[Kept]) -> None:
     for place, entry in known:
         _log.lost[place].append(entry)
         _log.count += 1
@@ -107,9 +136,6 @@ def begin(known: Iterable[Kept], keep: Callable[[Kept], int]) -> None:
     if _log.lost.pop(_FULL, None):  # then those of later steps are old ones
         _log.lost = defaultdict(list, {place: [e for e in kept if not e[0]] for place, kept in _log.lost.items()})
         _log.not_kept.append(_ALL_OTHERS)
-    _log.keep = keep
-    for kept in early:
-        _write(*kept)
 
 
 def end() -> None:
@@ -190,6 +216,8 @@ def _number(text: str) -> int:
 
 def find(place: Place) -> Any:
     """The lost rank's answer at this place; MISSING if it had none, or if it is not to be given again."""
+    if _log.asked_first is not None:
+        _log.asked_first.add(place.number)
     entries = _log.lost.get(place.number)
     if not entries:
         return MISSING

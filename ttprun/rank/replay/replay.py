@@ -101,7 +101,7 @@ class Replay:
         self._steps_passed = 0
         self._steps_left_out = 0  # by a GradScaler
         self.difference = ""
-        self._sites_to_watch = _sites_of(before) if before is not None else frozenset()
+        self._sites_to_watch = sites_of(before) if before is not None else frozenset()
         self._entered: Counter[str] = Counter()  # other loops
         self._loops_used: set[int] = set()
         self._iterators_used: set[int] = set()
@@ -504,7 +504,7 @@ def difference_of_place(record: Record, frame: FrameType, is_before_target: bool
     return ""
 
 
-def _sites_of(record: Record) -> frozenset[str]:
+def sites_of(record: Record) -> frozenset[str]:
     """The loops that a replay up to this record jumps into or skips: all others it runs as a run does."""
     active = [*(loop for of_frame in record["loops"] for loop in of_frame), *record["generator_loops"]]
     return frozenset([*record["has_steps"], *(loop["site"] for loop in active)])

@@ -1,0 +1,93 @@
+"""The set-up of a replay, run before it is needed: up to the first loop that trains, and what is still unknown there.
+
+Which boundary the replay is for shows only when the rank is lost; so this part of it goes on as long as nothing depends
+on that, and then waits. When the boundary is known it is checked that nothing in the set-up would have been other:
+else this process is of no use, and a replay from the top takes its place. Begin with `SetUp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ttprun.rank.comm.results import Answers
+from ttprun.rank.effects import file_answers, files
+from ttprun.rank.position import loops
+from ttprun.rank.records.record import Record
+from ttprun.rank.replay.replay import Replay, sites_of
+from ttprun.rank.session import Session
+
+if TYPE_CHECKING:
+    from ttprun.rank.comm.entry import Entry
+
+
+class SetUp(Replay):
+    """A replay of which only the set-up is run.
+
+    sample   any record of the rank
+    go_on    called where it waits; returns the replay that follows
+    leave    called with the reason if this process is of no use; does not return
+    """
+
+    newest_step = 0
+
+    def __init__(
+        self, session: Session, sample: Record, go_on: Callable[[], Replay], leave: Callable[[str], NoReturn]
+    ) -> None:
+        super().__init__(session, sample["boundary"], (0, 0), sample, sample, Answers(session.recorder.read_log(), []))
+        self._go_on = go_on
+        self._leave = leave
+        self._asked: list[str] = []  # places of collectives
+        self._made: set[str] = set()  # places of loaders of which iterators were made
+
+    def refuse(self, reason: str, is_contradiction: bool = True) -> NoReturn:
+        """As in Replay."""
+        self._leave(reason)
+
+    def answer(self, entry: Entry) -> None:
+        """As in Replay."""
+        if entry.place:
+            self._asked.append(entry.place)
+        super().answer(entry)
+
+    def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
+        """As in Replay."""
+        if name[0] in _loaders_of(self._target):
+            return self._go_on().iterator_to_make(loader, name)
+        self._made.add(name[0])
+        return None
+
+    def before_step(self, frame: FrameType, returned: Any = None) -> Any:
+        """As in Replay."""
+        return self._go_on().before_step(frame, returned)
+
+    def _enter(self, site: loops.Site, frame: FrameType) -> Any:
+        return self._go_on()._enter(site, frame) if site.key in self._sites_to_watch else super()._enter(site, frame)
+
+    def end(self, replay: Replay) -> str:
+        """The replay that follows is known; returns why it cannot begin with this set-up, "" if it can."""
+        before = replay._before
+        if before is None:
+            return "the replay begins at the first boundary"
+        if self._entered.keys() & sites_of(before):
+            return "a loop of the set-up trains by now"
+        if self._made & _loaders_of(before):
+            return "a loader of the set-up is trained with by now"
+        if any(replay._answers.has_newer(place, replay.newest_step) for place in self._asked):
+            return "a collective of the set-up was issued again since"
+        if file_answers.are_newer(replay.newest_step):
+            return "the set-up's questions to the file system were asked again since"
+        if files.were_moved():
+            return "a file of the set-up was renamed since"
+        for place in self._asked:
+            replay._answers.pass_over(place)
+        return ""
+
+    def end_output(self) -> None:
+        """What follows has a log of its own."""
+        self._output.end(0, 0)
+
+
+def _loaders_of(record: Record) -> set[str]:
+    return {iterator["name"][0] for iterator in record["loaders"]}
