@@ -35,7 +35,15 @@ from torch.utils.data import (
 from tests.rank import user_values
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
-from tests.rank.user_values import CountedStream, OwnBatches, OwnGenerator, OwnShuffle, Sentence
+from tests.rank.user_values import (
+    CountedStream,
+    LibraryShuffle,
+    OwnBatches,
+    OwnGenerator,
+    OwnShuffle,
+    Sentence,
+    SharedOut,
+)
 from ttprun.rank.bootstrap import install, patches
 from ttprun.rank.data import batches, loaders, workers
 from ttprun.rank.position import whose
@@ -111,6 +119,10 @@ KINDS: dict[str, Callable[[], list[DataLoader[Any]]]] = {
     "batches of the user's": lambda: [DataLoader(Numbers(), batch_sampler=Pairs(), **TWO)],
     "shuffled by a sampler of the user's": lambda: [DataLoader(Numbers(), 3, sampler=OwnShuffle(24))],
     "shuffled by a generator that is not torch's": lambda: [DataLoader(Numbers(), 3, sampler=OwnGenerator(24))],
+    "shuffled in place by a library's sampler": lambda: [DataLoader(Numbers(), 3, sampler=LibraryShuffle(24))],
+    "shuffled in place, and shared out": lambda: [
+        DataLoader(Numbers(), 3, sampler=SharedOut(LibraryShuffle(48)))
+    ],
     "batches of the user's, from a generator that goes on": lambda: [
         DataLoader(Numbers(), batch_sampler=OwnBatches(24), **TWO)
     ],

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DistributedSampler, IterableDataset, Sampler, get_worker_info
 
 
 class Meter:
@@ -231,6 +231,45 @@ class OwnGenerator(OwnShuffle):
     def __init__(self, length: int) -> None:
         super().__init__(length)
         self.generator = self.rng
+
+
+class LibraryShuffle(Sampler[int]):
+    """Not the user's own; what it shuffles is what the epoch before has left."""
+
+    def __init__(self, length: int) -> None:
+        self.indices = np.arange(length)
+        self.rng = np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[int]:
+        self.rng.shuffle(self.indices)
+        return iter(self.indices % 24)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+LibraryShuffle.__module__ = "torchmetrics"
+
+
+class Drawn:
+    """What a sampler gives in an epoch, by number."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class SharedOut(DistributedSampler[Any]):
+    """Another sampler's indices, shared out to the ranks, as frameworks do it."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(Drawn(sampler), num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = list(self.dataset.sampler)  # type: ignore[attr-defined]
+        return iter([drawn[number] for number in super().__iter__()])
 
 
 class OwnBatches(OwnShuffle):

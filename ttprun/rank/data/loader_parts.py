@@ -1,7 +1,8 @@
 """A DataLoader's parts (sampler, dataset, collate function), and their state when an iterator was made.
 
 E.g. a sampler with its own generator, or a dataset that counts its epochs. A replay that skips to a later epoch has not
-advanced them, so their state is recorded with the iterator, and restored before the iterator is made again. Begin with
+advanced them, so their state is recorded with the iterator, and restored before the iterator is made again. Samplers
+are looked at whoever has written them: only torch's own keep nothing but an epoch and a `torch.Generator`. Begin with
 `held_by`.
 """
 
@@ -12,10 +13,11 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ttprun.rank import values
 from ttprun.rank.process.looks import attributes_of, is_a
+from ttprun.rank.values.large import SMALL_BYTES
 from ttprun.rank.values.nodes import SETTLED
 from ttprun.rank.values.objects import is_of_user, restore_attributes
 
@@ -26,12 +28,21 @@ _HELD: tuple[Any, ...] = (*SETTLED, torch.Generator, random.Random, numpy.random
 def samplers(loader: DataLoader[Any]) -> list[Any]:
     """The sampler, the batch sampler, and the samplers inside them."""
     found: list[Any] = []
-    held = attributes_of(loader)
-    for sampler in (held.get("sampler"), held.get("batch_sampler")):
-        while is_a(sampler, Sampler) and all(sampler is not known for known in found):
+    waiting = list(map(attributes_of(loader).get, ("sampler", "batch_sampler")))
+    while waiting:
+        sampler = waiting.pop(0)
+        if is_a(sampler, Sampler) and all(sampler is not known for known in found):
             found.append(sampler)
-            sampler = attributes_of(sampler).get("sampler")
+            waiting[:0] = _samplers_in(sampler)
     return found
+
+
+def _samplers_in(sampler: Any) -> list[Any]:
+    """Those that a sampler holds; a DistributedSampler that shares out another's indices has it in its "dataset"."""
+    held = list(attributes_of(sampler).values())
+    if is_a(sampler, DistributedSampler):
+        held += attributes_of(attributes_of(sampler).get("dataset")).values()
+    return [item for item in held if is_a(item, Sampler)]
 
 
 def generators(loader: DataLoader[Any]) -> list[Any]:
@@ -45,13 +56,20 @@ def generators(loader: DataLoader[Any]) -> list[Any]:
 
 
 def held_by(loader: DataLoader[Any]) -> bytes:
-    """The plain values and random generators in parts of the user's own classes, packed; b"" if there are none."""
+    """What samplers, and other parts of the user's own classes, hold that changes between epochs; b"" if nothing."""
     snapshot = values.Snapshot({}, is_apart=True)
     found = [
-        {name: snapshot.node(item, 0) for name, item in attributes_of(part).items() if is_a(item, _HELD)}
-        for part in _parts_of_user(loader)
+        {name: snapshot.node(item, 0) for name, item in attributes_of(part).items() if _is_held(part, item)}
+        for part in _parts(loader)
     ]
     return values.pack(found) if any(found) else b""
+
+
+def _is_held(part: Any, item: Any) -> bool:
+    """Plain values and random generators; of a sampler also indices that it may shuffle in place."""
+    if is_a(item, numpy.ndarray):
+        return is_a(part, Sampler) and item.nbytes <= SMALL_BYTES
+    return is_a(item, _HELD)
 
 
 def hold_again(loader: DataLoader[Any], held: bytes) -> None:
@@ -59,12 +77,17 @@ def hold_again(loader: DataLoader[Any], held: bytes) -> None:
     if not held:
         return
     restore = values.Restore([], is_comparing=False)
-    for part, nodes in zip(_parts_of_user(loader), values.unpack(held), strict=False):
+    for part, nodes in zip(_parts(loader), values.unpack(held), strict=False):
         restore_attributes(restore, part, nodes, type(part).__qualname__, keep=None)
 
 
-def _parts_of_user(loader: DataLoader[Any]) -> list[Any]:
-    """Each part of a class of the user's once, in the same order in each run."""
+def _parts(loader: DataLoader[Any]) -> list[Any]:
+    """Each sampler but torch's own, and each other part of a class of the user's; in the same order in each run."""
     named = map(attributes_of(loader).get, ("sampler", "batch_sampler", "dataset", "collate_fn"))
     given = (*samplers(loader), *named)
-    return list({id(part): part for part in given if is_of_user(type(part))}.values())
+    return list({id(part): part for part in given if _is_looked_at(part)}.values())
+
+
+def _is_looked_at(part: Any) -> bool:
+    kind = type(part)
+    return is_of_user(kind) or (is_a(part, Sampler) and not kind.__module__.startswith("torch."))
