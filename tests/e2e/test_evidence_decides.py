@@ -34,6 +34,33 @@ def test_what_cannot_be_recorded_and_matters_is_found_by_the_loss_of_the_step(
     assert run.final == undisturbed(SCRIPT, 2, words).final
 
 
+@pytest.mark.parametrize(
+    ("phase", "options"), [("collective", ["--snapshot-every", "10steps"]), ("forward", [])], ids=["snapshot", "saved"]
+)
+def test_ranks_that_go_back_are_measured_by_what_they_have_left_of_the_step_and_never_train_on_with_other_variables(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str, options: list[str]
+) -> None:
+    words = ["--kind", "scale"]
+    options = ["--max-restarts", "1", *options]
+
+    run = run_ttprun(SCRIPT, 2, faults=[f"kill:rank=1,step=11,phase={phase}"], options=options, script_args=words)
+
+    assert [incident["outcome"] for incident in run.incidents] == ["restarted"], run.story()
+    assert "loss number 1 of step" in run.incidents[0]["reason"], run.story()
+    assert run.final == undisturbed(SCRIPT, 2, words).final
+
+
+def test_a_job_that_could_not_be_replayed_since_goes_back_to_the_snapshot_that_it_has_promised(
+    run_ttprun: RunTtprun,
+) -> None:
+    run = run_ttprun(
+        "unreplayable.py", 2, faults=["kill:rank=1,step=11,phase=collective"], options=["--snapshot-every", "1steps"]
+    )
+
+    assert "all ranks go back to the snapshot of step 1" in run.output, run.story()
+    assert [(one["rung"], one["outcome"], one["steps_lost"]) for one in run.incidents] == [("rewind", "recovered", 10)]
+
+
 def test_by_strict_proof_what_cannot_be_recorded_refuses_a_replacement(run_ttprun: RunTtprun) -> None:
     options = ["--proof", "strict", "--max-restarts", "1"]
 

@@ -12,7 +12,7 @@ KILL = "kill:rank=1,step=12,phase=before_step"
 
 DIFFERENCES = [
     # what the script does otherwise when it runs a second time, a part of the reason
-    ("operation", "issues 'allreduce"),
+    ("operation", "inputs of collectives"),
     ("data", "another batch"),
     ("place", ", the lost rank was at"),
     ("shape", "has shape"),

@@ -10,7 +10,7 @@ import torch
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.protocol import from_rank
 from ttprun.rank.checks import proof
-from ttprun.rank.checks.replay_guard import MismatchError
+from ttprun.rank.checks.replay_guard import Expected, MismatchError
 from ttprun.rank.records.evidence import BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence, is_close, sampled
 from ttprun.rank.session import Session
 
@@ -197,3 +197,45 @@ def test_what_cannot_be_compared_is_named_and_the_script_goes_on(
     proof.note(session, INPUT, "world", [torch.ones(40)])
 
     assert "cannot be compared" in told(channel)[1][0]
+
+
+def test_what_is_noted_of_the_step_after_a_snapshot_stays_until_its_place_has_another() -> None:
+    evidence = new_evidence()
+    evidence.keep(4, number=1)
+
+    for step in range(4, 9):
+        evidence.note(step, LOSS, "", [torch.full((1,), step)])
+    found = len(evidence.left(4)), len(evidence.left(5)), len(evidence.left(8))
+    evidence.keep(9, number=1)
+
+    assert found == (1, 0, 1)
+    assert evidence.left(4) == {}
+
+
+def test_a_rank_that_goes_back_has_what_it_had_noted_of_that_step_alone() -> None:
+    older, evidence = new_evidence(), new_evidence()
+    older.keep(4, number=0)
+    for step in range(4, 9):
+        older.note(step, LOSS, "", [torch.full((1,), step)])
+
+    evidence.take_over(older, 4)
+    evidence.take_over(older, 6)
+
+    assert evidence.left(4) == older.left(4)
+    assert [len(evidence.left(step)) for step in range(5, 9)] == [0, 0, 0, 0]
+
+
+def test_a_rank_that_goes_back_has_caught_up_only_when_its_step_comes_to_the_same() -> None:
+    channel = FakeChannel()
+    session = make_session(channel=channel)
+    session.applied = 4
+    Evidence(session.recorder.evidence._region).note(4, LOSS, "", [torch.ones(1)])
+    session.proof = proof.Proof.of(session, 4, is_of_all=True)
+    session.expected = Expected(channel, 1, {}, is_proved=False)
+
+    before = [message for message in channel.sent if isinstance(message, from_rank.Reissued)]
+    proof.note(session, LOSS, "", [torch.ones(1)])
+
+    assert before == []
+    assert [message for message in channel.sent if isinstance(message, from_rank.Reissued)]
+    channel.close()

@@ -431,7 +431,7 @@ class Replay:
 
     source       the rank that sends the state
     marks        of the source's record of the boundary; None: they need not be alike
-    is_joining   as in to_rank.Replay
+    is_joining, is_contradicted   as in to_rank.Replay
     """
 
     rank: int
@@ -440,6 +440,7 @@ class Replay:
     source: int
     marks: str | None
     is_joining: bool
+    is_contradicted: bool
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,7 @@ class Replay:
     step_from   slot of the lost rank's mirror from which the last step is taken again; "": it is not
     is_joining  others go on from where they are: if a variable is not restored, what the lost rank has left of its step
                 must show that this does not matter
+    is_contradicted   another replay of this incident has differed from the run: this one must be compared with it
     """
 
     generation: int
@@ -234,6 +235,7 @@ class Replay:
     adapt: Adapt | None = None
     step_from: str = ""
     is_joining: bool = False
+    is_contradicted: bool = False
 
 
 @dataclass(frozen=True)

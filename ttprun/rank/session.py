@@ -225,11 +225,17 @@ class Session:
             self.hindrance = reason
             self.channel.send(from_rank.Hindered(boundary, reason))
 
+    def stop_comparing(self) -> None:
+        """Nothing more of the step can be compared with what the lost rank has left of it."""
+        if self.proof is not None:
+            self.proof.end("the rest of the step in which the rank was lost")
+
     def give_up_protection(self, reason: str) -> None:
         """Report, once, that a fault of this rank cannot be repaired from now on; training continues."""
         if not self.unprotected:
             self.unprotected = reason
             self.channel.send(from_rank.Unprotected(reason))
+            self.stop_comparing()
             with self.changed:
                 self.changed.notify_all()
 

@@ -37,6 +37,7 @@ from ttprun.recovery.phases import (
     DEADLINE_NAMES,
     RESUME,
     Result,
+    add_fault,
     count_as_incident,
     enter,
     open_incident,
@@ -361,10 +362,8 @@ def note_fault(job: Job, event: Loss) -> Job:
         job = count_as_incident(job, event.at_s, event.kind)
     assert job.incident is not None
     ranks = job.incident.ranks
-    return job.with_incident(
-        ranks=(*ranks, *(rank for rank in ranks_of(event) if rank not in ranks)),
-        reason=f"{job.incident.reason}, then {event.sentence}",
-    )
+    ranks = (*ranks, *(rank for rank in ranks_of(event) if rank not in ranks))
+    return add_fault(job, event.sentence).with_incident(ranks=ranks)
 
 
 def let_others_finish(job: Job, event: RankExited) -> Result:

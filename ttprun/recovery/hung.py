@@ -15,7 +15,7 @@ from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.job import NOBODY, Fault, Job, Phase, name_ranks
 from ttprun.recovery.ladder import begin_attempt, drain, end_job, fail_job, restart_group, why_too_many_incidents
 from ttprun.recovery.members import Life, Member
-from ttprun.recovery.phases import DEADLINE_NAMES, Result, open_incident, unchanged
+from ttprun.recovery.phases import DEADLINE_NAMES, Result, add_fault, open_incident, unchanged
 from ttprun.recovery.repair import give_up_on_mismatch, missing_from, senders_of, what_is_missing
 from ttprun.recovery.resize import give_up_replacing
 
@@ -190,7 +190,7 @@ def try_again(job: Job, at_s: float, fault: str, what_for: str) -> Result:
         job = open_incident(job, at_s, "connection", fault, detect_s=0.0)
     else:
         attempt += job.incident.attempt
-        job = job.with_incident(reason=f"{job.incident.reason}, then {fault}")
+        job = add_fault(job, fault)
     if job.finished:
         return drain(job, at_s, f"{name_ranks(job.finished)} finished before, so the group cannot be built again")
     if attempt > job.settings.max_attempts:

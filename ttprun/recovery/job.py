@@ -139,6 +139,7 @@ class Job:
     alone                jobs of ranks that train without a process group, see `alone.py`
     phase_since_s        when the phase, or the current attempt in it, began
     incident             the open one, or None
+    cause                its faults, a sentence
     incident_count       incidents so far, with the open one
     unprotected_reason   why no rank can be replaced any more; "" if they can
     replicas             which ranks hold the same, as far as they have been compared
@@ -150,6 +151,7 @@ class Job:
     rewind_to            boundary of the stored state from which all resume; 0: from the script's top; None: no rewind
     rewind_place         directory of the checkpoint with that state; "": the snapshot, or none
     is_resumed           the current rewind is that of a new launch
+    is_contradicted      in the open incident a replay has differed from the run: what others come to must be compared
     went_back_to         boundary of the saved state from which this job last resumed; None: none yet
     stood_at             boundary at which the survivors quiesced to write their state
     persists_at          boundary at which a checkpoint is being written; None: not writing yet
@@ -165,6 +167,7 @@ class Job:
     generation: int = 0
     phase_since_s: float = 0.0
     incident: Incident | None = None
+    cause: str = ""
     incident_count: int = 0
     unprotected_reason: str = ""
     replicas: Replicas = UNKNOWN
@@ -176,6 +179,7 @@ class Job:
     rewind_to: int | None = None
     rewind_place: str = ""
     is_resumed: bool = False
+    is_contradicted: bool = False
     went_back_to: int | None = None
     stood_at: int | None = None
     persists_at: int | None = None

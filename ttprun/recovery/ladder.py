@@ -92,14 +92,15 @@ def restart_group(
 
     is_refusal      in a rewind: a check has refused it, and would do so again; False: processes were lost
     is_trusted      False: the living ranks' state may be wrong
-    is_replayable   False: a replay of the script has differed from the run. Resuming from the saved state replays it
-                    too, without a lost rank's evidence to compare with
+    is_replayable   False: a replay of the script has differed from the run; all ranks resume from a stored state only
+                    if they can be compared with what they have left of the step that follows it
     """
     if job.incident is None:
         job = open_incident(job, at_s, "checkpoint", "all waited for a checkpoint", detect_s=0.0)
+    job = job if is_replayable or job.is_resumed else replace(job, is_contradicted=True)
     if job.count(Mark.IS_UNSEATED):  # they cannot have processes
         job = replace(job, rewind_to=None, rewind_place="")
-        return leave_group(job, at_s, why, is_trusted, is_replayable)
+        return leave_group(job, at_s, why, is_trusted)
     if job.rewind_to is not None:
         return leave_way_back(job, at_s, why, is_refusal)
     snapshot = job.snapshot
@@ -111,7 +112,7 @@ def restart_group(
         return go_back(job, at_s, Saved(snapshot, place=""), reason_of(job, why))
     if may_begin_anew(job):
         return begin_anew(job, at_s, why)
-    return leave_group(job, at_s, why or why_not_alone(job), is_trusted, is_replayable)
+    return leave_group(job, at_s, why or why_not_alone(job), is_trusted)
 
 
 def why_not_alone(job: Job) -> str:
@@ -158,15 +159,18 @@ def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
     """Resuming from a stored state has failed: use the next older one, or the script's top."""
     boundary, place = job.rewind_to, job.rewind_place
     job = replace(job, rewind_to=None, rewind_place="")
+    if not job.is_resumed:  # why all have gone back is void: only why they could not counts
+        job = job.with_incident(reason=job.cause)
     if not boundary:
         return leave_group(job, at_s, f"starting anew failed: {why}")
+    is_trusted = not job.is_contradicted  # else some have come to their places with other variables
     if not place:
         job, why = replace(job, snapshot=None), f"going back to the snapshot of step {boundary} failed: {why}"
-        return begin_anew(job, at_s, why) if may_begin_anew(job) else leave_group(job, at_s, why)
+        return begin_anew(job, at_s, why) if may_begin_anew(job) else leave_group(job, at_s, why, is_trusted)
     note = NoteUnusable(place, why, is_refusal)
     job = replace(job, saved=tuple(one for one in job.saved if one.place != place))
     why = f"the run cannot resume from the checkpoint of step {boundary}: {why}"
-    whole = why if job.is_resumed or job.incident is None else f"{job.incident.reason}; {why}"
+    whole = why if job.is_resumed else reason_of(job, why)
     if not is_refusal:
         why = f"{why}; its state is still saved: {place}"
         job, actions = fail_job(job, at_s, why, rung="fail")
@@ -181,11 +185,11 @@ def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
             job, at_s, f"{why}; --resume auto takes another, --resume off starts anew", has_progress=False, rung="fail"
         )
     else:
-        job, actions = leave_group(job, at_s, why)
+        job, actions = leave_group(job, at_s, why, is_trusted)
     return job, (note, *actions)
 
 
-def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True, is_replayable: bool = True) -> Result:
+def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True) -> Result:
     """Rung "restart": from the state saved now or earlier; otherwise from the top; otherwise the job ends.
 
     Resuming from a saved state is not counted as a restart, but ends if it brings no progress, or by the limit for
@@ -195,7 +199,8 @@ def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True, is_rep
     has_progress, settings = True, job.settings
     ending_rung = "restart" if "restart" in settings.rungs else "fail"
     why_not = why_no_restart(job)
-    goes_on = may_go_on_from_saved_state(job) and is_trusted and is_replayable
+    is_compared = not (job.is_contradicted and settings.is_elastic)  # other ranks have nothing to be compared with
+    goes_on = may_go_on_from_saved_state(job) and is_trusted and is_compared
     why_too_often = why_too_many_incidents(job) if goes_on else ""
     if why_too_often:
         goes_on, has_progress, why_not = False, False, why_too_often
@@ -205,7 +210,7 @@ def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True, is_rep
         rung=ending_rung,
         is_restart=not why_not,
         goes_on=goes_on,
-        is_replayable=is_replayable,
+        is_replayable=goes_on or not job.is_contradicted,
         why=reason_of(job, why),
     )
     stands_at_start = job.source is not None and job.source.boundary == 0

@@ -34,13 +34,21 @@ def open_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float)
 
     fault   completes "the cause:"
     """
-    job = replace(job, incident=_new_incident(job, at_s, kind, fault, detect_s))
+    job = replace(job, incident=_new_incident(job, at_s, kind, fault, detect_s), cause=fault, is_contradicted=False)
     return count_as_incident(job, at_s, kind)
 
 
 def open_resume(job: Job, at_s: float, why: str) -> Job:
     """A new launch that resumes from a checkpoint: not an incident, unless a rank is lost meanwhile."""
-    return replace(job, incident=_new_incident(job, at_s, RESUME, why, detect_s=0.0))
+    incident = _new_incident(job, at_s, RESUME, why, detect_s=0.0)
+    return replace(job, incident=incident, cause=why, is_contradicted=False)
+
+
+def add_fault(job: Job, fault: str) -> Job:
+    """The job with another fault in the open incident."""
+    assert job.incident is not None
+    reason = f"{job.incident.reason}, then {fault}"
+    return replace(job, cause=f"{job.cause}, then {fault}").with_incident(reason=reason)
 
 
 def count_as_incident(job: Job, at_s: float, kind: str) -> Job:
@@ -75,7 +83,7 @@ def enter(job: Job, phase: Phase, at_s: float, actions: tuple[Action, ...] = (),
     if incident.outcome == "open":
         return replace(job, incident=incident), (*actions, RecordIncident(incident))
     incident = replace(incident, total_s=(incident.detect_s or 0.0) + at_s - incident.opened_at_s)
-    return replace(job, incident=None), (*actions, RecordIncident(incident))
+    return replace(job, incident=None, cause=""), (*actions, RecordIncident(incident))
 
 
 def deadline_of(job: Job, phase: Phase, extra_s: float = 0.0) -> SetDeadline:
@@ -94,7 +102,8 @@ def reason_of(job: Job, why: str) -> str:
         return why
     if not why:
         return job.incident.reason
-    if job.incident.rung in ("reconnect", "rerun", "replace", "rewind"):
+    is_first = job.incident.rung == "restart" and job.incident.reason == job.cause
+    if is_first or job.incident.rung in ("reconnect", "rerun", "replace", "rewind"):
         return f"{why}; the cause: {job.incident.reason}"
     return f"{why}; {job.incident.reason}"
 

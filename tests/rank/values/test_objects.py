@@ -50,6 +50,8 @@ from tests.rank.values.carrying import (
 )
 from ttprun import frameworks
 from ttprun.rank.values import CannotRestoreError, Restore
+from ttprun.rank.values.nodes import name_of
+from ttprun.rank.values.restore import unlike
 
 
 def test_attributes_several_levels_deep_come_back_into_the_same_objects() -> None:
@@ -391,3 +393,15 @@ def test_an_object_that_a_framework_makes_when_it_needs_it_is_made_and_given_wha
 
     assert here["writer"].written == 3
     assert here["again"] is here["writer"]
+
+
+@pytest.mark.parametrize("module", ["library.one", "library.other"])
+def test_a_reason_never_names_the_same_type_for_both_ranks(module: str) -> None:
+    one, other = (type("State", (), {"__module__": name}) for name in ("library.one", module))
+
+    reason = unlike("best", name_of(one), other())
+
+    assert reason in (
+        "best, a State, is not what it was in the lost rank",
+        f"best is a {name_of(one)} in the lost rank and a {name_of(other)} in the replacement",
+    )

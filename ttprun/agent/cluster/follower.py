@@ -240,7 +240,12 @@ class Follower:
             node.peers.to_leader(nodes.Differs(order.rank, order.generation, why_not))
             return
         skip_lines = node.lines_since(slot, order.boundary)
-        slot.send(to_rank.Replay(order.generation, order.boundary, skip_lines, is_joining=order.is_joining))
+        is_joining, is_contradicted = order.is_joining, order.is_contradicted
+        slot.send(
+            to_rank.Replay(
+                order.generation, order.boundary, skip_lines, is_joining=is_joining, is_contradicted=is_contradicted
+            )
+        )
 
     def _store_part(self, order: nodes.StorePart) -> None:
         """Write what the records have of a rank, dead or alive."""

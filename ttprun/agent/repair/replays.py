@@ -37,11 +37,14 @@ class Replays(Repairs):
             slot.send(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.adapt_for(slot.rank)))
             return
         is_joining = action.source is not None
+        is_contradicted = node.job.is_contradicted
         source = action.rank if action.source is None else action.source
         needs_no_peer = slot.divergence or action.source is None
         theirs = None if needs_no_peer else fingerprints.of(node, node.slots[source], action.boundary)
         if not slot.is_here:
-            over_there = nodes.Replay(action.rank, action.generation, action.boundary, source, theirs, is_joining)
+            over_there = nodes.Replay(
+                action.rank, action.generation, action.boundary, source, theirs, is_joining, is_contradicted
+            )
             node.peers.to_node_of(action.rank, over_there)
             return
         mine = fingerprints.of(node, slot, action.boundary)
@@ -62,7 +65,12 @@ class Replays(Repairs):
         skip_lines = node.lines_since(slot, action.boundary)
         step_from = mirror.path if mirror is not None and mirror.is_step else ""
         order = to_rank.Replay(
-            action.generation, action.boundary, skip_lines, step_from=step_from, is_joining=is_joining
+            action.generation,
+            action.boundary,
+            skip_lines,
+            step_from=step_from,
+            is_joining=is_joining,
+            is_contradicted=is_contradicted,
         )
         slot.send(order)
 

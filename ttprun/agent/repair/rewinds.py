@@ -128,12 +128,15 @@ class Rewinds:
             return
         if stored is None:
             self._own_states.forget(slot)
+        older = self._node.recorder_of(slot)
         recorder = self._node.new_recorder(slot)
         out, err = 0, 0
         boundary = 0 if stored is None else stored.boundary
         if stored is not None and stored.origin is None:
             part = stored.rank_part(slot.rank)
             recorder.restore(part)
+            if self._is_trusted(slot):
+                recorder.evidence.take_over(older.evidence, boundary)
             before = self._node.recorded(slot, stored.boundary)["lines"]
             out, err = (known + since for known, since in zip(before, part["lines"], strict=True))
         slot.go_back_to(boundary)
@@ -142,6 +145,11 @@ class Rewinds:
         board.set(row, Field.LINES_OUT, out)
         board.set(row, Field.LINES_ERR, err)
         board.forget_process(row)
+
+    def _is_trusted(self, slot: RankSlot) -> bool:
+        """Whether what a rank has done since is what it must do again: nothing says that its state was wrong."""
+        incident = self._node.job.incident
+        return not slot.divergence and (incident is None or incident.kind != recovery.MismatchFound.kind)
 
     def load_state(self, action: recovery.LoadState) -> None:
         """Have ranks load what replicas share."""

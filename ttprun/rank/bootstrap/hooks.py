@@ -107,6 +107,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
 def _replay_of(session: Session, order: to_rank.Replay) -> Replay:
     replay = Replay.of_lost(session, order.boundary, order.skip_lines)
     replay.step_from, replay.is_joining = order.step_from, order.is_joining
+    replay.is_contradicted = order.is_contradicted
     return replay
 
 

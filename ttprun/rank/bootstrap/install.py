@@ -319,6 +319,7 @@ def _finish_well(session: Session | None) -> None:
     elif session is not None:
         from ttprun.rank.comm import leaving
 
+        session.stop_comparing()
         with contextlib.suppress(KeyboardInterrupt):
             leaving.stay(session)
 

@@ -35,19 +35,23 @@ _going_backward = 0
 
 
 class Proof:
-    """The comparison in the step in which a rank was lost; its replacement goes live at boundary `step`."""
+    """The comparison in the step in which a rank was lost; its replacement goes live at boundary `step`.
 
-    def __init__(self, session: Session, step: int) -> None:
+    is_of_all   all ranks go back: what differs by rounding is named, as no survivor has a result that it must fit
+    """
+
+    def __init__(self, session: Session, step: int, is_of_all: bool = False) -> None:
         self._session = session
         self._step = step
+        self._is_lenient = is_of_all or torch.get_num_threads() > 1
         self._left = session.recorder.evidence.left(step)
         self._equal: Counter[int] = Counter()
         self._not_proved: list[str] = []
 
     @classmethod
-    def of(cls, session: Session, step: int) -> Proof | None:
+    def of(cls, session: Session, step: int, is_of_all: bool = False) -> Proof | None:
         """The comparison from this boundary on; None, which is reported, if the lost rank has left nothing."""
-        proof = cls(session, step)
+        proof = cls(session, step, is_of_all)
         if proof._left:
             return proof
         proof.end()
@@ -70,7 +74,7 @@ class Proof:
             self._not_proved.append(
                 f"{which} differs from the lost rank's; it is small and not a gradient: perhaps a measured time"
             )
-        elif torch.get_num_threads() > 1 and is_close(lost.sample, noted.sample, tensors[0].dtype):
+        elif self._is_lenient and is_close(lost.sample, noted.sample, tensors[0].dtype):
             self._not_proved.append(f"{which} differs from the lost rank's by rounding: kernels run on several threads")
         elif kind == INPUT and gradients.are_of_replay(tensors):
             report_mismatch(self._session.channel, self._session.generation, gradients.CARRIED)
@@ -86,9 +90,16 @@ class Proof:
             missing = ", ".join(_counted(kind, count) for kind, count in sorted(kinds.items()))
             self._refuse(f"the replacement did not reach what the lost rank had in step {self._step}: {missing}")
 
-    def end(self) -> None:
-        """Report the result: everything that the lost rank had noted has been compared."""
+    def end(self, why_not: str = "") -> None:
+        """Report the result: everything that the lost rank had noted has been compared, or nothing more can be.
+
+        why_not   why not; "" if it has
+        """
+        if why_not:
+            self._not_proved.append(why_not)
         self._session.proof = None
+        if self._session.expected is not None:
+            self._session.expected.note_proved()
         equal = [f"{_counted(kind, count)} in step {self._step}" for kind, count in sorted(self._equal.items())]
         if self._step and not (self._equal[LOSS] or self._equal[INPUT]):
             self._not_proved.append(f"the lost rank had left no loss and no input of a collective of step {self._step}")
@@ -142,8 +153,7 @@ def note(session: Session, kind: int, name: str, values: Sequence[Any], what: st
     except Exception as error:  # not proved; training continues
         fail_open.raise_if_meant(error)
         if session.proof is not None:
-            session.proof = None
-            report(session, [], [f"step {session.applied} cannot be compared with the lost rank's: {error!r}"])
+            session.proof.end(f"step {session.applied} cannot be compared with the lost rank's: {error!r}")
 
 
 def wrap_backward(original: Any) -> Any:

@@ -25,11 +25,17 @@ class MismatchError(RuntimeError):
 
 
 class Expected:
-    """The survivors' collectives by group, oldest first; empty once the replacement has issued them all."""
+    """The survivors' collectives by group, oldest first; empty once the replacement has issued them all.
 
-    def __init__(self, channel: Channel, generation: int, by_group: dict[str, list[str]]) -> None:
+    is_proved   False: that is reported only once the step has been compared with what the lost rank has left of it
+    """
+
+    def __init__(
+        self, channel: Channel, generation: int, by_group: dict[str, list[str]], is_proved: bool = True
+    ) -> None:
         self._channel = channel
         self._generation = generation
+        self._is_proved = is_proved
         self._left = {name: list(reversed(signatures)) for name, signatures in by_group.items() if signatures}
         self._report_if_done()
 
@@ -49,8 +55,14 @@ class Expected:
             del self._left[entry.lane]
             self._report_if_done()
 
+    def note_proved(self) -> None:
+        """The comparison with the lost rank is over."""
+        if not self._is_proved:
+            self._is_proved = True
+            self._report_if_done()
+
     def _report_if_done(self) -> None:
-        if not self._left:
+        if not self._left and self._is_proved:
             self._channel.send(from_rank.Reissued(self._generation))
 
 

@@ -96,12 +96,17 @@ def positional(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 def signature_of(op: str, args: tuple[Any, ...]) -> str:
     """What must agree between ranks: the operation, and the tensors' shapes and dtypes where those must be equal."""
-    options = args[-1] if args else None
-    reduce_op = getattr(options, "reduceOp", None)
-    root = getattr(options, "rootRank", None)
     shapes = (
         ",".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors_in(args[0]))
         if op in ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
         else ""
     )
-    return f"{op} {reduce_op.op if reduce_op is not None else ''} {'' if root is None else root} {shapes}"
+    return f"{with_options(op, args)} {shapes}"
+
+
+def with_options(op: str, args: tuple[Any, ...]) -> str:
+    """The operation, how it reduces and from or to which rank: "allreduce RedOpType.SUM "."""
+    options = args[-1] if args else None
+    reduce_op = getattr(options, "reduceOp", None)
+    root = getattr(options, "rootRank", None)
+    return f"{op} {reduce_op.op if reduce_op is not None else ''} {'' if root is None else root}"

@@ -39,6 +39,7 @@ from ttprun.rank.comm.operations import (
     REDUCING,
     positional,
     tensors_in,
+    with_options,
 )
 from ttprun.rank.comm.reissue import call_or_take
 from ttprun.rank.comm.transports import TRANSPORTS, RankSlot
@@ -260,7 +261,7 @@ class ManagedGroup(ProcessGroup):
         if unusual and not (op == "allreduce" and unusual[0].layout is torch.sparse_coo):
             session.give_up_protection(f"the script's {op} takes sparse tensors: only all_reduce of these is repaired")
         if inputs and not unusual:
-            proof.note(session, INPUT, self._name, inputs, entry.op)
+            proof.note(session, INPUT, f"{self._name} {with_options(op, entry.args)}", inputs, op)
         is_kept = self.enter(entry, inputs)
         if is_kept and session.verifier.looks_before:
             self.buckets.look_for_nan(entry)

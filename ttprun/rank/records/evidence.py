@@ -33,7 +33,8 @@ _ENTRY = struct.Struct("<HHIQQ")  # kind, bytes of the sample, number, key, dige
 _ENTRY_BYTES = _ENTRY.size + SAMPLE_BYTES
 _STEP_BYTES = _HEAD.size + ENTRIES * _ENTRY_BYTES
 _STEPS = 2  # a lost rank may be one step ahead of the boundary at which all resume
-REGION_BYTES = _STEPS * _STEP_BYTES
+SNAPSHOTS = 2  # steps that follow a snapshot, with which ranks that go back to it are compared
+REGION_BYTES = (_STEPS + SNAPSHOTS) * _STEP_BYTES
 
 BATCH, LOSS, INPUT = range(3)
 Place = tuple[int, int, int]  # kind, key of the loader or group, index among these in the step
@@ -74,8 +75,27 @@ class Evidence:
 
     def clear(self) -> None:
         """Forget all steps."""
-        for number in range(_STEPS):
+        for number in range(_STEPS + SNAPSHOTS):
             _HEAD.pack_into(self._region, number * _STEP_BYTES, -1, 0)
+
+    def keep(self, step: int, number: int) -> None:
+        """A snapshot is taken, and this step begins: what is noted of it stays until the place has another snapshot.
+
+        number   of the snapshot's place, below SNAPSHOTS
+        """
+        _HEAD.pack_into(self._region, (_STEPS + number) * _STEP_BYTES, step, 0)
+
+    def take_over(self, older: Evidence, step: int) -> None:
+        """Have what another one holds of a step."""
+        here, there = self._at_of(step), older._at_of(step)
+        if _HEAD.unpack_from(older._region, there)[0] == step:
+            self._region[here : here + _STEP_BYTES] = older._region[there : there + _STEP_BYTES]
+
+    def _at_of(self, step: int) -> int:
+        """Where a step is noted."""
+        places = range(_STEPS * _STEP_BYTES, REGION_BYTES, _STEP_BYTES)
+        kept = (at for at in places if _HEAD.unpack_from(self._region, at)[0] == step)
+        return next(kept, step % _STEPS * _STEP_BYTES)
 
     def note(self, step: int, kind: int, name: str, tensors: Sequence[torch.Tensor]) -> tuple[Place, Noted]:
         """Note one batch, loss or input; returns its place in the step, and what was noted.
@@ -103,7 +123,7 @@ class Evidence:
 
     def _begin(self, step: int) -> None:
         self._step = step
-        self._at = step % _STEPS * _STEP_BYTES
+        self._at = self._at_of(step)
         self._counts.clear()
         known, count = _HEAD.unpack_from(self._region, self._at)
         self._count = count if known == step else 0
@@ -112,7 +132,7 @@ class Evidence:
 
     def left(self, step: int) -> dict[Place, Noted]:
         """What this rank's processes have noted of a step."""
-        at = step % _STEPS * _STEP_BYTES
+        at = self._at_of(step)
         known, count = _HEAD.unpack_from(self._region, at)
         found = {}
         for entry in range(count if known == step else 0):

@@ -99,6 +99,7 @@ class Recovery:
                 with session.changed:
                     session.unprotected = session.unprotected or reason
                     session.changed.notify_all()
+                session.stop_comparing()
             case to_rank.EndAsked():
                 session.journal.end()
                 with session.changed:

@@ -67,13 +67,14 @@ class Replay:
     difference  why the script's first step was not where the replay begins
     is_alone    collectives are answered without the other ranks
     step_from   slot of the lost rank's mirror from which the step at boundary N is taken again; "": it is not
-    is_joining  see to_rank.Replay
+    is_joining, is_contradicted   see to_rank.Replay
     jump        makes a loop that begins in the middle
     """
 
     is_alone = True
     step_from = ""
     is_joining = False
+    is_contradicted = False
     jump = loops.Jump
 
     def __init__(
@@ -433,6 +434,11 @@ class Replay:
         if not self._is_at_target:
             return
         session = self.session
+        if self.is_contradicted and not proof.is_decisive(session, self.boundary):
+            self.refuse(
+                f"a replay of this script has differed from the run, and the rank had left no loss of step "
+                f"{self.boundary} that would show whether this one does"
+            )
         moments.reached("replay")
         proof.report(session, self._equal, self._not_proved)
         session.channel.send(from_rank.Replayed(session.generation, self.boundary, self.setup_s))

@@ -88,11 +88,13 @@ def go_live(session: Session, replay: Replay, order: to_rank.Resume) -> None:
         group.links.connect_in(session.generation)
         group.links.is_joined = True
     session.channel.send(from_rank.Rebuilt(session.generation))
-    session.expected = Expected(session.channel, session.generation, order.expected)
     session.journal.note_agreed(givers_of(order), order.received, order.settled)
     session.verifier.prove_from(replay.boundary)
     if replay.is_alone:
-        session.proof = Proof.of(session, replay.boundary)
+        session.proof = Proof.of(session, replay.boundary, is_of_all=not replay.is_joining)
+    # Ranks that have all gone back have no journal of others to keep to, only what they have left themselves.
+    is_proved = replay.is_joining or session.proof is None
+    session.expected = Expected(session.channel, session.generation, order.expected, is_proved)
     replay.live.set()
 
 

@@ -257,6 +257,8 @@ def _write_record(
             hindrance = hindrances.look(record, not_recorded, session.options.is_strict)
             hindrance = hindrance or session.holdings.why_moved(optimizer_registry.newest())
             session.note_hindrance(boundary, hindrance)
+            if hindrance:  # the step that ends here would not come to the same
+                session.recorder.evidence.clear()
             session.recorder.write(boundary, head, blobs)
             session.own_state.is_apt = not hindrance and not is_open
             names = record["not_proved"]

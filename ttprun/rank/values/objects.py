@@ -15,7 +15,7 @@ from ttprun import frameworks
 from ttprun.rank.position.whose import holds_state, is_state
 from ttprun.rank.process.looks import attributes_of, dictionary_of, of_types, slots_of
 from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of, short_name
-from ttprun.rank.values.restore import Restore, kind_of
+from ttprun.rank.values.restore import Restore, kind_of, unlike
 from ttprun.rank.values.snapshot import Snapshot
 
 # Attributes that mean something in their own process only.
@@ -101,9 +101,7 @@ def restore_object(restore: Restore, live: Any, node: list[Any], name: str) -> A
     if name_of(type(live)) != kind and (made := made_when_needed(kind, attributes)) is not MISSING:
         live = made
     if name_of(type(live)) != kind or issubclass(type(live), type):
-        return restore.refuse(
-            live, f"{name} is a {short_name(kind)} in the lost rank and {kind_of(live)} in the replacement"
-        )
+        return restore.refuse(live, unlike(name, kind, live))
     if restore.claim_or_refuse(number, live, name):
         restore_attributes(restore, live, attributes, name, keep=left_out(type(live)))
     return live

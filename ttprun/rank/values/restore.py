@@ -17,7 +17,7 @@ import torch
 
 from ttprun.rank import fail_open
 from ttprun.rank.position.variables import set_local, unset_local, variables_of
-from ttprun.rank.values.nodes import MISSING, CannotRestoreError, short_name, unpack, unpack_items
+from ttprun.rank.values.nodes import MISSING, CannotRestoreError, name_of, short_name, unpack, unpack_items
 from ttprun.rank.values.snapshot import FIXED, Snapshot, is_hidden
 from ttprun.rank.weights.optimizer_registry import places
 
@@ -203,6 +203,16 @@ def kind_of(value: Any) -> str:
     return value.__qualname__ if isinstance(value, type) else type(value).__qualname__
 
 
+def unlike(name: str, kind: str, live: Any) -> str:
+    """How a value's type differs from the lost rank's, for a reason."""
+    mine = "" if live is MISSING else name_of(type(live))
+    if kind_of(live) != short_name(kind):
+        return f"{name} is a {short_name(kind)} in the lost rank and {kind_of(live)} in the replacement"
+    if mine != kind:
+        return f"{name} is a {kind} in the lost rank and a {mine} in the replacement"
+    return f"{name}, a {short_name(kind)}, is not what it was in the lost rank"
+
+
 def restore_same(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Compare what the replay must have reproduced; nothing is written."""
     if live is MISSING:
@@ -211,9 +221,7 @@ def restore_same(restore: Restore, live: Any, node: list[Any], name: str) -> Any
         )
     mine = restore.snapshot(live)
     if mine[:2] != node[:2] if mine.__class__ is list else True:
-        return restore.refuse(
-            live, f"{name} is a {short_name(node[1])} in the lost rank and {kind_of(live)} in the replacement"
-        )
+        return restore.refuse(live, unlike(name, node[1], live))
     if mine != node:
         return restore.refuse(
             live, f"{name}, a {short_name(node[1])}, differs from the lost rank's, and cannot be recorded"

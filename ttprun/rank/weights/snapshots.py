@@ -102,7 +102,9 @@ class Snapshots:
         number = self._board.get(LEADER, Field.SNAPSHOT_NUMBER)
         session.touch(Phase.SAVING)
         try:
-            for_records, for_share = self._buffers[number % len(self._buffers)]
+            place = number % len(self._buffers)
+            for_records, for_share = self._buffers[place]
+            session.recorder.evidence.keep(boundary, place)
             # Output after this boundary is not known yet: a rewind prints it again.
             records = msgpack.packb(session.recorder.export(boundary) | {"lines": [0, 0]})
             for_records.fill(len(records), [memoryview(records)])
