@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.agent.nodes import node_of, part
@@ -72,7 +73,7 @@ class Welcomed:
 
 
 def orders_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> Orders:
-    orders = part(Orders, node, standbys=standbys, watch=welcomed)
+    orders = part(Orders, node, standbys=standbys, watch=welcomed, set_ups=SimpleNamespace(take=lambda slot: None))
     orders.replace_handler = lambda local_rank, handler: None
     return orders
 

@@ -119,7 +119,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     [
         ("ttprun st", ["status"]),
         ("ttprun --np", ["--nproc-per-node"]),
-        ("ttprun --standb", ["--standbys"]),
+        ("ttprun --standbys", ["--standbys"]),
         ("ttprun run --rdzv-b", ["--rdzv-backend"]),
         ("ttprun checkpoints ver", ["verify"]),
         ("ttprun guide --h", ["--help"]),
