@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
 from pathlib import Path
 from typing import Any
 
+from tests.waits import becomes_ready
 from ttprun.agent.processes.rank_processes import Standby
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -34,7 +34,7 @@ def wait_for_end(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([fd], [], [], LIMIT_S)[0])
+        return becomes_ready(fd)
     finally:
         os.close(fd)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.agent.starting import LIMIT_S, ROOT, wait_until_ready
+from tests.waits import becomes_ready
 from ttprun.agent.processes import preloads as preloads_module
 from ttprun.agent.processes.preloads import Preloaded, Preloads, plan_of
 from ttprun.agent.processes.rank_processes import Standby
@@ -65,7 +65,7 @@ class Site:
             if self.preloads.why_not:
                 break
             current = self.rounds[-1]
-            if not select.select([current.channel.sock], [], [], 0.1)[0]:
+            if not becomes_ready(current.channel.sock.fileno(), 0.1):
                 continue
             try:
                 current.read()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
 import threading
 import time
@@ -11,6 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.rank.processes import run_alone
+from tests.waits import becomes_ready
 from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.patience import MOST_TIMES
 from ttprun.rank.process import held_signals
@@ -216,3 +219,23 @@ def worker_dies(is_end_asked: bool) -> str:
 def test_a_dataloaders_worker_that_is_signalled_with_the_whole_job_breaks_nothing_off() -> None:
     assert run_alone(worker_dies, True) == ""
     assert "is killed by signal" in run_alone(worker_dies, False)
+
+
+def watches_a_high_descriptor() -> bool:
+    """Whether what is written to it is read."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    read_fd, write_fd = os.pipe()
+    high = fcntl.fcntl(read_fd, fcntl.F_DUPFD, 2000)
+    os.set_blocking(high, False)
+    threading.Thread(target=held_signals._watch, args=(high,), daemon=True).start()
+    os.write(write_fd, b"\0")
+    for _ in range(500):
+        if not becomes_ready(read_fd, 0.0):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_signals_are_held_in_a_process_with_more_files_than_select_can_name() -> None:
+    assert run_alone(watches_a_high_descriptor)

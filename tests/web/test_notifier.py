@@ -2,7 +2,6 @@
 
 import json
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.waits import becomes_ready
 from tests.web.runs import incident_event, status_of, write_run
 from ttprun.config import resolve
 from ttprun.errors import ConfigError
@@ -80,7 +80,7 @@ def test_a_command_that_does_not_end_is_killed_with_all_that_it_has_started() ->
         run_command(f"sleep 1000 >&{theirs} & sleep 1000", b"{}", limit_s=0.2)
 
     os.close(theirs)
-    assert select.select([ours], [], [], LIMIT_S)[0]  # nobody has the other end any more
+    assert becomes_ready(ours)  # nobody has the other end any more
     os.close(ours)
 
 

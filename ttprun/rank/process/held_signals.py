@@ -170,8 +170,10 @@ def _watch(read_fd: int) -> None:
     global _came
     held = 0
     moment: Patience | None = None  # after which it is checked whether the launcher has got one too
+    written = select.poll()  # select() refuses the high descriptors of a process that has many files open
+    written.register(read_fd, select.POLLIN)
     while True:
-        select.select([read_fd], [], [], None if moment is None else _LOOK_AGAIN_S)
+        written.poll(None if moment is None else 1000 * _LOOK_AGAIN_S)
         with contextlib.suppress(BlockingIOError):
             for number in os.read(read_fd, 256):
                 if number in HELD and not held and _handler_of(number) is _stay:
