@@ -6,15 +6,15 @@ environment that torchrun gives them, and nothing of ttprun.
 Reads lines of JSON: {"script", "ranks", "arguments", "folder"}; writes for each the ranks' exit codes, as JSON, when
 they have ended. Output goes where torchrun has it with --log-dir FOLDER/logs --redirects 3.
 
-A rank that outlives another one by LIMIT_S is killed: now and then torch's gloo groups hang when they are destroyed
-(torch 2.13: in a thread that has the GIL, and waits for one that wants it).
+A rank that outlives another one by LIMIT_S is killed, and all are after RUN_LIMIT_S: now and then torch's gloo groups
+hang when they are destroyed (torch 2.13: in a thread that has the GIL, and waits for one that wants it). So what the
+script's module holds is not destroyed at all.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
-import math
 import multiprocessing.util
 import os
 import runpy
@@ -31,6 +31,8 @@ import torch._dynamo  # an optimizer imports it
 import torch.distributed as dist
 
 LIMIT_S = 20.0
+RUN_LIMIT_S = 100.0  # no script runs as long undisturbed, on a busy machine either
+_kept: list[dict[str, Any]] = []  # a script's variables, until the process ends
 
 
 def main() -> None:
@@ -72,7 +74,7 @@ def _run(script: str, ranks: int, arguments: list[str], folder: str) -> list[int
 
 def _wait_for(pids: list[int]) -> list[int]:
     codes: dict[int, int] = {}
-    give_up_at_s = math.inf
+    give_up_at_s = time.monotonic() + RUN_LIMIT_S
     while len(codes) < len(pids):
         for pid in [pid for pid in pids if pid not in codes]:
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -98,7 +100,7 @@ def _be_rank(script: str, arguments: list[str], folder: Path, environment: dict[
     sys.path[0] = os.path.dirname(script)
     code: Any = 0
     try:
-        runpy.run_path(script, run_name="__main__")
+        _kept.append(runpy.run_path(script, run_name="__main__"))
     except SystemExit as end:
         code = end.code
     except BaseException:
