@@ -142,7 +142,8 @@ def test_a_shell_that_asks_is_answered_without_torch(line: str, answer: list[str
 
 
 def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
-    environment = os.environ | {"HOME": str(tmp_path)}
+    # A test may have no shell among its ancestors, which is where typer looks for one.
+    environment = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
 
     done = subprocess.run(
         [*COMMAND, "--install-completion", "bash"], env=environment, capture_output=True, text=True, check=False

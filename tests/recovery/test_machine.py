@@ -1,4 +1,4 @@
-"""The table itself, the listener in front of it, and the errors that are ours. Whole incidents are in `scenarios`."""
+"""The table itself, the check of generations, and the errors that are ours. Whole incidents are in `scenarios`."""
 
 from dataclasses import FrozenInstanceError, fields, replace
 
