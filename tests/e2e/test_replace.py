@@ -222,6 +222,17 @@ def test_nothing_of_a_run_outlives_its_killed_agent(start_ttprun: StartTtprun) -
     assert_no_orphans(launch.finish())
 
 
+def test_what_dying_children_leave_in_shared_memory_is_removed_though_the_agent_is_dead(
+    start_ttprun: StartTtprun,
+) -> None:
+    launch = start_ttprun("shares_all_the_time.py", 2)
+    launch.wait_for_line(0, "shares")
+
+    launch.kill_agent()
+
+    assert_no_orphans(launch.finish())
+
+
 def _number(line: str, name: str) -> float:
     """The number that follows a name."""
     found = re.search(rf"{name} ([\d.]+)", line)

@@ -43,11 +43,12 @@ PR_SET_PDEATHSIG = 1
 CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
 _TRACEBACK_BYTES = 16 << 10  # of a traceback, its end
 AGENT_VARIABLE = "_TTPRUN_AGENT_PID"
+RUN_VARIABLE = "_TTPRUN_RUN_DIR"
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends (Linux)."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(signum: int = signal.SIGKILL) -> None:
+    """Ask the kernel to kill this process, or to send it another signal, when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 def begin() -> None:
