@@ -1,6 +1,7 @@
-"""Four forked children put tensors into shared memory without a pause, as a DataLoader's workers do with batches."""
+"""Forked children put tensors into shared memory without a pause, as a DataLoader's workers do with batches."""
 
 import multiprocessing
+import threading
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,13 @@ def share():
         torch.empty(8).untyped_storage()._share_fd_cpu_()
 
 
+def share_in_a_thread():
+    """A queue of multiprocessing pickles in a thread of its own."""
+    thread = threading.Thread(target=share)
+    thread.start()
+    thread.join()
+
+
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = DDP(torch.nn.Linear(4, 4))
@@ -21,7 +29,8 @@ for step in range(10_000):
     optimizer.step()
     optimizer.zero_grad()
     if step == 3:
-        children = [multiprocessing.get_context("fork").Process(target=share, daemon=True) for _ in range(4)]
+        context = multiprocessing.get_context("fork")
+        children = [context.Process(target=kind, daemon=True) for kind in (share, share_in_a_thread) * 2]
         for child in children:
             child.start()
     if step == 100:

@@ -21,9 +21,10 @@ from ttprun.agent.processes import priority
 from ttprun.agent.processes.adopted import AdoptedProcess, adopting
 from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.protocol.channel import Channel
-from ttprun.rank.bootstrap.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG, RUN_VARIABLE
+from ttprun.rank.bootstrap.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
 
 SHIM = str(Path(__file__).resolve().parents[2] / "shim")
+RUN_VARIABLE = "_TTPRUN_RUN_DIR"
 _COPY_LIMIT_S = 2.0  # it takes some 20 ms
 
 

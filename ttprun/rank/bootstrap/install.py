@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
+_RANK_DIED = signal.SIGRTMAX - 6  # to its forked children; beside the signal of process/stack.py
 _TRACEBACK_BYTES = 16 << 10  # of a traceback, its end
 AGENT_VARIABLE = "_TTPRUN_AGENT_PID"
-RUN_VARIABLE = "_TTPRUN_RUN_DIR"
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
@@ -285,7 +285,10 @@ def _leave_in_child() -> None:
         _presence = None
         gc.freeze()  # a backend that is garbage here has its threads in the parent only, and must not be destroyed
         if _is_forking_main:
-            die_with_parent()
+            # Python calls the handler between two calls of C code, never between torch's making of a shared-memory
+            # file and its unlinking: nobody would remove that file when the agent is dead as well.
+            signal.signal(_RANK_DIED, lambda *_: os._exit(1))
+            die_with_parent(_RANK_DIED)
 
 
 @signal_handlers.gate

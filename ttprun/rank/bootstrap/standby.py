@@ -4,9 +4,6 @@ Mostly a fork of it becomes the replacement: a fork takes milliseconds, while im
 that the training needs. That is safe as long as nothing has been computed here: thread pools (OpenMP's, a BLAS's) and
 devices in use are known to hang or to differ in a forked child, and a standby with one of these is not forked.
 
-When the agent is killed, the standby outlives it by a moment: it removes what the ranks' dying children have left in
-shared memory, which nobody else could.
-
 The environment, the arguments and the output of the rank come with the agent's welcome. Until then it has the
 environment of some rank, so that what runs at the start of each Python (.pth files, `sitecustomize`) does the same.
 """
@@ -17,12 +14,9 @@ import contextlib
 import gc
 import importlib
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NoReturn
 
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.channel import Channel
@@ -30,10 +24,7 @@ from ttprun.rank.bootstrap import install, patches, preload
 from ttprun.rank.bootstrap.ahead import Ahead
 from ttprun.rank.bootstrap.script import run
 from ttprun.rank.position import ast_transform
-from ttprun.rank.process import children
 
-_AGENT_DIED = signal.SIGRTMAX - 6  # beside that of process/stack.py
-_CHILDREN_DIE_S = 3.0  # a large process takes a moment to free its memory
 WARM = (
     "torch",
     "torch.distributed",
@@ -50,9 +41,7 @@ WARM = (
 def main() -> None:
     """Wait for a welcome, then run the user's script as the rank that it names."""
     agent = int(os.environ[install.AGENT_VARIABLE])
-    run_dir = Path(os.environ[install.RUN_VARIABLE])
-    signal.signal(_AGENT_DIED, lambda *_: _leave(run_dir))
-    install.die_with_parent(_AGENT_DIED)
+    install.die_with_parent()
     if os.getppid() != agent:
         os._exit(1)
     fd = int(sys.argv[1])
@@ -86,8 +75,7 @@ def main() -> None:
                 case _:
                     raise SystemExit(f"ttprun: a standby cannot use this message of the agent: {message}")
     except EOFError:
-        _leave(run_dir)  # the agent is dying: it kills a standby that it no longer needs
-    _die_with_agent_as_a_rank()
+        os._exit(0)  # without the packages' exit handlers
     for output, target in zip(fds[welcome.descriptors :], (1, 2), strict=False):
         os.dup2(output, target)
         os.close(output)
@@ -105,18 +93,6 @@ def main() -> None:
     ahead = Ahead(welcome, given) if welcome.is_ahead else None
     install.enter(channel, welcome, given if ahead is None else ahead.fds, "" if is_module else script, ahead)
     run(arguments, is_followed)
-
-
-def _leave(run_dir: Path) -> NoReturn:
-    """The agent has died: the ranks do so now, by the kernel. Without the packages' exit handlers."""
-    children.remove_after_death(run_dir, _CHILDREN_DIE_S)
-    os._exit(0)
-
-
-def _die_with_agent_as_a_rank() -> None:
-    """This process becomes a rank: it dies with the agent at once, and its script finds no handler of ours."""
-    install.die_with_parent()
-    signal.signal(_AGENT_DIED, signal.SIG_DFL)
 
 
 def warm_up(modules: Sequence[str]) -> None:
@@ -166,7 +142,7 @@ def give_copy(channel: Channel, theirs: int, agent: int) -> Channel:
             os.close(fd)
         if not os.read(go_r, 1):
             os._exit(1)
-        _die_with_agent_as_a_rank()
+        install.die_with_parent()
         if os.getppid() != agent:
             os._exit(1)
         if "numpy" in sys.modules:

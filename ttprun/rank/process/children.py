@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from pathlib import Path
 
 NAME = "children"
 SHARED_MEMORY = Path("/dev/shm")
-_LOOK_AGAIN_S = 0.01
 _OF_TORCH = re.compile(r"torch_(\d+)_\d+_\d+")  # pid of the maker, a random number, a counter
 
 
@@ -48,18 +46,6 @@ def remove_left_files(run_dir: Path, ranks: set[int], shared_memory: Path = SHAR
             elif _remove(shared_memory / name):
                 removed.append(name)
     return removed, is_more
-
-
-def remove_after_death(run_dir: Path, limit_s: float, shared_memory: Path = SHARED_MEMORY) -> None:
-    """Wait until no process that is noted is alive, `limit_s` seconds at most; then remove what they have left.
-
-    For the moment after the agent itself was killed: the kernel then kills the ranks, and with them their children.
-    Raises nothing.
-    """
-    ends_s = time.monotonic() + limit_s
-    while any(map(is_alive, _noted(run_dir))) and time.monotonic() < ends_s:
-        time.sleep(_LOOK_AGAIN_S)
-    remove_left_files(run_dir, set(), shared_memory)
 
 
 def is_alive(pid: int) -> bool:
