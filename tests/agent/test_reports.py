@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from ttprun.protocol import from_rank, nodes, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import KNOWN, Channel
 from ttprun.protocol.codec import decode, encode
+from ttprun.recovery.replicas import Replicas
 
 N_RANKS = 3
 SCRIPT_ERROR = from_rank.ScriptError("no file", traceback="no file caf\udce9\n", detail="", device_fault="")
@@ -53,6 +55,7 @@ class FakeNode:
         self.slots = [RankSlot(rank, rank, handler, record_fd=-1) for rank, handler in enumerate(self.handlers)]  # type: ignore[arg-type]
         self.job = recovery.new_job(recovery.Settings(world_size=N_RANKS))
         self.here = self.slots
+        self.config = SimpleNamespace(snapshot_every="auto", buddy=False)
         for slot in self.slots:
             slot.pid, slot.is_present = 100 + slot.rank, True
             self.advance(recovery.RankStarted(at_s=0.0, rank=slot.rank, pid=slot.pid))
@@ -211,3 +214,38 @@ def test_what_is_no_message_of_a_rank_is_ignored_with_a_reason(
     assert node.job == job
     (record,) = caplog.records
     assert record.message.startswith("a message of rank 1 is ignored: ")
+
+
+@pytest.mark.parametrize(
+    ("rungs", "is_off", "words"),
+    [
+        (None, False, ["no snapshot is taken yet (--snapshot-every auto)", "all ranks start again from the top"]),
+        (None, True, ["no snapshots are taken (--snapshot-every)", "all ranks start again from the top"]),
+        ({"replace", "restart"}, False, ["no snapshots are taken", "all ranks start again from the top"]),
+    ],
+)
+def test_before_the_first_snapshot_the_console_says_what_really_happens_to_a_rank_whose_state_nobody_else_holds(
+    node: FakeNode, caplog: pytest.LogCaptureFixture, rungs: set[str] | None, is_off: bool, words: list[str]
+) -> None:
+    nobody: Any = None
+    if rungs is not None:
+        node.job = replace(node.job, settings=replace(node.job.settings, rungs=frozenset(rungs)))
+    times: Any = SimpleNamespace(is_off=is_off, why_off="", take_one_at_once=lambda: None)
+    comparisons = Comparisons(node, times, nobody, SimpleNamespace(is_on=False))  # type: ignore[arg-type]
+    comparisons.begin_group()
+
+    hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
+
+    assert all(one in caplog.text for one in words), caplog.text
+    assert "go back to" not in caplog.text
+
+
+def test_from_the_first_snapshot_on_the_console_promises_it(
+    node: FakeNode, reports: Reports, caplog: pytest.LogCaptureFixture
+) -> None:
+    comparisons: Any = reports.comparisons
+    node.job = replace(node.job, snapshot=4, replicas=Replicas(compared_at=1, shards={"w": (0, 1, 2)}))
+
+    comparisons.note_snapshot()
+
+    assert "the first snapshot is taken: if a rank is lost, all ranks go back to the snapshot of step 4" in caplog.text

@@ -53,7 +53,7 @@ class FakeComparisons:
 
     def __init__(self) -> None:
         self.looked: list[int] = []
-        self.told = 0
+        self.told = self.firsts = 0
 
     def names_of(self, keys: Sequence[str]) -> str:
         return ", ".join(keys)
@@ -63,6 +63,9 @@ class FakeComparisons:
 
     def report_owners(self, slot: Any) -> None:
         self.told += 1
+
+    def note_snapshot(self) -> None:
+        self.firsts += 1
 
 
 class FakeNode:

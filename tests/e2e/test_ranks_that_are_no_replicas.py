@@ -44,7 +44,10 @@ def test_a_lost_shard_comes_from_the_snapshot_and_not_from_another_rank(
     run = run_ttprun(SHARDS, 2, faults=[kill], script_args=arguments)
 
     assert f"differ between the ranks ({names})" in run.output, run.story()
-    assert "after a fault all ranks go back to the newest snapshot" in run.output, run.story()
+    assert "no snapshot is taken yet (--snapshot-every auto), and if one is lost now, the job ends" in run.output
+    assert "the first snapshot is taken: if a rank is lost, all ranks go back to the snapshot" in run.output, (
+        run.story()
+    )
     assert f"no other rank holds what rank {rank} held: {names}" in run.incidents[0]["reason"], run.story()
     assert_went_back(run, undisturbed(SHARDS, 2, arguments))
 
@@ -67,7 +70,9 @@ def test_without_a_snapshot_the_group_restarts_and_never_trains_on_with_another_
 ) -> None:
     run = run_ttprun(SHARDS, 2, faults=[KILL], options=["--snapshot-every", "never", "--max-restarts", "1"])
 
-    assert "no snapshots are taken, so a fault restarts the group" in run.output, run.story()
+    assert "no snapshots are taken (--snapshot-every), and if one is lost now, all ranks start again" in run.output, (
+        run.story()
+    )
     assert [(one["rung"], one["outcome"]) for one in run.incidents] == [("restart", "restarted")], run.story()
     reference = undisturbed(SHARDS, 2)
     assert (run.exit_code, run.final, run.hashes) == (0, reference.final, reference.hashes), run.story()

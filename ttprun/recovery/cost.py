@@ -15,7 +15,8 @@ def cost_of_a_loss(job: Job) -> str:
     is_limited = settings.max_restarts is not None
     if "restart" in settings.rungs and (not is_limited or job.restarts < (settings.max_restarts or 0)):
         return "all ranks start again from the top of the script, and what it has not saved itself is lost"
-    if may_persist(job) and not job.hindrance:  # else no launch could resume from what is saved
+    # Else no launch could resume from what is saved: no replay reaches it, or the lost rank's own part is missing.
+    if may_persist(job) and not job.hindrance and not job.replicas.needs_snapshots:
         return "the job ends once its state is saved"
     return (
         "the job ends, and what the script has not saved itself is lost (with --max-restarts N all ranks would start "
@@ -33,7 +34,7 @@ def cost_of_a_loss_alone(job: Job, rank: int, every_s: float | None, kept: int |
         return f"it alone goes back to its step {kept}, and its steps since are lost"
     if every_s is None:
         if job.settings.world_size == 1:
-            return "it goes back to the newest snapshot, if there is one"
+            return f"it goes back to its snapshot of step {job.snapshot}" if may_rewind(job) else cost_of_a_loss(job)
         has_joined = as_own(job, rank).members[rank].has_joined
         may_begin_anew = "rewind" in job.settings.rungs and not has_joined
         return "it alone begins anew, and its steps are lost" if may_begin_anew else cost_of_a_loss(job)

@@ -135,7 +135,9 @@ class Snapshots:
         self._node.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=buffer.boundary))
         if self._node.job.snapshot != buffer.boundary:
             return  # no replay could reach it: the job goes back to the one before, which stays
-        self.newest, self._reason = buffer, ""
+        is_first, self.newest, self._reason = self.newest is None, buffer, ""
+        if is_first:
+            self._comparisons.note_snapshot()
         self._node.log(
             "snapshot_taken", boundary=buffer.boundary, bytes=buffer.size_bytes, took_s=took_s, number=self._number
         )

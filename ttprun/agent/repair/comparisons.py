@@ -24,6 +24,7 @@ from ttprun.errors import in_short
 from ttprun.observe.topology import Loss, write_topology
 from ttprun.protocol import from_rank, nodes, to_rank
 from ttprun.rank.checks.verification import PROOF_STEPS
+from ttprun.recovery.ladder import may_rewind
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
 
 logger = logging.getLogger("ttprun")
@@ -165,8 +166,8 @@ class Comparisons:
                 size = message.bytes / (1 << 20)
                 logger.info("mirrored in shared memory: each rank's state, in 2 slots of %.1f MiB (--buddy)", size)
                 if message.why_no_step:
-                    what = "a rank that is lost inside its step is not replaced, but all go back to a snapshot"
-                    logger.warning("%s: %s", what, message.why_no_step)
+                    cost = self._cost_without_source()
+                    logger.warning("inside its step a rank is not replaced: %s; %s", message.why_no_step, cost)
             mirrored = mirrored | {slot.rank}
         self._looks = replace(self._looks, replicas=replace(self._looks.replicas, mirrored=mirrored))
         node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=self._looks.replicas))
@@ -175,9 +176,8 @@ class Comparisons:
     def _write_topology(self) -> None:
         """Let `ttprun topology` know who holds what."""
         node = self._node
-        has_snapshots = "rewind" in node.job.settings.rungs and not self._times.is_off
         groups = itertools.chain.from_iterable(self._groups.values())
-        otherwise: Loss = "snapshot" if has_snapshots else "restart"
+        otherwise: Loss = "snapshot" if may_rewind(node.job) else "restart"
         topology = topology_of(self._looks.replicas, groups, len(node.slots), otherwise)
         with contextlib.suppress(OSError):  # the status says already that the run's files cannot be written
             write_topology(node.run.topology, topology)
@@ -218,20 +218,28 @@ class Comparisons:
             return f"{finding}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
         finding = f"{finding}: no other rank holds what such a rank holds"
         if self._mirrors.is_on:
-            return f"{finding}; each mirrors it in shared memory, from which a lost rank is replaced (--buddy)"
+            return f"{finding}; each mirrors it in shared memory from its next step on (--buddy)"
         why_off = ""
         if node.config.buddy and not self._mirrors.is_possible:
             why_off = "; ranks on several nodes are not mirrored yet (--buddy)"
         return f"{finding}, so none can be replaced{why_off}; {self._cost_without_source()}"
 
     def _cost_without_source(self) -> str:
-        """What the loss of a rank costs whose state no other rank holds."""
-        node = self._node
-        if self._times.is_off or "rewind" not in node.job.settings.rungs:
-            why = self._times.why_off or "--snapshot-every"
-            return f"no snapshots are taken, so a fault restarts the group ({why})"
-        every = node.config.snapshot_every
-        return f"after a fault all ranks go back to the newest snapshot (--snapshot-every {every})"
+        """What the loss of a rank costs now whose state no other rank holds."""
+        job = self._node.job
+        cost = f"if one is lost now, {recovery.cost_of_a_loss(job)}"
+        if may_rewind(job):
+            return cost
+        if self._times.is_off or "rewind" not in job.settings.rungs:
+            return f"no snapshots are taken ({self._times.why_off or '--snapshot-every'}), and {cost}"
+        return f"no snapshot is taken yet (--snapshot-every {self._node.config.snapshot_every}), and {cost}"
+
+    def note_snapshot(self) -> None:
+        """There is a snapshot to which all ranks can go back, and there was none."""
+        job = self._node.job
+        if job.replicas.needs_snapshots and may_rewind(job):
+            logger.warning("the first snapshot is taken: if a rank is lost, %s", recovery.cost_of_a_loss(job))
+        self._write_topology()
 
     def _answer_divergence(self, slot: RankSlot, divergence: Divergence) -> None:
         """Replica peers hold different weights, though they were alike and have had the same gradients."""
