@@ -22,7 +22,7 @@ from ttprun.agent.health.hang_detector import HangDetector, state_of
 from ttprun.agent.processes import stacks
 from ttprun.agent.processes.rank_processes import RankHandler
 from ttprun.agent.repair.own_state import OwnStates
-from ttprun.protocol.board import Board, Field
+from ttprun.protocol.board import FIELDS, Board, Field
 from ttprun.protocol.from_rank import Broken
 from ttprun.recovery import Settings, new_job
 from ttprun.recovery.hangs import Hung, Way
@@ -151,6 +151,24 @@ def test_a_stopped_process_writes_its_stack_and_stops_again(start: Callable[[str
     time.sleep(0.1)
     assert stacks.innermost_user_frame(stack).endswith("in stand_there")
     assert state_of(process.process.pid)[0] == "T"
+
+
+def test_several_processes_write_their_stacks_at_once_and_one_that_catches_nothing_is_left_alone(
+    start: Callable[[str], Process],
+) -> None:
+    ranks = [start(RUN), start(SLEEP)]
+    stranger = subprocess.Popen(["sleep", "600"])
+    try:
+        targets = [(rank.process.pid, rank.stack_fd) for rank in ranks] + [(stranger.pid, stacks.create())]
+        texts = stacks.ask_all(targets)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+        os.close(targets[-1][1])
+
+    assert all(stacks.innermost_user_frame(text).endswith("in stand_there") for text in texts[:2])
+    assert texts[2] == ""
 
 
 def test_a_crash_leaves_its_stack(start: Callable[[str], Process]) -> None:
@@ -303,8 +321,11 @@ class NodeThatGoesBack(FakeNode):
         super().advance(event)
         self._sit(self._fresh)
 
-    def aside(self, work: Callable[[], str], then: Callable[[str], None]) -> None:
+    def aside(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         then(work())
+
+    def board_row(self, slot: RankSlot) -> list[int]:
+        return [0] * len(FIELDS)
 
     def _sit(self, handlers: Sequence[RankHandler]) -> None:
         for slot, handler in zip(self.slots, handlers, strict=True):

@@ -6,6 +6,10 @@ longer than a run; what limits are learnt from is tested on a fake clock in test
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from tests.e2e.harness import (
     WHILE_TRUE,
     Run,
     RunTtprun,
+    StartTtprun,
     Undisturbed,
     assert_only_replaced,
     assert_same_outcome,
@@ -60,6 +65,9 @@ def test_a_rank_that_hangs_is_named_and_replaced_and_nothing_differs(
     assert seconds_from(result, "fault_injected", "rank_hung") < LIMIT_S + 3.0
     (hung,) = events_named(result, "rank_hung")
     assert hung["frame"].startswith(script.removesuffix(".py")), result.story()
+    (stacks,) = events_named(result, "stacks")
+    assert sorted(rank for group in stacks["groups"] for rank in group["ranks"]) == list(range(ranks))
+    assert [hung["rank"]] in [group["ranks"] for group in stacks["groups"]], result.story()
 
 
 def test_a_stopped_process_is_found_within_the_time_out_and_a_second(run_ttprun: RunTtprun) -> None:
@@ -244,3 +252,29 @@ def seconds_from(result: Run, first: str, second: str) -> float:
 
     times = [datetime.fromisoformat(events_named(result, name)[0]["at"]) for name in (first, second)]
     return (times[1] - times[0]).total_seconds()
+
+
+def test_the_stacks_of_all_ranks_can_be_had_at_any_time_and_change_nothing(
+    start_ttprun: StartTtprun, undisturbed: Undisturbed
+) -> None:
+    launch = start_ttprun(WHILE_TRUE, 3, faults=["sleep:rank=1,step=12,phase=forward,seconds=4"])
+    launch.wait_for_event("fault_injected")
+
+    reports = [stacks_of(launch.folder) for _ in range(5)]
+
+    for report in reports:
+        assert [rank["rank"] for rank in report["ranks"]] == [0, 1, 2]
+        assert all("while_true_get_batch.py" in rank["main"] for rank in report["ranks"]), report
+    assert reports[0]["ranks"][1]["doing"] == "computing"
+    result = launch.finish()
+    assert result.incidents == [], result.story()
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 3))
+
+
+def stacks_of(folder: Path) -> dict[str, Any]:
+    """What `ttprun stacks` prints of the run in a test's folder."""
+    command = [sys.executable, "-m", "ttprun", "stacks", str(folder / "run"), "--json"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert printed.returncode == 0, printed.stderr
+    report: dict[str, Any] = json.loads(printed.stdout)
+    return report

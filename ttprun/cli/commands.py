@@ -7,6 +7,7 @@ from __future__ import annotations
 COMMANDS = {
     "status": ("ttprun.cli.status", "status"),
     "report": ("ttprun.cli.report", "report"),
+    "stacks": ("ttprun.cli.stacks", "stacks"),
     "topology": ("ttprun.cli.topology", "topology"),
     "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
     "recall": ("ttprun.cli.recall", "recall"),

@@ -41,6 +41,7 @@ examples:
 commands:
   run            the same as no command; also for a script that has a command's name
   status         ranks, generation and incidents of a run
+  stacks         where each rank stands now, ranks that stand alike together
   report         a run after the fact, as one HTML file or as Markdown
   inject-fault   cause a fault in a run that was started with --allow-faults
   recall         call back ranks that have left, so that they train again (--mindio)

@@ -26,6 +26,7 @@ class RunDirectory:
         self.topology = self.path / "topology.json"
         self.events = self.path / "events.jsonl"
         self.history = self.path / "history.csv"
+        self.stacks = self.path / "stacks.json"
         self.control_socket = self.path / "control.sock"
         self.control_token = self.path / "control.token"
         self.http_token = self.path / "http.token"
@@ -54,7 +55,7 @@ class RunDirectory:
                 raise ConfigError(f"run directory '{run.path}' holds other files", "name a new one with --run-dir")
             run._lock()
             run.path.chmod(0o700)
-            for stale in (run.status, run.topology, run.control_socket, run.control_token, run.http_token):
+            for stale in (run.status, run.topology, run.stacks, run.control_socket, run.control_token, run.http_token):
                 stale.unlink(missing_ok=True)
             run.logs.mkdir(exist_ok=True)
             token_fd = os.open(run.control_token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

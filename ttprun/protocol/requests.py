@@ -25,7 +25,12 @@ class Recall:
     """Let the ranks that are away train again."""
 
 
-Request = InjectFault | SaveNow | Recall
+@dataclass(frozen=True)
+class TakeStacks:
+    """Write the Python stacks of this node's ranks to the run's `stacks.json`."""
+
+
+Request = InjectFault | SaveNow | Recall | TakeStacks
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Accepted:
     """The request is carried out.
 
     message   what is done, for people
-    after     of SaveNow: number of the checkpoint that was tried last; the requested one has a higher number
+    after     of SaveNow, TakeStacks: number of the checkpoint, or report, before; the requested one has a higher one
     """
 
     message: str = ""

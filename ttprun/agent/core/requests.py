@@ -10,11 +10,13 @@ from ttprun import recovery
 from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
 from ttprun.agent.checkpoints.writer import CheckpointWriter
 from ttprun.agent.core.node import Node
+from ttprun.agent.health import stack_reports
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.faults import parse_fault
 from ttprun.chaos.injections import Injections
+from ttprun.errors import in_short
 from ttprun.protocol import nodes
-from ttprun.protocol.requests import Accepted, InjectFault, Recall, Rejected, Reply, Request, SaveNow
+from ttprun.protocol.requests import Accepted, InjectFault, Recall, Rejected, Reply, Request, SaveNow, TakeStacks
 
 
 @dataclass
@@ -26,6 +28,7 @@ class Requests:
     injections: Injections
     repairs: Repairs
     standing: QuiesceSchedule
+    stack_reports: int = 0
 
     def answer(self, request: Request) -> Reply:
         """The reply to a request. Raises ValueError if it cannot be carried out."""
@@ -36,6 +39,8 @@ class Requests:
                 return self._checkpoint_now()
             case Recall():
                 return self._call_back()
+            case TakeStacks():
+                return self._take_stacks()
             case _:
                 assert_never(request)
 
@@ -69,6 +74,17 @@ class Requests:
         number = 0 if self.checkpoint_writer.status is None else self.checkpoint_writer.status.number
         self.standing.ask(lambda: node.advance(recovery.CheckpointAsked(at_s=time.monotonic())), is_end=False)
         return Accepted(after=number)
+
+    def _take_stacks(self) -> Reply:
+        """Have the stacks of this node's ranks written."""
+        if self.node.verdict is not None:
+            return Rejected("the run has ended")
+        before = self.stack_reports
+        self.stack_reports += 1
+        stack_reports.write_when_taken(self.node, self.stack_reports)
+        elsewhere = [slot.rank for slot in self.node.slots if not slot.is_here]
+        what = f"ranks {in_short(list(map(str, elsewhere)))} are on other nodes: ask there" if elsewhere else ""
+        return Accepted(what, after=before)
 
     def _call_back(self) -> Reply:
         """Have the ranks that are away train again."""

@@ -12,15 +12,19 @@ import logging
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from ttprun import recovery
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.health import stack_reports
+from ttprun.agent.health.stack_reports import Target
 from ttprun.agent.processes import life_locks, stacks
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.device.errors import DeviceFault
+from ttprun.observe.stacks import RankStack, groups_of
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
 from ttprun.protocol.from_rank import Broken
 from ttprun.recovery.hangs import Hung, Stalled, Straggler, Verdict, Watch
@@ -231,12 +235,29 @@ class HangDetector:
         self._reported.add((observation.rank, observation.boundary))
         self._reported_pids.add(slot.pid)
         if slot.is_here:
-            pid, fd, is_stopped = slot.pid, slot.stack_fd, observation.is_stopped
-            self._node.aside(
-                lambda: stacks.take(pid, fd, is_stopped), lambda text: self._conclude(hung, text, is_only_told)
-            )
+            target, take_others = Target.of(node, slot), stack_reports.take_all(node, without=slot.rank)
+
+            def take() -> tuple[RankStack, ...]:
+                text = stacks.take(target.pid, target.fd, observation.is_stopped)
+                return target.stack(text), *take_others()
+
+            def conclude(taken: tuple[RankStack, ...]) -> None:
+                self._log_groups(hung, taken)
+                self._conclude(hung, taken[0].all_threads, is_only_told)
+
+            node.aside(take, conclude)
         else:
             self._conclude(hung, "", is_only_told)
+
+    def _log_groups(self, hung: Hung, taken: tuple[RankStack, ...]) -> None:
+        """Where all ranks of this node stand while one of them hangs."""
+        ranks = [stack.rank for stack in taken]
+        self._node.log(
+            "stacks",
+            because_of=hung.observation.rank,
+            groups=[asdict(group) for group in groups_of(taken)],
+            flight_records=stack_reports.flight_records(ranks, time.time() - hung.for_s),
+        )
 
     def _conclude(self, hung: Hung, text: str, is_only_told: bool) -> None:
         """A rank that hangs, and its stack, as far as it could be had."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from ttprun.rank.process.stack import SIGNAL
@@ -40,6 +41,28 @@ def take(pid: int, fd: int, is_stopped: bool) -> str:
     fd   the memfd into which the process writes when it is asked
     """
     return _spy(pid, is_stopped) or _ask(pid, fd, is_stopped)
+
+
+def ask_all(targets: Sequence[tuple[int, int]]) -> list[str]:
+    """The stacks of several running processes, "" for one that does not answer. Blocks ANSWER_LIMIT_S at most.
+
+    targets   (pid, memfd) of each
+    """
+    asked = [fd for pid, fd in targets if _signal(pid, fd)]
+    give_up_at_s = time.monotonic() + ANSWER_LIMIT_S
+    sizes: list[int] = []
+    while time.monotonic() < give_up_at_s:
+        time.sleep(_LOOK_AGAIN_S)
+        before, sizes = sizes, [os.fstat(fd).st_size for fd in asked]
+        if sizes == before and all(sizes):
+            break
+    return [_read(fd) if fd in asked else "" for _, fd in targets]
+
+
+def of_the_user(text: str) -> str:
+    """The frames of one thread without ttprun's own, which differ from moment to moment while a rank waits."""
+    frames = ((line, _FRAME.match(line) or _SPIED.match(line)) for line in text.splitlines())
+    return "\n".join(line for line, frame in frames if frame and not frame["file"].startswith(_OURS + os.sep))
 
 
 def left_behind(fd: int) -> str:
@@ -96,8 +119,8 @@ def _spy(pid: int, is_stopped: bool) -> str:
 
 def _ask(pid: int, fd: int, is_stopped: bool) -> str:
     with contextlib.suppress(OSError):
-        _clear(fd)
-        os.kill(pid, SIGNAL)
+        if not _signal(pid, fd):
+            return ""
         if is_stopped:
             os.kill(pid, signal.SIGCONT)
         give_up_at_s = time.monotonic() + ANSWER_LIMIT_S
@@ -111,6 +134,18 @@ def _ask(pid: int, fd: int, is_stopped: bool) -> str:
         if is_stopped:
             os.kill(pid, signal.SIGSTOP)
     return _read(fd)
+
+
+def _signal(pid: int, fd: int) -> bool:
+    """Ask a process for its stack, if it is one that answers: the signal would end any other."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+        if caught and int(caught[1], 16) >> (SIGNAL - 1) & 1:
+            _clear(fd)
+            os.kill(pid, SIGNAL)
+            return True
+    return False
 
 
 def _clear(fd: int) -> None:

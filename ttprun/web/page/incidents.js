@@ -73,20 +73,31 @@ function drawWaterfall(one) {
   return make("div", { class: "waterfall" }, svg);
 }
 
+/** Stacks of all ranks of a node side by side, ranks that stand alike together. */
+function drawGroups(event) {
+  const columns = event.groups.map((group) => make("div", {},
+    make("h3", { words: `Rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.slice(0, 16).join(", ")}${group.ranks.length > 16 ? ", ..." : ""}: ${group.place}` }),
+    make("pre", { words: group.main || "no Python frame of the script" })));
+  const records = event.flight_records.map((path) => make("p", { class: "note", words: `flight record: ${path}` }));
+  return make("details", {}, make("summary", { words: `Where all ranks stood when rank ${event.because_of} hung` }),
+    make("div", { class: "side-by-side" }, ...columns), ...records);
+}
+
 function drawIncident(one) {
   const colour = { recovered: "good", open: "busy", restarted: "busy", failed: "bad" }[one.outcome] ?? "idle";
   const lost = one.steps_lost === null ? "" : `, ${one.steps_lost} steps lost`;
   const took = one.total_s === null ? "" : ` in ${seconds(one.total_s)}`;
   const how = one.rung === null ? "" : ` (${one.rung})`;
   const list = (title, items) => items.length ? make("div", {}, make("h3", { words: title }), make("ul", {}, ...items.map((item) => make("li", { words: item })))) : null;
-  const stacks = state.events.filter((event) => event.stack && one.ranks.includes(event.rank)
+  const stacks = state.events.filter((event) => (event.stack && one.ranks.includes(event.rank) || event.event === "stacks" && one.ranks.includes(event.because_of))
     && Math.abs(unixOf(event.at) - (state.opened.get(one.id) ?? 0)) < (one.total_s ?? 3600) + 60);
   return make("article", { class: "incident" },
     make("h3", {}, document.createTextNode(`#${one.id} ${one.kind}: `), make("span", { class: colour, words: `${one.outcome}${took}${lost}${how}` })),
     make("p", { class: "note", words: one.reason || "" }),
     drawWaterfall(one),
     list("Proved equal", one.equal), list("Not proved", one.not_proved),
-    ...stacks.map((event) => make("details", {}, make("summary", { words: `Stack of rank ${event.rank}` }), make("pre", { words: event.stack }))));
+    ...stacks.map((event) => event.event === "stacks" ? drawGroups(event)
+      : make("details", {}, make("summary", { words: `Stack of rank ${event.rank}` }), make("pre", { words: event.stack }))));
 }
 
 function drawIncidents(status) {
