@@ -72,11 +72,16 @@ def wait(warm: list[tuple[list[str], list[str]]]) -> Iterator[Callable[..., Futu
 Wait = Callable[..., "Future[Any]"]
 
 
+def anybody(address: str) -> bool:
+    """All nodes may train."""
+    return True
+
+
 def test_who_waits_gets_the_slots_of_a_lost_node_with_the_records_of_its_ranks(lead: Lead, wait: Wait) -> None:
     waiting = wait(lead.where)
     lead.run(lambda: bool(lead.came))
 
-    address = lead.peers.slot(1)
+    address = lead.peers.slot(1, anybody)
     for rank in (2, 3):
         lead.peers.send(1, nodes.Records(rank, f"of rank {rank}"))
     taken = waiting.result(LIMIT_S)
@@ -108,8 +113,20 @@ def test_who_waits_knows_what_the_ranks_have_imported_whether_it_came_before_or_
 
 
 def test_nobody_gets_slots_if_nobody_waits(lead: Lead) -> None:
-    assert lead.peers.slot(1) is None
+    assert lead.peers.slot(1, anybody) is None
     assert not lead.peers.is_connected(1)
+
+
+def test_who_may_not_train_is_passed_over_and_keeps_its_place(lead: Lead, wait: Wait) -> None:
+    waiting = wait(lead.where)
+    lead.run(lambda: bool(lead.came))
+
+    address = lead.peers.slot(1, lambda address: False)
+
+    assert address is None
+    assert len(lead.peers.room or ()) == 1
+    lead.peers.close(lead.selector)
+    assert waiting.result(LIMIT_S) is None
 
 
 def test_who_runs_another_script_is_turned_away_with_what_differs(lead: Lead, wait: Wait) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,11 +37,12 @@ class FakePeers:
     def is_connected(self, node: int) -> bool:
         return node in self.connected
 
-    def slot(self, node: int) -> str | None:
-        if not self.waiting:
-            return None
-        self.connected.add(node)
-        return self.waiting.pop(0)
+    def slot(self, node: int, may: Callable[[str], bool]) -> str | None:
+        found = next(filter(may, self.waiting), None)
+        if found is not None:
+            self.connected.add(node)
+            self.waiting.remove(found)
+        return found
 
     def send(self, node: int, message: Any) -> None:
         self.sent.append((node, message))
@@ -98,6 +100,23 @@ def test_ranks_of_a_lost_node_are_spawned_on_the_next_that_comes_once_it_has_the
         (1, nodes.Spawn(3, 1)),
     ]
     assert node.events == []
+
+
+def test_a_node_that_was_lost_a_moment_ago_takes_no_slots_before_its_time_is_over(
+    node: FakeNode, spares: Spares
+) -> None:
+    quarantined, node.config.node_wait_s = {"10.0.0.2"}, 60.0
+    spares.may_train = lambda address: address not in quarantined
+    node.peers.waiting.append("10.0.0.2")
+    spares.spawn(SpawnRank(2, 1))
+    spares.look()
+    before = list(node.peers.sent)
+
+    quarantined.clear()
+    spares.look()
+
+    assert before == []
+    assert node.peers.sent == [(2, nodes.GiveRecords([2, 3]))]
 
 
 def test_if_nobody_comes_in_time_no_process_can_be_started(node: FakeNode, spares: Spares) -> None:

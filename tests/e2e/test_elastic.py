@@ -50,6 +50,10 @@ class Job:
         """Let the ranks go on from this gate."""
         (self.folder / f"gate{step}").touch()
 
+    def shut(self, step: int) -> None:
+        """Let the ranks wait at this gate again."""
+        (self.folder / f"gate{step}").unlink()
+
     def wait_for_resizes(self, name: str, count: int) -> None:
         """Block until this launcher has asked so often for other nodes."""
         events = self.folder / name / "run" / "events.jsonl"
@@ -276,4 +280,29 @@ def test_a_lost_leader_of_an_elastic_job_is_left_out_and_the_next_one_goes_on_wi
     leader = next(run for run in runs.values() if run.status["is_leading"])
     assert [run.exit_code for run in runs.values()] == [0, 0], leader.story()
     assert [(outcome, lost) for outcome, _, lost in resizes(leader)] == [("recovered", 0)], leader.story()
+    assert counts_of(leader) == [2] * 120, leader.story()
+
+
+def test_a_leader_that_is_lost_before_the_first_step_after_a_resize_costs_no_step(tmp_path: Path) -> None:
+    with Nodes(3) as nodes:
+        job = Job(nodes, tmp_path, "1:3", 120, "3")
+        first = job.start(0)
+        first.wait_for_line(0, "step 3 ")
+        job.start(1)
+        job.start(2)
+        job.wait_for_resizes("0", 1)
+        job.open(3)
+        events = tmp_path / "0/run/events.jsonl"
+        wait_until(lambda: '"regroup"' in events.read_text())
+        job.shut(3)  # all stand at the boundary of the resize from now on
+        wait_until(lambda: '"outcome": "recovered"' in events.read_text())
+        nodes.end_processes(0)
+        del job.launches["0"]
+        wait_until(lambda: any('"regroup"' in (tmp_path / f"{n}/run/events.jsonl").read_text() for n in "12"))
+        job.open(3)
+        runs = job.finished()
+
+    leader = next(run for run in runs.values() if run.status["is_leading"])
+    assert [run.exit_code for run in runs.values()] == [0, 0], leader.story()
+    assert resizes(leader) == [("recovered", 3, 0)], leader.story()
     assert counts_of(leader) == [2] * 120, leader.story()

@@ -160,6 +160,43 @@ def test_the_nodes_that_are_left_of_a_lost_one_save_their_state_and_start_again_
     assert [one.place for one in actions if isinstance(one, Regroup)] == ["/save/5"]
 
 
+def resumed_after_resize() -> Job:
+    """Three ranks have resumed from what was saved at boundary 5, and have not taken a step since."""
+    job, _ = after(saving(elastic_job(max_restarts=0)), persisted())
+    job, _ = after(
+        with_size(job, 3), GroupResized(at_s=4.0, saved=(Saved(5, "/save/5"),), replicas=UNKNOWN, reason="c joins")
+    )
+    return replace(elastic_job(3, max_restarts=0), saved=job.saved, went_back_to=job.went_back_to)
+
+
+def without_the_last_node(job: Job) -> tuple[Job, list[Action]]:
+    """A node is lost before a copy of its rank's records has reached another one, and nobody takes its place."""
+    lost = NodeLost(ranks=(2,), name="node 2", boundary=5, detected_after_s=0.1, reason="gone", at_s=5.0)
+    job, _ = after(job, lost, SpawnFailed(at_s=5.1, rank=2, reason="the nodes that are left are enough"))
+    job, _ = after(job, *(frozen(rank, job.generation) for rank in range(2)))
+    return after(job, StatePersisted(at_s=6.0, generation=job.generation, why_not="it would lack variables of rank 2"))
+
+
+def test_a_node_that_is_lost_before_the_first_step_after_a_resize_costs_no_step() -> None:
+    job, actions = without_the_last_node(resumed_after_resize())
+
+    assert [(one.place, one.boundary) for one in actions if isinstance(one, Regroup)] == [("/save/5", 5)]
+    assert job.phase is Phase.RESTARTING
+
+
+def test_the_same_again_without_a_step_in_between_ends_the_job() -> None:
+    job, _ = without_the_last_node(resumed_after_resize())
+    job, _ = after(
+        with_size(job, 2), GroupResized(at_s=7.0, saved=(Saved(5, "/save/5"),), replicas=UNKNOWN, reason="a is lost")
+    )
+
+    _, actions = without_the_last_node(replace(elastic_job(3, max_restarts=0), saved=job.saved, went_back_to=5))
+
+    assert job.went_back_to == 5
+    assert ordered(actions, Regroup) == []
+    assert len(ordered(actions, FailJob)) == 1
+
+
 def test_while_a_repair_goes_on_nodes_wait() -> None:
     job, _ = after(elastic_job(), RankExited(rank=1, pid=101, code=None, signal=9, boundary=5, at_s=0.5))
 

@@ -14,6 +14,7 @@ from ttprun.recovery import (
     Phase,
     RankExited,
     Remaining,
+    Saved,
     Settings,
     SpawnRank,
     advance,
@@ -82,6 +83,12 @@ def test_without_a_comparison_that_is_known_nothing_is_repaired_from_others() ->
     job = taken_over(remaining(0, pid=0), remaining(1), inherited=Inherited())
 
     assert job.replicas.why_no_source(0, (1,)) != ""
+
+
+def test_what_all_have_resumed_from_is_known_to_the_next_leader() -> None:
+    saved = (Saved(3, "/save/3"),)
+
+    assert taken_over(remaining(0), inherited=Inherited(saved=saved)).saved == saved
 
 
 def test_a_rank_of_which_nothing_is_known_is_our_mistake() -> None:

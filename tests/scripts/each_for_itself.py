@@ -24,6 +24,7 @@ parser.add_argument("--seconds", type=float, default=0.01, help="of a step, at l
 parser.add_argument("--hidden", type=int, default=16)
 parser.add_argument("--group", choices=["no", "before", "late", "ends"], default="no")
 parser.add_argument("--unseeded", action="store_true", help="the steps draw from the system")
+parser.add_argument("--gate", default="", help="from step 10 on, rank 1 waits after each for the file GATE<step>")
 args = parser.parse_args()
 
 rank = int(os.environ["RANK"])
@@ -58,6 +59,8 @@ for _ in range(steps):
         step += 1
         print(f"[rank {rank}] step {step} loss {loss.item():.6f}", flush=True)
         time.sleep(args.seconds)
+        while args.gate and rank == 1 and step >= 10 and not os.path.exists(f"{args.gate}{step}"):
+            time.sleep(0.02)
 
 if args.group in ("late", "ends"):
     dist.init_process_group("gloo")

@@ -203,6 +203,7 @@ class Known:
     compared_at     boundary at which the ranks were last compared in full; None: they were not
     parted, shards, names   as in `recovery.Replicas`
     why_no_checkpoints      in this job; "" if they can be written
+    saved           checkpoints from which all can resume, by their directories, in the order of preference: boundaries
     """
 
     incidents: int
@@ -213,6 +214,7 @@ class Known:
     shards: dict[str, list[int]]
     names: dict[str, str]
     why_no_checkpoints: str
+    saved: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -87,4 +87,7 @@ def on_group_resized(job: Job, event: GroupResized) -> Result:
     members = job.members.with_each(lambda one: replace(one, life=Life.LOST, spawn_asked_at_s=event.at_s))
     job = replace(job, members=members, saved=event.saved, replicas=event.replicas)
     assert job.incident is not None
-    return go_back(job, event.at_s, event.saved[0], job.incident.reason)
+    after, actions = go_back(job, event.at_s, event.saved[0], job.incident.reason)
+    if job.incident.kind == KIND:  # nothing has failed: a fault before the next step is the first one to go back for
+        after = replace(after, went_back_to=job.went_back_to)
+    return after, actions

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ttprun.recovery.events import Saved
 from ttprun.recovery.job import Job, Settings
 from ttprun.recovery.members import Life, Member, Members, Ties
 from ttprun.recovery.replicas import UNKNOWN, Replicas
@@ -42,12 +43,14 @@ class Inherited:
     restarts            of the whole group so far
     unprotected_reason  why no rank can be replaced any more; "" if they can
     replicas            which ranks hold the same
+    saved               checkpoints from which all can resume
     """
 
     incident_count: int = 0
     restarts: int = 0
     unprotected_reason: str = ""
     replicas: Replicas = field(default=UNKNOWN)
+    saved: tuple[Saved, ...] = ()
 
 
 def succeed(settings: Settings, remaining: Iterable[Remaining], generation: int, inherited: Inherited) -> Job:
@@ -71,6 +74,7 @@ def succeed(settings: Settings, remaining: Iterable[Remaining], generation: int,
         restarts=inherited.restarts,
         unprotected_reason=inherited.unprotected_reason,
         replicas=inherited.replicas,
+        saved=inherited.saved,
     )
 
 

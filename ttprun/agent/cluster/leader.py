@@ -60,7 +60,7 @@ class Leader:
         there = {number: room for number, room in sorted(peers.rooms.items()) if peers.is_connected(number)}
         rooms = nodes.Rooms(there, waiting, dict(peers.listeners))
         why_never = self.reports.checkpoints.why_never
-        now = (rooms, job.incident_count, job.restarts, job.unprotected_reason, why_never)
+        now = (rooms, job.incident_count, job.restarts, job.unprotected_reason, why_never, job.saved)
         if now == self._shared and job.replicas is self._shared_replicas:
             return
         self._shared, self._shared_replicas = now, job.replicas
@@ -93,7 +93,8 @@ class Leader:
             self.depose(f"{name} reaches {reached} of {known} agents: the others may go on without it")
 
     def welcome(self, address: str) -> None:
-        """A node waits for slots."""
+        """A node waits for slots. The others hear of it first: whoever is cut off then counts it among the living."""
+        self.share()
         self.node.log("node_waits", address=address)
         self.spares.fill()
 
@@ -246,4 +247,5 @@ def known_of(job: recovery.Job, why_no_checkpoints: str) -> nodes.Known:
         shards={key: list(owners) for key, owners in replicas.shards.items()},
         names=dict(replicas.names),
         why_no_checkpoints=why_no_checkpoints,
+        saved={one.place: one.boundary for one in job.saved},
     )

@@ -132,6 +132,10 @@ class NodeMembership:
             self._leaving.pop(number, None)
             self.policy = self.policy.with_lost([self._node.peers.names[number]], time.monotonic())
 
+    def may_train(self, address: str) -> bool:
+        """Whether a node may take slots now: not so soon after it was lost."""
+        return self.policy is None or not self.policy.is_quarantined(address, time.monotonic())
+
     def may_shrink(self) -> bool:
         """Whether the nodes that are left are enough to train on; the checkpoint will then be resumed on those."""
         if self.policy is None:

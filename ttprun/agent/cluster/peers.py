@@ -163,12 +163,14 @@ class Peers:
         """The agent of this node is there."""
         return node == self.node or node in self._links
 
-    def slot(self, node: int) -> str | None:
+    def slot(self, node: int, may: Callable[[str], bool]) -> str | None:
         """Give the slots of a lost node to the launcher that has waited longest.
 
-        returns   the address of its node; None if nobody waits
+        may       whether the node of an address may train
+
+        returns   the address of its node; None if nobody waits that may
         """
-        found = None if self.room is None else self.room.take()
+        found = None if self.room is None else self.room.take(may)
         if found is None:
             return None
         self._links[node] = ready(found.link)

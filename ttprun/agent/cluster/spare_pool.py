@@ -225,11 +225,11 @@ class Room:
         """Who waits, the first to come first."""
         return tuple(self._waiting)
 
-    def take(self) -> Waiting | None:
-        """The launcher that has waited longest; None if there is none."""
-        if not self._waiting:
+    def take(self, may: Callable[[str], bool]) -> Waiting | None:
+        """Of the launchers whose addresses may train, the one that has waited longest; None if there is none."""
+        first = next((one for one in self._waiting if may(one.address)), None)
+        if first is None:
             return None
-        first = self._waiting[0]
         self._forget(first.link)
         return first
 

@@ -36,12 +36,14 @@ class Spares:
     """Gives the slots of lost nodes away.
 
     may_shrink   whether the nodes that are left train on at once if nobody waits for slots
+    may_train    whether the node of an address may take slots now
     """
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._vacant: dict[int, Vacancy] = {}
         self.may_shrink: Callable[[], bool] = lambda: False
+        self.may_train: Callable[[str], bool] = lambda address: True
 
     @property
     def waited_for(self) -> str:
@@ -81,7 +83,7 @@ class Spares:
         for number, vacancy in list(self._vacant.items()):
             if vacancy.due is not None or not vacancy.spawns:
                 continue
-            found = peers.slot(number)
+            found = peers.slot(number, self.may_train)
             if found is None:
                 return
             self._node.log("node_replaced", node=number, address=found, waited_s=time.monotonic() - vacancy.since_s)
@@ -124,7 +126,8 @@ class Spares:
             peers.send(number, nodes.Spawn(action.rank, action.generation))
 
     def look(self) -> None:
-        """Time has passed: nobody waits for ever."""
+        """Time has passed: who waits may train by now, and nobody waits for ever."""
+        self.fill()
         limit_s = self._node.config.node_wait_s
         for number, vacancy in list(self._vacant.items()):
             if vacancy.due is not None or not vacancy.spawns:

@@ -365,4 +365,5 @@ def _inherited(known: nodes.Known | None, left: Any) -> recovery.Inherited:
         restarts=known.restarts,
         unprotected_reason=known.unprotected or unprotected,
         replicas=replicas,
+        saved=tuple(recovery.Saved(boundary, place) for place, boundary in known.saved.items()),
     )

@@ -91,6 +91,7 @@ class Parts:
         self.spares = Spares(node)
         self.membership = NodeMembership(node, resumption, self.standing)
         self.spares.may_shrink = self.membership.may_shrink
+        self.spares.may_train = self.membership.may_train
         self.orders = Orders(
             node,
             membership=self.membership,
