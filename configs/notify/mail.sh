@@ -4,6 +4,6 @@ set -eu
 event=$(cat)
 subject=$(printf '%s' "$event" | python3 -c '
 import json, sys
-told = json.load(sys.stdin)
-print("ttprun {}: {}".format(told.get("run_id", "?"), told["kind"]))')
+reported = json.load(sys.stdin)
+print("ttprun {}: {}".format(reported.get("run_id", "?"), reported["kind"]))')
 printf '%s\n' "$event" | mail -s "$subject" "$1"

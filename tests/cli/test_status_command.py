@@ -56,6 +56,15 @@ def test_json_is_the_status_on_one_line(run: RunDirectory, capsys: pytest.Captur
     assert capsys.readouterr().out == status.to_json() + "\n"
 
 
+def test_the_schema_names_every_field_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--schema"]) == 0
+
+    schema = json.loads(capsys.readouterr().out)
+    written = json.loads(status_of("healthy").to_json())
+    assert schema["properties"].keys() == written.keys()
+    assert schema["$defs"]["IncidentStatus"]["properties"].keys() == written["incidents"][0].keys()
+
+
 def test_a_run_whose_agent_was_killed_has_failed(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()

@@ -26,7 +26,7 @@ from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import write_status
 from ttprun.web import companion
-from ttprun.web.companion import serving
+from ttprun.web.companion import HEALTH_PORT_VARIABLE, answering_probes, serving
 
 LIMIT_S = 30
 
@@ -254,6 +254,29 @@ def test_without_the_extra_packages_one_line_says_what_to_install(
         serving(":0", None, run).__enter__()
 
 
+def test_the_port_of_torchelastic_answers_probes_and_nothing_else(run: RunDirectory) -> None:
+    with answering_probes({HEALTH_PORT_VARIABLE: "0"}, run) as port:
+        probes = Client(f"http://127.0.0.1:{port}/")
+        alive, page, status = (probes.get(path, host="pod.example") for path in ("/healthz", "/", "/api/status"))
+
+    assert alive == (200, "ok\n")
+    assert page == status == (404, "only /healthz and /readyz are answered here\n")
+
+
+@pytest.mark.parametrize(
+    ("port", "why"), [("http", "is no address"), ("99999", "is no address"), ("taken", "Address already in use")]
+)
+def test_a_port_for_probes_that_cannot_be_had_is_reported_and_ends_nothing(
+    run: RunDirectory, client: Client, caplog: pytest.LogCaptureFixture, port: str, why: str
+) -> None:
+    with answering_probes({HEALTH_PORT_VARIABLE: port.replace("taken", str(client.port))}, run) as had:
+        assert had == 0
+
+    (said,) = caplog.messages
+    assert "no health check is answered" in said
+    assert why in said
+
+
 def test_a_server_that_is_killed_is_reported_and_nothing_else_happens(
     run: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -278,7 +301,7 @@ def test_the_server_dies_with_its_launcher_however_that_ends(run: RunDirectory) 
     program = f"""
 import sys
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.web.companion import serving
+from ttprun.web.companion import HEALTH_PORT_VARIABLE, answering_probes, serving
 with serving(":0", None, RunDirectory({str(run.path)!r})) as url:
     print(url, flush=True)
     sys.stdin.read()

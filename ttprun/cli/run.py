@@ -34,7 +34,7 @@ from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, write_status
 from ttprun.state.store import CheckpointStore
-from ttprun.web.companion import serving
+from ttprun.web.companion import answering_probes, serving
 from ttprun.web.notifying import notifying
 
 # torchrun's default; only static rendezvous uses it.
@@ -95,6 +95,7 @@ def run(words: Sequence[str]) -> int:
         with (
             notifying(config.on_event, config.on_event_kinds, directory),
             serving(config.http, config.http_token_file, directory),
+            answering_probes(os.environ, directory),
         ):
             return launch(config, launch_config, entrypoint, arguments, directory, **how)
     except ConfigError:

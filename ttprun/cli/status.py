@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from itertools import pairwise
 from typing import Annotated
 
 import typer
+from pydantic import TypeAdapter
 
 from ttprun.errors import ConfigError
 from ttprun.observe.history import read_history
@@ -24,11 +26,15 @@ def status(
     run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh it until the run ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document a line, for programs.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json, of no run.")] = False,
 ) -> int:
     """Show a run's ranks, its generation and budgets, and its incidents with the time of each phase.
 
     Exit code: 0 healthy or done (or starting), 1 recovering, 2 failed.
     """
+    if schema:
+        print(json.dumps(TypeAdapter(RunStatus).json_schema(), indent=2))
+        return 0
     directory = RunDirectory.find(run)
     shown = load(directory)
     if not watch:

@@ -26,13 +26,15 @@ _HEADERS = {
 class Access:
     """ASGI middleware.
 
-    token   None: no token is asked for, and requests must name this machine as the loopback address does, so that a
-            page of somebody else's cannot read this one through a name of its own (DNS rebinding)
+    token          None: no token is asked for, and requests must name this machine as the loopback address does, so
+                   that a page of somebody else's cannot read this one through a name of its own (DNS rebinding)
+    is_for_probes  nothing but `/healthz` and `/readyz` may be had, by anybody
     """
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, token: str | None, is_for_probes: bool = False) -> None:
         self._app = app
         self._token = token
+        self._is_for_probes = is_for_probes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or refuse."""
@@ -56,6 +58,8 @@ class Access:
             return _plain(405, "this page only shows; ttprun's commands act", allow="GET, HEAD", connection="close")
         if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
             return _plain(413, "a request has no body here", connection="close")
+        if self._is_for_probes:
+            return None if request.url.path in _OPEN else _plain(404, "only /healthz and /readyz are answered here")
         if self._token is None:
             if _is_loopback(request.headers.get("host", "")):
                 return None

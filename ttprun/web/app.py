@@ -29,8 +29,8 @@ _PAUSE_PER_RANK_S = 0.0005
 _COME_AGAIN_MS = 2000
 
 
-def build(feed: Feed, token: str | None) -> ASGIApp:
-    """The application, for one run."""
+def build(feed: Feed, token: str | None, is_for_probes: bool = False) -> ASGIApp:
+    """The application, for one run; token and is_for_probes as for `Access`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RunCollector(feed))
 
@@ -80,7 +80,7 @@ def build(feed: Feed, token: str | None) -> ASGIApp:
         "/api/events": events,
         "/metrics": metrics,
     }
-    return Access(Starlette(routes=[Route(path, answer) for path, answer in routes.items()]), token)
+    return Access(Starlette(routes=[Route(path, answer) for path, answer in routes.items()]), token, is_for_probes)
 
 
 async def stream(feed: Feed, after: int) -> AsyncIterator[str]:

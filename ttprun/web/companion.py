@@ -1,4 +1,4 @@
-"""The launcher's side of the page: takes the address, starts the process that serves it, and ends it.
+"""The launcher's side of the page and of the health check: takes an address, starts and ends the process that serves it.
 
 Nothing here waits for that process while the job runs, and its end is no more than a line on the console. No imports of
 the extra packages. Begin with `serving`.
@@ -15,7 +15,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from ttprun.web.address import parse_address
 
 logger = logging.getLogger("ttprun")
 
+HEALTH_PORT_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"  # torch's agent reads it; its open release answers nothing
+PROBES_ONLY = "--probes-only"
 _NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
 _INSTALL = "pip install 'ttprun[web]'"
 _ANOTHER = "name another address, or :0 for a free port"
@@ -44,8 +46,7 @@ def serving(http: str | None, token_file: str | None, run: RunDirectory) -> Iter
     if http is None:
         yield ""
         return
-    missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
-    if missing:
+    if missing := _missing():
         raise ConfigError(f"--http needs packages that are not installed ({', '.join(missing)})", _INSTALL)
     address = parse_address(http)
     token = _token_file(token_file, run) if address.needs_token else None
@@ -54,33 +55,69 @@ def serving(http: str | None, token_file: str | None, run: RunDirectory) -> Iter
     except OSError as error:
         raise ConfigError(f"--http: cannot listen on '{http}' ({error.strerror or error})", _ANOTHER) from None
     how = f" (read only, with the token in {token}: ?token=...)" if token else " (read only)"
+    url = address.url(listener)
+    try:
+        with _running("the page", run, listener, *([str(token)] if token else [])):
+            print(f"ttprun: {url} shows this run{how}", file=sys.stderr, flush=True)
+            yield url
+    except OSError as error:
+        raise ConfigError(f"--http: its process cannot be started ({error.strerror})", "leave it out") from None
+
+
+@contextlib.contextmanager
+def answering_probes(environment: Mapping[str, str], run: RunDirectory) -> Iterator[int]:
+    """Answer /healthz and /readyz, and nothing else, on the port that HEALTH_PORT_VARIABLE names, for all interfaces.
+
+    Yields the port, 0 if there is none. As under torchrun, a port that cannot be had is reported and ends nothing.
+    """
+    named = environment.get(HEALTH_PORT_VARIABLE)
+    if named is None:
+        yield 0
+        return
+    with contextlib.ExitStack() as until_end:
+        try:
+            port = _probe_port(named, run, until_end)
+        except (OSError, ValueError) as error:
+            logger.warning("%s=%s: no health check is answered (%s)", HEALTH_PORT_VARIABLE, named, error)
+            port = 0
+        yield port
+
+
+def _probe_port(named: str, run: RunDirectory, until_end: contextlib.ExitStack) -> int:
+    """Start the process that answers. Raises ValueError, or OSError."""
+    if missing := _missing():
+        raise ValueError(f"it needs {', '.join(missing)}: {_INSTALL}")
+    address = parse_address(f"0.0.0.0:{named}")
+    listener = address.listen()
+    port: int = listener.getsockname()[1]
+    until_end.enter_context(_running("the health check", run, listener, PROBES_ONLY))
+    return port
+
+
+def _missing() -> list[str]:
+    return [package for module, package in _NEEDED.items() if find_spec(module) is None]
+
+
+@contextlib.contextmanager
+def _running(what: str, run: RunDirectory, listener: socket.socket, *words: str) -> Iterator[None]:
+    """The process that serves runs inside `with`; its end before is reported. Raises OSError if there is no room."""
     with listener:
-        process = _start(run, listener, token)
-        url = address.url(listener)
-    print(f"ttprun: {url} shows this run{how}", file=sys.stderr, flush=True)
+        fd = listener.fileno()
+        process = helper.start("ttprun.web.server", str(run.path), str(fd), *words, pass_fds=[fd])
     is_wanted = threading.Event()
     is_wanted.set()
-    threading.Thread(target=_say_end, args=(process, is_wanted), name="ttprun-http", daemon=True).start()
+    threading.Thread(target=_say_end, args=(what, process, is_wanted), name="ttprun-http", daemon=True).start()
     try:
-        yield url
+        yield
     finally:
         is_wanted.clear()
         helper.end(process, _END_LIMIT_S)
 
 
-def _start(run: RunDirectory, listener: socket.socket, token: Path | None) -> subprocess.Popen[bytes]:
-    fd = listener.fileno()
-    words = [str(run.path), str(fd), *([str(token)] if token else [])]
-    try:
-        return helper.start("ttprun.web.server", *words, pass_fds=[fd])
-    except OSError as error:
-        raise ConfigError(f"--http: its process cannot be started ({error.strerror})", "leave it out") from None
-
-
-def _say_end(process: subprocess.Popen[bytes], is_wanted: threading.Event) -> None:
+def _say_end(what: str, process: subprocess.Popen[bytes], is_wanted: threading.Event) -> None:
     code = process.wait()
     if is_wanted.is_set():
-        logger.warning("the page has ended (%d); the job continues", code)
+        logger.warning("%s has ended (%d); the job continues", what, code)
 
 
 def _token_file(named: str | None, run: RunDirectory) -> Path:

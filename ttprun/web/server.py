@@ -1,4 +1,4 @@
-"""The process that serves the page: `python -m ttprun.web.server RUN_DIR LISTENER [TOKEN_FILE]`.
+"""The process that serves the page: `python -m ttprun.web.server RUN_DIR LISTENER [TOKEN_FILE | --probes-only]`.
 
 It ends with its standard input, a pipe from the launcher, and with the launcher in any case (PR_SET_PDEATHSIG). Signals
 that end the job come to all of its processes under Slurm; this one shows how the job is saved, so they do not end it.
@@ -20,6 +20,7 @@ import uvicorn
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.web import limits
 from ttprun.web.app import build
+from ttprun.web.companion import PROBES_ONLY
 from ttprun.web.feed import Feed
 
 _PR_SET_PDEATHSIG = 1
@@ -34,11 +35,11 @@ class Server(uvicorn.Server):
         """Nothing: the launcher says when."""
 
 
-async def serve(run: RunDirectory, listener: socket.socket, token: str | None) -> None:
+async def serve(run: RunDirectory, listener: socket.socket, token: str | None, is_for_probes: bool) -> None:
     """Serve a run until standard input ends."""
     feed = Feed(run)
     config = uvicorn.Config(
-        build(feed, token),
+        build(feed, token, is_for_probes),
         http=limits.LimitedProtocol,
         ws="none",
         lifespan="off",
@@ -67,10 +68,11 @@ def main() -> None:
     """Serve until the launcher ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(_NICE)
-    run_dir, listener, *token_file = sys.argv[1:]
-    token = Path(token_file[0]).read_text(encoding="ascii").strip() if token_file else None
+    run_dir, listener, *access = sys.argv[1:]
+    is_for_probes = access == [PROBES_ONLY]
+    token = Path(access[0]).read_text(encoding="ascii").strip() if access and not is_for_probes else None
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    asyncio.run(serve(RunDirectory(run_dir), socket.socket(fileno=int(listener)), token))
+    asyncio.run(serve(RunDirectory(run_dir), socket.socket(fileno=int(listener)), token, is_for_probes))
 
 
 if __name__ == "__main__":
