@@ -117,7 +117,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        ("ttprun st", ["status"]),
+        ("ttprun st", ["status", "stacks"]),
         ("ttprun --np", ["--nproc-per-node"]),
         ("ttprun --standbys", ["--standbys"]),
         ("ttprun run --rdzv-b", ["--rdzv-backend"]),

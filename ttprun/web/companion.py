@@ -1,4 +1,4 @@
-"""The launcher's side of the page and of the health check: takes an address, starts and ends the process that serves it.
+"""The launcher's side of the page and of the health check: starts and ends the process that serves an address.
 
 Nothing here waits for that process while the job runs, and its end is no more than a line on the console. No imports of
 the extra packages. Begin with `serving`.
