@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ttprun.cli.main import main
+from ttprun.cli.waterfall import WIDTH, draw_waterfall
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import IncidentStatus, RankStatus, RunState, RunStatus, write_status
@@ -54,6 +55,22 @@ def test_json_is_the_status_on_one_line(run: RunDirectory, capsys: pytest.Captur
     main(["status", str(run.path), "--json"])
 
     assert capsys.readouterr().out == status.to_json() + "\n"
+
+
+def test_the_last_incident_is_drawn_phase_by_phase() -> None:
+    lines = draw_waterfall(INCIDENT)
+
+    assert [line.split()[0] for line in lines] == [
+        *("detect", "freeze", "spawn", "replay", "transfer", "rebuild", "reissue")
+    ]
+    assert {(line.index("|"), line.rindex("|")) for line in lines} == {(9, 10 + WIDTH)}
+    (replay,) = (line for line in lines if line.split()[0] == "replay")
+    assert replay.count("=") == round(WIDTH * 0.31 / 0.423)
+    assert replay.endswith("| 0.310 s")
+
+
+def test_an_incident_that_has_reached_no_phase_has_no_drawing() -> None:
+    assert draw_waterfall(IncidentStatus(1, "signal 9", (1,))) == []
 
 
 def test_the_schema_names_every_field_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:

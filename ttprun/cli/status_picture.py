@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ttprun.cli.terminal import new_table
+from ttprun.cli.waterfall import draw_waterfall
 from ttprun.observe.progress import format_bytes
 from ttprun.observe.status import CheckpointStatus, IncidentStatus, ResumeStatus, RunStatus
 
@@ -30,6 +31,8 @@ def draw(console: Console, shown: RunStatus, speeds: Sequence[float] = ()) -> Re
     if shown.incidents:
         parts += [Text("\nincidents"), draw_incidents(console, shown.incidents)]
         parts += [Text("\nseconds of each phase"), draw_phases(console, shown.incidents)]
+        last = shown.incidents[-1]
+        parts += [Text(line) for line in (f"\nincident {last.id}, phase by phase", *draw_waterfall(last))]
         for one in shown.incidents:
             parts += [Text(f"incident {one.id}: {sentence}") for sentence in sentences_of(one)]
     return Group(*parts)
