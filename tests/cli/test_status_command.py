@@ -65,7 +65,7 @@ def test_the_last_incident_is_drawn_phase_by_phase() -> None:
     ]
     assert {(line.index("|"), line.rindex("|")) for line in lines} == {(9, 10 + WIDTH)}
     (replay,) = (line for line in lines if line.split()[0] == "replay")
-    assert replay.count("=") == round(WIDTH * 0.31 / 0.423)
+    assert replay.count("=") == round(WIDTH * 0.31 / 0.419)
     assert replay.endswith("| 0.310 s")
 
 
