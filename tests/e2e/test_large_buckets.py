@@ -28,3 +28,17 @@ def test_a_rank_killed_in_any_phase_is_replaced(
     assert_only_replaced(result, incidents=2)
     assert_same_outcome(result, undisturbed(LARGE, ranks))
     assert_survivors_kept_their_pids(result)
+
+
+@pytest.mark.parametrize("phase", ["backward", "before_step", "in_step"])
+def test_a_rank_killed_after_steps_that_a_gradient_scaler_left_out_is_replaced(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str
+) -> None:
+    """Boundary 10 is the newest one in iterations 10 to 12; the buckets have been reduced anew in each."""
+    arguments = ["--overflows", "10,11"]
+
+    result = run_ttprun(LARGE, 2, faults=[f"kill:rank=1,step=10,phase={phase}"], script_args=arguments)
+
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed(LARGE, 2, arguments))
+    assert_survivors_kept_their_pids(result)

@@ -158,8 +158,7 @@ PATCHES: tuple[Patch, ...] = (
         "torch.amp.grad_scaler",
         "GradScaler._maybe_opt_step",
         "replay.loss_scaling:wrap_maybe_opt_step",
-        "in a replay, to leave out the steps that the lost rank's scaler has left out, and no others",
-        "replay",
+        "to keep what a step that is left out has reduced; in a replay, to leave out the lost rank's, and no others",
     ),
     Patch(
         "torch.amp.grad_scaler",

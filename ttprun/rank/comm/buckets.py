@@ -16,7 +16,7 @@ from __future__ import annotations
 import cmath
 import ctypes
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ttprun.rank.checks import verification
+from ttprun.rank.comm.operations import with_tensors_replaced
 from ttprun.rank.weights import optimizer_registry
 from ttprun.rank.weights.replicated import NotRepairableError
 from ttprun.rank.weights.tensor_bytes import bytes_of
@@ -217,7 +218,7 @@ class Buckets:
     def __init__(self, group: Any) -> None:
         self._group = weakref.ref(group)
         self._buckets: list[Bucket] = []
-        self._held: list[Held] = []  # since the newest boundary
+        self._held: list[tuple[Entry, Held]] = []  # since the newest boundary
         self._unseen: list[Entry] = []  # not yet searched for NaN
         self._is_to_look = False  # an input was in no known bucket
         self._looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -238,8 +239,23 @@ class Buckets:
             return False
         bucket.is_used = True
         entry.held = Held(bucket, flat, bucket.note(flat), flat._version)
-        self._held.append(entry.held)
+        self._held.append((entry, entry.held))
         return True
+
+    def keep_results(self) -> None:
+        """The step was left out: copy what the next backward pass overwrites, if the journal has room for it.
+
+        Without a boundary in between, a replacement needs the results of both passes.
+        """
+        journal = self._group().session.journal
+        for entry, held in self._held:
+            if entry.is_done and held.is_kept and journal.reserve(entry, held.flat.nbytes):
+                copy = held.flat.clone()
+                entry.args = with_tensors_replaced(entry.args, {id(held.flat): copy})
+                entry.outputs = [copy]
+                entry.held = replace(held, flat=copy, version=copy._version)
+                held.bucket.is_used = False
+        self._held = [(entry, held) for entry, held in self._held if entry.held is held]
 
     def compare(self, entry: Entry) -> None:
         """The input of an operation has been copied: find out whether it is a bucket's."""
@@ -283,7 +299,7 @@ class Buckets:
 
     def end_step(self) -> None:
         """The step is committed, nothing of it will be issued again. Not called during a backward pass."""
-        for held in self._held:
+        for _, held in self._held:
             if not held.is_kept:
                 held.bucket.is_refused = True
         self._held.clear()

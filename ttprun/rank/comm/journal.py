@@ -119,14 +119,20 @@ class Journal:
         size = sum(map(size_of, inputs))
         if entry.outputs and not (inputs and inputs[0] is entry.outputs[0]):
             size += sum(map(size_of, entry.outputs))
-        if self.held_bytes + size > self._limit_bytes:
+        if not self.reserve(entry, size):
             return False
-        self.held_bytes += size
-        entry.size_bytes = size
         if entry.is_lent:
             entry.saved = [(tensor, tensor.detach()) for tensor in inputs]
             return True
         entry.saved = [self._copied(tensor.detach() if tensor.requires_grad else tensor) for tensor in inputs]
+        return True
+
+    def reserve(self, entry: Entry, size_bytes: int) -> bool:
+        """Count what an entry keeps alive from now on; False if the journal's limit is reached."""
+        if self.held_bytes + size_bytes > self._limit_bytes:
+            return False
+        self.held_bytes += size_bytes
+        entry.size_bytes = size_bytes
         return True
 
     def _copied(self, source: Tensor) -> tuple[Tensor, Tensor]:

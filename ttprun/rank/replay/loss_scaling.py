@@ -1,4 +1,4 @@
-"""GradScaler in a replay: a step is taken where the lost rank has taken it, and left out where it was left out.
+"""GradScaler: what a step that it leaves out has reduced is kept; a replay leaves out the same steps, and no others.
 
 A scaler leaves a step out if a gradient has overflowed. The gradients of a replay are those of other weights: they say
 nothing of what the lost rank did. Its records do: it has a boundary where the scaler let the optimizer step. What the
@@ -32,7 +32,10 @@ def wrap_step(original: Any) -> Any:
 
 
 def wrap_maybe_opt_step(original: Any) -> Any:
-    """GradScaler._maybe_opt_step: step if the lost rank has, whether or not a gradient has overflowed."""
+    """GradScaler._maybe_opt_step: keep what was reduced if no step is taken.
+
+    In a replay step if the lost rank has, whether or not a gradient has overflowed.
+    """
 
     def maybe_opt_step(self: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         session = current()
@@ -40,7 +43,12 @@ def wrap_maybe_opt_step(original: Any) -> Any:
             is_left_out = session.replay.leaves_step_out(fail_open.caller())
             for found in state["found_inf_per_device"].values():
                 found.fill_(float(is_left_out))
-        return original(self, optimizer, state, *args, **kwargs)
+        before = None if session is None else session.applied
+        returned = original(self, optimizer, state, *args, **kwargs)
+        if session is not None and session.applied == before:
+            for group in session.groups.values():
+                group.buckets.keep_results()
+        return returned
 
     return maybe_opt_step
 
