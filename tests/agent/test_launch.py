@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.launcher.api import LaunchConfig
 
 from ttprun.agent.launcher import launch as module
@@ -58,3 +60,20 @@ def test_a_second_job_is_refused_before_any_checkpoint_is_read(
 
     assert is_read == []
     holder.unlock()
+
+
+def test_a_rendezvous_store_that_cannot_be_reached_is_one_line_and_no_traceback(
+    launch: Callable[[], int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def meet(*_: Any, **__: Any) -> None:
+        cause = DistNetworkError("the client socket has timed out\nException raised from\nframe 0")
+        raise RendezvousConnectionError("see inner exception") from cause
+
+    monkeypatch.setattr(module.torch_launcher, "launch_agent", meet)
+
+    code = launch()
+
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert code == 1
+    assert last.startswith("ttprun: the job has ended: the agents cannot meet: ")
+    assert last.endswith("has failed: the client socket has timed out")

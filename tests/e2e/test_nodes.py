@@ -349,6 +349,25 @@ def test_the_node_that_has_the_rendezvous_store_but_does_not_lead_is_replaced_as
     assert_same_weights(runs, undisturbed(GATED, 2))
 
 
+def test_who_comes_after_the_leader_was_lost_finds_the_job_if_the_store_is_elsewhere(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    with Nodes(3) as nodes:
+        launches = [start_gated(nodes, number, tmp_path, host=1) for number in (1, 0)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+
+        nodes.end_processes(0)
+        launches[0].wait_for_event("leads")
+        came = start_gated(nodes, 2, tmp_path, host=1)
+        launches[0].wait_for_event("node_waits")
+        (tmp_path / "gate").touch()
+        leader, runs = finished([launches[0], came])
+
+    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [0])]
+    assert_same_weights(runs, undisturbed(GATED, 2))
+
+
 def test_if_the_leader_is_lost_while_a_rank_of_another_node_is_repaired_both_are_repaired_anew(
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ class Supervisor:
     """Supervises the ranks of one node; if its agent leads, it decides for those of all nodes.
 
     node    what its parts share
+    on_lead   called by its thread when this agent, which was a follower, has begun to lead
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Supervisor:
         self._is_deciding = False
         self._undecided: deque[recovery.Event] = deque()
         self.parts.succession.on_lead = self._lead
+        self.on_lead: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
 
     # Called from torch's agent, on the main thread.
@@ -238,6 +240,7 @@ class Supervisor:
             self.parts.checkpoints.why_never = known.why_no_checkpoints
         node = self.node
         node.peers.watch(node.selector, self.parts.leader.take, self._lose_hand, self.parts.leader.welcome)
+        self.on_lead()
 
     def _lose_leader(self, number: int, why: str) -> None:
         if not self._is_paused:

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -86,7 +87,9 @@ class ReplacingAgent(LocalElasticAgent):
         supervisor.node.attempt = worker_group.spec.max_restarts - self._remaining_restarts
         if taken is not None:
             supervisor.take_over(taken.records)
-        if peers is not None:  # who comes later waits for slots, and that is no reason to start all ranks again
+        if peers is not None:
+            supervisor.on_lead = lambda: self._announce_aside(worker_group, peers)
+            # Who comes later waits for slots, and that is no reason to start all ranks again.
             worker_group.spec.rdzv_handler.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]
             self._leave_lost_store_alone(worker_group.spec.rdzv_handler)
         supervisor.parts.status.restarts_left = self._remaining_restarts
@@ -118,6 +121,10 @@ class ReplacingAgent(LocalElasticAgent):
                 rendezvous_keys.announce(peers.room.listener.where | {"seen": self.seen_file})
             except Exception as error:  # torch's stores raise errors of their own
                 logger.warning("no other node can join: the rendezvous store is lost (%s)", error)
+
+    def _announce_aside(self, worker_group: WorkerGroup, peers: Peers) -> None:
+        """The agent that led is lost, and this one leads: name its room, if the store lives; that may take long."""
+        threading.Thread(target=self._announce, args=(worker_group, peers), name="ttprun-announce", daemon=True).start()
 
     # Another group, on other nodes.
 

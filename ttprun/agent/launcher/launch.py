@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.launcher.api as torch_launcher
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from ttprun import __version__, mindio, torch_versions
 from ttprun.agent.cluster.discovery import Discovery
@@ -197,6 +199,11 @@ def _run(
         print(error, file=sys.stderr)
         _say(reason)
         return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
+    except (RendezvousError, DistError) as error:
+        where, why = launch_config.rdzv_endpoint, str(error.__cause__ or error).partition("\n")[0]
+        reason = f"the agents cannot meet: the rendezvous ({launch_config.rdzv_backend} at {where}) has failed: {why}"
+        _say(reason)
+        return SCRIPT_FAILED, reason
     except OSError as error:
         if supervisor is None or ReplacingAgent.has_started_ranks:
             raise

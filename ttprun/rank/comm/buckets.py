@@ -247,9 +247,11 @@ class Buckets:
 
         Without a boundary in between, a replacement needs the results of both passes.
         """
-        journal = self._group().session.journal
+        group = self._group()
+        if group is None:
+            return
         for entry, held in self._held:
-            if entry.is_done and held.is_kept and journal.reserve(entry, held.flat.nbytes):
+            if entry.is_done and held.is_kept and group.session.journal.reserve(entry, held.flat.nbytes):
                 copy = held.flat.clone()
                 entry.args = with_tensors_replaced(entry.args, {id(held.flat): copy})
                 entry.outputs = [copy]
