@@ -7,12 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from ttprun import recovery
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
 from ttprun.agent.processes.standbys import Standbys
-from ttprun.agent.report.status import StatusPublisher
+from ttprun.agent.report.status import StatusPublisher, protection_of
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RankStatus, RunStatus, read_status
@@ -113,4 +115,41 @@ def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_ar
     assert (shown.node, shown.is_leading) == (1, False)
     assert shown.ranks[0] == ranks[0]
     assert (shown.ranks[1].node, shown.ranks[1].pid) == (1, None)
+    run.release()
+
+
+def test_protection_is_promised_once_what_the_ranks_have_recorded_was_read_back() -> None:
+    job = recovery.new_job(recovery.Settings(world_size=2))
+
+    assert protection_of(job, [], unchecked=[1]) == "being checked: the records of rank 1 are being read back"
+    assert protection_of(job, []) == "on"
+
+
+def test_what_no_replay_could_restore_is_part_of_the_promise() -> None:
+    job = recovery.new_job(recovery.Settings(world_size=2))
+
+    found = protection_of(job, [], unrecorded=["main: lines cannot be recorded: it is a csv.reader", "another"])
+
+    assert found == (
+        "on, but a rank that is lost before the first loss of its step is not replaced: main: lines cannot be "
+        "recorded: it is a csv.reader (and 1 more)"
+    )
+
+
+def test_what_cannot_be_restored_is_said_once_on_the_console_and_is_named_with_each_incident(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, publisher, incident, incidents = publishing(tmp_path)
+
+    for rank in (0, 1):
+        incidents.not_proved.take_unrecorded(rank, ("main: lines cannot be recorded: it is a csv.reader",))
+    incidents.note(replace(incident, ranks=(0,)))
+    publisher.publish()
+
+    status = read_status(run.status)
+    assert (
+        status.not_proved == status.incidents[0].not_proved == ("main: lines cannot be recorded: it is a csv.reader",)
+    )
+    assert caplog.text.count("lines cannot be recorded") == 1
+    assert "If a rank is lost before the first loss of its step, it is not replaced" in caplog.text
     run.release()

@@ -31,6 +31,7 @@ def test_what_cannot_be_recorded_and_matters_is_found_by_the_loss_of_the_step(
     )
 
     assert "loss number 1 of step 11 differs" in run.incidents[0]["reason"], run.story()
+    assert "main: scales cannot be recorded: it is the generator main.<locals>.<genexpr>, which" in run.output
     assert run.final == undisturbed(SCRIPT, 2, words).final
 
 

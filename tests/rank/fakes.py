@@ -10,6 +10,7 @@ from tests.options import OPTIONS
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
 from ttprun.rank import session as sessions
+from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.comm.journal import Journal
@@ -63,6 +64,7 @@ def make_session(
         recorder=known.pop("recorder", recorder),
         journal=journal,
         holdings=Holdings(),
+        rehearsal=Rehearsal(),
         kept_weights=KeptWeights(optimizer_registry.newest, lambda text: None),
         own_state=OwnState(page, 0, []),
         mirror=known.pop("mirror", Mirror(page, 0, [])),

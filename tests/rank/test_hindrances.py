@@ -21,14 +21,15 @@ def record(**variables: Any) -> tuple[dict[str, Any], bytes]:
     snapshot = values.Snapshot({})
     fields = {
         "boundary": 1, "place": [["script.py", "<module>", 3]], "dead": [[]], "unfollowed": "", "entropy": 0, "modules": {}, "loops": [],
-        "variables": [snapshot.variables(variables)],
+        "variables": [snapshot.variables(variables)], "optimizers": [], "returned": None,
     }  # fmt: skip
     return fields, values.pack(fields)
 
 
 def look(fields: dict[str, Any], head: bytes, is_strict: bool = True) -> str:
     """As a boundary does."""
-    return hindrances.look(fields, values.refusals(head), is_strict)
+    found = [sentence for sentence, is_needed in values.refusals(head) if sentence and (is_needed or is_strict)]
+    return hindrances.look(fields, found)
 
 
 class Holder:
@@ -41,7 +42,8 @@ class Holder:
 
 def test_a_variable_that_cannot_be_restored_is_named_with_its_path() -> None:
     assert run_alone(_look_at, "deep") == (
-        "<module>: config['holders'][1].held cannot be recorded: it is a coroutine, which does not show its position"
+        "<module>: config['holders'][1].held cannot be recorded: it is a coroutine, which does not show its position; "
+        "run over it by a `for` loop of your own, or count its items and take them by index"
     )
 
 

@@ -32,8 +32,9 @@ class RankStatus:
     step         optimizer steps done (the boundary it has passed)
     phase        what its main thread does, null if not known
     last_seen_s  seconds from its last sign of life to `updated_at`
-    protection   on: a fault of it can be repaired, since its hooks have been heard in this process and it has passed an
-                 optimizer step under them; not yet: not so far; off: it cannot be
+    protection   on: a fault of it can be repaired, since its hooks have been heard in this process, it has passed an
+                 optimizer step under them, and what it has recorded could be read back; not yet: not so far; off: it
+                 cannot be
     node         number of its node, as in the run's `nodes`; there alone its pid can be looked up
     """
 
@@ -134,8 +135,8 @@ class RunStatus:
     restarts_left  whole-group restarts that may still happen
     standbys       processes that stand ready now
     standby_state  how they stand, in words; "" if none are wanted
-    protection     "on"; "not yet: ..." until all ranks have passed a step under their hooks; or why a lost rank cannot
-                   be replaced
+    protection     "on"; "not yet: ..." until all ranks have passed a step under their hooks; "being checked: ..." until
+                   what they have recorded was read back; or why a lost rank cannot be replaced, or when not
     exit_code      of the launcher; null while the run lives
     checkpoint     the newest one, null if there was none
     resume         how it has gone on from a checkpoint, null if it has begun at the top of the script

@@ -57,6 +57,7 @@ class Field:
     COPIED = 35  # of which boundary this rank keeps a copy of another's records (`ttprun.rank.step.copies`)
     AGENT_NS = 36  # leader: time.monotonic_ns() when the agent's supervisor last came by; the agent writes it
     ENDED = 37  # 1: the script has come to its end, exit handlers included, and its process stays for the others
+    REHEARSED = 38  # the newest boundary whose record was read back, see `ttprun.rank.checks.rehearsal`; 0: none so far
 
 
 # What the ranks and the agents of other nodes may see of a rank, in the order in which it is sent.
@@ -73,6 +74,7 @@ SHARED = (
     Field.MEETINGS,
     Field.PULSE_NS,
     Field.MAIN_BEATS,
+    Field.REHEARSED,
 )
 AWAITED = (Field.RECORDED, Field.HELD, Field.LEAVING, Field.ENDED)  # ranks sleep until these change
 FIELDS: tuple[int, ...] = tuple(column for name, column in vars(Field).items() if name.isupper())

@@ -109,6 +109,16 @@ class NotProved:
 
 
 @dataclass(frozen=True)
+class NotRecorded:
+    """What the rehearsal of the records has found that cannot be restored; replaces the previous report.
+
+    sentences   e.g. "main: lines cannot be recorded: it is ...; run over it by a `for` loop of your own"
+    """
+
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ScriptError:
     """An exception ends the script.
 
@@ -415,7 +425,7 @@ class FaultFailed:
 
 
 Report = (
-    Present | Protected | Unprotected | Hindered | Note | NotProved | ScriptError | Faulted
+    Present | Protected | Unprotected | Hindered | Note | NotProved | NotRecorded | ScriptError | Faulted
     | TrainsAlone | Joined | OwnStateKept | StateMirrored
     | ModulesOfTorch | Imported | Ready | SetUpDone | Copied
     | Put | RowChanged

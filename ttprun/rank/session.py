@@ -22,6 +22,7 @@ _MOST_HINDRANCES = 20
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
     from ttprun.rank.checks.proof import Proof
+    from ttprun.rank.checks.rehearsal import Rehearsal
     from ttprun.rank.checks.replay_guard import Expected
     from ttprun.rank.checks.verification import Verifier
     from ttprun.rank.comm.connection import Exchange
@@ -87,6 +88,7 @@ class Session:
     own_state: OwnState
     mirror: Mirror
     holdings: Holdings
+    rehearsal: Rehearsal
     generation: int = 0
     applied: int = 0
     has_stepped: bool = False  # in this process
@@ -125,7 +127,7 @@ class Session:
         self.recorded = self.board.column(Field.RECORDED)[first : self.rows_here.stop]
         self.row = self.board.row(self.rank)
         self._reported_not_proved: list[str] = []
-        self.unrecorded: list[str] = []
+        self._reported_unrecorded: list[str] = []
 
     def is_repairable(self) -> bool:
         """Whether this rank and the others can be repaired from each other."""
@@ -180,6 +182,12 @@ class Session:
         if names is not self._reported_not_proved and names != self._reported_not_proved:
             self.channel.send(from_rank.NotProved(tuple(names)))
         self._reported_not_proved = names
+
+    def report_unrecorded(self, sentences: list[str]) -> None:
+        """Report what the rehearsal has found that cannot be restored, if that has changed."""
+        if sentences != self._reported_unrecorded:
+            self._reported_unrecorded = sentences
+            self.channel.send(from_rank.NotRecorded(tuple(sentences)))
 
     def touch(self, phase: Phase) -> None:
         """Write to the board what the main thread does now."""

@@ -164,6 +164,9 @@ class Reports:
             case from_rank.NotProved(names=names):
                 node.log("not_proved", rank=rank, names=names)
                 self.incidents.not_proved.take(rank, names)
+            case from_rank.NotRecorded(sentences=sentences):
+                node.log("not_recorded", rank=rank, sentences=sentences)
+                self.incidents.not_proved.take_unrecorded(rank, sentences)
             case from_rank.Note(text=text):
                 node.log("note", rank=rank, text=text)
                 logger.warning("rank %d: %s", rank, text)

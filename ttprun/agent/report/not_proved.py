@@ -7,6 +7,7 @@ import logging
 from ttprun.recovery import Incident
 
 logger = logging.getLogger(__name__)
+COST_OF_UNRECORDED = "If a rank is lost before the first loss of its step, it is not replaced"
 _REPLAYED_BY_ALL = frozenset({"rewind", "restart", "resize"})
 
 
@@ -15,13 +16,23 @@ class NotProved:
 
     def __init__(self) -> None:
         self._of_ranks: dict[int, tuple[str, ...]] = {}
+        self._unrecorded: dict[int, tuple[str, ...]] = {}
         self._of_incidents: dict[int, tuple[str, ...]] = {}
         self._said: set[str] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of all ranks, each name once."""
-        return self._names_of(tuple(sorted(self._of_ranks)))
+        return self._names_of(self._ranks)
+
+    @property
+    def unrecorded(self) -> tuple[str, ...]:
+        """What of all ranks no replay could restore, a sentence each."""
+        return tuple(dict.fromkeys(one for rank in sorted(self._unrecorded) for one in self._unrecorded[rank]))
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self._of_ranks.keys() | self._unrecorded.keys()))
 
     def take(self, rank: int, names: tuple[str, ...]) -> None:
         """A rank has met such objects; the console gets each name once."""
@@ -31,9 +42,17 @@ class NotProved:
         if new:
             logger.warning("not proved: %s; a replacement has these as the script's set-up makes them", "; ".join(new))
 
+    def take_unrecorded(self, rank: int, sentences: tuple[str, ...]) -> None:
+        """A rank could not restore these; the console gets each once."""
+        self._unrecorded[rank] = sentences
+        new = [one for one in sentences if one not in self._said]
+        self._said.update(new)
+        if new:
+            logger.warning("%s. %s", "; ".join(new), COST_OF_UNRECORDED)
+
     def note_incident(self, incident: Incident) -> None:
         """An incident has gone on: what of its replays is not proved stays with it, whatever comes later."""
-        ranks = tuple(self._of_ranks) if incident.rung in _REPLAYED_BY_ALL else incident.ranks
+        ranks = self._ranks if incident.rung in _REPLAYED_BY_ALL else incident.ranks
         if incident.rung != "reconnect" and incident.outcome in ("open", "recovered"):
             self._of_incidents[incident.id] = self._names_of(ranks)
 
@@ -42,4 +61,5 @@ class NotProved:
         return self._of_incidents.get(number, ())
 
     def _names_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for rank in ranks for name in self._of_ranks.get(rank, ())))
+        held = (names for rank in ranks for names in (self._of_ranks.get(rank, ()), self._unrecorded.get(rank, ())))
+        return tuple(dict.fromkeys(name for names in held for name in names))

@@ -180,7 +180,9 @@ class StatusPublisher:
         node = self._node
         if node.peers.is_follower:
             return f"not known here: the whole job is in the status of {node.peers.leaders_name}, whose agent leads"
-        return protection_of(node.job, [slot.rank for slot in node.slots if not is_seen(node, slot)])
+        unseen = [slot.rank for slot in node.slots if not is_seen(node, slot)]
+        unchecked = [slot.rank for slot in node.slots if not node.board.get(slot.rank, Field.REHEARSED)]
+        return protection_of(node.job, unseen, unchecked, self._incidents.not_proved.unrecorded)
 
 
 def _rank(node: Node, slot: RankSlot, has_ended: bool) -> RankStatus:
@@ -234,13 +236,17 @@ def _protection_of_rank(node: Node, slot: RankSlot) -> str:
     is_hindered = any(member.hindrance for member in job.members if member.rank == slot.rank)
     if job.unprotected_reason or is_hindered or job.settings.rungs.isdisjoint(("replace", "rerun", "resize")):
         return "off"
-    return "on" if is_seen(node, slot) else "not yet"
+    return "on" if is_seen(node, slot) and node.board.get(slot.rank, Field.REHEARSED) else "not yet"
 
 
-def protection_of(job: Job, unseen: Sequence[int]) -> str:
-    """ "on", or why a lost rank cannot be replaced, or cannot yet.
+def protection_of(
+    job: Job, unseen: Sequence[int], unchecked: Sequence[int] = (), unrecorded: Sequence[str] = ()
+) -> str:
+    """ "on", or why a lost rank cannot be replaced, or cannot yet, or not at any moment.
 
-    unseen   ranks that have not passed a step under their hooks
+    unseen       ranks that have not passed a step under their hooks
+    unchecked    ranks of which no record was read back yet
+    unrecorded   what no replay could restore, a sentence each
     """
     if "replace" not in job.settings.rungs and is_elastic(job) and not job.unprotected_reason:
         return "off: a lost rank leaves with its replica, and the others continue"
@@ -259,7 +265,14 @@ def protection_of(job: Job, unseen: Sequence[int]) -> str:
         return f"off: {ranks} could not be replaced now: {job.hindrance}; if one is lost, {cost_of_a_loss(job)}"
     if not job.unprotected_reason and (waited_for := [rank for rank in unseen if rank not in job.away]):
         return f"not yet: ttprun has not seen an optimizer step of {name_ranks(tuple(waited_for))}"
-    return f"off: {job.unprotected_reason}; if one is lost, {cost_of_a_loss(job)}" if job.unprotected_reason else "on"
+    if job.unprotected_reason:
+        return f"off: {job.unprotected_reason}; if one is lost, {cost_of_a_loss(job)}"
+    if waited_for := [rank for rank in unchecked if rank not in job.away]:
+        return f"being checked: the records of {name_ranks(tuple(waited_for))} are being read back"
+    if unrecorded:
+        more = f" (and {len(unrecorded) - 1} more)" if len(unrecorded) > 1 else ""
+        return f"on, but a rank that is lost before the first loss of its step is not replaced: {unrecorded[0]}{more}"
+    return "on"
 
 
 def _protection_of_alone(job: Job) -> str:

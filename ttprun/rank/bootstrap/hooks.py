@@ -24,6 +24,7 @@ from ttprun.rank.bootstrap.ahead import Ahead, has_children
 from ttprun.rank.bootstrap.install import greet
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.checks.proof import Proof
+from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm import connection, groups, results
@@ -215,6 +216,7 @@ def make_session(presence: Presence) -> Session:
             is_compared=welcome.world_size > 1 and not options.mindio,
         ),
         holdings=Holdings(),
+        rehearsal=Rehearsal(),
         snapshots=Snapshots(board, welcome.local_rank, options.buffers, options.snapshot_every_steps),
         kept_weights=KeptWeights(optimizer_registry.newest, lambda text: presence.channel.send(from_rank.Note(text))),
         own_state=OwnState(board, welcome.rank, options.own_state),

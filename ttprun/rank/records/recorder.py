@@ -130,6 +130,15 @@ class Recorder:
         found = self._read(boundary % SLOTS)
         return found[1:] if found is not None and found[0] == boundary else None
 
+    def read_head(self, boundary: int) -> bytes:
+        """A copy of a record's packed part. Raises KeyError if it is not there."""
+        cell = boundary % SLOTS * _SLOT_CELLS
+        known, head_bytes, _ = self._cells[cell : cell + _SLOT_CELLS]
+        if known != boundary:
+            raise KeyError(boundary)
+        at = HEADER_BYTES + boundary % SLOTS * self._slot_bytes
+        return bytes(self._view[at : at + head_bytes])
+
     def read_first(self) -> tuple[int, bytes, bytes] | None:
         """Copies of (boundary, head, blobs) of the record that is kept for good, None if there is none."""
         return self._read(FIRST)

@@ -12,36 +12,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ttprun.rank import values
 from ttprun.rank.session import Session
 
 _MOST = 3  # variables that are named
-_LOOKS, _LOOK_EVERY = 3, 64  # boundaries at which a record is searched for what cannot be restored
 _OTHER_WAYS = {"mpi4py.MPI": "MPI", "horovod.torch": "Horovod", "byteps.torch": "BytePS"}  # of communication
 
 
-def unrecorded(session: Session, record: dict[str, Any], head: bytes) -> list[str]:
-    """A sentence for each variable that cannot be restored; some boundaries old, unless these are refused.
+def look(record: dict[str, Any], refused: list[str]) -> str:
+    """Why no replay would reach this boundary; "" if one may.
 
-    head   the record, packed
+    refused   what the rehearsal has found of this record or an older one
     """
-    if values.MARK_OF_REFUSED not in head:
-        session.unrecorded = []
-    elif session.options.is_strict or record["boundary"] <= _LOOKS or record["boundary"] % _LOOK_EVERY == 0:
-        session.unrecorded = values.refusals(head)
-    return session.unrecorded
-
-
-def look(record: dict[str, Any], not_recorded: list[str], is_strict: bool) -> str:
-    """Why no replay would reach this boundary; "" if one may. `not_recorded` is what `unrecorded` says."""
     unfollowed: str = record["unfollowed"]
     if unfollowed:
         return unfollowed
     if record["boundary"] > 1 and record["entropy"]:  # draws of the setup do not matter
         return "the script draws from os.urandom in its steps, which gives other numbers each time: seed a generator"
-    found = not_recorded if is_strict or not not_recorded else values.refused_loops(record)
-    more = f", and {len(found) - _MOST} more" if len(found) > _MOST else ""
-    return "; ".join(found[:_MOST]) + more
+    return in_short(refused)
+
+
+def in_short(refused: list[str]) -> str:
+    """The first few of some sentences."""
+    more = f"; and {len(refused) - _MOST} more" if len(refused) > _MOST else ""
+    return "; ".join(refused[:_MOST]) + more
 
 
 def look_without_group(session: Session) -> None:

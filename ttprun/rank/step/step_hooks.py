@@ -195,6 +195,8 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         if session.is_alone():
             session.own_state.keep(session, session.applied + 1)
         session.mirror.begin(session, session.applied + 1)
+    else:  # there is nothing to read back
+        session.row[Field.REHEARSED] = session.applied + 1
     if not session.trains_alone and session.snapshots.is_due(session.applied + 1):
         session.snapshots.take(session, session.applied + 1, fail_open.caller())
     pass_boundary(session)
@@ -253,16 +255,15 @@ def _write_record(
             with values.room_to_walk():
                 record, blobs, is_open = describe(session, boundary, frame, returned)
                 head = values.pack(record)
-            not_recorded = hindrances.unrecorded(session, record, head)
-            hindrance = hindrances.look(record, not_recorded, session.options.is_strict)
+            hindrance = hindrances.look(record, session.rehearsal.refused)
             hindrance = hindrance or session.holdings.why_moved(optimizer_registry.newest())
             session.note_hindrance(boundary, hindrance)
             if hindrance:  # the step that ends here would not come to the same
                 session.recorder.evidence.clear()
             session.recorder.write(boundary, head, blobs)
             session.own_state.is_apt = not hindrance and not is_open
-            names = record["not_proved"]
-            session.report_not_proved([*names, *not_recorded] if not_recorded else names)
+            session.report_not_proved(record["not_proved"])
+            session.rehearsal.note(session.recorder, record, head, session.options.is_strict)
             if boundary == 1:
                 session.recorder.write_first(boundary, head, blobs)
     except RecordTooLargeError as error:
@@ -277,7 +278,20 @@ def _write_record(
     if not session.unprotected:
         session.mirror.complete(session, boundary, optimizer)
     session.board.announce(session.rank, Field.RECORDED, boundary)
+    if not session.unprotected:
+        _rehearse(session, boundary)
     return not session.unprotected
+
+
+def _rehearse(session: Session, boundary: int) -> None:
+    """Before the wait for the other ranks: read back what was recorded, and report what a replay would lack."""
+    rehearsal = session.rehearsal
+    read = rehearsal.go_on(lambda: not session.trains_alone and min(session.recorded) < boundary)
+    if read:
+        session.report_unrecorded(rehearsal.unrecorded)
+        if rehearsal.refused and not session.hindrance:
+            session.note_hindrance(boundary, hindrances.in_short(rehearsal.refused))
+        session.row[Field.REHEARSED] = read
 
 
 def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str:

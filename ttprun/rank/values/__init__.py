@@ -11,17 +11,17 @@ from ttprun.rank.values.histories import is_awaited
 from ttprun.rank.values.large import fingerprint
 from ttprun.rank.values.named import names_of as names_not_proved
 from ttprun.rank.values.nodes import CannotRestoreError, pack, unpack
-from ttprun.rank.values.refusals import MARK_OF_REFUSED, refusals, refused_loops
+from ttprun.rank.values.refusals import MARK_OF_REFUSED, refusals
 from ttprun.rank.values.restore import Restore
-from ttprun.rank.values.snapshot import Snapshot, room_to_walk
+from ttprun.rank.values.snapshot import FIXED, Snapshot, room_to_walk
 from ttprun.rank.values.suspended import restore_loop
 from ttprun.rank.values.trees import Tree
 from ttprun.rank.values.unrecorded import UnrecordedTensorError
 
 __all__ = [
-    "MARK_OF_REFUSED", "CannotRestoreError", "Restore", "Snapshot", "Tree", "UnrecordedTensorError",
+    "FIXED", "MARK_OF_REFUSED", "CannotRestoreError", "Restore", "Snapshot", "Tree", "UnrecordedTensorError",
     "begin_boundary", "fingerprint", "forget", "is_awaited", "kinds", "let_go", "names_not_proved", "pack", "refusals",
-    "refused_loops", "restore_loop", "room_to_walk", "unpack",
+    "restore_loop", "room_to_walk", "unpack",
 ]  # fmt: skip
 
 

@@ -1,47 +1,37 @@
-"""The variables of a record that cannot be restored, by name."""
+"""The variables of a record that cannot be restored: each by its path, with what it is and what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from ttprun.rank.values.cures import not_recorded
 from ttprun.rank.values.nodes import Tag, unpack
 from ttprun.rank.values.trees import walk, with_fixed
 
 MARK_OF_REFUSED = b"\x92\xa1!"  # a REFUSED node as `nodes.pack` packs it; a str of the user's may look alike
 
 
-def refusals(head: bytes) -> list[str]:
-    """A sentence for each value that cannot be restored.
+def refusals(head: bytes) -> Iterator[tuple[str, bool]]:
+    """Read a record: of each node (a sentence if its value cannot be restored, else ""; whether it must be).
 
-    head   a record, packed
+    head   the record, packed
     """
     record = unpack(head)
-    found: list[str] = []
     for place, scope, dead in zip(record["place"], record["variables"], record["dead"], strict=True):
-        found += _in_scope(scope, f"{place[1]}: ", dead)
-    for name, scope in record["modules"].items():
-        found += _in_scope(scope, f"{name}: ")
-    return list(dict.fromkeys([*found, *refused_loops(record)]))
+        for name, node in with_fixed(scope).items():
+            if name not in dead:
+                yield from _below(node, f"{place[1]}: {name}", False)
+    for module, scope in record["modules"].items():
+        for name, node in with_fixed(scope).items():
+            yield from _below(node, f"{module}: {name}", False)
+    for number, loop in enumerate(loop for of_frame in record["loops"] for loop in of_frame):
+        yield from _below(loop["over"], f"the iterable of loop {number + 1} around the step", True)
+    for number, optimizer in enumerate(record["optimizers"]):
+        yield from _below(optimizer, f"optimizer {number}", True)
+    yield from _below(record["returned"], "the closure's result", True)
 
 
-def refused_loops(record: dict[str, Any]) -> list[str]:
-    """The same, of what the loops around the step run over.
-
-    record   not packed
-    """
-    around = (loop for of_frame in record["loops"] for loop in of_frame)
-    names = ((loop["over"], f"the iterable of loop {at + 1} around the step") for at, loop in enumerate(around))
-    return [sentence for node, name in names for sentence in _below(node, name)]
-
-
-def _in_scope(scope: dict[str, Any], where: str, dead: Container[str] = ()) -> Iterator[str]:
-    for name, node in with_fixed(scope).items():
-        if name not in dead:
-            yield from _below(node, f"{where}{name}")
-
-
-def _below(node: Any, name: str) -> Iterator[str]:
-    return (
-        f"{where} cannot be recorded: it {found[1]}" for found, where in walk(node, name) if found[0] == Tag.REFUSED
-    )
+def _below(node: Any, name: str, is_needed: bool) -> Iterator[tuple[str, bool]]:
+    for found, where in walk(node, name):
+        yield (not_recorded(where, found[1]) if found[0] == Tag.REFUSED else ""), is_needed

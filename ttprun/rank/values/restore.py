@@ -17,6 +17,7 @@ import torch
 
 from ttprun.rank import fail_open
 from ttprun.rank.position.variables import set_local, unset_local, variables_of
+from ttprun.rank.values.cures import not_recorded
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, name_of, short_name, unpack, unpack_items
 from ttprun.rank.values.snapshot import FIXED, Snapshot, is_hidden
 from ttprun.rank.weights.optimizer_registry import places
@@ -231,7 +232,7 @@ def restore_same(restore: Restore, live: Any, node: list[Any], name: str) -> Any
 
 def restore_refused(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """What the lost rank could not record."""
-    return restore.refuse(live, f"{name} cannot be recorded: it {node[1]}", is_unrecorded=True)
+    return restore.refuse(live, not_recorded(name, node[1]), is_unrecorded=True)
 
 
 def restore_reference(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
