@@ -55,7 +55,8 @@ class FakeNode:
 class AnyCheckpoint:
     """Every checkpoint can be resumed from."""
 
-    def open(self, path: Path, is_new: bool) -> None: ...
+    def open(self, path: Path, is_new: bool) -> Any:
+        return SimpleNamespace(without=())
 
 
 def checkpoints_of(node: FakeNode, store: CheckpointStore) -> Checkpoints:
@@ -273,3 +274,15 @@ def test_a_save_directory_that_is_gone_does_not_keep_a_job_from_its_end(
         f"that this run is done could not be noted in '{tmp_path / 'save'}' (No such file or directory): the next one "
         "resumes from its last checkpoint"
     ]
+
+
+def test_a_note_that_the_run_has_ended_and_stays_is_said_with_the_checkpoint(
+    tmp_path: Path, buffer: SnapshotBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By it the next launch would start anew."""
+    checkpoints = checkpoints_of(FakeNode(LIMIT_S), CheckpointStore(tmp_path, 3))
+    (tmp_path / ENDED_NAME).mkdir()
+
+    write(checkpoints, buffer)
+
+    assert "'ended' beside it, by which a launch starts anew, stays" in str(checkpoints.writer.status)

@@ -114,6 +114,27 @@ def test_a_job_that_is_preempted_in_any_phase_goes_on_by_the_same_command_and_no
     assert_same_outcome(job.as_one(), undisturbed(script, ranks))
 
 
+@pytest.mark.parametrize(
+    ("options", "words", "goes_on"),
+    [
+        (["--proof", "strict"], "no run can resume from it (rank 0: main: scales cannot be recorded", False),
+        ([], "a run that resumes from it has what no record holds as its set-up makes it (main: scales", True),
+    ],
+    ids=["starts anew", "goes on without something"],
+)
+def test_a_job_that_would_not_go_on_as_it_was_is_never_promised_to_resume(
+    series: Callable[..., Series], options: list[str], words: str, goes_on: bool
+) -> None:
+    job = series("unrecordable.py", 2, ["--kind", "scale"])
+
+    first = job.launch(faults=["preempt:rank=0,step=9,phase=before_step"], options=options)
+    second = job.launch(options=options)
+
+    assert words in first.status["reason"], first.story()
+    assert "the same command resumes from it" not in first.output + first.status["reason"], first.story()
+    assert bool(second.status["resume"]) == goes_on, second.story()
+
+
 def test_a_job_can_be_preempted_again_and_again(series: Callable[..., Series], undisturbed: Undisturbed) -> None:
     job = series(EPOCHS, 2)
 

@@ -28,7 +28,11 @@ def record(**variables: Any) -> tuple[dict[str, Any], bytes]:
 
 def look(fields: dict[str, Any], head: bytes, is_strict: bool = True) -> str:
     """As a boundary does."""
-    found = [sentence for sentence, is_needed in values.refusals(head) if sentence and (is_needed or is_strict)]
+    found = [
+        sentence
+        for sentence, is_needed in values.refusals(values.unpack(head))
+        if sentence and (is_needed or is_strict)
+    ]
     return hindrances.look(fields, found)
 
 

@@ -248,6 +248,7 @@ class StatePersisted(Event):
     place         where it is; "" if it was not written
     why_not       why it was not written; "" if it was
     why_unusable  why no run can resume from it, though it was written; "" if one can
+    without       what a run that resumes from it has as its set-up makes it; "" if nothing
     is_handled    the script handles the signal that ends it, and must resume for that
     """
 
@@ -255,6 +256,7 @@ class StatePersisted(Event):
     place: str = ""
     why_not: str = ""
     why_unusable: str = ""
+    without: str = ""
     is_handled: bool = False
 
 

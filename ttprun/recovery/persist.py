@@ -115,6 +115,11 @@ def what_was_saved(job: Job, event: StatePersisted) -> str:
         return f"its state was saved, but a replay of this script differs from the run, so none resumes: {event.place}"
     if job.ending is not None and job.ending.is_restart:
         return f"its state was saved: {event.place}"
+    if job.settings.saves_before_restart:  # whether the script loads it is up to the script
+        return f"its framework has saved its state: {event.place}"
+    if event.without:
+        which = f"what no record holds as its set-up makes it ({event.without})"
+        return f"its state was saved, but a run that resumes from it has {which}: {event.place}"
     if job.settings.same_command_goes_on:
         return f"its state was saved, the same command resumes from it: {event.place}"
     return f"its state was saved; to resume from it: --resume {event.place}"

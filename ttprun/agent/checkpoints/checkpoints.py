@@ -206,7 +206,8 @@ class Checkpoints:
             elif checkpoint is not None:
                 why_not = f"it would lack {in_short(missing)}; what there is was written to {checkpoint.path}"
             is_handled = any(report.is_handled for report in writing.reports.values())
-            self._report_to_machine(writing.order.generation, place, why_not, written.why_unusable, is_handled)
+            unusable, without = written.why_unusable, in_short(written.without, 1)
+            self._report_to_machine(writing.order.generation, place, why_not, unusable, is_handled, without)
 
         headers = {rank: share.header for rank, share in shares.items()} if replicas.parted else {}
         for rank in range(len(self._node.slots)) if headers else ():
@@ -279,7 +280,13 @@ class Checkpoints:
         self.writer.submit(draft, parts, buffer.first, apart, "periodic", [], time.monotonic(), finish, shares)
 
     def _report_to_machine(
-        self, generation: int, place: str = "", why_not: str = "", why_unusable: str = "", is_handled: bool = False
+        self,
+        generation: int,
+        place: str = "",
+        why_not: str = "",
+        why_unusable: str = "",
+        is_handled: bool = False,
+        without: str = "",
     ) -> None:
         self._node.advance(
             recovery.StatePersisted(
@@ -289,6 +296,7 @@ class Checkpoints:
                 why_not=why_not,
                 why_unusable=why_unusable,
                 is_handled=is_handled,
+                without=without,
             )
         )
 

@@ -66,11 +66,13 @@ class Written:
     checkpoint     None if there is none
     why_not        why there is none
     why_unusable   why no run can resume from it
+    without        what a run that resumes has as its set-up makes it, a sentence each
     """
 
     checkpoint: Checkpoint | None
     why_not: str
     why_unusable: str
+    without: tuple[str, ...] = ()
 
 
 class CheckpointWriter:
@@ -154,7 +156,7 @@ class CheckpointWriter:
         description = Description(world_size=len(self._node.slots), cause=cause, script=script, model=first.model)
 
         def work() -> None:
-            checkpoint, why_not, why_unusable = None, "", ""
+            checkpoint, why_not, why_unusable, without = None, "", "", ()
             try:
                 for share, content in shares:
                     draft.add(file_of(share), content)
@@ -164,16 +166,14 @@ class CheckpointWriter:
                 draft.add(STATE_FILE, msgpack.packb(state))
                 checkpoint = draft.keep_incomplete(description, missing) if missing else draft.commit(description)
                 if checkpoint.is_valid:
-                    with contextlib.suppress(OSError):  # then the next run begins anew, and says so
-                        (self._store.save_dir / ENDED_NAME).unlink(missing_ok=True)
-                    why_unusable = self._why_unusable(checkpoint)
+                    why_unusable, without = self._read_back(checkpoint)
             except ConfigError as error:
                 why_not = str(error)
             except Exception as error:  # whatever it is, training must not feel it
                 logger.exception("a checkpoint could not be written")
                 why_not = repr(error)
                 draft.discard()
-            written = Written(checkpoint, why_not, why_unusable)
+            written = Written(checkpoint, why_not, why_unusable, without)
             self._outcomes.put((lambda: note(written), lambda: done(written)))
             self._node.call(self._take_outcomes)
 
@@ -216,13 +216,15 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):  # it has just become a checkpoint, or has been given up
                 progress.show(sum(entry.stat().st_size for entry in os.scandir(folder)))
 
-    def _why_unusable(self, checkpoint: Checkpoint) -> str:
-        """Why a launch would not resume from what has just been written: whoever says so must have asked."""
+    def _read_back(self, checkpoint: Checkpoint) -> tuple[str, tuple[str, ...]]:
+        """(why a launch would not resume from what has just been written, what it would lack then)."""
         try:
-            self._resumption.open(checkpoint.path, is_new=True)
+            (self._store.save_dir / ENDED_NAME).unlink(missing_ok=True)
+            return "", self._resumption.open(checkpoint.path, is_new=True).without
+        except OSError as error:
+            return f"'{ENDED_NAME}' beside it, by which a launch starts anew, stays ({error.strerror})", ()
         except (ConfigError, InvalidCheckpointError) as error:
-            return str(error)
-        return ""
+            return str(error), ()
 
     def _note(self, checkpoint: Checkpoint, reason: str, cause: str, took_s: float) -> None:
         size = checkpoint.manifest.size_bytes if checkpoint.manifest is not None else 0

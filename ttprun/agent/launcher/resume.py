@@ -11,6 +11,7 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ttprun import recovery
@@ -21,6 +22,7 @@ from ttprun.errors import ConfigError, in_short
 from ttprun.observe.progress import ProgressLog
 from ttprun.rank.records import replayable
 from ttprun.rank.records.recorder import Recorder, RecordTooLargeError
+from ttprun.rank.values.refusals import refusals
 from ttprun.state import unusable
 from ttprun.state.checkpoint import Checkpoint, inspect
 from ttprun.state.errors import InvalidCheckpointError
@@ -158,10 +160,8 @@ class Resumption:
         manifest = checkpoint.valid_manifest()
         stored = open_checkpoint(checkpoint, time.monotonic() - began_s)
         if manifest.world_size == self._world_size and stored.arguments == self._words:
-            why_not = why_not_replayable(stored, self._world_size, self._config.record_limit_mib << 20)
-            if why_not:
-                raise InvalidCheckpointError(why_not)
-            return stored
+            without = check_records(stored, self._world_size, self._config)
+            return replace(stored, without=without)
         if script_of(stored.arguments) != script_of(self._words):
             raise ConfigError(
                 f"checkpoint '{checkpoint.path}' is of '{shlex.join(stored.arguments)}', "
@@ -197,17 +197,24 @@ class Resumption:
         return self._fingerprint
 
 
-def why_not_replayable(stored: Stored, world_size: int, slot_bytes: int) -> str:
-    """Why the ranks would refuse a checkpoint of theirs, as far as their records say it; "" if they say nothing.
+def check_records(stored: Stored, world_size: int, config: Config) -> tuple[str, ...]:
+    """Read the ranks' records as the ranks would read them; returns what they do not hold, a sentence each.
 
-    The records are put where the ranks would find them, and read as they would read them.
+    Raises InvalidCheckpointError if a rank would refuse them, as far as they say so.
     """
+    slot_bytes, without = config.record_limit_mib << 20, list[str]()
     for rank in range(world_size):
         fd = Recorder.create(slot_bytes)
         try:
             recorder = Recorder(fd, slot_bytes)
             recorder.restore(stored.rank_part(rank))
-            why_not = replayable.why_not(replayable.records_up_to(recorder, stored.boundary))
+            records = replayable.records_up_to(recorder, stored.boundary)
+            why_not = replayable.why_not(records)
+            for sentence, is_needed in refusals(records[-1].fields):
+                if sentence and (is_needed or config.proof == "strict"):
+                    why_not = why_not or sentence
+                elif sentence:
+                    without.append(sentence)
         except (RecordTooLargeError, ValueError, TypeError) as error:
             why_not = str(error)
         except KeyError as error:
@@ -215,8 +222,8 @@ def why_not_replayable(stored: Stored, world_size: int, slot_bytes: int) -> str:
         finally:
             os.close(fd)
         if why_not:
-            return f"rank {rank}: {why_not}"
-    return ""
+            raise InvalidCheckpointError(f"rank {rank}: {why_not}")
+    return tuple(dict.fromkeys(without))
 
 
 def script_of(arguments: Sequence[str]) -> tuple[str, ...]:

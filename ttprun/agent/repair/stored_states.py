@@ -65,6 +65,7 @@ class Stored:
                raises InvalidCheckpointError if that cannot be read
     origin     set if it is of other ranks or other arguments: then no rank can go on from it as it is
     is_in_recorder  a rank's own part is in its recorder already, with all that has come since
+    without    what no record holds, a sentence each: a run that goes on has it as its set-up makes it
     checked_s  seconds that it took to read all files and compare their digests; 0 if they are not on disk
     """
 
@@ -79,6 +80,7 @@ class Stored:
     headers: Mapping[int, list[Any]] = field(default_factory=dict)
     replicas: Replicas = UNKNOWN
     is_in_recorder: bool = False
+    without: tuple[str, ...] = ()
 
     def header_of(self, rank: int) -> list[Any]:
         """What a rank holds."""

@@ -78,7 +78,7 @@ class Rehearsal:
         refused: list[str] = []
         unrecorded: list[str] = []
         try:
-            for sentence, is_needed in values.refusals(head):
+            for sentence, is_needed in values.refusals(values.unpack(head)):
                 if sentence:
                     (refused if is_needed or is_strict else unrecorded).append(sentence)
                 yield

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ttprun.rank.values.cures import not_recorded
-from ttprun.rank.values.nodes import Tag, unpack
+from ttprun.rank.values.nodes import Tag
 from ttprun.rank.values.trees import walk, with_fixed
 
 MARK_OF_REFUSED = b"\x92\xa1!"  # a REFUSED node as `nodes.pack` packs it; a str of the user's may look alike
 
 
-def refusals(head: bytes) -> Iterator[tuple[str, bool]]:
-    """Read a record: of each node (a sentence if its value cannot be restored, else ""; whether it must be).
-
-    head   the record, packed
-    """
-    record = unpack(head)
-    for place, scope, dead in zip(record["place"], record["variables"], record["dead"], strict=True):
+def refusals(record: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Of each node of an unpacked record: (a sentence if its value cannot be restored, else ""; whether it must be)."""
+    dead_ones = record.get("dead") or itertools.repeat(())  # older checkpoints have none
+    for place, scope, dead in zip(record["place"], record["variables"], dead_ones, strict=False):
         for name, node in with_fixed(scope).items():
             if name not in dead:
                 yield from _below(node, f"{place[1]}: {name}", False)
@@ -29,7 +27,7 @@ def refusals(head: bytes) -> Iterator[tuple[str, bool]]:
         yield from _below(loop["over"], f"the iterable of loop {number + 1} around the step", True)
     for number, optimizer in enumerate(record["optimizers"]):
         yield from _below(optimizer, f"optimizer {number}", True)
-    yield from _below(record["returned"], "the closure's result", True)
+    yield from _below(record.get("returned"), "the closure's result", True)
 
 
 def _below(node: Any, name: str, is_needed: bool) -> Iterator[tuple[str, bool]]:

@@ -1,0 +1,50 @@
+"""What is said of a saved state is what the next launch does with it: its records are read as the ranks would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ttprun.agent.launcher.resume import check_records
+from ttprun.agent.repair.stored_states import Stored
+from ttprun.config import Config
+from ttprun.rank import values
+from ttprun.rank.values.nodes import Tag
+from ttprun.state.errors import InvalidCheckpointError
+
+GENERATOR = [Tag.REFUSED, "is the generator stream, which does not show the positions of its loops"]
+
+
+def check(proof: str, **fields: Any) -> tuple[str, ...]:
+    """Read a checkpoint of one rank with such a record; returns what it lacks, and last why it is refused."""
+    record: dict[str, Any] = {
+        "boundary": 1, "place": [["train.py", "main", 3]], "dead": [[]], "modules": {}, "loops": [[]], "variables": [{}],
+        "optimizers": [], "returned": None, "unfollowed": "", "entropy": 0, "is_straight": False, "blobs": [],
+    }  # fmt: skip
+    held = (1, values.pack(record | fields), b"")
+    part = {"records": [held], "first": held, "log": [], "workers": [], "appended": b""}
+    stored = Stored(1, "step-1", ("train.py",), [], (), lambda rank: part)
+    try:
+        return (*check_records(stored, 1, Config(proof=proof)), "")  # type: ignore[arg-type]
+    except InvalidCheckpointError as error:
+        return (error.reason,)
+
+
+@pytest.mark.parametrize(
+    ("proof", "fields", "found"),
+    [
+        ("evidence", {}, ("",)),
+        ("evidence", {"loops": [[{"over": GENERATOR}]]}, ("rank 0: the iterable of loop 1 around the step cannot be",)),
+        ("evidence", {"unfollowed": "a loop is not followed"}, ("rank 0: a loop is not followed",)),
+        ("evidence", {"variables": [{"batches": GENERATOR}]}, ("main: batches cannot be recorded", "")),
+        ("strict", {"variables": [{"batches": GENERATOR}]}, ("rank 0: main: batches cannot be recorded",)),
+    ],
+)
+def test_a_state_that_the_next_launch_would_refuse_or_could_not_restore_is_known_when_it_is_written(
+    proof: str, fields: dict[str, Any], found: tuple[str, ...]
+) -> None:
+    said = check(proof, **fields)
+
+    assert len(said) == len(found)
+    assert all(one.startswith(expected) for one, expected in zip(said, found, strict=True)), said
