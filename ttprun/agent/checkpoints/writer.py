@@ -156,7 +156,8 @@ class CheckpointWriter:
         description = Description(world_size=len(self._node.slots), cause=cause, script=script, model=first.model)
 
         def work() -> None:
-            checkpoint, why_not, why_unusable, without = None, "", "", ()
+            checkpoint, why_not, why_unusable = None, "", ""
+            without: tuple[str, ...] = ()
             try:
                 for share, content in shares:
                     draft.add(file_of(share), content)
