@@ -141,6 +141,7 @@ def _run(suite: Suite, launcher: str, names: Sequence[str], folder: Path) -> int
 def _environment(suite: Suite, folder: Path) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "BACKEND": "gloo", "TEMP_DIR": str(folder / "temporary")}
+    clean["ACCELERATE_USE_CPU"] = "true"  # else each rank trains alone where there is no GPU
     for name in ("barrier", "test_dir"):  # as distributed_test has them
         (folder / "temporary" / name).mkdir(parents=True)
     clean["PYTHONPATH"] = os.pathsep.join([str(PACKAGES), str(REPOSITORY)])

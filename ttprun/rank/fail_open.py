@@ -98,6 +98,16 @@ class LikeBuiltin:
     def __repr__(self) -> str:
         return repr(self._original)
 
+    @property
+    def __signature__(self) -> Any:
+        """For `inspect.getfullargspec`, which does not ask what is wrapped. AttributeError if the original has none."""
+        import inspect  # a script may look at files before it has imported that
+
+        try:
+            return inspect.signature(self._original)
+        except ValueError as error:
+            raise AttributeError(str(error)) from None
+
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         module = "os" if self._original.__module__ == "posix" else self._original.__module__
         return pkgutil.resolve_name, (f"{module}:{self._original.__qualname__}",)

@@ -191,6 +191,10 @@ def describe_functions():
         except ValueError as error:
             told.append(repr(error)[:30])
         try:
+            told.append(str(inspect.getfullargspec(one)))
+        except TypeError as error:
+            told.append(str(error))
+        try:
             told.append(pickle.loads(pickle.dumps(one)) is one)
         except Exception as error:
             told.append(repr(error))

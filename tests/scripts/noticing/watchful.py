@@ -74,6 +74,38 @@ def one(place):
     return object.__new__(kind(object, place))
 
 
+class WatchfulType(type):
+    """A class of classes that notice every look at them."""
+
+    def __getattribute__(cls, name):
+        note("metaclass", f"__getattribute__ {name}")
+        return type.__getattribute__(cls, name)
+
+    def __getattr__(cls, name):
+        note("metaclass", f"__getattr__ {name}")
+        raise AttributeError(name)
+
+    @property
+    def __dict__(cls):
+        note("metaclass", "__dict__")
+        return type.__dict__["__dict__"].__get__(cls)
+
+    def __instancecheck__(cls, value):
+        note("metaclass", "__instancecheck__")
+        return type.__instancecheck__(cls, value)
+
+    def __subclasscheck__(cls, kind):
+        note("metaclass", "__subclasscheck__")
+        return type.__subclasscheck__(cls, kind)
+
+
+class OfWatchfulType(metaclass=WatchfulType):
+    table = [1, 2]
+
+    def __init__(self):
+        self.held = 1
+
+
 class Color(enum.Enum):
     RED = 1
 
@@ -196,6 +228,7 @@ def everything(where):
     next(each["generator"])
     each["iterator"] = iter([one(f"{where}.iterator")] * 10)
     each["zipped"] = zip([one(f"{where}.zipped")] * 10, range(10), strict=False)
+    each["class_kind"], each["of_class_kind"] = OfWatchfulType, OfWatchfulType()
     each["error"] = ValueError(one(f"{where}.error"))
     return each
 

@@ -25,6 +25,7 @@ import sysconfig
 from collections.abc import Iterable
 
 from ttprun import frameworks
+from ttprun.rank.process.looks import module_of_class
 
 _INSTALLED = tuple(
     path.rstrip(os.sep) + os.sep
@@ -143,7 +144,7 @@ def holds_state(filename: str) -> bool:
 
 def is_state(kind: type) -> bool:
     """Whether a class is defined in a file whose objects are state: its attributes, and all of theirs."""
-    filename = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    filename = getattr(sys.modules.get(module_of_class(kind)), "__file__", None)
     return bool(filename) and holds_state(str(filename))
 
 

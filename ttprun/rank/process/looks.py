@@ -24,7 +24,16 @@ _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (bytes, bytes.__bytes__),
     (complex, complex.__complex__),
 )
+# What a class says of itself, though its metaclass may answer otherwise, or notice.
+dictionary_of_class: Callable[[type], types.MappingProxyType[str, Any]] = vars(type)["__dict__"].__get__
+bases_of: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__  # itself first, object last
+base_of_class: Callable[[type], type] = vars(type)["__base__"].__get__
+module_of_class: Callable[[type], str] = vars(type)["__module__"].__get__
+qualified_name_of_class: Callable[[type], str] = vars(type)["__qualname__"].__get__
+size_of_objects: Callable[[type], int] = vars(type)["__basicsize__"].__get__
+_dictionary_offset: Callable[[type], int] = vars(type)["__dictoffset__"].__get__
 _OF_DICTIONARIES = (types.GetSetDescriptorType, types.MemberDescriptorType)
+_MOST_TYPES = 4096  # a script may make classes in each step
 _cached: list[Any] = []
 
 
@@ -74,8 +83,8 @@ def length_of(value: Any) -> int:
 
 
 def of_types(function: Callable[[type], V]) -> Callable[[type], V]:
-    """A decorator: cache a function of a type until the run of the script is over."""
-    cached = functools.cache(function)
+    """A decorator: cache a function of a type, of the newest types, until the run of the script is over."""
+    cached = functools.lru_cache(_MOST_TYPES)(function)
     _cached.append(cached)
     return cached
 
@@ -91,17 +100,28 @@ def slots_of(kind: type) -> dict[str, Any]:
     """The slots of a class and its bases, by name."""
     return {
         name: item
-        for base in reversed(kind.__mro__)
-        for name, item in vars(base).items()
-        if type(item) is types.MemberDescriptorType and name != "__weakref__" and "__slots__" in vars(base)
+        for base in reversed(bases_of(kind))
+        if "__slots__" in dictionary_of_class(base)
+        for name, item in dictionary_of_class(base).items()
+        if type(item) is types.MemberDescriptorType and name != "__weakref__"
     }
+
+
+def has_method(kind: type, name: str) -> bool:
+    """Whether a class or a base of it defines a name."""
+    return any(name in dictionary_of_class(base) for base in bases_of(kind))
+
+
+def has_dictionary(kind: type) -> bool:
+    """Whether objects of a class have a dictionary of their own."""
+    return bool(_dictionary_offset(kind))
 
 
 @of_types
 def _dictionary_getter(kind: type) -> Callable[[Any], dict[str, Any]] | None:
     if issubclass(kind, threading.local):  # each thread has another one, which the class does not have
         return lambda one: threading.local.__getattribute__(one, "__dict__")
-    found = (vars(base).get("__dict__") for base in kind.__mro__)
+    found = (dictionary_of_class(base).get("__dict__") for base in bases_of(kind))
     known = next((one for one in found if type(one) in _OF_DICTIONARIES), None)
     return None if known is None else known.__get__
 

@@ -17,7 +17,7 @@ import logging
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any, Protocol
 
-from ttprun.rank.process.looks import attributes_of
+from ttprun.rank.process.looks import attributes_of, bases_of
 from ttprun.rank.values.compiled import pair_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, pack, short_name, unpack
 from ttprun.rank.values.not_proved import record_not_proved
@@ -110,7 +110,7 @@ _registered: dict[str, Any] | None = None
 
 def adapter_for(kind: type) -> Adapter | None:
     """The adapter of a type or of its nearest base that has one; a registered one wins."""
-    names = [name_of(base) for base in kind.__mro__[:-1]]
+    names = [name_of(base) for base in bases_of(kind)[:-1]]
     for name in names:
         entry = _entry_points().get(name)
         if entry is not None:

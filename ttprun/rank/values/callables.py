@@ -13,7 +13,7 @@ from operator import is_
 from typing import Any
 
 from ttprun.rank.position.whose import holds_state
-from ttprun.rank.process.looks import is_a
+from ttprun.rank.process.looks import bases_of, dictionary_of_class, is_a
 from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, look_up, name_of
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import is_of_user
@@ -158,12 +158,12 @@ def restore_partial(restore: Restore, live: Any, node: list[Any], name: str) -> 
 def class_attributes(kind: type) -> dict[str, Any]:
     """What a class holds beside its methods."""
     if any(
-        name in vars(base) for base in kind.__mro__ for name in ("_member_map_", "_field_defaults")
+        name in dictionary_of_class(base) for base in bases_of(kind) for name in ("_member_map_", "_field_defaults")
     ):  # enumerations and named tuples do not change
         return {}
     return {
         name: _unbound(item)
-        for name, item in vars(kind).items()
+        for name, item in dictionary_of_class(kind).items()
         if not (name[:2] == "__" and name[-2:] == "__") and name[:5] != "_abc_" and not _is_descriptor(item)
     }
 
@@ -192,7 +192,7 @@ def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
     """A class of the user's, whose attributes may be counters and tables; other classes are recorded by name."""
     if not is_of_user(value):
         return record_named(snapshot, value, depth)
-    held = list(vars(value).values())
+    held = list(dictionary_of_class(value).values())
     known = _classes.get(value)
     if known is not None and len(known[0]) == len(held) and all(map(is_, held, known[0])):
         attributes = known[1]
@@ -215,13 +215,13 @@ def _without_attributes(snapshot: Snapshot, value: type, depth: int) -> Any:
 
 def restore_class(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """The attributes of the replacement's own class of that name."""
-    if not isinstance(live, type) or name_of(live) != node[2]:
+    if not is_a(live, type) or name_of(live) != node[2]:
         live = look_up(node[2])
-    if not isinstance(live, type):
+    if not is_a(live, type):
         return restore.refuse(live, f"{name} is the class {node[2]} in the lost rank, which is not here")
     if restore.claim_or_refuse(node[1], live, name):
         for key, item in node[3].items():
-            old = vars(live).get(key, MISSING)
+            old = dictionary_of_class(live).get(key, MISSING)
             value = restore.value(old, item, f"{name}.{key}")
             if value is not old and value is not MISSING:
                 type.__setattr__(live, key, value)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ttprun.rank.process.looks import base_of_class, bases_of, dictionary_of_class, size_of_objects
+
 PAIRS = (
     ("__getstate__", "__setstate__"),
     ("clone_state", "restore_state"),
@@ -48,13 +50,13 @@ def pair_of(kind: type) -> Pair | None:
 
 def hides_state(kind: type) -> bool:
     """Whether objects hold more than Python's attributes and slots, as those of compiled extensions do."""
-    return any(_own_bytes(base) > 0 for base in kind.__mro__[:-1])
+    return any(_own_bytes(base) > 0 for base in bases_of(kind)[:-1])
 
 
 def _own_bytes(kind: Any) -> int:
     """Bytes that a class adds to its base's objects, without slots, dictionary and weak references."""
-    held = vars(kind)
+    held = dictionary_of_class(kind)
     names = held.get("__slots__", ())
     slots = [one for one in held.values() if type(one).__name__ == "member_descriptor"] if names else []
     expected = len(slots) + ("__dict__" in held) + ("__weakref__" in held)
-    return int(kind.__basicsize__ - kind.__base__.__basicsize__ - _POINTER * expected)
+    return int(size_of_objects(kind) - size_of_objects(base_of_class(kind)) - _POINTER * expected)

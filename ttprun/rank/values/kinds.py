@@ -27,7 +27,7 @@ import numpy
 import torch
 
 from ttprun.rank import fail_open
-from ttprun.rank.process.looks import slots_of
+from ttprun.rank.process.looks import has_dictionary, has_method, slots_of
 from ttprun.rank.values import (
     adapters,
     arrays,
@@ -211,12 +211,12 @@ def handler_for(kind: type) -> Handler:
             return handler
     if not objects.is_of_user(kind):
         if left_to_replay.why_left(kind):
-            return iterators.record_unknown_iterator if hasattr(kind, "__next__") else process_local.record_same
+            return iterators.record_unknown_iterator if has_method(kind, "__next__") else process_local.record_same
         out_of_reach = left_to_replay.why_out_of_reach(kind)
         if out_of_reach:
             return lambda snapshot, value, depth: not_proved.record_not_proved(snapshot, value, out_of_reach)
-    has_attributes = bool(kind.__dictoffset__ or slots_of(kind))
-    compared = iterators.record_compiled_iterator if hasattr(kind, "__next__") else process_local.record_unknown
+    has_attributes = has_dictionary(kind) or bool(slots_of(kind))
+    compared = iterators.record_compiled_iterator if has_method(kind, "__next__") else process_local.record_unknown
     if compiled.hides_state(kind):
         pair = compiled.pair_of(kind)
         return compared if pair is None else _recorded_or_compared(adapters.record_with(pair, kind), compared)

@@ -7,6 +7,8 @@ value, or named as not proved (not_proved.py); a third table names objects whose
 
 from __future__ import annotations
 
+from ttprun.rank.values.nodes import name_of
+
 EFFECTS = {
     "shows the progress of the training": """
         tqdm rich colorama alive_progress progressbar
@@ -88,7 +90,7 @@ def why_out_of_reach(kind: type) -> str:
 
 def _found(kind: type) -> str:
     """The entry of the tables for a type: the longest one decides."""
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    name = name_of(kind).replace(":", ".")
     while name and name not in _NAMED:
         name = name.rpartition(".")[0]
     return name

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ttprun import frameworks
-from ttprun.rank.process.looks import is_a, of_types
+from ttprun.rank.process.looks import bases_of, dictionary_of_class, is_a, module_of_class, of_types
 from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, name_of, pack, unpack
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import left_out_by_framework, made_when_needed, restore_attributes
@@ -54,9 +54,9 @@ _CAN_SETTLE: tuple[Any, ...] = (
 
 
 def _is_of(module: torch.nn.Module, packages: tuple[str, ...]) -> bool:
-    where = type(module).__module__
+    where = module_of_class(type(module))
     if where.startswith(_DERIVING):
-        where = next(base.__module__ for base in type(module).__mro__ if not base.__module__.startswith(_DERIVED))
+        where = next(name for name in map(module_of_class, bases_of(type(module))) if not name.startswith(_DERIVED))
     return where.startswith(packages)
 
 
@@ -65,8 +65,8 @@ def _made_by_itself(kind: type) -> frozenset[str]:
     """Names of the attributes that the code of a library's module sets."""
     return frozenset(
         step.argval
-        for base in kind.__mro__
-        for function in vars(base).values()
+        for base in bases_of(kind)
+        for function in dictionary_of_class(base).values()
         if isinstance(function, types.FunctionType)
         for step in dis.get_instructions(function)
         if step.opname == "STORE_ATTR"

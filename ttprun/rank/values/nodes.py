@@ -14,6 +14,14 @@ from typing import Any
 
 import msgpack
 
+from ttprun.rank.process.looks import (
+    dictionary_of,
+    dictionary_of_class,
+    is_a,
+    module_of_class,
+    qualified_name_of_class,
+)
+
 MAX_DEPTH = 100  # msgpack itself gives up at 511 lists in each other
 
 
@@ -120,6 +128,8 @@ def _without_big(node: Any) -> Any:
 
 def name_of(kind: Any) -> str:
     """A type's or function's name for `look_up`: "module:qualified name"."""
+    if is_a(kind, type):
+        return f"{module_of_class(kind)}:{qualified_name_of_class(kind)}"
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -133,7 +143,10 @@ def look_up(name: str) -> Any:
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module, MISSING)
     for part in path.split("."):
-        found = vars(found).get(part, MISSING) if hasattr(found, "__dict__") else MISSING
+        if is_a(found, type):
+            found = dictionary_of_class(found).get(part, MISSING)
+        else:
+            found = (dictionary_of(found) or {}).get(part, MISSING)
         if found is MISSING:
             return MISSING
         if isinstance(found, staticmethod | classmethod):
@@ -145,8 +158,8 @@ def _look_up_in_classes(name: str) -> Any:
     """A type that a class made in its body and that does not know it: `Item = NamedTuple("Item", ...)`."""
     module, _, own = name.partition(":")
     held = list(vars(sys.modules[module]).values()) if module in sys.modules else []
-    found = (vars(one).get(own) for one in held if isinstance(one, type) and one.__module__ == module)
-    return next((one for one in found if isinstance(one, type) and name_of(one) == name), MISSING)
+    found = (dictionary_of_class(one).get(own) for one in held if is_a(one, type) and module_of_class(one) == module)
+    return next((one for one in found if is_a(one, type) and name_of(one) == name), MISSING)
 
 
 def look_up_type(name: str, base: type) -> type | None:

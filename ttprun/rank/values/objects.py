@@ -13,7 +13,14 @@ from typing import Any
 
 from ttprun import frameworks
 from ttprun.rank.position.whose import holds_state, is_state
-from ttprun.rank.process.looks import attributes_of, dictionary_of, of_types, slots_of
+from ttprun.rank.process.looks import (
+    attributes_of,
+    bases_of,
+    dictionary_of,
+    dictionary_of_class,
+    of_types,
+    slots_of,
+)
 from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of, short_name
 from ttprun.rank.values.restore import Restore, kind_of, unlike
 from ttprun.rank.values.snapshot import Snapshot
@@ -51,7 +58,7 @@ def left_out(kind: type) -> frozenset[str]:
 @of_types
 def left_out_by_framework(kind: type) -> frozenset[str]:
     """Those of them that a framework's file names."""
-    return frozenset().union(*(frameworks.LEFT_OUT.get(name_of(base), "").split() for base in kind.__mro__))
+    return frozenset().union(*(frameworks.LEFT_OUT.get(name_of(base), "").split() for base in bases_of(kind)))
 
 
 @of_types
@@ -136,7 +143,7 @@ def restore_attributes(
 
 def is_frozen(kind: type) -> bool:
     """Whether a class is a frozen dataclass."""
-    found = (vars(base).get("__dataclass_params__") for base in kind.__mro__)
+    found = (dictionary_of_class(base).get("__dataclass_params__") for base in bases_of(kind))
     return bool(getattr(next(filter(None, found), None), "frozen", False))
 
 

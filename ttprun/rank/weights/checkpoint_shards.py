@@ -22,7 +22,7 @@ import xxhash
 from ttprun.protocol.snapshots import Share
 from ttprun.rank.position.frames import SCALARS, user_frames
 from ttprun.rank.position.variables import variables_of
-from ttprun.rank.process.looks import dictionary_of, is_a
+from ttprun.rank.process.looks import dictionary_of, is_a, module_of_class
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights import optimizer_registry, replicated, sharded
 from ttprun.rank.weights.module_parts import parts_of, tables_of
@@ -274,7 +274,7 @@ def modules_in(frame: FrameType | None) -> Iterator[tuple[str, torch.nn.Module]]
                 continue
             if is_a(value, torch.nn.Module):
                 found[name] = value
-            elif type(value).__module__ == "__main__":
+            elif module_of_class(type(value)) == "__main__":
                 attributes = (dictionary_of(value) or {}).items()
                 found |= {f"{name}.{key}": part for key, part in attributes if is_a(part, torch.nn.Module)}
     yield from list(found.items())[:_MOST_MODULES]
