@@ -1,4 +1,4 @@
-"""Events that somebody may want to be told of (`--on-event`). Nothing is imported here but typing."""
+"""Events that are reported by a command (`--on-event`). Nothing is imported here but typing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ USUAL: tuple[Kind, ...] = (
 
 
 class Namer:
-    """Gives events their kinds: an incident is logged at each of its phases, and told of when it begins and ends."""
+    """Gives events their kinds: an incident is logged at each of its phases, and reported when it begins and ends."""
 
     def __init__(self) -> None:
         self._opened: set[object] = set()

@@ -1,7 +1,7 @@
 """The process that runs the user's command for events: `python -m ttprun.web.notifier RUN_DIR OFFSET COMMAND KIND...`.
 
 One command at a time, each for some seconds at most, and of a flood the newest; so it cannot fill the machine, and the
-job never waits for it. It outlives the launcher by some seconds, to tell of its end. Begin with `Notifier.run`.
+job never waits for it. It outlives the launcher by some seconds, to report its end. Begin with `Notifier.run`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Notifier:
         """Until standard input ends; then what is left, within END_LIMIT_S."""
         while not select.select([0], [], [], 0.0 if self._waiting else _LOOK_EVERY_S)[0]:
             self._look()
-            self._tell(COMMAND_LIMIT_S)
+            self._report(COMMAND_LIMIT_S)
         give_up_at_s = time.monotonic() + END_LIMIT_S
         self._look()
         if not self._has_ended:
             self._take({"at": timestamp(), "event": "launcher_died"})
         while self._waiting and (left_s := give_up_at_s - time.monotonic()) > 0:
-            self._tell(min(left_s, COMMAND_LIMIT_S))
+            self._report(min(left_s, COMMAND_LIMIT_S))
 
     def _look(self) -> None:
         """Take what was added to the log; the last line may still be written."""
@@ -79,18 +79,18 @@ class Notifier:
             self._waiting.popleft()
             self._dropped += 1
 
-    def _tell(self, limit_s: float) -> None:
+    def _report(self, limit_s: float) -> None:
         """Run the command for the event that has waited longest."""
         if not self._waiting:
             return
-        told = self._waiting.popleft() | {"dropped": self._dropped}
+        message = self._waiting.popleft() | {"dropped": self._dropped}
         with suppress(OSError, ValueError):
             status = read_status(self._run.status)
-            told |= {"run_id": status.run_id, "host": status.host, "state": status.state, "step": status.step}
+            message |= {"run_id": status.run_id, "host": status.host, "state": status.state, "step": status.step}
         self._dropped = 0
         why = ""
         try:
-            code = run_command(self._command, json.dumps(told).encode() + b"\n", limit_s)
+            code = run_command(self._command, json.dumps(message).encode() + b"\n", limit_s)
             why = f"exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
             why = f"no end after {limit_s:.0f} s"
@@ -119,7 +119,7 @@ def run_command(command: str, given: bytes, limit_s: float) -> int:
 
 
 def main() -> None:
-    """Tell of events until the launcher has ended. Signals that end the job do not end this."""
+    """Report events until the launcher has ended. Signals that end the job do not end this."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     run_dir, offset, command, *kinds = sys.argv[1:]
