@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ttprun.chaos.check.trial import Trial
@@ -50,6 +51,25 @@ def test_what_is_found_wrong_after_a_repair_is_laid_at_its_kills_listener() -> N
     rows, _ = rows_of(trial([FIRST], incident(1), mismatch), [FIRST])
 
     assert [(row.result, row.detail, row.place) for row in rows] == [("refused", "a loop in train.py:7", "train.py:7")]
+
+
+def test_to_go_back_to_step_0_is_called_a_start_from_the_beginning() -> None:
+    anew = replace(incident(1, "rewind", reason="nothing of its state is left; it starts anew"), boundary=0)
+
+    rows, _ = rows_of(trial([FIRST], anew), [FIRST])
+
+    assert (rows[0].result, rows[0].rung) == ("by a weaker rung", "a start from the beginning")
+
+
+def test_what_helps_is_told_apart_from_the_reason_and_is_of_that_reason() -> None:
+    told = "rank 1 found a mismatch (the replay is not at the place of boundary 2: another batch; what helps: seed it)"
+    alone = incident(3, "restart", "restarted", "no other rank holds what rank 1 held: up.weight; the cause: it died")
+
+    rows, _ = rows_of(trial([FIRST, SECOND], incident(1, "restart", "failed", told), alone), [FIRST, SECOND])
+
+    assert (rows[0].detail[-13:], rows[0].cure) == ("another batch", "seed it")
+    assert "--buddy" in rows[1].cure
+    assert "--snapshot-every" in rows[1].cure
 
 
 def test_a_later_kills_incident_is_not_an_earlier_ones() -> None:

@@ -46,7 +46,7 @@ def test_a_script_that_has_been_changed_begins_anew_says_so_and_keeps_what_was_s
     third = start_ttprun(script, 2, **same).finish()
 
     assert second.exit_code == 143, second.story()
-    assert f"the run cannot resume from '{saved}'" in second.output, second.story()
+    assert f"the same command and files do not resume from '{saved}' again" in second.output, second.story()
     assert "the script starts anew" in second.output, second.story()
     assert second.incidents == [], second.story()
     assert saved.exists()

@@ -198,6 +198,12 @@ class MismatchFound(RepairEvent):
 
     kind: ClassVar[str] = "mismatch"
 
+    @property
+    def sentence(self) -> str:
+        """For the operator."""
+        what = "found a mismatch" if self.is_contradiction else "cannot be shown to be as it was"
+        return f"rank {self.rank} {what} ({self.reason})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotTaken(Event):

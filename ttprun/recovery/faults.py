@@ -226,8 +226,7 @@ def on_drain_deadline(job: Job, event: DeadlinePassed) -> Result:
 
 def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
     """Replicas differ, and it is not known which is right."""
-    fault = f"rank {event.rank} found a mismatch ({event.reason})"
-    job = open_incident(job, event.at_s, event.kind, fault, detect_s=0.0).with_incident(ranks=(event.rank,))
+    job = open_incident(job, event.at_s, event.kind, event.sentence, detect_s=0.0).with_incident(ranks=(event.rank,))
     return restart_group(job, event.at_s, "the state of the ranks cannot be trusted", is_trusted=False)
 
 

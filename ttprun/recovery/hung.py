@@ -171,12 +171,10 @@ def on_mismatch(job: Job, event: MismatchFound) -> Result:
     """
     member = job.members[event.rank]
     if member.life is Life.LOST and not member.is_rerun:
-        why = f"rank {event.rank} found a mismatch ({event.reason})"
-        return give_up_replacing(job, event.at_s, why, is_replayable=not event.is_contradiction)
+        return give_up_replacing(job, event.at_s, event.sentence, is_replayable=not event.is_contradiction)
     if not (member.is_rerun and member.has_orders and "replace" in job.settings.rungs):
         return give_up_on_mismatch(job, event)
-    fault = f"rank {event.rank} found a mismatch when it ran the script again ({event.reason})"
-    return try_again(job, event.at_s, fault, "repair it")
+    return try_again(job, event.at_s, f"{event.sentence} when it ran the script again", "repair it")
 
 
 def try_again(job: Job, at_s: float, fault: str, what_for: str) -> Result:

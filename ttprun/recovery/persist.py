@@ -127,7 +127,7 @@ def what_was_saved(job: Job, event: StatePersisted) -> str:
 
 def on_mismatch_to_persist(job: Job, event: MismatchFound) -> Result:
     """A rank cannot write its part."""
-    return give_up(job, event.at_s, event.reason)
+    return give_up(job, event.at_s, f"rank {event.rank}: {event.reason}")
 
 
 def give_up(job: Job, at_s: float, why_not: str) -> Result:

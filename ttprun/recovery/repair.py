@@ -304,8 +304,7 @@ def steps_lost_by_rewinding(job: Job) -> int:
 
 def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:
     """Another attempt would find the same, so there is none."""
-    why = f"rank {event.rank} found a mismatch ({event.reason})"
-    return restart_group(job, event.at_s, why, is_replayable=not event.is_contradiction)
+    return restart_group(job, event.at_s, event.sentence, is_replayable=not event.is_contradiction)
 
 
 def missing_from(job: Job) -> str:

@@ -50,7 +50,7 @@ from tests.rank.values.carrying import (
 )
 from ttprun import frameworks
 from ttprun.rank.values import CannotRestoreError, Restore
-from ttprun.rank.values.nodes import name_of
+from ttprun.rank.values.nodes import MISSING, name_of
 from ttprun.rank.values.restore import unlike
 
 
@@ -78,7 +78,7 @@ def test_a_namespace_comes_back(kind: Any) -> None:
 
 
 def test_an_object_of_another_class_is_refused_with_its_name() -> None:
-    with pytest.raises(CannotRestoreError, match="best is a State in the lost rank and Meter in the replacement"):
+    with pytest.raises(CannotRestoreError, match="best is a State in the lost rank, and the replacement has a Meter"):
         carry({"best": State()}, {"best": Meter()})
 
 
@@ -402,6 +402,15 @@ def test_a_reason_never_names_the_same_type_for_both_ranks(module: str) -> None:
     reason = unlike("best", name_of(one), other())
 
     assert reason in (
-        "best, a State, is not what it was in the lost rank",
-        f"best is a {name_of(one)} in the lost rank and a {name_of(other)} in the replacement",
+        "best is a State in the lost rank, and the replacement has another one",
+        f"best is a {name_of(one)} in the lost rank, and the replacement has a {name_of(other)}",
     )
+
+
+@pytest.mark.parametrize(
+    ("live", "here"), [(len, "a builtin_function_or_method"), (lambda: 0, "another one"), (MISSING, "nothing")]
+)
+def test_a_reason_says_what_is_there_instead_of_a_function(live: Any, here: str) -> None:
+    reason = unlike("draw", "builtins:function", live, "the function m:draw:3")
+
+    assert reason == f"draw is the function m:draw:3 in the lost rank, and the replacement has {here}"

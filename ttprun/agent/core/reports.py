@@ -26,6 +26,7 @@ from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.injections import Injections
+from ttprun.observe.cures import with_cure
 from ttprun.protocol import from_rank, mindio, nodes
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
@@ -138,11 +139,10 @@ class Reports:
             case from_rank.Mismatch(generation=generation, reason=reason, detail=detail, is_contradiction=is_proved):
                 if detail:
                     node.log("mismatch_detail", rank=rank, detail=detail)
-                node.advance(
-                    recovery.MismatchFound(
-                        at_s=at_s, rank=rank, generation=generation, reason=reason, is_contradiction=is_proved
-                    )
+                found = recovery.MismatchFound(
+                    at_s=at_s, rank=rank, generation=generation, reason=with_cure(reason), is_contradiction=is_proved
                 )
+                node.advance(found)
             case from_rank.Compared(equal=equal, not_proved=not_proved):
                 self.incidents.note_compared(rank, equal, not_proved)
             case from_rank.Held():

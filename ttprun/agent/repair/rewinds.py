@@ -111,8 +111,8 @@ class Rewinds:
     def note_unusable(self, action: recovery.NoteUnusable) -> None:
         """Keep the next launch from the same failure."""
         self._node.log("checkpoint_unusable", place=action.place, reason=action.reason)
-        again = "" if action.is_refused else " this time"
-        logger.warning("the run cannot resume from '%s'%s: %s", action.place, again, action.reason)
+        if action.is_refused:  # why stands in the incident
+            logger.warning("the same command and files do not resume from '%s' again", action.place)
         self._resumption.note_unusable(action.place, action.reason, action.is_refused)
 
     def _go_back(self, slot: RankSlot, stored: Stored | None) -> None:

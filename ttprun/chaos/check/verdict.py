@@ -23,29 +23,19 @@ from ttprun.chaos.check.trial import Trial
 from ttprun.chaos.drill.compare import TWINS, Kinds, compare_files, compare_lines
 from ttprun.chaos.drill.pairing import pair
 from ttprun.chaos.faults import Fault
+from ttprun.observe.cures import parted, says_cure, with_cure
 from ttprun.observe.status import IncidentStatus
 
 Result = Literal["exact", "by a weaker rung", "refused", "differs", "not reached", "not tried"]
 WITHOUT_LOSS = ("reconnect", "rerun", "replace")
 _PLACE = re.compile(r"[^\s'\"(),]+\.py:\d+")
 _NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
+_FINDINGS = r"rank \d+ found a mismatch|rank \d+ cannot be shown to be as it was|the replay was refused"
 _ANNOUNCED = "[Gloo] Rank "  # some releases of torch say on stdout that a group has connected; after a repair again
-# What a reason says -> what to do about it, where the reason does not say so itself. The first that is found.
-CURES: tuple[tuple[str, str], ...] = (
-    (
-        "another batch|other samples|batch of a DataLoader number",
-        "let dataset and sampler give the same each time the script begins",
-    ),
-    ("carries gradients across", "zero the gradients before or after each step"),
-    ("other random states", "draw from a generator that the script seeds, or keeps in a variable"),
-    ("different weights", "seed the weights alike in all ranks, or broadcast them before the first step"),
-    ("loss number|input of a collective", "keep what the step depends on in variables or in objects with state_dict"),
-    (
-        "issues '|has shape|the lost rank was at|has not come|comes to",
-        "let the set-up do the same each time the script begins, whatever an earlier run has left (files, time, names)",
-    ),
-)  # fmt: skip
-_CURE_OTHERWISE = "see 'ttprun guide limits'; --max-restarts N starts all ranks again, as under torchrun"
+_CURE_OTHERWISE = (
+    "nothing is known to help: see 'Not covered' in 'ttprun guide limits'; --max-restarts N starts all ranks again, as "
+    "under torchrun"
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +84,9 @@ def rows_of(trial: Trial, faults: Sequence[Fault]) -> tuple[list[Row], list[Faul
 def _row(trial: Trial, fault: Fault, incidents: list[IncidentStatus]) -> Row:
     """A row for a kill and what followed from it."""
     incident = next((one for one in incidents if not _is_without_loss(one)), incidents[0])
-    row = replace(_new(fault, "exact", ""), rung=incident.rung, steps_lost=incident.steps_lost, took_s=incident.total_s)
+    is_anew = incident.rung == "rewind" and incident.boundary == 0
+    rung = "a start from the beginning" if is_anew else incident.rung
+    row = replace(_new(fault, "exact", ""), rung=rung, steps_lost=incident.steps_lost, took_s=incident.total_s)
     if _is_without_loss(incident):
         return row
     reason = trial.as_users(essence(incident.reason))
@@ -109,7 +101,7 @@ def _is_without_loss(incident: IncidentStatus) -> bool:
 def essence(reason: str) -> str:
     """Why a rank was not replaced, of an incident's reason: without the kill, and what became of the job then."""
     why = re.split(r"; (?:no restart is left|no other way|the cause:|its state was saved|no checkpoint)", reason)[0]
-    mismatch = re.fullmatch(r"(?:rank \d+ found a mismatch|the replay was refused) \((.*)\)", why, re.DOTALL)
+    mismatch = re.fullmatch(rf"(?:{_FINDINGS}) \((.*)\)", why, re.DOTALL)
     return mismatch[1] if mismatch else why
 
 
@@ -124,9 +116,13 @@ def _new(fault: Fault, result: Result, detail: str) -> Row:
 
 def _explained(row: Row) -> Row:
     """With the place that the reason names, and what to do."""
-    place = _PLACE.search(row.detail)
-    cure = next((cure for pattern, cure in CURES if re.search(pattern, row.detail)), _CURE_OTHERWISE)
-    return replace(row, place=place[0] if place else "", cure=cure)
+    place, (detail, cure) = _PLACE.search(row.detail), parted(with_cure(row.detail))
+    return replace(row, detail=detail, place=place[0] if place else "", cure=cure or _cure_in(detail))
+
+
+def _cure_in(reason: str) -> str:
+    """What helps, where the reason itself says so."""
+    return "as it says" if says_cure(reason) else _CURE_OTHERWISE
 
 
 def blamed(rows: Sequence[Row], found: Iterable[Difference]) -> list[Row]:

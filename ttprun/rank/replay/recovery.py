@@ -28,6 +28,15 @@ from ttprun.rank.replay import freezing, repairing, resuming
 from ttprun.rank.session import Session
 from ttprun.rank.weights import replicated
 
+_DOING: dict[type, str] = {
+    to_rank.Freeze: "stopped",
+    to_rank.SendState: "sent its state",
+    to_rank.FetchState: "loaded another rank's state",
+    to_rank.LoadMirror: "loaded the lost rank's mirror",
+    to_rank.LoadState: "loaded what was saved",
+    to_rank.Dump: "wrote its state",
+    to_rank.Resume: "issued the step's collectives again",
+}
 _NO_MORE = sys.maxsize  # a generation above all others
 RETIRE_LIMIT_S = 30.0  # gloo needs 20 s to give up connecting
 
@@ -172,7 +181,8 @@ class Recovery:
                     session.report_broken(order.generation, str(error), REPORT_AFTER_S, fault)
                 return
             detail = "" if is_refusal else traceback.format_exc()
-            reason = f"rank {session.rank}, {type(order).__name__}: {error}"
+            what = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+            reason = f"while it {_DOING.get(type(order), 'recovered')}: {what}"
             session.channel.send(from_rank.Mismatch(order.generation, reason, detail))
 
     def _carry_out(self, order: Ordered) -> None:

@@ -22,7 +22,7 @@ from ttprun.rank.values.compiled import pair_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, pack, short_name, unpack
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import is_of_user, restore_attributes
-from ttprun.rank.values.restore import Restore, kind_of
+from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Handler, Snapshot
 
 MOST_BYTES = 1 << 20  # of a state that is recorded at each boundary
@@ -175,7 +175,7 @@ def restore_state(restore: Restore, live: Any, node: list[Any], name: str) -> An
     is_alike = live is not MISSING and name_of(type(live)) == kind
     adapter = adapter_for(type(live)) or pair_of(type(live)) if is_alike else None
     if adapter is None:
-        return restore.refuse(live, f"{name} is a {short_name(kind)} in the lost rank and {kind_of(live)} here")
+        return restore.refuse(live, unlike(name, kind, live))
     if not restore.claim_or_refuse(number, live, name):
         return live
     try:

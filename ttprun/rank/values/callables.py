@@ -17,7 +17,7 @@ from ttprun.rank.process.looks import bases_of, dictionary_of_class, is_a
 from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, look_up, name_of
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import is_of_user
-from ttprun.rank.values.restore import Restore, kind_of
+from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unchanged import Remembered
 
@@ -92,7 +92,7 @@ def restore_function(restore: Restore, live: Any, node: list[Any], name: str) ->
     """The same function of the replacement's, with the lost rank's state."""
     _, number, where, cells, attributes, defaults = node
     if not isinstance(live, types.FunctionType) or _where(live) != where:
-        return restore.refuse(live, f"{name} is the function {where} in the lost rank and {kind_of(live)} here")
+        return restore.refuse(live, unlike(name, "builtins:function", live, f"the function {where}"))
     if not restore.claim_or_refuse(number, live, name):
         return live
     for key, cell in zip(live.__code__.co_freevars, live.__closure__ or (), strict=True):
@@ -131,7 +131,7 @@ def restore_method(restore: Restore, live: Any, node: list[Any], name: str) -> A
     found = getattr(owner, node[2], MISSING) if owner is not MISSING else MISSING
     if isinstance(found, types.MethodType | types.BuiltinMethodType):
         return found
-    return restore.refuse(live, f"{name} is the method {node[2]} in the lost rank and {kind_of(live)} here")
+    return restore.refuse(live, unlike(name, "builtins:method", live, f"the method {node[2]}"))
 
 
 def record_partial(snapshot: Snapshot, value: functools.partial[Any], depth: int) -> Any:
@@ -149,7 +149,7 @@ def restore_partial(restore: Restore, live: Any, node: list[Any], name: str) -> 
     if all(map(is_, new, old)) and restore.claim(node[1], live):
         return live
     if any(part is MISSING for part in new):
-        return restore.refuse(live, f"{name} is a partial in the lost rank and {kind_of(live)} here")
+        return restore.refuse(live, unlike(name, "functools:partial", live))
     made = functools.partial(new[0], *new[1], **new[2])
     restore.claim(node[1], made)
     return made

@@ -19,11 +19,10 @@ from ttprun.rank.values.nodes import (
     is_settled,
     look_up_type,
     name_of,
-    short_name,
     unpack_items,
 )
 from ttprun.rank.values.objects import restore_attributes
-from ttprun.rank.values.restore import Restore, kind_of
+from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
 
 _OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt one does not get back: a dict keeps it"
@@ -81,7 +80,7 @@ def restore_long(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     """Compare with what the replay has made."""
     _, kind, length, digest, first = node
     if live is MISSING or name_of(type(live)) != kind:
-        return restore.refuse(live, f"{name} is a {short_name(kind)} in the lost rank and {kind_of(live)} here")
+        return restore.refuse(live, unlike(name, kind, live))
     if length_of(live) != length:
         restore.is_same(False, name, "is a long container of another length")
         return live
@@ -119,8 +118,7 @@ def _made(restore: Restore, live: Any, number: int, kind_name: str | None, base:
     if type(live) is kind and restore.claim(number, live):
         return live
     if kind is None:
-        found = short_name(kind_name or "")
-        return restore.refuse(MISSING, f"{name} is a {found} in the lost rank and {kind_of(live)} here")
+        return restore.refuse(MISSING, unlike(name, kind_name or "", live))
     made: Any = kind.__new__(kind)
     restore.claim(number, made)
     return made
@@ -158,7 +156,7 @@ def restore_tuple(restore: Restore, live: Any, node: list[Any], name: str) -> An
     if kind is None:
         kind = type(live) if name_of(type(live)) == node[2] else None
         if kind is None:
-            return restore.refuse(live, f"{name} is a {short_name(node[2])} in the lost rank and {kind_of(live)} here")
+            return restore.refuse(live, unlike(name, node[2], live))
     have = _held(live, tuple)
     items = restore.items(have, node[1], name)
     if type(live) is kind and len(have) == len(items) and all(map(is_, have, items)):
@@ -232,7 +230,7 @@ def restore_frozenset(restore: Restore, live: Any, node: list[Any], name: str) -
     kind: Any = frozenset if len(node) == 2 else look_up_type(node[2], frozenset)
     items = restore.items([], node[1], name)
     if kind is None:
-        return restore.refuse(live, f"{name} is a {short_name(node[2])} in the lost rank and {kind_of(live)} here")
+        return restore.refuse(live, unlike(name, node[2], live))
     if type(live) is kind and _is_as_recorded(_held(live, frozenset), items):
         return live
     made = frozenset.__new__(kind, items)

@@ -13,9 +13,9 @@ import operator
 from typing import Any
 
 from ttprun.rank.position import iterator_state
-from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
+from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.process_local import record_unknown
-from ttprun.rank.values.restore import Restore, kind_of
+from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
 
 _EMPTIES: tuple[Any, ...] = ([], (), "", "ä", b"", bytearray(), range(0), range(1 << 70))
@@ -85,7 +85,7 @@ def restore_iterator(restore: Restore, live: Any, node: list[Any], name: str) ->
     new = [restore.value(have[i], part, f"{name}'s part {i}") for i, part in enumerate(parts)]
     new_state = restore.value(MISSING if old_state is None else old_state, state, name)
     if any(part is MISSING for part in new) or new_state is MISSING:
-        return restore.refuse(live, f"{name} is a {short_name(kind_name)} in the lost rank and {kind_of(live)} here")
+        return restore.refuse(live, unlike(name, kind_name, live))
     is_alike = len(old[1]) == len(new) and all(map(_is_alike, old[1], new))
     if type(live) is kind and is_alike and restore.claim(number, live):
         if new_state is not old_state and new_state != old_state:

@@ -22,7 +22,7 @@ from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, name_of,
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import left_out_by_framework, made_when_needed, restore_attributes
 from ttprun.rank.values.plain import BASES
-from ttprun.rank.values.restore import Restore, kind_of
+from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unchanged import ARE_COUNTED, Remembered, Unchanged, version_of
 from ttprun.rank.values.unrecorded import forget_gradient
@@ -293,9 +293,7 @@ def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> A
     if live is MISSING and wrapped is None:
         live = made_when_needed(kind, attributes.get("", {}) | unpack(packed)["attributes"].get("", {}))
     if not isinstance(live, torch.nn.Module) or name_of(type(live)) != kind:
-        return restore.refuse(
-            live, f"{name} is a module {kind} in the lost rank and {kind_of(live)} in the replacement"
-        )
+        return restore.refuse(live, unlike(name, kind, live))
     if wrapped is not None:
         if restore.claim_or_refuse(number, live, name):
             live.training = packed["training"]

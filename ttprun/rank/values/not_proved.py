@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
-from ttprun.rank.values.restore import Restore, kind_of
+from ttprun.rank.values.nodes import MISSING, Tag, name_of
+from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
 
 UNTOLD = "it can change, and does not show its state"
@@ -25,8 +25,5 @@ def record_not_proved(snapshot: Snapshot, value: Any, why: str = UNTOLD) -> list
 def restore_not_proved(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Keep what the replay has made, if it has the same type."""
     if live is MISSING or name_of(type(live)) != node[1]:
-        return restore.refuse(
-            live,
-            f"{name} is a {short_name(node[1])} in the lost rank, cannot be recorded, and is {kind_of(live)} here",
-        )
+        return restore.refuse(live, unlike(name, node[1], live))
     return live

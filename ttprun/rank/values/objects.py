@@ -21,8 +21,8 @@ from ttprun.rank.process.looks import (
     of_types,
     slots_of,
 )
-from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of, short_name
-from ttprun.rank.values.restore import Restore, kind_of, unlike
+from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of
+from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
 
 # Attributes that mean something in their own process only.
@@ -156,7 +156,7 @@ def restore_value_object(restore: Restore, live: Any, node: list[Any], name: str
     """The same object if it has the same fields, else a new one."""
     kind = type(live) if name_of(type(live)) == node[1] else look_up_type(node[1], object)
     if kind is None or not is_frozen(kind):
-        return restore.refuse(live, f"{name} is a {short_name(node[1])} in the lost rank and {kind_of(live)} here")
+        return restore.refuse(live, unlike(name, node[1], live))
     old = attributes_of(live) if type(live) is kind else {}
     fields = {key: restore.value(old.get(key, MISSING), item, f"{name}.{key}") for key, item in node[2].items()}
     if len(old) == len(fields) and all(map(_is_as_it_was, fields.values(), map(old.get, fields))):

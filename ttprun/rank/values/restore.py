@@ -204,14 +204,18 @@ def kind_of(value: Any) -> str:
     return value.__qualname__ if isinstance(value, type) else type(value).__qualname__
 
 
-def unlike(name: str, kind: str, live: Any) -> str:
-    """How a value's type differs from the lost rank's, for a reason."""
-    mine = "" if live is MISSING else name_of(type(live))
-    if kind_of(live) != short_name(kind):
-        return f"{name} is a {short_name(kind)} in the lost rank and {kind_of(live)} in the replacement"
-    if mine != kind:
-        return f"{name} is a {kind} in the lost rank and a {mine} in the replacement"
-    return f"{name}, a {short_name(kind)}, is not what it was in the lost rank"
+def unlike(name: str, kind: str, live: Any, what: str = "") -> str:
+    """How a value differs from the lost rank's, for a reason.
+
+    kind   full name of the type that it had there
+    what   which one it was there, if the type does not say it
+    """
+    here = "nothing" if live is MISSING else "another one"
+    if live is not MISSING and kind_of(live) != short_name(kind):
+        here = f"a {kind_of(live)}"
+    elif live is not MISSING and not what and name_of(type(live)) != kind:
+        what, here = f"a {kind}", f"a {name_of(type(live))}"
+    return f"{name} is {what or f'a {short_name(kind)}'} in the lost rank, and the replacement has {here}"
 
 
 def restore_same(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ttprun.rank.values.nodes import MISSING, Tag
-from ttprun.rank.values.restore import Restore, kind_of
+from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.tensors import weight_node
 from ttprun.rank.values.unrecorded import without_history
@@ -37,7 +37,7 @@ def restore_sharded(restore: Restore, live: Any, node: list[Any], name: str) -> 
     if not isinstance(live, torch.Tensor) or not is_distributed(live) or _layout(live) != layout:
         return restore.refuse(
             live,
-            f"{name} is sharded over the ranks ({layout[1]}) in the lost rank, and {kind_of(live)} in the replacement",
+            unlike(name, "torch:DTensor", live, f"sharded over the ranks ({layout[1]})"),
         )
     # What the replay has computed such a one from is not what the lost rank had; on the way to the boundary it will do.
     is_lost = is_computed and (restore.is_comparing or live.grad_fn is None)

@@ -19,7 +19,7 @@ from ttprun.rank.values import objects
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.process_local import record_same
-from ttprun.rank.values.restore import Restore, kind_of
+from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
 
 _ABSTRACT = (io.IOBase, io.RawIOBase, io.BufferedIOBase, io.TextIOBase)
@@ -53,7 +53,7 @@ def restore_file(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     """Set it to the lost rank's position."""
     _, number, kind, position = node
     if name_of(type(live)) != kind or live.closed:
-        return restore.refuse(live, f"{name} is an open {short_name(kind)} in the lost rank, and {kind_of(live)} here")
+        return restore.refuse(live, unlike(name, kind, live, f"an open {short_name(kind)}"))
     if restore.claim_or_refuse(number, live, name):
         live.seek(position)
     return live
@@ -134,7 +134,7 @@ def _only_writes(thread: threading.Thread) -> bool:
 def restore_effect(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """What the replay has made stays, if it is of the same type."""
     if live is MISSING or name_of(type(live)) != node[1]:
-        return restore.refuse(live, f"{name} is a {short_name(node[1])} in the lost rank and {kind_of(live)} here")
+        return restore.refuse(live, unlike(name, node[1], live))
     return live
 
 

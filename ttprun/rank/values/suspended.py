@@ -16,7 +16,7 @@ from ttprun.rank.position import iterables, loops
 from ttprun.rank.position.variables import variables_of
 from ttprun.rank.position.whose import follows_loops
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
-from ttprun.rank.values.restore import Restore, kind_of
+from ttprun.rank.values.restore import Restore, kind_of, unlike
 from ttprun.rank.values.snapshot import Snapshot
 
 
@@ -61,7 +61,7 @@ def restore_generator(restore: Restore, live: Any, node: list[Any], name: str) -
     """Write its variables; it must stand at the same instruction."""
     _, number, where, stands_at, variables, inner = node
     if not isinstance(live, types.GeneratorType) or _where(live) != where:
-        return restore.refuse(live, f"{name} is the generator {where} in the lost rank and {kind_of(live)} here")
+        return restore.refuse(live, unlike(name, "builtins:generator", live, f"the generator {where}"))
     frame = live.gi_frame
     if _stands_at(live) != stands_at:
         return restore.refuse(live, f"{name} is a generator that stands elsewhere than in the lost rank")

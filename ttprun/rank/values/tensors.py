@@ -24,7 +24,7 @@ from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_follo
 from ttprun.rank.values.large_data import dtype_name, record_data, tensor_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.not_proved import record_not_proved
-from ttprun.rank.values.restore import Restore, kind_of
+from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unrecorded import Unrecorded, forget_gradient, shape_of, without_history
 from ttprun.rank.weights.sharded import local_of, waited_for
@@ -354,7 +354,7 @@ def restore_weight(restore: Restore, live: Any, node: list[Any], name: str) -> A
     if index >= len(restore.stepped):
         if is_alike:
             return live
-        return restore.refuse(live, f"{name} is a weight in the lost rank and {kind_of(live)} here")
+        return restore.refuse(live, unlike(name, "torch:Tensor", live, "a weight"))
     whole = restore.stepped[index]
     owner, held = local_of(whole), local_of(live) if is_alike else None
     offset = owner.storage_offset() if offset is None else offset
