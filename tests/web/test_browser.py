@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.web.runs import status_of, write_run
+from tests.web.runs import incident_event, status_of, write_run
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import write_status
@@ -175,3 +175,33 @@ def test_a_report_is_read_without_a_server(browser: Browser, run: RunDirectory, 
     assert browser.requests() == {file.as_uri()}
     assert "Report of ttprun" in browser.text("#connection")
     assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_rules_of_axe_core_are_kept(browser: Browser, url: str, scheme: str) -> None:
+    axe = pytest.importorskip("axe_core_python", reason="no axe-core-python")
+    browser.open(url, scheme=scheme)
+    browser.ask("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+
+    browser.ask((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+    found = browser.driver.execute_async_script("const done = arguments[0]; axe.run().then(done);")
+
+    assert [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in found["violations"]] == []
+
+
+def test_where_all_ranks_stood_when_one_hung_is_shown_side_by_side(
+    browser: Browser, url: str, run: RunDirectory
+) -> None:
+    groups = [{"ranks": [1], "place": "step 40, computing", "main": "train.py, line 4"}]
+    groups += [{"ranks": [0, 2], "place": "step 40, waiting in allreduce", "main": "train.py, line 9"}]
+    event = {"at": incident_event(40.5, "open", 40)["at"], "event": "stacks", "because_of": 1, "groups": groups}
+    with open(run.events, "a") as log:
+        log.write("\n" + json.dumps(event | {"flight_records": ["/tmp/nccl_trace_rank_1"]}) + "\n")
+
+    browser.open(url)
+
+    browser.wait_for("return document.querySelectorAll('.side-by-side > div').length === 2")
+    assert browser.text(".side-by-side") == (
+        "Rank 1: step 40, computingtrain.py, line 4Ranks 0, 2: step 40, waiting in allreducetrain.py, line 9"
+    )
+    assert "flight record: /tmp/nccl_trace_rank_1" in browser.text(".incident")

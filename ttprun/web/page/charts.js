@@ -94,14 +94,14 @@ function drawTime(summary, status) {
   if (wall <= 0) return;
   spent.rest = Math.max(0, wall - known);
   const shown = Object.entries(spent).filter(([, value]) => value > 0.0005 * wall);
-  const svg = make("svg", { viewBox: "0 0 1000 26", preserveAspectRatio: "none", "aria-hidden": true });
+  const svg = make("svg", { viewBox: "0 0 1000 26", preserveAspectRatio: "none", "aria-hidden": "true" });
   let left = 0;
   for (const [reason, value] of shown) {
     svg.append(make("rect", { class: `f-${reason}`, x: left, y: 0, width: 1000 * value / wall, height: 26 }));
     left += 1000 * value / wall;
   }
   const rows = shown.map(([reason, value]) => make("tr", {},
-    make("td", {}, make("svg", { class: "swatch", viewBox: "0 0 1 1", "aria-hidden": true }, make("rect", { class: `f-${reason}`, width: 1, height: 1 })),
+    make("td", {}, make("svg", { class: "swatch", viewBox: "0 0 1 1", "aria-hidden": "true" }, make("rect", { class: `f-${reason}`, width: 1, height: 1 })),
       document.createTextNode(TIME_WORDS[reason] ?? reason)),
     make("td", { class: "number", words: seconds(value) }),
     make("td", { class: "number", words: `${(100 * value / wall).toFixed(1)} %` })));
