@@ -39,15 +39,15 @@ FLOORS = {
     "cli": {"agent", "chaos", "config", "device", "errors", "mindio", "observe", "protocol", "rank"}
     | {"__version__", "frameworks", "state", "torch_versions", "web"},
 }
-# What runs inside a rank, room by room: each imports only from those before it. Types that stand in annotations alone
-# may come from anywhere (TYPE_CHECKING).
+# What runs inside a rank, room by room: each imports only from those before it, for annotations too.
 ROOMS = [
-    ("rank.session", "rank.fail_open", "rank.moments", "rank.signal_handlers"),
+    ("rank.context", "rank.session", "rank.fail_open", "rank.moments", "rank.signal_handlers"),
     ("rank.process",),
     ("rank.position",),
     ("rank.weights",),
     ("rank.values",),
     ("rank.records",),
+    ("rank.comm.operations", "rank.comm.entry", "rank.comm.journal"),
     ("rank.checks",),
     ("rank.comm",),
     ("rank.effects",),
@@ -62,17 +62,9 @@ ROOMS = [
 CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random", "torch", "asyncio", "sys"}
 
 
-def imported(path: Path, is_at_run_time: bool = False) -> Iterator[str]:
-    """Dotted names of all modules that a file imports, wherever in it.
-
-    is_at_run_time   without those for annotations alone
-    """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    if is_at_run_time:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-                node.body = []
-    for node in ast.walk(tree):
+def imported(path: Path) -> Iterator[str]:
+    """Dotted names of all modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -106,7 +98,7 @@ def test_a_room_of_the_rank_imports_only_from_those_before_it() -> None:
             own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
             room = room_of(own)
             assert room is not None or own == "rank.__init__", f"{own} is in no room"
-            for name in imported(path, is_at_run_time=True):
+            for name in imported(path):
                 other = room_of(name.removeprefix("ttprun."))
                 if room is not None and other is not None and other > room and name.startswith("ttprun."):
                     arrows_up.add((own, name))
@@ -114,20 +106,30 @@ def test_a_room_of_the_rank_imports_only_from_those_before_it() -> None:
     assert arrows_up == set()
 
 
-def test_the_parts_of_the_agent_know_only_those_that_they_are_built_on() -> None:
-    folders = ("agent", "chaos", "elastic_resume")
+def needs_of(*folders: str) -> dict[str, set[str]]:
+    """Module -> those of these folders that it imports, for annotations alone or not, wherever in it."""
     paths = {
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
         for folder in folders
         for path in (PACKAGE / folder).rglob("*.py")
     }
-    needs = {
-        own: {module for name in imported(path) for module in (name, name.rpartition(".")[0]) if module in paths}
-        - {own}
+    return {
+        own: {name if name in paths else name.rpartition(".")[0] for name in imported(path)} & paths.keys()
         for own, path in paths.items()
     }
 
-    TopologicalSorter(needs).prepare()  # raises CycleError; what stands in annotations alone counts, too
+
+def test_no_modules_of_the_agent_or_of_a_rank_import_each_other_in_a_circle() -> None:
+    TopologicalSorter(needs_of("agent", "chaos", "elastic_resume", "rank")).prepare()  # raises CycleError
+
+
+def test_the_session_of_a_rank_imports_none_of_the_folders_that_it_serves() -> None:
+    assert needs_of("rank")["ttprun.rank.session"] == {"ttprun.rank.context"}
+    assert needs_of("rank")["ttprun.rank.context"] == set()
+
+
+def test_the_parts_of_the_agent_know_only_those_that_they_are_built_on() -> None:
+    needs = needs_of("agent", "chaos", "elastic_resume")
 
     assert {own for own in needs if "ttprun.agent.core.supervisor" in needs[own]} == {
         "ttprun.agent.launcher.elastic_agent",

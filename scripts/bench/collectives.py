@@ -14,7 +14,10 @@ import torch.distributed as dist
 
 from tests.rank.fakes import make_session
 from ttprun.rank import session as sessions
+from ttprun.rank.comm.connection import Exchange
+from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.process_group import ManagedGroup
+from ttprun.rank.comm.results import Results
 
 A_STEP = 50  # collectives
 STEPS = 60
@@ -44,19 +47,19 @@ def least_us(size_bytes: int) -> float:
     """The least time of an all-reduce of so many bytes, with its wait, among some steps."""
     session = make_session()
     sessions.begin(session)
-    group = ManagedGroup(session, session.exchange, "world", [0, 1], 0, timedelta(seconds=5))
+    group = ManagedGroup(session, session[Exchange], "world", [0, 1], 0, timedelta(seconds=5))
     link: Any = Link()
     group.links._by_type = {"cpu": link}
     tensors = [torch.ones(size_bytes // 4) for _ in range(A_STEP)]
     options = dist.AllreduceOptions()
     least_s = float("inf")
     for step in range(STEPS):
-        session.results.begin_step(step)
+        session[Results].begin_step(step)
         began_s = time.thread_time()
         for tensor in tensors:
             group.allreduce([tensor], options).wait()  # type: ignore[attr-defined]
         least_s = min(least_s, (time.thread_time() - began_s) / A_STEP)
-        session.journal.clear()
+        session[Journal].clear()
         session.applied += 1
     return 1e6 * least_s
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.rank.fakes import FakeChannel, become, make_session
 from ttprun.protocol.board import FINISHED, Field
+from ttprun.rank.comm.journal import Journal
 from ttprun.rank.framework.framework import Framework
 from ttprun.rank.session import Session
 
@@ -18,7 +19,7 @@ def session() -> Iterator[Session]:
     found = make_session(world_size=2)
     found.board.set(1, Field.RECORDED, FINISHED)
     found.framework = Framework(found, None)
-    found.journal.admit = found.framework.admit
+    found[Journal].admit = found.framework.admit
     become(found)
     yield found
     become(None)

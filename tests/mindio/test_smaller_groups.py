@@ -18,6 +18,7 @@ from mindio_ttp.framework_ttp import (
 )
 
 from ttprun.protocol.board import Field
+from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.comm.process_group import OPERATION_NUMBERS, ManagedGroup
 from ttprun.rank.framework.framework import Framework
 from ttprun.rank.framework.handlers import CallbackFailedError, Size
@@ -101,7 +102,7 @@ def test_a_group_with_a_rank_that_is_away_says_so_and_does_not_wait_for_it(
     session: Session, framework: Framework
 ) -> None:
     session.away = frozenset({1})
-    group = ManagedGroup(session, session.exchange, "world", [0, 1], 0, timedelta(seconds=5))
+    group = ManagedGroup(session, session[Exchange], "world", [0, 1], 0, timedelta(seconds=5))
 
     with pytest.raises(RuntimeError, match="process group 'world' includes rank 1, which is away"):
         group.issue("barrier", (dist.BarrierOptions(),))

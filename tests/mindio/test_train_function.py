@@ -34,6 +34,7 @@ from ttprun.rank.framework import randomness
 from ttprun.rank.framework.framework import Framework, Place
 from ttprun.rank.framework.handlers import CallbackFailedError
 from ttprun.rank.framework.recovery import CallbackRecovery
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
 from ttprun.rank.weights.replicated import NotRepairableError
 
@@ -299,7 +300,7 @@ def test_a_rank_that_is_not_in_its_train_function_cannot_be_repaired(session: Se
 def test_what_is_kept_of_a_step_can_be_read_without_running_code(session: Session) -> None:
     randomness.keep(session, 2)
 
-    found = session.recorder.read(2)
+    found = session[Recorder].read(2)
 
     assert found is not None
     assert set(msgpack.unpackb(found[0])) == {"generators", "device"}

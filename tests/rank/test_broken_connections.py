@@ -35,6 +35,7 @@ from tests.rank.collectives import (
 from tests.rank.training import losses_and_weights
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.protocol import from_rank
+from ttprun.rank.comm.journal import Journal
 from ttprun.rank.session import current
 
 
@@ -254,7 +255,7 @@ def be_left_alone_by_an_agent_that_stands_still(rank: int) -> Any:
     session = current()
     assert session is not None
     is_awake = threading.Event()
-    session.journal.is_agent_awake = is_awake.is_set
+    session[Journal].is_agent_awake = is_awake.is_set
     threading.Timer(2.0, is_awake.set).start()
     return be_left_alone(rank), is_awake.is_set() or rank == 1
 

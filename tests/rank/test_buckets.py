@@ -18,8 +18,9 @@ from ttprun.chaos import strikes
 from ttprun.chaos.faults import parse_fault
 from ttprun.protocol import from_rank, to_rank
 from ttprun.rank import moments
-from ttprun.rank.checks.verification import nan_in
+from ttprun.rank.checks.verification import Verifier, nan_in
 from ttprun.rank.comm.buckets import TRUSTED_AFTER, Bucket
+from ttprun.rank.comm.journal import Journal
 from ttprun.rank.session import current
 from ttprun.rank.weights.replicated import NotRepairableError
 
@@ -60,7 +61,7 @@ class Training:
 def held_entries() -> list[Any]:
     """What the journal holds without a copy of its input."""
     session = current()
-    return [] if session is None else [entry for entry in session.journal.entries if entry.held is not None]
+    return [] if session is None else [entry for entry in session[Journal].entries if entry.held is not None]
 
 
 def train(rank: int, **options: Any) -> tuple[list[int], float]:
@@ -104,7 +105,7 @@ def look_before_each_step() -> None:
     """As with `on_nan: stop`; the NaN itself is only reported."""
     session = current()
     if session is not None:
-        session.verifier.looks_before = True
+        session[Verifier].looks_before = True
 
 
 def look_for_nans(rank: int, values: list[float]) -> list[str]:
@@ -120,7 +121,7 @@ def look_for_nans(rank: int, values: list[float]) -> list[str]:
         training.backward()
         assert len(held_entries()) == 2
         session = current()
-        found += [] if session is None else [nan_in(session.journal)]
+        found += [] if session is None else [nan_in(session[Journal])]
         for known in training.model.parameters():
             assert known.grad is not None
             known.grad.zero_()
@@ -159,7 +160,7 @@ def be_given_a_nan(rank: int) -> tuple[int, str, int]:
     training.backward()
     session = current()
     assert session is not None
-    return len(held_entries()), nan_in(session.journal), seen[0]
+    return len(held_entries()), nan_in(session[Journal]), seen[0]
 
 
 def count_nans(layer: nn.Module) -> int:
@@ -214,7 +215,7 @@ def break_a_backward_pass_off(rank: int) -> tuple[int, str]:
     torch.distributed.all_reduce(torch.ones(1))
     session = current()
     assert session is not None
-    return len(held_entries()), nan_in(session.journal)
+    return len(held_entries()), nan_in(session[Journal])
 
 
 def test_a_backward_pass_that_is_broken_off_does_not_disturb_the_next_collective() -> None:
@@ -379,7 +380,7 @@ def lose_a_result(rank: int) -> None:
     session = current()
     assert session is not None
     if rank == 0:
-        session.journal.givers = {(entry.group.group_name, 0): 0 for entry in held_entries()}
+        session[Journal].givers = {(entry.group.group_name, 0): 0 for entry in held_entries()}
         training.backward()
         training.optimizer.step()
     else:

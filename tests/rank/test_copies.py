@@ -59,7 +59,7 @@ def ring() -> Iterator[list[Rank]]:
         fd = Recorder.create(RECORD_BYTES)
         ranks.append(Rank(session, Recorder(fd, RECORD_BYTES), Copies(session, fd)))
     for rank in ranks:
-        lines[rank.session.rank].others = [other.session.exchange for other in ranks if other is not rank]
+        lines[rank.session.rank].others = [other.session[Exchange] for other in ranks if other is not rank]
     yield ranks
     for rank in ranks:
         rank.copies.cut()
@@ -68,7 +68,7 @@ def ring() -> Iterator[list[Rank]]:
 
 def record(rank: Rank, boundary: int) -> None:
     """What a rank writes in the step up to a boundary."""
-    recorder, number = rank.session.recorder, rank.session.rank
+    recorder, number = rank.session[Recorder], rank.session.rank
     recorder.write(boundary, b"head %d of %d" % (boundary, number), [torch.full((1000,), float(boundary))])
     recorder.append_log(b"result %d of %d" % (boundary, number))
     recorder.write_worker((1, 0, number, boundary), b"worker %d" % boundary)
@@ -85,7 +85,7 @@ def all_keep_up(ranks: list[Rank], boundary: int, generation: int = 0) -> None:
 
 
 def test_the_node_after_keeps_what_a_rank_has_recorded_at_every_boundary(ring: list[Rank]) -> None:
-    ring[0].session.recorder.append_log(b"of the set-up")
+    ring[0].session[Recorder].append_log(b"of the set-up")
 
     for boundary in range(1, 8):
         for rank in ring:
@@ -95,7 +95,7 @@ def test_the_node_after_keeps_what_a_rank_has_recorded_at_every_boundary(ring: l
     for rank in ring:
         after = ring[(rank.session.rank + 1) % 3]
         assert after.kept.newest == 7
-        assert after.kept.export(7) == rank.session.recorder.export(7)
+        assert after.kept.export(7) == rank.session[Recorder].export(7)
 
 
 def test_a_new_generation_sends_all_anew_to_who_has_nothing(ring: list[Rank]) -> None:
@@ -111,7 +111,7 @@ def test_a_new_generation_sends_all_anew_to_who_has_nothing(ring: list[Rank]) ->
         record(rank, 2)
     all_keep_up(ring, 2, generation=1)
 
-    assert ring[1].kept.export(2) == ring[0].session.recorder.export(2)
+    assert ring[1].kept.export(2) == ring[0].session[Recorder].export(2)
 
 
 def test_a_wait_for_a_node_that_does_not_come_ends_when_it_may(ring: list[Rank]) -> None:

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 import torch
 from tests.rank.fakes import become, make_session
 from ttprun.rank.bootstrap import install
+from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.comm.process_group import ManagedGroup
 
 torch.set_num_threads(1)
@@ -33,7 +34,7 @@ for _ in range(3):
         become(session)
         install._presence = SimpleNamespace(pid=os.getpid(), has_script_failed=True)
         atexit.register(install._finish)
-        group = ManagedGroup(session, session.exchange, "g", [0], 0, timedelta(seconds=60))
+        group = ManagedGroup(session, session[Exchange], "g", [0], 0, timedelta(seconds=60))
         group.links.connect()
         whole, part = torch.empty(2_000_000), torch.ones(2_000_000)
         for _ in range(25):

@@ -12,6 +12,7 @@ from ttprun.protocol import from_rank
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import Expected, MismatchError
 from ttprun.rank.records.evidence import BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence, is_close, sampled
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
 
 LARGE = 1 << 20
@@ -106,7 +107,7 @@ def replacement() -> Iterator[Replacement]:
     def make(step: int, lost: dict[str, list[torch.Tensor]]) -> tuple[Session, FakeChannel]:
         session = make_session(channel=channel)
         session.applied = step
-        older = Evidence(session.recorder.evidence._region)
+        older = Evidence(session[Recorder].evidence._region)
         for name, tensors in lost.items():
             for tensor in tensors:
                 older.note(step, INPUT, name, [tensor])
@@ -229,7 +230,7 @@ def test_a_rank_that_goes_back_has_caught_up_only_when_its_step_comes_to_the_sam
     channel = FakeChannel()
     session = make_session(channel=channel)
     session.applied = 4
-    Evidence(session.recorder.evidence._region).note(4, LOSS, "", [torch.ones(1)])
+    Evidence(session[Recorder].evidence._region).note(4, LOSS, "", [torch.ones(1)])
     session.proof = proof.Proof.of(session, 4, is_of_all=True)
     session.expected = Expected(channel, 1, {}, is_proved=False)
 

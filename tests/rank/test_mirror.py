@@ -15,6 +15,7 @@ from ttprun.protocol.mirrors import SLOTS, unpack
 from ttprun.rank.session import Session
 from ttprun.rank.weights import mirror, optimizer_registry
 from ttprun.rank.weights.mirror import Mirror
+from ttprun.rank.weights.post_step_weights import KeptWeights
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -43,7 +44,7 @@ class Rank:
         self.session: Session = make_session(
             channel=self.channel, board=self.board, mirror=Mirror(self.board, 0, paths)
         )
-        self.session.mirror.is_wanted = True
+        self.session[Mirror].is_wanted = True
         self.boundary = 0
 
     def backward(self) -> None:
@@ -54,15 +55,15 @@ class Rank:
     def record(self) -> None:
         """As the hook before a step does it."""
         stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-        self.session.kept_weights.compare(stepped, stepped.sample(self.boundary + 1))
-        self.session.mirror.complete(self.session, self.boundary + 1, self.optimizer)
+        self.session[KeptWeights].compare(stepped, stepped.sample(self.boundary + 1))
+        self.session[Mirror].complete(self.session, self.boundary + 1, self.optimizer)
 
     def take(self) -> None:
         """As the hook after a step does it."""
         self.optimizer.step()
         self.boundary += 1
-        self.session.kept_weights.note(self.boundary)
-        self.session.mirror.begin(self.session, self.boundary)
+        self.session[KeptWeights].note(self.boundary)
+        self.session[Mirror].begin(self.session, self.boundary)
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -76,7 +77,7 @@ class Rank:
 
     def way_to(self, boundary: int) -> tuple[int, str]:
         """(slot, how) from which the state of a boundary comes."""
-        self.session.mirror.end()
+        self.session[Mirror].end()
         ways = [unpack(self.board.get(0, cell)).gives(boundary) for cell in CELLS]
         return next(((slot, way) for slot, way in enumerate(ways) if way), (-1, ""))
 
@@ -138,7 +139,7 @@ def test_until_the_next_state_is_there_the_step_before_it_can_be_taken_again(pat
     lost.step(5)
     expected = lost.state
 
-    lost.session.mirror.end()
+    lost.session[Mirror].end()
     lost.board.set(0, CELLS[5 % SLOTS], 0)  # as it is while it is being copied
     slot, way = lost.way_to(5)
     assert way == "step"
@@ -174,12 +175,12 @@ def test_weights_that_the_script_changes_between_its_steps_are_those_that_the_st
 def test_a_state_that_changes_while_it_is_copied_is_not_used(paths: list[str]) -> None:
     lost = Rank(OPTIMIZERS["momentum"], 1, paths)
     lost.step(3)
-    lost.session.mirror.end()
-    lost.session.kept_weights.note(3)
+    lost.session[Mirror].end()
+    lost.session[KeptWeights].note(3)
     with torch.no_grad():
         lost.weights[1].mul_(2)
 
-    lost.session.mirror.begin(lost.session, 3)
+    lost.session[Mirror].begin(lost.session, 3)
 
     assert lost.way_to(3)[1] == "step"
 

@@ -11,7 +11,7 @@ import torch
 from tests.rank.fakes import make_session
 from ttprun.protocol.to_rank import EndAsked
 from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import EndedError
+from ttprun.rank.comm.journal import EndedError, Journal
 from ttprun.rank.comm.work import ManagedWork
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.session import Session
@@ -33,7 +33,7 @@ class FakeGroup:
 def session() -> Iterator[Session]:
     """Of the second of two ranks, which a recovery has stopped."""
     made = make_session(rank=1, local_rank=1)
-    made.journal.is_frozen = True
+    made[Journal].is_frozen = True
     yield made
     made.channel.close()
 
@@ -41,7 +41,7 @@ def session() -> Iterator[Session]:
 def pending(session: Session) -> Entry:
     """A collective that was broken off, or not begun."""
     entry = Entry(FakeGroup(), "allreduce", (), [torch.zeros(2)])  # type: ignore[arg-type]
-    session.journal.entries.append(entry)
+    session[Journal].entries.append(entry)
     return entry
 
 
@@ -85,13 +85,13 @@ def test_what_ddp_begins_to_wait_for_only_then_fails_too(session: Session) -> No
     tell(session)
 
     with pytest.raises(RuntimeError, match="the job is being ended"):
-        ManagedWork(session.journal, entry).get_future().wait()
+        ManagedWork(session[Journal], entry).get_future().wait()
 
 
 def test_what_the_script_waits_for_fails(session: Session) -> None:
     entry = pending(session)
 
-    assert raised_by(lambda: session.journal.wait(entry), session) == [EndedError]
+    assert raised_by(lambda: session[Journal].wait(entry), session) == [EndedError]
 
 
 def test_a_rank_that_is_held_back_before_its_step_does_not_take_it(session: Session) -> None:
@@ -102,7 +102,7 @@ def test_a_rank_that_is_held_back_before_its_step_does_not_take_it(session: Sess
 
 
 def test_a_rank_that_runs_steps_without_waiting_for_one_that_may_be_gone(session: Session) -> None:
-    session.journal.is_frozen = False
+    session[Journal].is_frozen = False
 
     assert raised_by(lambda: commit(session, 1), session) == []
     assert session.is_applying
@@ -111,11 +111,11 @@ def test_a_rank_that_runs_steps_without_waiting_for_one_that_may_be_gone(session
 def test_a_collective_that_breaks_then_fails_at_once(session: Session) -> None:
     entry = pending(session)
     future = entry.make_future()
-    session.journal.is_frozen = False
+    session[Journal].is_frozen = False
     entry.inner = object()
     tell(session)
 
-    session.journal.note_failure(entry, entry.inner, RuntimeError("connection closed by peer"))
+    session[Journal].note_failure(entry, entry.inner, RuntimeError("connection closed by peer"))
 
     with pytest.raises(RuntimeError, match="closed by peer"):
         future.wait()

@@ -21,6 +21,7 @@ from ttprun.rank.position import whose
 from ttprun.rank.records.record import Record
 from ttprun.rank.replay.replay import Replay
 from ttprun.rank.step import step_hooks
+from ttprun.rank.weights.post_step_weights import KeptWeights
 
 
 def _batches_of_a_loader_that_cannot_be_recorded() -> tuple[list[int], str]:
@@ -50,7 +51,7 @@ def _step_without_memory() -> tuple[int, str]:
     patches.apply_all(with_replay=False)
     session = make_session()
     become(session)
-    session.kept_weights.note = note  # type: ignore[method-assign]
+    session[KeptWeights].note = note  # type: ignore[method-assign]
     session.groups["a group"] = None  # type: ignore[assignment]  # without one nothing is recorded
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight])
@@ -74,7 +75,7 @@ def _step_on_failed_memory() -> tuple[str, str]:
     patches.apply_all(with_replay=False)
     session = make_session()
     become(session)
-    session.kept_weights.note = note  # type: ignore[method-assign]
+    session[KeptWeights].note = note  # type: ignore[method-assign]
     session.groups["a group"] = None  # type: ignore[assignment]  # without one nothing is recorded
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight])

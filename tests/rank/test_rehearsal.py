@@ -18,6 +18,7 @@ from ttprun.rank import values
 from ttprun.rank.checks import rehearsal as module
 from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.position import ast_transform, whose
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import current
 from ttprun.rank.values.nodes import Tag
 
@@ -115,8 +116,8 @@ def _steps_until_read() -> int:
     rehearsal = Rehearsal()
     for boundary in range(1, 1000):
         record, head = record_of(boundary, held=nested(4))
-        session.recorder.write(boundary, head, [])
-        rehearsal.note(session.recorder, record, head, is_strict=False)
+        session[Recorder].write(boundary, head, [])
+        rehearsal.note(session[Recorder], record, head, is_strict=False)
         clock.now_s += 0.1  # the step
         if rehearsal.go_on(lambda: False):
             return boundary
@@ -144,8 +145,8 @@ def test_while_the_rank_waits_for_others_the_record_is_read_at_once() -> None:
 def _reads_in_the_wait() -> int:
     session, rehearsal = make_session(), Rehearsal()
     record, head = record_of(1, held=nested(4))
-    session.recorder.write(1, head, [])
-    rehearsal.note(session.recorder, record, head, is_strict=False)
+    session[Recorder].write(1, head, [])
+    rehearsal.note(session[Recorder], record, head, is_strict=False)
     return rehearsal.go_on(lambda: True)
 
 
@@ -157,8 +158,8 @@ def _when_it_is_repeated() -> list[int]:
     session, rehearsal, read = make_session(), Rehearsal(), []
     for boundary in range(1, 9):
         record, head = record_of(boundary, **{"a": [1.0], "step": boundary} | ({"b": [2]} if boundary >= 5 else {}))
-        session.recorder.write(boundary, head, [])
-        rehearsal.note(session.recorder, record, head, is_strict=False)
+        session[Recorder].write(boundary, head, [])
+        rehearsal.note(session[Recorder], record, head, is_strict=False)
         read.append(rehearsal.go_on(lambda: True))
     return [one for one in read if one]
 
@@ -170,8 +171,8 @@ def test_a_record_that_cannot_be_read_back_is_no_promise() -> None:
 def _of_a_broken_record() -> str:
     session, rehearsal = make_session(), Rehearsal()
     record, head = record_of(1, held=[1])
-    session.recorder.write(1, head[: len(head) // 2], [])
-    rehearsal.note(session.recorder, record, head, is_strict=False)
+    session[Recorder].write(1, head[: len(head) // 2], [])
+    rehearsal.note(session[Recorder], record, head, is_strict=False)
     rehearsal.go_on(lambda: True)
     return "; ".join(rehearsal.refused)
 
@@ -185,7 +186,7 @@ def _strictly() -> list[int]:
     record, _ = record_of(1, held=torch.ones(1))
     record["variables"][0]["held"] = [Tag.REFUSED, "is a coroutine"]
     head = values.pack(record)
-    session.recorder.write(1, head, [])
-    rehearsal.note(session.recorder, record, head, is_strict=True)
+    session[Recorder].write(1, head, [])
+    rehearsal.note(session[Recorder], record, head, is_strict=True)
     rehearsal.go_on(lambda: True)
     return [len(rehearsal.refused), len(rehearsal.unrecorded)]

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from tests.rank.collectives import FLOAT, SUMS, ours, plain
 from tests.rank.worlds import run_world
+from ttprun.rank.comm.journal import Journal
+from ttprun.rank.comm.results import Results
 from ttprun.rank.session import current
 
 
@@ -22,7 +24,7 @@ def misuse(rank: int) -> list[Any]:
 
     journal.PATIENCE_S = 0.3
     session = current()
-    held = (lambda: None) if session is None else lambda: (len(session.journal.entries), session.journal.held_bytes)
+    held = (lambda: None) if session is None else lambda: (len(session[Journal].entries), session[Journal].held_bytes)
     mistakes: dict[str, Callable[[], Any]] = {
         "layout": lambda: dist.all_reduce(torch.eye(2).to_mkldnn()),
         "number": lambda: dist.all_gather([torch.zeros(3)], ours(rank)),
@@ -68,12 +70,12 @@ def what_is_held(rank: int, shapes: int = 1) -> dict[str, Any]:
         weight.grad = torch.ones(2)
         optimizer.step()
     del x
-    journal = session.journal
+    journal = session[Journal]
     return {
         "tensors alive": sum(ref() is not None for ref in gone),
         "entries": len(journal.entries),
         "copies": sum(len(spare) for spare in journal._spare.values()) + sum(len(e.saved) for e in journal.entries),
-        "results": len(session.results._newest),
+        "results": len(session[Results]._newest),
     }
 
 
@@ -113,7 +115,7 @@ def evaluate_for_ever(rank: int) -> dict[str, Any]:
         parts = [torch.zeros(20_000) for _ in range(2)]
         dist.all_gather(parts, torch.zeros(20_000))
         gone.append(weakref.ref(parts[0]))
-    held = len(session.journal.entries)
+    held = len(session[Journal].entries)
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = torch.ones(2)
     torch.optim.SGD([weight], lr=0.1).step()

@@ -27,6 +27,7 @@ from ttprun.protocol.channel import Channel, Message, Order
 from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap import hooks, install
 from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.position import whose
 from ttprun.rank.records.recorder import Recorder
 
@@ -146,7 +147,7 @@ def wait_for(key: str) -> None:
 
     session = current()
     assert session is not None
-    session.exchange.get(_FOR_EVER, key, LIMIT_S)
+    session[Exchange].get(_FOR_EVER, key, LIMIT_S)
 
 
 def say(text: str) -> None:

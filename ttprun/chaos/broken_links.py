@@ -18,6 +18,7 @@ from typing import Any
 
 from ttprun.chaos.faults import Fault
 from ttprun.rank.comm.connection import Connection, Exchange
+from ttprun.rank.comm.process_group import groups_of
 from ttprun.rank.session import Session
 
 SLOW_BYTES_PER_S = 256 << 10
@@ -39,11 +40,11 @@ def publish(exchange: Exchange, connection: Connection, name: str, rank: int) ->
 def links(session: Session) -> dict[int, list[socket.socket]]:
     """Peer (global rank) -> duplicates of the sockets that lead to it, to be closed by the caller."""
     found: dict[int, list[socket.socket]] = defaultdict(list)
-    for group in list(session.groups.values()):
+    for group in groups_of(session):
         connection = group.links.by_gloo
         if connection is None:
             continue
-        callers = _callers(session.exchange, connection, group.group_name, len(group.ranks), group.rank())
+        callers = _callers(session[Exchange], connection, group.group_name, len(group.ranks), group.rank())
         for sock in connection.sockets():
             port = sock.getpeername()[1]
             peer = connection.listener_of(port)

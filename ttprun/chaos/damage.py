@@ -211,10 +211,11 @@ def _kill_worker() -> str:
 def put_nan(session: Session, armed: Armed, phase: str, op: str, inputs: Any) -> bool:
     """If these are gradients about to be reduced, make one element NaN; returns whether they were."""
     from ttprun.chaos import broken_data
+    from ttprun.rank.comm.process_group import groups_of
 
     detail = ""
     with contextlib.suppress(Exception):
-        detail = broken_data.put_nan(op, inputs, [group.buckets for group in session.groups.values()])
+        detail = broken_data.put_nan(op, inputs, [group.buckets for group in groups_of(session)])
     if detail:
         report(session.channel, armed, phase, session.applied, detail)
     return bool(detail)

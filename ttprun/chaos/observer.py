@@ -22,6 +22,7 @@ from ttprun.chaos.damage import step_of
 from ttprun.chaos.plain_observer.sitecustomize import leave, seed_what_the_system_seeds
 from ttprun.rank.comm.connection import Connection, Exchange
 from ttprun.rank.process import random_state
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session, current
 from ttprun.rank.values import pack
 from ttprun.rank.weights import optimizer_registry
@@ -104,7 +105,7 @@ class Observer:
 
     def _leave(self, session: Session) -> None:
         """Keep the newest record, and end the process."""
-        record = session.recorder.read(session.applied)
+        record = session[Recorder].read(session.applied)
         for name, content in zip(("head", "blobs"), record or (), strict=False):
             with contextlib.suppress(OSError):
                 (self._folder / f"rank{self._rank}.{name}").write_bytes(content)

@@ -25,11 +25,13 @@ from ttprun.elastic_resume.merge import Merge
 from ttprun.elastic_resume.touched import spoil
 from ttprun.protocol.to_rank import Adapt
 from ttprun.rank.checks.replay_guard import MismatchError
+from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.results import Answers
 from ttprun.rank.data import loaders, rest_of_epoch
 from ttprun.rank.effects import files
 from ttprun.rank.position import loops
 from ttprun.rank.records.record import Record
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay.replay import Replay, difference_of_place
 from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
@@ -100,8 +102,8 @@ class Adapted(Replay):
         if difference:
             self._note_other_place(difference)
             return returned
-        for entry in self.session.journal.unfinished():
-            self.session.journal.wait(entry)
+        for entry in self.session[Journal].unfinished():
+            self.session[Journal].wait(entry)
         try:
             returned = self._take_over(frame, returned)
         except MismatchError:
@@ -125,7 +127,7 @@ class Adapted(Replay):
     def _take_over(self, frame: FrameType, returned: Any) -> Any:
         session = self.session
         mine, head, blobs = _described(session, self.boundary, frame, returned)
-        session.recorder.write_first(self.boundary, head, blobs)
+        session[Recorder].write_first(self.boundary, head, blobs)
         found = [it["ahead"] for it in self._target["loaders"]]
         ahead = frozenset(one for fingerprints in found for one in fingerprints or ())
         first = Tree(self._first.fields, self._first.blobs)
@@ -149,12 +151,12 @@ class Adapted(Replay):
         fields |= {name: self._target[name] for name in ("weights", "files")}
         fields["held"] = self._target.fields.get("held", b"")
         fields["loaders"] = mine.fields["loaders"]  # the restored variables may have overwritten the newest batch
-        session.recorder.write(self.boundary, pack(fields), tensors)
+        session[Recorder].write(self.boundary, pack(fields), tensors)
         return returned
 
     def _order_buckets(self) -> None:
         """Nothing to do: for DDP the first step was a real one, in all ranks."""
-        self.session.journal.clear()
+        self.session[Journal].clear()
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""What a rank knows about itself: one `Session` per process, None in a process that is not a rank."""
+"""What a rank knows about itself: one `Session` per process, None in a process that is not a rank.
+
+It imports none of the folders that it serves: `session[Journal]` is this rank's journal, by its class. What a folder
+calls in one above it is an attribute, described in context.py.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +12,24 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.device.updates import UpdateTimes
 from ttprun.protocol import from_rank
-from ttprun.protocol.board import OPERATION_NAMES, Board, Field, Phase
-from ttprun.protocol.to_rank import Options
+from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
+from ttprun.rank.context import Comparing, Expecting, Framed, Group, RankContext, Recovering, Replaying
 
+_T = TypeVar("_T")
 CONNECT = OPERATION_NAMES.index("connect")
 _MOST_HINDRANCES = 20
 
-if TYPE_CHECKING:
-    from ttprun.protocol.channel import Channel
-    from ttprun.rank.checks.proof import Proof
-    from ttprun.rank.checks.rehearsal import Rehearsal
-    from ttprun.rank.checks.replay_guard import Expected
-    from ttprun.rank.checks.verification import Verifier
-    from ttprun.rank.comm.connection import Exchange
-    from ttprun.rank.comm.journal import Journal
-    from ttprun.rank.comm.process_group import ManagedGroup
-    from ttprun.rank.comm.results import Results
-    from ttprun.rank.framework.framework import Framework
-    from ttprun.rank.records.recorder import Recorder
-    from ttprun.rank.replay.recovery import Recovery
-    from ttprun.rank.replay.replay import Replay
-    from ttprun.rank.step.crossing import Crossing
-    from ttprun.rank.weights.holdings import Holdings
-    from ttprun.rank.weights.mirror import Mirror
-    from ttprun.rank.weights.own_state import OwnState
-    from ttprun.rank.weights.post_step_weights import KeptWeights
-    from ttprun.rank.weights.snapshots import Snapshots
 
-
-@dataclass
-class Session:
+@dataclass(kw_only=True)
+class Session(RankContext):
     """A rank's state as seen by its hooks.
 
+    parts         objects of the folders above, by their class
     generation    number of the communicator set; changed by the recovery thread alone
     applied       completed optimizer steps (the newest boundary of this rank)
     replay        set while a replacement runs the script up to its boundary, else None
@@ -63,32 +48,12 @@ class Session:
     updates       when this run of the script last stepped an optimizer
     row           this rank's fields on the board
     recorded      by local rank, the newest boundary whose record is complete
-    ranks_here    ranks of this node; 0: all
-    address       of this node for connections of the ranks; "": all ranks are on one node
     rows_here     rows of the board of this node's ranks
-    crossing      the commit over nodes; None: all ranks are on one node
     lock          the lock of `changed`; taking it directly is quicker
     away          ranks without which the others keep training (--mindio)
     """
 
-    rank: int
-    local_rank: int
-    world_size: int
-    run_dir: str
-    options: Options
-    channel: Channel
-    board: Board
-    recorder: Recorder
-    journal: Journal
-    results: Results
-    exchange: Exchange
-    verifier: Verifier
-    snapshots: Snapshots
-    kept_weights: KeptWeights
-    own_state: OwnState
-    mirror: Mirror
-    holdings: Holdings
-    rehearsal: Rehearsal
+    parts: dict[type[Any], Any] = field(default_factory=dict)
     generation: int = 0
     applied: int = 0
     has_stepped: bool = False  # in this process
@@ -98,23 +63,20 @@ class Session:
     settle_at: int = 0  # boundary up to which a held rank may still step: another survivor already has
     is_applying: bool = False  # Optimizer.step is running
     trains_alone: bool = False
-    groups: dict[str, ManagedGroup] = field(default_factory=dict)
-    groups_left: list[ManagedGroup] = field(default_factory=list)
+    groups: dict[str, Group] = field(default_factory=dict)
+    groups_left: list[Group] = field(default_factory=list)
     groups_made: Counter[str] = field(default_factory=Counter)
     groups_count: int = 0
     groups_at_boundary: int = 0
     times_left: int = 0
     is_over: bool = False
-    replay: Replay | None = None
-    recovery: Recovery | None = None
-    expected: Expected | None = None
-    proof: Proof | None = None
-    framework: Framework | None = None
+    replay: Replaying | None = None
+    recovery: Recovering | None = None
+    expected: Expecting | None = None
+    proof: Comparing | None = None
+    framework: Framed | None = None
     updates: UpdateTimes = field(default_factory=UpdateTimes)
     away: frozenset[int] = frozenset()
-    ranks_here: int = 0
-    address: str = ""
-    crossing: Crossing | None = None
     lock: Any = field(default_factory=threading.RLock)
     pid: int = field(default_factory=os.getpid)
 
@@ -128,6 +90,14 @@ class Session:
         self.row = self.board.row(self.rank)
         self._reported_not_proved: list[str] = []
         self._reported_unrecorded: list[str] = []
+
+    def __getitem__(self, kind: type[_T]) -> _T:
+        """The part of this class. Raises KeyError."""
+        return self.parts[kind]  # type: ignore[no-any-return]
+
+    def get(self, kind: type[_T]) -> _T | None:
+        """The part of this class; None if there is none."""
+        return self.parts.get(kind)
 
     def is_repairable(self) -> bool:
         """Whether this rank and the others can be repaired from each other."""

@@ -13,6 +13,7 @@ from ttprun.rank.bootstrap import patches
 from ttprun.rank.bootstrap.hooks import make_session
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.comm import groups
+from ttprun.rank.comm.journal import Journal
 from ttprun.rank.framework.framework import Framework
 from ttprun.rank.framework.recovery import CallbackRecovery
 from ttprun.rank.position import torch_compile
@@ -43,13 +44,12 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
         framework = Framework(session, order.boundary, order.reboot_type)
     else:
         framework = Framework(session, None, "arf")
-    session.framework = framework
-    session.journal.admit = framework.admit
+    session.framework = session.parts[Framework] = framework
+    session[Journal].admit = framework.admit
     begin(session)
-    session.recovery = CallbackRecovery(session, framework)
-    session.recovery.start()
-    take = strikes.taken_from(session.recovery.take, presence.channel)
-    presence.hand_over(take, session.recovery.begin_in)
+    session.recovery = recovery = CallbackRecovery(session, framework)
+    recovery.start()
+    presence.hand_over(strikes.taken_from(recovery.take, presence.channel), recovery.begin_in)
     session.touch(Phase.SETUP)
     presence.channel.send(from_rank.Protected())
 
@@ -64,7 +64,7 @@ def wrap_process_group_name(original: Any) -> Any:
 
     def process_group_name(ranks: Any, use_hashed_name: Any) -> Any:
         session = current()
-        framework = session.framework if session is not None else None
+        framework = session.get(Framework) if session is not None else None
         if session is None or framework is None or not framework.is_past_setup:
             return original(ranks, use_hashed_name)
         of = "_".join(map(str, ranks)) if use_hashed_name else "all"

@@ -21,13 +21,13 @@ from ttprun.protocol.board import Board, Phase
 from ttprun.rank import fail_open, moments
 from ttprun.rank.bootstrap import framework_patches, patches, reset
 from ttprun.rank.bootstrap.ahead import Ahead, has_children
-from ttprun.rank.bootstrap.install import greet
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.comm import connection, groups, results
+from ttprun.rank.comm import groups, results
+from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.results import Results
 from ttprun.rank.data import workers
@@ -39,7 +39,8 @@ from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.replay.replay import Replay
 from ttprun.rank.replay.set_up import SetUp
 from ttprun.rank.session import Session, begin, leave_in_children
-from ttprun.rank.step import crossing, step_hooks
+from ttprun.rank.step import step_hooks
+from ttprun.rank.step.crossing import Crossing
 from ttprun.rank.weights import last_hook, optimizer_registry
 from ttprun.rank.weights.holdings import Holdings
 from ttprun.rank.weights.mirror import Mirror
@@ -85,7 +86,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     order = presence.order if is_replacement else None
     if is_replacement:
         patches.apply_all(with_replay=True)
-    workers.keep_in(session.recorder)
+    workers.keep_in(session[Recorder])
     begin(session)
     _begin_origins(session, isinstance(order, to_rank.Replay) and order.adapt is None)
     _begin_file_answers(session, order)
@@ -98,9 +99,9 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
             session.replay.begin()
         case to_rank.Resume(boundary=boundary, expected=expected, skip_lines=skip_lines, received=received):
             output.skip_lines(*skip_lines)
-            append_dedup.resume_from(session.recorder, boundary)
+            append_dedup.resume_from(session[Recorder], boundary)
             session.expected = Expected(session.channel, session.generation, expected)
-            session.journal.received = received
+            session[Journal].received = received
             session.proof = Proof.of(session, boundary)
     _listen(presence, session)
 
@@ -114,10 +115,9 @@ def _replay_of(session: Session, order: to_rank.Replay) -> Replay:
 
 def _listen(presence: Presence, session: Session) -> None:
     """The agent's messages are for this run from now on."""
-    session.recovery = Recovery(session)
-    session.recovery.start()
-    take = strikes.taken_from(session.recovery.take, presence.channel)
-    presence.hand_over(take, session.recovery.begin_in)
+    session.recovery = recovery = Recovery(session)
+    recovery.start()
+    presence.hand_over(strikes.taken_from(recovery.take, presence.channel), recovery.begin_in)
     session.touch(Phase.SETUP)
     presence.channel.send(from_rank.Protected())
 
@@ -126,10 +126,10 @@ def _run_ahead(presence: Presence, session: Session, ahead: Ahead) -> None:
     """The rank still lives: the script runs up to where its replay would depend on what it still does."""
     began_s = time.monotonic()
     patches.apply_all(with_replay=True)
-    workers.keep_in(session.recorder)
+    workers.keep_in(session[Recorder])
     begin(session)
     _begin_origins(session, is_replay=True)
-    file_answers.begin_ahead(results.file_answers_in(session.recorder.read_log()))
+    file_answers.begin_ahead(results.file_answers_in(session[Recorder].read_log()))
 
     def leave(why_not: str) -> NoReturn:
         presence.channel.send(from_rank.SetUpDone(why_not, time.monotonic() - began_s))
@@ -142,7 +142,7 @@ def _run_ahead(presence: Presence, session: Session, ahead: Ahead) -> None:
         presence.channel.send(from_rank.SetUpDone("", time.monotonic() - began_s))
         presence.called.wait()
         ahead.end()
-        greet(presence.channel, session.board, session.rank)
+        presence.greet(session.board)
         presence.may_start.wait()
         order = presence.order
         if not isinstance(order, to_rank.Replay) or order.adapt is not None:
@@ -150,8 +150,8 @@ def _run_ahead(presence: Presence, session: Session, ahead: Ahead) -> None:
         presence.ahead = None
         set_up.end_output()
         session.generation = presence.generation
-        keep = partial(results.keep_file_answer, session.recorder)
-        file_answers.go_on(results.file_answers_in(session.recorder.read_log()), keep)
+        keep = partial(results.keep_file_answer, session[Recorder])
+        file_answers.go_on(results.file_answers_in(session[Recorder].read_log()), keep)
         replay = _replay_of(session, order)
         why_not = set_up.end(replay)
         if why_not:
@@ -174,8 +174,8 @@ _RANDOM = "random states"  # of this process when the run begins; a script witho
 
 def _begin_origins(session: Session, is_replay: bool) -> None:
     """Give a replacement's setup the times, pids and entropy that the lost rank's had, and record what is new."""
-    known = results.origins_in(session.recorder.read_log())
-    keep = partial(results.keep_origin, session.recorder)
+    known = results.origins_in(session[Recorder].read_log())
+    keep = partial(results.keep_origin, session[Recorder])
     origins.begin(known, None if is_replay else keep)
     states = next((value for place, value in known if place == _RANDOM), None)
     if states is not None:
@@ -186,10 +186,10 @@ def _begin_origins(session: Session, is_replay: bool) -> None:
 
 def _begin_file_answers(session: Session, order: object) -> None:
     """Answer a replacement as the file system has answered its lost rank, and keep what is new."""
-    known = results.file_answers_in(session.recorder.read_log())
+    known = results.file_answers_in(session[Recorder].read_log())
     if isinstance(order, to_rank.Replay) and order.adapt is not None:
         known = results.file_answers_in(log_of(order.adapt))
-    file_answers.begin(known, partial(results.keep_file_answer, session.recorder))
+    file_answers.begin(known, partial(results.keep_file_answer, session[Recorder]))
 
 
 def make_session(presence: Presence) -> Session:
@@ -198,6 +198,10 @@ def make_session(presence: Presence) -> Session:
     recorder = Recorder(presence.fds[1], options.record_limit_mib << 20)
     board = Board(presence.fds[0], welcome.world_size)
     journal = Journal(options.journal_limit_mib << 20)
+
+    def note(text: str) -> None:
+        presence.channel.send(from_rank.Note(text))
+
     session = Session(
         rank=welcome.rank,
         local_rank=welcome.local_rank,
@@ -206,29 +210,31 @@ def make_session(presence: Presence) -> Session:
         options=options,
         channel=presence.channel,
         board=board,
-        recorder=recorder,
-        journal=journal,
-        verifier=Verifier(
-            presence.channel,
-            journal,
-            options.verify_every,
-            options.nan_limit_s,
-            is_compared=welcome.world_size > 1 and not options.mindio,
-        ),
-        holdings=Holdings(),
-        rehearsal=Rehearsal(),
-        snapshots=Snapshots(board, welcome.local_rank, options.buffers, options.snapshot_every_steps),
-        kept_weights=KeptWeights(optimizer_registry.newest, lambda text: presence.channel.send(from_rank.Note(text))),
-        own_state=OwnState(board, welcome.rank, options.own_state),
-        mirror=Mirror(board, welcome.rank, options.mirror),
-        results=Results(recorder),
-        exchange=connection.Exchange(presence.channel, welcome.address),
         ranks_here=welcome.local_world_size,
         address=welcome.address,
         generation=presence.generation,
+        parts={
+            Recorder: recorder,
+            Journal: journal,
+            Verifier: Verifier(
+                presence.channel,
+                journal,
+                options.verify_every,
+                options.nan_limit_s,
+                is_compared=welcome.world_size > 1 and not options.mindio,
+            ),
+            Holdings: Holdings(),
+            Rehearsal: Rehearsal(),
+            Snapshots: Snapshots(board, welcome.local_rank, options.buffers, options.snapshot_every_steps, recorder),
+            KeptWeights: KeptWeights(optimizer_registry.newest, note),
+            OwnState: OwnState(board, welcome.rank, options.own_state, recorder),
+            Mirror: Mirror(board, welcome.rank, options.mirror),
+            Results: Results(recorder),
+            Exchange: Exchange(presence.channel, welcome.address),
+        },
     )
     if welcome.address:
-        session.crossing = crossing.Crossing(session, presence.fds[3])
+        session.parts[Crossing] = Crossing(session, presence.fds[3])
     journal.diagnose = session.diagnose
     journal.is_agent_awake = lambda: patience.is_agent_awake(board)
     journal.report_broken = lambda entry, after_s: session.report_broken(

@@ -22,17 +22,18 @@ from typing import TYPE_CHECKING, Any
 from ttprun import text_hashes
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
-from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
+from ttprun.device.errors import Diagnosis, in_one_line
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
 from ttprun.rank import signal_handlers
 from ttprun.rank.bootstrap import patches, unhooked
-from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.bootstrap.presence import Presence, diagnose
 from ttprun.rank.effects import file_answers, file_system, origins
+from ttprun.rank.fail_open import session_now
 from ttprun.rank.position import ast_transform
 from ttprun.rank.position.whose import add_named_path, add_user_directory
-from ttprun.rank.process import children, heartbeat, held_signals, life_lock, stack
+from ttprun.rank.process import children, heartbeat, held_signals, stack
 from ttprun.rank.process.after_import import after_import, is_overdue
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
     heartbeat.start(board, welcome.rank, _look_for_hooks)
     held_signals.hold(board)
     if ahead is None:
-        greet(channel, board, welcome.rank)
+        _presence.greet(board)
     os.register_at_fork(before=_before_fork, after_in_child=_leave_in_child)
     atexit.register(_finish)
     sys.excepthook = report_before(sys.excepthook)
@@ -117,13 +118,6 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
         # With torch imported first, the setup gets what the lost rank drew before it imported torch, and nothing that a
         # replay prints is shown.
         import torch  # noqa: F401
-
-
-def greet(channel: Channel, board: Board, rank: int) -> None:
-    """This process is the rank from now on; main thread only."""
-    with contextlib.suppress(AttributeError):  # a C library without such locks
-        life_lock.hold(board, rank)
-    channel.send(from_rank.Present(os.getpid(), threading.main_thread().ident or 0))
 
 
 def _look_for_hooks() -> None:
@@ -181,8 +175,7 @@ def report_before(previous: Any) -> Any:
         error, diagnosis = _run_again(presence, error, trace)
         kind, trace = type(error), error.__traceback__
         presence.has_script_failed = True
-        session = sys.modules.get("ttprun.rank.session")
-        found = session.current() if session is not None else None
+        found = session_now()
         if found is not None:
             found.is_over = True
         is_early = (found is None or found.applied == 0) and not presence.welcome.options.prints_traceback
@@ -251,14 +244,6 @@ def _run_again(presence: Presence, error: BaseException, trace: Any) -> tuple[Ba
     return rerun.answer(presence, error.with_traceback(trace))
 
 
-def diagnose(presence: Presence, error: BaseException) -> Diagnosis:
-    """What an exception says about the device, by our table and the configuration's `device_errors`."""
-    module = sys.modules.get("ttprun.rank.session")
-    session = module.current() if module is not None else None
-    table = DeviceErrors(presence.welcome.options.device_errors)
-    return table.diagnose(error, session.updates if session is not None else None)
-
-
 _presence: Presence | None = None
 _was_overdue = _has_reported = False
 _is_forking_main = False
@@ -296,8 +281,7 @@ def _finish() -> None:
     """The script has come to its end, and its own exit handlers have run."""
     if _presence is None or os.getpid() != _presence.pid:
         return
-    module = sys.modules.get("ttprun.rank.session")
-    session = module.current() if module is not None else None
+    session = session_now()
     if session is None:
         _report_unhooked()
     if not _presence.has_script_failed:  # else the exit code reports it

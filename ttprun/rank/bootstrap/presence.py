@@ -5,18 +5,21 @@ Standard library only. When the script imports torch, the hooks take over the ch
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ttprun.chaos import damage
+from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.channel import Channel, Message
 from ttprun.protocol.codec import Refused
 from ttprun.rank.bootstrap import unhooked
-from ttprun.rank.process import held_signals
+from ttprun.rank.fail_open import session_now
+from ttprun.rank.process import held_signals, life_lock
 
 if TYPE_CHECKING:
     from ttprun.rank.bootstrap.ahead import Ahead
@@ -56,6 +59,12 @@ class Presence:
     def start(self) -> None:
         """Read the agent's messages on a thread of its own."""
         threading.Thread(target=self._read, name="ttprun-channel", daemon=True).start()
+
+    def greet(self, board: Board) -> None:
+        """This process is the rank from now on; main thread only."""
+        with contextlib.suppress(AttributeError):  # a C library without such locks
+            life_lock.hold(board, self.welcome.rank)
+        self.channel.send(from_rank.Present(os.getpid(), threading.main_thread().ident or 0))
 
     def hand_over(self, heir: Callable[[Message], None], begin_in: Callable[[int], None]) -> None:
         """Pass all messages from now on to `heir`, first those that had to wait for it.
@@ -140,3 +149,10 @@ class Presence:
         if self.welcome.address:
             self.channel.send(from_rank.RowChanged())
         self.channel.send(from_rank.Frozen(self.generation, boundary=0))
+
+
+def diagnose(presence: Presence, error: BaseException) -> Diagnosis:
+    """What an exception says about the device, by our table and the configuration's `device_errors`."""
+    session = session_now()
+    table = DeviceErrors(presence.welcome.options.device_errors)
+    return table.diagnose(error, session.updates if session is not None else None)

@@ -20,11 +20,14 @@ from ttprun.device.interface import Device, DeviceFailedError, MemoryCheck, refi
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.rank.bootstrap import hooks, reset
-from ttprun.rank.bootstrap.install import diagnose
-from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.bootstrap.presence import Presence, diagnose
 from ttprun.rank.bootstrap.script import run
+from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.effects.output import Diverted
 from ttprun.rank.session import Session, current, end
+from ttprun.rank.weights.holdings import Holdings
+from ttprun.rank.weights.mirror import Mirror
+from ttprun.rank.weights.post_step_weights import KeptWeights
 
 _HEARD_LIMIT_S = 30.0
 
@@ -128,10 +131,10 @@ def _leave(
     diverted = Diverted(session)
     try:
         recovery.finish()
-        session.verifier.end()
-        session.mirror.end()
-        session.kept_weights.forget()
-        session.holdings.forget()
+        session[Verifier].end()
+        session[Mirror].end()
+        session[KeptWeights].forget()
+        session[Holdings].forget()
         reset.clear(error)
         if device is not None:
             _make_ready(device, diagnosis)

@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ttprun.rank.comm.journal import has_ended
+from ttprun.rank.checks.verification import Verifier
+from ttprun.rank.comm.journal import Journal, has_ended
 from ttprun.rank.comm.process_group import living
 from ttprun.rank.comm.transports import Link
 from ttprun.rank.session import Session
@@ -30,9 +31,9 @@ def close(session: Session) -> None:
     if session.recovery is not None:
         session.recovery.retire()
         session.recovery.join(LIMIT_S)
-    session.verifier.end(LIMIT_S)
-    works = [entry.inner for entry in session.journal.unfinished() if entry.inner is not None]
-    session.journal.clear()
+    session[Verifier].end(LIMIT_S)
+    works = [entry.inner for entry in session[Journal].unfinished() if entry.inner is not None]
+    session[Journal].clear()
     links = [link for group in living for link in group.links.all]
     for group in living:
         group.links.forget()

@@ -21,6 +21,7 @@ from ttprun.rank import fail_open
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
 from ttprun.rank.process.unseen import unseen
 from ttprun.rank.records.evidence import BATCH, INPUT, LOSS, Noted, Place, comparable, is_close
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session, current
 from ttprun.rank.weights import gradients, optimizer_registry
 
@@ -44,7 +45,7 @@ class Proof:
         self._session = session
         self._step = step
         self._is_lenient = is_of_all or torch.get_num_threads() > 1
-        self._left = session.recorder.evidence.left(step)
+        self._left = session[Recorder].evidence.left(step)
         self._equal: Counter[int] = Counter()
         self._not_proved: list[str] = []
 
@@ -127,7 +128,7 @@ def report(session: Session, equal: list[str], not_proved: list[str]) -> None:
 
 def is_decisive(session: Session, step: int) -> bool:
     """Whether the lost rank has left a loss or an input of a collective of a step, which depend on all its state."""
-    return any(kind in (LOSS, INPUT) for kind, _, _ in session.recorder.evidence.left(step))
+    return any(kind in (LOSS, INPUT) for kind, _, _ in session[Recorder].evidence.left(step))
 
 
 @unseen
@@ -145,7 +146,7 @@ def note(session: Session, kind: int, name: str, values: Sequence[Any], what: st
         tensors = comparable(values)
         if not tensors:
             return
-        place, noted = session.recorder.evidence.note(session.applied, kind, name, tensors)
+        place, noted = session[Recorder].evidence.note(session.applied, kind, name, tensors)
         if session.proof is not None:
             session.proof.compare(place, noted, tensors, what)
     except MismatchError:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ttprun.rank.checks import verification
+from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.operations import with_tensors_replaced
 from ttprun.rank.weights import optimizer_registry
 from ttprun.rank.weights.replicated import NotRepairableError
@@ -64,6 +65,11 @@ class Held:
     def is_kept(self) -> bool:
         """Whether the bucket still holds this operation's result, once that has completed."""
         return self.flat._version == self.version
+
+    @property
+    def is_last(self) -> bool:
+        """Whether DDP reduces its bucket last."""
+        return self.bucket.is_last
 
     def put_back(self) -> None:
         """Compute the input from the gradients again. Raises NotRepairableError if it differs from what was noted."""
@@ -238,8 +244,8 @@ class Buckets:
             bucket.is_refused = True
             return False
         bucket.is_used = True
-        entry.held = Held(bucket, flat, bucket.note(flat), flat._version)
-        self._held.append((entry, entry.held))
+        entry.held = held = Held(bucket, flat, bucket.note(flat), flat._version)
+        self._held.append((entry, held))
         return True
 
     def keep_results(self) -> None:
@@ -251,7 +257,7 @@ class Buckets:
         if group is None:
             return
         for entry, held in self._held:
-            if entry.is_done and held.is_kept and group.session.journal.reserve(entry, held.flat.nbytes):
+            if entry.is_done and held.is_kept and group.session[Journal].reserve(entry, held.flat.nbytes):
                 copy = held.flat.clone()
                 entry.args = with_tensors_replaced(entry.args, {id(held.flat): copy})
                 entry.outputs = [copy]
@@ -286,7 +292,7 @@ class Buckets:
         That of a bucket is postponed until the last one: before that all ranks wait for this thread's computation, and
         after it the thread is idle. The gradients do not change meanwhile.
         """
-        if entry.held is not None and not entry.held.bucket.is_last:
+        if entry.held is not None and not entry.held.is_last:
             self._unseen.append(entry)
             return
         for unseen in self._unseen:

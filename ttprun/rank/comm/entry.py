@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ttprun.rank.comm.operations import REDUCING, signature_of, tensors_in, with_tensors_replaced
 
 if TYPE_CHECKING:
-    from ttprun.rank.comm.buckets import Held
-    from ttprun.rank.comm.process_group import ManagedGroup
+    from ttprun.rank.context import Group
 
 Tensor = torch.Tensor
+
+
+class HeldInput(Protocol):
+    """An input that is not copied: buckets.py.
+
+    is_kept   whether the result is still there, once the operation has completed
+    is_last   nothing is reduced after it in the backward pass
+    """
+
+    @property
+    def is_kept(self) -> bool: ...
+    @property
+    def is_last(self) -> bool: ...
+    def put_back(self) -> None: ...
+    def count_nans(self) -> str: ...
 
 
 class _Over:
@@ -57,7 +71,7 @@ class Entry:
 
     # Class attributes, as most entries never change these.
     saved: Sequence[tuple[Tensor, Tensor]] = ()
-    held: Held | None = None
+    held: HeldInput | None = None
     inner: Any = None
     future: torch.futures.Future[Any] | None = None
     promise: Any = None
@@ -74,7 +88,7 @@ class Entry:
     number = 0
     digest = ""
 
-    def __init__(self, group: ManagedGroup, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def __init__(self, group: Group, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
         self.group = group
         self.op = op
         self.args = args

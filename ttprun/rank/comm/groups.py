@@ -16,7 +16,7 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Phase
 from ttprun.rank import fail_open, moments
 from ttprun.rank.comm import torch_groups
-from ttprun.rank.comm.connection import GivenUpError
+from ttprun.rank.comm.connection import Exchange, GivenUpError
 from ttprun.rank.comm.leaving import leave_together
 from ttprun.rank.comm.process_group import GLOO_ALONE, INTERNAL_NAME, ManagedGroup
 from ttprun.rank.comm.transports import TRANSPORTS
@@ -37,7 +37,7 @@ def _make(options: Any, of_backend: Any) -> ManagedGroup:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return ManagedGroup(
         session,
-        session.exchange,
+        session[Exchange],
         options.group_id,
         ranks,
         options.group_rank,
@@ -147,7 +147,7 @@ def wrap_new_group(original: Any) -> Any:
             if session.framework is None:
                 session.give_up_protection(f"{why_not} (of a group)")
             return original(ranks, timeout, backend, *args, **kwargs)
-        if session.exchange.is_given_up:
+        if session[Exchange].is_given_up:
             return original(ranks, timeout, backend, *args, **kwargs)
         made_inside.note(
             "a process group was made", "make all groups before the loop", lambda: True, fail_open.caller()
@@ -204,7 +204,7 @@ def _make_managed(
     except Exception as error:
         if fail_open.is_meant(error):
             raise
-        session.exchange.give_up(session.generation)
+        session[Exchange].give_up(session.generation)
         fail_open.give_up("making a process group", error)
     before.restore()
     return make_as_given()

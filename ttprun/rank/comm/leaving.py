@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.protocol.patience import Patience
-from ttprun.rank.comm.journal import PATIENCE_S
+from ttprun.rank.checks.verification import Verifier
+from ttprun.rank.comm.journal import PATIENCE_S, Journal
 from ttprun.rank.session import Session
 
 _LOOK_AGAIN_S = 1.0
@@ -24,7 +25,7 @@ def leave_together(session: Session) -> None:
     """
     if not session.groups:
         return
-    session.verifier.stop_if_divergent()
+    session[Verifier].stop_if_divergent()
     session.times_left += 1
     board, times = session.board, session.times_left
     board.announce(session.rank, Field.LEAVING, times)
@@ -57,7 +58,7 @@ def stay(session: Session) -> None:
     recorded = board.get(session.rank, Field.RECORDED)
     patience = OthersPatience(session, _STUCK_S)
     while left := [row for row in range(board.n_ranks) if not _has_ended(session, row)]:
-        is_let_go = session.unprotected or session.trains_alone or session.journal.is_ended
+        is_let_go = session.unprotected or session.trains_alone or session[Journal].is_ended
         if is_let_go or patience.is_over(left) or any(board.get(row, Field.RECORDED) > recorded for row in left):
             return
         board.wait_for_change(left[0], Field.ENDED, 0, _LOOK_AGAIN_S)

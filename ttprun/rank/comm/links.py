@@ -16,6 +16,7 @@ from ttprun.device.interface import DeviceFailedError
 from ttprun.rank import moments
 from ttprun.rank.comm import on_device
 from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, GenerationOverError
+from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.operations import tensors_in
 from ttprun.rank.comm.transports import TRANSPORTS, Link, RankSlot
 from ttprun.rank.session import Session
@@ -73,7 +74,9 @@ class Links:
         with session.changed:
             return (
                 session.changed.wait_for(
-                    lambda: bool(session.unprotected) or (session.generation > tried and not session.journal.is_frozen),
+                    lambda: (
+                        bool(session.unprotected) or (session.generation > tried and not session[Journal].is_frozen)
+                    ),
                     timeout=CONNECT_LIMIT.total_seconds(),
                 )
                 and not session.unprotected
@@ -98,7 +101,7 @@ class Links:
         made = {name: TRANSPORTS[name].make(slot) for name in dict.fromkeys(self.backends.values())}
         if moments.listener is not None and isinstance(made.get("gloo"), Connection):
             moments.listener.connected(slot.exchange, made["gloo"], slot.name, slot.rank)
-        with self._session.journal.lock:
+        with self._session[Journal].lock:
             self._by_type = {device_type: made[name] for device_type, name in self.backends.items()}
             self.slot = slot
 

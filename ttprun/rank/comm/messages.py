@@ -11,7 +11,7 @@ Begin with `issue`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,15 +20,13 @@ from ttprun.rank import moments
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import SMALL_RESULT_BYTES
+from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, Journal
 from ttprun.rank.comm.operations import IN_STEP
 from ttprun.rank.comm.work import ManagedWork
+from ttprun.rank.context import Group
 from ttprun.rank.position.frames import calls_key
 from ttprun.rank.records.evidence import INPUT, sampled
 from ttprun.rank.session import Session
-
-if TYPE_CHECKING:
-    from ttprun.rank.comm.process_group import ManagedGroup
 
 _NUMBERS = {op: OPERATION_NAMES.index(op) for op in ("send", "recv")}
 _MISSED_BY_NONE = 0  # as `Session.meet` counts ranks: a message is between two of them
@@ -44,7 +42,7 @@ class Message(Entry):
     signature = ""
     members: Sequence[int] = ()
 
-    def __init__(self, group: ManagedGroup, op: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, group: Group, op: str, args: tuple[Any, ...]) -> None:
         (tensor,), peer, tag = args
         super().__init__(group, op, args, [tensor] if op == "recv" else [])
         ends = (group.rank(), peer) if op == "send" else (peer, group.rank())
@@ -83,16 +81,15 @@ class Message(Entry):
         return (scratch, *self.args[1:])
 
 
-def issue(group: ManagedGroup, op: str, args: tuple[Any, ...]) -> Any:
+def issue(session: Session, group: Group, op: str, args: tuple[Any, ...]) -> Any:
     """Write a send or a receive to the journal, and issue it; returns its work.
 
     Raises MismatchError if a replacement sends something else than the lost rank, after reporting it to the agent.
     """
-    session = group.session
-    journal = session.journal
+    journal = session[Journal]
     tensor = args[0][0]
     if op == "recv_anysource" or not tensor.is_cpu:
-        return _pass_on(group, op, args, tensor)
+        return _pass_on(session, group, op, args, tensor)
     is_skipped = moments.reached_collective(op, args[0] if op == "send" else ())
     if not is_skipped:
         session.meet(_NUMBERS[op], _MISSED_BY_NONE)
@@ -119,9 +116,8 @@ def issue(group: ManagedGroup, op: str, args: tuple[Any, ...]) -> Any:
     return ManagedWork(journal, message)
 
 
-def _pass_on(group: ManagedGroup, op: str, args: tuple[Any, ...], tensor: torch.Tensor) -> Any:
+def _pass_on(session: Session, group: Group, op: str, args: tuple[Any, ...], tensor: torch.Tensor) -> Any:
     """Leave to the backend what is not repaired."""
-    session = group.session
     if session.framework is None:
         what = f"{op} of tensors on {tensor.device.type}"
         if tensor.is_cpu:
@@ -134,7 +130,7 @@ def _pass_on(group: ManagedGroup, op: str, args: tuple[Any, ...], tensor: torch.
 
 def _compare_with_received(session: Session, message: Message, tensor: torch.Tensor) -> None:
     """A replacement repeats what the lost rank has sent: compare it with what has come of that."""
-    known = session.journal.received.get(message.lane, ())
+    known = session[Journal].received.get(message.lane, ())
     if message.number >= len(known) or known[message.number] == message.digest_of(tensor):
         return
     difference = (

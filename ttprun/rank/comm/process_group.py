@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES
 from ttprun.rank import fail_open, moments, signal_handlers
 from ttprun.rank.checks import proof
+from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm import held_works, messages
 from ttprun.rank.comm.buckets import Buckets
 from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, EndedError
+from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, EndedError, Journal
 from ttprun.rank.comm.links import Links
 from ttprun.rank.comm.operations import (
     GATHERING,
@@ -42,6 +44,7 @@ from ttprun.rank.comm.operations import (
     with_options,
 )
 from ttprun.rank.comm.reissue import call_or_take
+from ttprun.rank.comm.results import Results
 from ttprun.rank.comm.transports import TRANSPORTS, RankSlot
 from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.position.frames import location_key
@@ -49,6 +52,7 @@ from ttprun.rank.records.evidence import INPUT
 from ttprun.rank.session import Session
 from ttprun.rank.signal_handlers import gate_from_c
 from ttprun.rank.weights import sharded
+from ttprun.rank.weights.mirror import Mirror
 
 signal_handlers.Now.is_in_engine = lambda: torch._C._current_graph_task_id() != -1
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
@@ -221,7 +225,7 @@ class ManagedGroup(ProcessGroup):
         if self._batch_on is not None:
             return self._call(op, args)  # type: ignore[no-any-return]
         session = self.session
-        journal = session.journal
+        journal = session[Journal]
         inputs_at, outputs_at = OPERATIONS[op]
         outputs = [] if outputs_at is None else tensors_in(args[outputs_at])
         if outputs and not (outputs[0].is_cpu or self._is_repaired(outputs[0].device.type)):
@@ -263,7 +267,7 @@ class ManagedGroup(ProcessGroup):
         if inputs and not unusual:
             proof.note(session, INPUT, f"{self._name} {with_options(op, entry.args)}", inputs, op)
         is_kept = self.enter(entry, inputs)
-        if is_kept and session.verifier.looks_before:
+        if is_kept and session[Verifier].looks_before:
             self.buckets.look_for_nan(entry)
         moments.reached("collective")
         return ManagedWork(journal, entry)
@@ -274,7 +278,7 @@ class ManagedGroup(ProcessGroup):
         While the journal is frozen, the recovery's thread issues it.
         """
         session = self.session
-        journal = session.journal
+        journal = session[Journal]
         with journal.lock:
             is_kept = session.is_repairable() and self._keep(entry, inputs)
             if journal.is_frozen:  # another thread issues it, on another stream
@@ -294,7 +298,7 @@ class ManagedGroup(ProcessGroup):
         """Copy or note the inputs; if journal_limit_mib is reached, protection ends: False."""
         if self.buckets.hold(entry):
             return True
-        if not self.session.journal.save(entry, inputs):
+        if not self.session[Journal].save(entry, inputs):
             self.session.give_up_protection("the journal of one step has reached journal_limit_mib")
             return False
         self.buckets.compare(entry)
@@ -318,7 +322,7 @@ class ManagedGroup(ProcessGroup):
     def _begin(self, entry: Entry) -> Any:
         """Issue an operation of the journal. Raises the backend's error if no recovery would help."""
         try:
-            journal = self.session.journal
+            journal = self.session[Journal]
             if not (journal.givers or journal.received or journal.settled):
                 return self.call(entry.op, entry.args)
             return call_or_take(self.session, entry, entry.args)
@@ -326,7 +330,7 @@ class ManagedGroup(ProcessGroup):
             diagnosis = self.session.diagnose(error)
             if diagnosis.is_known and diagnosis.can_wait and self.session.is_repairable():
                 return Refused(error)
-            self.session.journal.drop(entry)
+            self.session[Journal].drop(entry)
             raise
 
     def call(self, op: str, args: tuple[Any, ...]) -> Any:
@@ -347,7 +351,7 @@ class ManagedGroup(ProcessGroup):
             try:
                 finished.value()
             except Exception as error:
-                self.session.journal.note_failure(entry, inner, error)
+                self.session[Journal].note_failure(entry, inner, error)
                 return
             self.complete(entry, inner)
 
@@ -355,20 +359,25 @@ class ManagedGroup(ProcessGroup):
 
     def complete(self, entry: Entry, inner: Any) -> None:
         """The operation has completed; ignored if `inner` is not its newest work."""
-        with self.session.journal.lock:
+        with self.session[Journal].lock:
             if entry.is_done or entry.inner is not inner:
                 return
             entry.note_result()
             if entry.is_lent:
-                self.session.mirror.keep_result(self.session, entry.lane, entry.number, entry.outputs[0])
+                self.session[Mirror].keep_result(self.session, entry.lane, entry.number, entry.outputs[0])
             entry.is_done = True
-            self.session.journal.settle_before(entry)
+            self.session[Journal].settle_before(entry)
         try:
             if entry.place:
-                self.session.results.keep(entry)
+                self.session[Results].keep(entry)
         finally:  # a device may have failed meanwhile: whoever waits must not wait for ever
             entry.settle(entry.outputs)
             entry.release()
+
+
+def groups_of(session: Session) -> list[ManagedGroup]:
+    """The groups that the script has made and not destroyed, in the order of their making."""
+    return [group for group in list(session.groups.values()) if isinstance(group, ManagedGroup)]
 
 
 def _operation(op: str) -> Callable[..., Work]:
@@ -384,8 +393,8 @@ def _operation(op: str) -> Callable[..., Work]:
 def _point_to_point(op: str) -> Callable[..., Any]:
     @gate_from_c
     def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Any:
-        given = (self, op, (*args, *kwargs.values()))
-        return fail_open.run(op, messages.issue, ManagedGroup._call, given, {})
+        issue = partial(messages.issue, self.session, self)
+        return fail_open.run(op, issue, self._call, (op, (*args, *kwargs.values())), {})
 
     call.__name__ = op
     return call

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.messages import Message
 from ttprun.rank.comm.operations import OPERATIONS, tensors_in, with_tensors_replaced
 from ttprun.rank.comm.work import Delivered
 from ttprun.rank.session import Session
+from ttprun.rank.weights.mirror import Mirror
 from ttprun.rank.weights.replicated import NotRepairableError
 
 
@@ -27,11 +29,11 @@ def issue_again(session: Session, entry: Entry) -> Any:
     """
     if isinstance(entry, Message):
         return call_or_take(session, entry, entry.args_again())
-    if session.journal.is_settled(entry):
+    if session[Journal].is_settled(entry):
         return call_or_take(session, entry, entry.args)
     if entry.is_settled:
         raise NotRepairableError(f"the input of {entry.signature} is dropped, as all ranks had completed it")
-    giver = session.journal.giver_of(entry)
+    giver = session[Journal].giver_of(entry)
     if not entry.is_done:
         if giver is None:
             _put_back(entry)
@@ -53,13 +55,13 @@ def call_or_take(session: Session, entry: Entry, args: tuple[Any, ...]) -> Any:
     A message that has arrived is not issued at all, nor a collective that all members had completed: a replacement has
     its result in its mirror.
     """
-    if session.journal.is_settled(entry):
+    if session[Journal].is_settled(entry):
         if not entry.is_done:
-            session.mirror.give_result(session.applied, entry.lane, entry.number, entry.outputs[0])
+            session[Mirror].give_result(session.applied, entry.lane, entry.number, entry.outputs[0])
         return Delivered()
-    if session.journal.has_arrived(entry):
+    if session[Journal].has_arrived(entry):
         return Delivered()
-    giver = session.journal.giver_of(entry)
+    giver = session[Journal].giver_of(entry)
     if giver is None:
         return entry.group.call(entry.op, args)
     options = dist.BroadcastOptions()

@@ -32,7 +32,7 @@ def write(session: Session, key: int, data: Any, write_raw: Any) -> int:
         if skipped == len(given):
             return skipped
     written: int = write_raw(given[skipped:])
-    _count(session.recorder, key, session.board.get(session.rank, Field.RECORDED), written)
+    _count(session[Recorder], key, session.board.get(session.rank, Field.RECORDED), written)
     return skipped + written
 
 
@@ -57,4 +57,4 @@ def forget(session: Session, path: str) -> None:
     """What the lost rank has appended to this file has been taken out of it."""
     key = key_of(os.path.abspath(path))
     if _to_skip.pop(key, 0):
-        session.recorder.set_appended(key, (session.board.get(session.rank, Field.RECORDED), 0, 0))
+        session[Recorder].set_appended(key, (session.board.get(session.rank, Field.RECORDED), 0, 0))

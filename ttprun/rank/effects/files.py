@@ -28,6 +28,7 @@ from ttprun.rank import fail_open, moments, signal_handlers
 from ttprun.rank.effects import append_dedup, file_answers, file_system
 from ttprun.rank.effects.file_answers import is_called_by_user
 from ttprun.rank.position import ast_transform
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session, current
 
 CONTENT_BYTES, ALL_CONTENTS_BYTES = 64 << 10, 1 << 20  # of a file that the script reads, kept for a replacement
@@ -308,7 +309,7 @@ def unmute(session: Session, recorded: list[list[Any]], boundary: int, at_ns: in
         else:
             opened.seek(0, os.SEEK_END)
     _drop_unseen()
-    append_dedup.resume_from(session.recorder, boundary)
+    append_dedup.resume_from(session[Recorder], boundary)
 
 
 def _drop_unseen() -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ttprun.rank.framework.framework import Framework
 from ttprun.rank.session import Session, current
-
-if TYPE_CHECKING:
-    from ttprun.rank.framework.framework import Framework
 
 
 def has_framework() -> bool:
@@ -19,6 +15,7 @@ def has_framework() -> bool:
 def this_rank() -> tuple[Session, Framework]:
     """This rank's session and framework. Raises RuntimeError in any other process."""
     session = current()
-    if session is None or session.framework is None:
+    framework = session.get(Framework) if session is not None else None
+    if session is None or framework is None:
         raise RuntimeError("mindio_ttp: this process is not a protected rank; start the script with: ttprun --mindio")
-    return session, session.framework
+    return session, framework

@@ -20,7 +20,7 @@ from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.protocol.patience import Patience
 from ttprun.rank import moments
 from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import REPORT_AFTER_S
+from ttprun.rank.comm.journal import REPORT_AFTER_S, Journal
 from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
@@ -178,7 +178,7 @@ class Framework:
 
         Raises as `admit`.
         """
-        journal = self._session.journal
+        journal = self._session[Journal]
         self.admit()
         if is_skipped or self.is_joining:
             entry.is_done = True
@@ -243,7 +243,7 @@ class Framework:
             self._set_step(step)
             self.is_torn = False
             session.changed.notify_all()
-        session.journal.forget_completed()
+        session[Journal].forget_completed()
         session.touch(Phase.COMPUTING)
         if is_first:
             for_standbys.report(session)
@@ -364,7 +364,7 @@ class Framework:
 
     def _is_recovery_ordered(self, limit_s: float) -> bool:
         session = self._session
-        patience = Patience(limit_s, session.journal.is_agent_awake)
+        patience = Patience(limit_s, session[Journal].is_agent_awake)
         with session.changed:
             while not self.is_stopping and not patience.look():
                 session.changed.wait(_LOOK_AGAIN_S)

@@ -10,6 +10,7 @@ import msgpack
 
 from ttprun.device import registry
 from ttprun.rank.process import random_state
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
 
 
@@ -17,12 +18,12 @@ def keep(session: Session, step: int) -> None:
     """Keep the states with which all resume after `step`."""
     device = registry.current()
     record = {"generators": random_state.capture(), "device": device.rng_state()}
-    session.recorder.write(step, msgpack.packb(record), [])
+    session[Recorder].write(step, msgpack.packb(record), [])
 
 
 def restore(session: Session, step: int) -> bool:
     """Restore the states kept for `step`; False if there are none."""
-    found = session.recorder.read(step)
+    found = session[Recorder].read(step)
     if found is None:
         return False
     record = msgpack.unpackb(found[0])

@@ -27,6 +27,8 @@ from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.mindio import RepairType
 from ttprun.rank import moments
+from ttprun.rank.comm.journal import Journal
+from ttprun.rank.comm.process_group import groups_of
 from ttprun.rank.framework import randomness, scheduler
 from ttprun.rank.framework.codes import RET_NO_REBUILD, ReportState
 from ttprun.rank.framework.errors import FORCE_STOP
@@ -65,7 +67,7 @@ class CallbackRecovery(Recovery):
                 super().take(message)
                 self._framework.order_stop(repair_type)
                 if self._is_calling:
-                    for group in list(self._session.groups.values()):
+                    for group in groups_of(self._session):
                         group.links.cut()
             case mindio.Prepare() | mindio.Repair() | mindio.Rollback() | mindio.Save() | mindio.Rename():
                 self.leave_to_thread(message)
@@ -147,17 +149,17 @@ class CallbackRecovery(Recovery):
     def _leave_collectives(self) -> None:
         """Fail all waits for collectives, and start the names of new groups again."""
         session = self._session
-        unfinished = session.journal.unfinished()
+        unfinished = session[Journal].unfinished()
         self._break_connections()
         for entry in unfinished:
             if not entry.is_done:
                 entry.settle(RuntimeError(f"{FORCE_STOP}. A recovery has begun (ttprun)"))
-        session.journal.clear()
+        session[Journal].clear()
         session.groups_made.clear()
 
     def _signatures(self) -> dict[str, GroupJournal]:
         """By group: its ranks. What was issued is not issued again."""
-        return {group.group_name: GroupJournal(list(group.ranks), []) for group in freezing.groups_of(self._session)}
+        return {group.group_name: GroupJournal(list(group.ranks), []) for group in freezing.all_groups(self._session)}
 
     def _prepare(self, order: mindio.Prepare) -> None:
         """Memory of this rank's device has failed, and all others are frozen."""
@@ -218,8 +220,7 @@ class CallbackRecovery(Recovery):
                 framework.handlers.clean(False)
             framework.note_cleaned()
         for name in order.groups:
-            group = session.groups.get(name)
-            if group is not None:
+            if (group := session.groups.get(name)) is not None:
                 group.links.connect_in(session.generation)
                 group.links.is_joined = True
         with self._calling():

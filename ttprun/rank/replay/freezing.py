@@ -16,10 +16,11 @@ from ttprun.protocol.from_rank import GroupJournal
 from ttprun.rank import moments
 from ttprun.rank.comm import on_device
 from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import has_ended
+from ttprun.rank.comm.journal import Journal, has_ended
 from ttprun.rank.comm.links import cut_all
 from ttprun.rank.comm.process_group import ManagedGroup
 from ttprun.rank.session import Session
+from ttprun.rank.step.crossing import Crossing
 from ttprun.rank.weights import replicated
 
 LOOK_AGAIN_S = 0.05
@@ -35,8 +36,8 @@ def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_
     check_overtaken   called now and then; its exception ends the order
     """
     moments.reached("freeze")
-    with session.journal.lock:
-        session.journal.is_frozen = True
+    with session[Journal].lock:
+        session[Journal].is_frozen = True
     with session.changed:
         session.generation = order.generation
         session.is_holding = True
@@ -69,15 +70,15 @@ def break_connections(session: Session, issued_again: Issued) -> None:
 
     Operations between living ranks first get LET_FINISH_S: one that is cut with messages in flight may never end.
     """
-    groups = groups_of(session)
-    works = [(entry, entry.inner) for entry in session.journal.entries if entry.inner is not None]
+    groups = all_groups(session)
+    works = [(entry, entry.inner) for entry in session[Journal].entries if entry.inner is not None]
     works += issued_again
     end_s = time.monotonic() + LET_FINISH_S
     for _, inner in works:
         has_ended(inner, end_s - time.monotonic())
     cut_all(group.links for group in groups)
-    if session.crossing is not None:
-        session.crossing.cut()
+    if (crossing := session.get(Crossing)) is not None:
+        crossing.cut()
     on_device.settle()
     end_s = time.monotonic() + STUCK_AFTER_S
     for entry, inner in works:
@@ -87,8 +88,8 @@ def break_connections(session: Session, issued_again: Issued) -> None:
         with contextlib.suppress(Exception):
             inner.wait()
             entry.group.complete(entry, inner)
-    for entry in session.journal.unfinished():
-        session.journal.attach(entry, None)
+    for entry in session[Journal].unfinished():
+        session[Journal].attach(entry, None)
     for group in groups:
         group.links.forget()
 
@@ -117,18 +118,19 @@ def settle(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[]
             check_overtaken()
 
 
-def groups_of(session: Session) -> list[ManagedGroup]:
+def all_groups(session: Session) -> list[ManagedGroup]:
     """All groups that exist, or did at the newest boundary, or that the journal needs, in the order of their making."""
-    with session.journal.lock:
-        found = {entry.group for entry in session.journal.entries}
-    return sorted(found | {*session.groups.values(), *session.groups_left}, key=lambda group: group.number)
+    with session[Journal].lock:
+        found = {entry.group for entry in session[Journal].entries}
+    found |= {*session.groups.values(), *session.groups_left}
+    return sorted((one for one in found if isinstance(one, ManagedGroup)), key=lambda group: group.number)
 
 
 def _signatures(session: Session) -> dict[str, GroupJournal]:
     """By group and lane: ranks, operations since the boundary, and what of them need not be issued again."""
     found: dict[str, GroupJournal] = {}
-    with session.journal.lock:
-        for entry in session.journal.entries:
+    with session[Journal].lock:
+        for entry in session[Journal].entries:
             group = found.setdefault(entry.lane, GroupJournal(list(entry.members), []))
             if entry.is_settled:
                 group.settled.append(entry.number)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ttprun.rank import fail_open
+from ttprun.rank.comm.process_group import groups_of
 from ttprun.rank.session import current
 
 _stepping: list[Any] = []  # scalers whose `step` is running
@@ -46,7 +47,7 @@ def wrap_maybe_opt_step(original: Any) -> Any:
         before = None if session is None else session.applied
         returned = original(self, optimizer, state, *args, **kwargs)
         if session is not None and session.applied == before:
-            for group in session.groups.values():
+            for group in groups_of(session):
                 group.buckets.keep_results()
         return returned
 

@@ -19,14 +19,18 @@ from ttprun.device.interface import DeviceFailedError
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank import moments
+from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm import on_device
-from ttprun.rank.comm.connection import GenerationOverError
+from ttprun.rank.comm.connection import Exchange, GenerationOverError
 from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import REPORT_AFTER_S
+from ttprun.rank.comm.journal import REPORT_AFTER_S, Journal
 from ttprun.rank.comm.links import cut_all
 from ttprun.rank.replay import freezing, repairing, resuming
+from ttprun.rank.replay.replay import Replay
 from ttprun.rank.session import Session
 from ttprun.rank.weights import replicated
+from ttprun.rank.weights.mirror import Mirror
+from ttprun.rank.weights.snapshots import Snapshots
 
 _DOING: dict[type, str] = {
     to_rank.Freeze: "stopped",
@@ -76,7 +80,7 @@ class Recovery:
         """The run of the script is over: the current order is void. Does not wait."""
         self._newest_generation = _NO_MORE
         self._orders.put(None)
-        self._session.exchange.end_before(_NO_MORE)
+        self._session[Exchange].end_before(_NO_MORE)
 
     def join(self, limit_s: float) -> None:
         """After `retire`: wait `limit_s` at most for the thread's end."""
@@ -89,40 +93,40 @@ class Recovery:
         """
         self._thread.join(freezing.LET_FINISH_S)
         if self._thread.is_alive():
-            cut_all(group.links for group in freezing.groups_of(self._session))
+            cut_all(group.links for group in freezing.all_groups(self._session))
         self._thread.join(RETIRE_LIMIT_S)
         if self._thread.is_alive():
             raise TimeoutError(f"the recovery thread has not ended within {RETIRE_LIMIT_S:.0f} s")
         self._break_connections()
-        with self._session.journal.lock:
-            self._session.journal.is_frozen = False
-        self._session.journal.clear()
+        with self._session[Journal].lock:
+            self._session[Journal].is_frozen = False
+        self._session[Journal].clear()
 
     def take(self, message: Message) -> None:
         """Handle a message: at once if that cannot block, otherwise on the working thread."""
         session = self._session
         match message:
             case from_rank.Put(generation=generation, key=key, value=value):
-                session.exchange.deliver(generation, key, value)
+                session[Exchange].deliver(generation, key, value)
             case from_rank.Unprotected(reason=reason):
                 with session.changed:
                     session.unprotected = session.unprotected or reason
                     session.changed.notify_all()
                 session.stop_comparing()
             case to_rank.EndAsked():
-                session.journal.end()
+                session[Journal].end()
                 with session.changed:
                     session.changed.notify_all()
             case to_rank.NotAlike(owners=owners):
-                session.snapshots.owners = owners
+                session[Snapshots].owners = owners
             case to_rank.NoneAlike():
-                session.journal.may_settle = True
+                session[Journal].may_settle = True
             case to_rank.KeepMirror():
-                session.mirror.is_wanted = True
+                session[Mirror].is_wanted = True
             case to_rank.LookAt(boundary=boundary):
-                session.verifier.look_at(boundary)
+                session[Verifier].look_at(boundary)
             case to_rank.StandAside():
-                session.verifier.mark_divergent()
+                session[Verifier].mark_divergent()
             case (
                 to_rank.Freeze()
                 | to_rank.Replay()
@@ -141,7 +145,7 @@ class Recovery:
         """Queue an order that may block; one of a newer generation interrupts those before it."""
         self._newest_generation = max(self._newest_generation, order.generation)
         if isinstance(order, to_rank.Freeze):
-            self._session.exchange.end_before(order.generation)
+            self._session[Exchange].end_before(order.generation)
         self._orders.put(order)
 
     def is_idle(self, limit_s: float) -> bool:
@@ -176,7 +180,7 @@ class Recovery:
             if is_resume and isinstance(error, RuntimeError | OSError) and not is_refusal:
                 # These errors only mean that another rank is lost or a connection has broken.
                 if not self._is_overtaken_soon(order.generation):
-                    groups = freezing.groups_of(session)
+                    groups = freezing.all_groups(session)
                     fault = next(filter(None, (group.links.device_fault_of(error) for group in groups)), "")
                     session.report_broken(order.generation, str(error), REPORT_AFTER_S, fault)
                 return
@@ -228,7 +232,7 @@ class Recovery:
     def _resume(self, order: to_rank.Resume) -> None:
         session = self._session
         moments.reached("rebuild")
-        if session.replay is not None:
+        if isinstance(session.replay, Replay):
             resuming.go_live(session, session.replay, order)
             return
         self._issued_again = []

@@ -14,6 +14,7 @@ from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Phase
 from ttprun.protocol.snapshots import Dumped
 from ttprun.rank import moments
+from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.session import Session
 from ttprun.rank.weights import (
     checkpoint_shards,
@@ -45,7 +46,7 @@ def _place_of(session: Session, order: to_rank.SendState | to_rank.FetchState) -
     """Where the source and the receivers meet."""
     if not session.address:
         return state_places.InDirectory(session.run_dir, order.name)
-    return state_places.OverNodes(session.exchange, order.generation, order.name, order.limit_s)
+    return state_places.OverNodes(session[Exchange], order.generation, order.name, order.limit_s)
 
 
 def load_mirror(session: Session, order: to_rank.LoadMirror) -> None:

@@ -26,7 +26,7 @@ from ttprun.protocol.board import Field, Phase
 from ttprun.rank import moments
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
-from ttprun.rank.comm.results import Answers, as_if_alone, as_result
+from ttprun.rank.comm.results import Answers, Results, as_if_alone, as_result
 from ttprun.rank.data import loaders
 from ttprun.rank.effects import files, origins
 from ttprun.rank.effects.output import Diverted
@@ -35,10 +35,13 @@ from ttprun.rank.position.frames import place, user_frames
 from ttprun.rank.process import random_state
 from ttprun.rank.records import replayable
 from ttprun.rank.records.record import Record
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay import loss_scaling
 from ttprun.rank.session import Session
 from ttprun.rank.values import CannotRestoreError, Restore, restore_loop, room_to_walk
 from ttprun.rank.weights import gradients, mirror, optimizer_registry
+from ttprun.rank.weights.mirror import Mirror
+from ttprun.rank.weights.post_step_weights import KeptWeights
 
 if TYPE_CHECKING:
     import torch
@@ -114,11 +117,11 @@ class Replay:
     @classmethod
     def of_lost(cls, session: Session, number: int, skip_lines: tuple[int, int]) -> Replay:
         """The replay of a lost rank's recorder. Raises KeyError."""
-        records = replayable.records_up_to(session.recorder, number)
+        records = replayable.records_up_to(session[Recorder], number)
         target, is_first = records[-1], len(records) == 1 and not records[-1]["is_straight"]
         before = None if is_first else records[0]
         recent = [as_result(packed) for record in records for packed in record["results"]]
-        return cls(session, number, skip_lines, target, before, Answers(session.recorder.read_log(), recent))
+        return cls(session, number, skip_lines, target, before, Answers(session[Recorder].read_log(), recent))
 
     def begin(self) -> None:
         """Take over the loops' hooks; the script may start."""
@@ -246,7 +249,7 @@ class Replay:
         if not self._has_arrived:
             return False
         number = self._passed + 1
-        record = self._target if number == self.boundary else replayable.read_record(self.session.recorder, number)
+        record = self._target if number == self.boundary else replayable.read_record(self.session[Recorder], number)
         if not self._difference(record, frame):
             return False
         self._steps_left_out += 1
@@ -261,7 +264,7 @@ class Replay:
         if self._has_arrived:
             self._passed += 1
             is_target = self._passed == self.boundary
-            record = self._target if is_target else replayable.read_record(self.session.recorder, self._passed)
+            record = self._target if is_target else replayable.read_record(self.session[Recorder], self._passed)
             difference = self._difference(record, frame)
             if difference:
                 self.refuse(f"the replay is not at the place of boundary {self._passed}: {difference}")
@@ -451,12 +454,12 @@ class Replay:
         self._output.end(*self.skip_lines)
         files.unmute(session, self._target["files"], self.boundary, self._target["at_ns"])
         origins.end()
-        session.results.begin_step(self.boundary)
+        session[Results].begin_step(self.boundary)
         for site in loops.sites.values():
             if site.key in self._target["has_steps"]:
                 site.note_step()
-        session.kept_weights.is_kept = self._target["kept"]
-        session.kept_weights.note(self.boundary)
+        session[KeptWeights].is_kept = self._target["kept"]
+        session[KeptWeights].note(self.boundary)
         session.replay = None
         if session.groups:
             session.join()
@@ -467,7 +470,7 @@ class Replay:
         session.board.announce(session.rank, Field.APPLIED, self.boundary)
         session.board.announce(session.rank, Field.RECORDED, self.boundary)
         session.board.set(session.rank, Field.MEETINGS, 0)
-        session.mirror.begin(session, self.boundary)
+        session[Mirror].begin(session, self.boundary)
         session.touch(Phase.COMPUTING)
 
     def _order_buckets(self) -> None:

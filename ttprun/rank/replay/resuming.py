@@ -12,11 +12,13 @@ from ttprun.protocol import from_rank, to_rank
 from ttprun.rank import moments
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.replay_guard import Expected
+from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import has_ended
-from ttprun.rank.comm.process_group import ManagedGroup
+from ttprun.rank.comm.journal import Journal, has_ended
+from ttprun.rank.comm.process_group import groups_of
 from ttprun.rank.comm.reissue import issue_again
-from ttprun.rank.replay.freezing import LOOK_AGAIN_S, groups_of
+from ttprun.rank.context import Group
+from ttprun.rank.replay.freezing import LOOK_AGAIN_S, all_groups
 from ttprun.rank.replay.replay import Replay
 from ttprun.rank.session import Session
 
@@ -29,19 +31,19 @@ def resume(
     again             empty; gets each entry with its new work, for a recovery that interrupts this one
     check_overtaken   called now and then; its exception ends the order
     """
-    session.journal.note_agreed(givers_of(order), order.received, order.settled)
+    session[Journal].note_agreed(givers_of(order), order.received, order.settled)
     is_connected = False
     # A replacement connects these before it issues anything, and a backend may connect within an operation.
-    for group in groups_of(session):
+    for group in all_groups(session):
         if group.links.is_joined and group.number <= session.groups_at_boundary:
             group.links.connect_in(session.generation)
     while True:
-        with session.journal.lock:
-            entries, at = session.journal.entries, len(again)
+        with session[Journal].lock:
+            entries, at = session[Journal].entries, len(again)
             entry = entries[at] if at < len(entries) else None
             if entry is None and is_connected:
-                session.journal.is_frozen = False
-                session.journal.news.notify_all()
+                session[Journal].is_frozen = False
+                session[Journal].news.notify_all()
                 break
         if entry is None:
             _connect_up_to(session, None)
@@ -54,10 +56,10 @@ def resume(
         again.append((entry, inner))
         moments.reached("reissue")
         if not entry.is_done:
-            session.journal.attach(entry, inner)
+            session[Journal].attach(entry, inner)
             if entry.future is not None:
                 entry.group.bridge(entry, inner)
-    session.verifier.prove_from(session.applied)
+    session[Verifier].prove_from(session.applied)
     with session.changed:
         session.is_holding = False
         session.changed.notify_all()
@@ -71,25 +73,25 @@ def resume(
     session.channel.send(from_rank.Reissued(session.generation))
 
 
-def _connect_up_to(session: Session, newest: ManagedGroup | None) -> None:
+def _connect_up_to(session: Session, newest: Group | None) -> None:
     """Connect the groups made before this one, and this one; None: all.
 
     Not before the journal needs them: a replacement that runs from the top makes a group only after it has issued the
     operations before that. A group that was never connected is left to the main thread.
     """
-    for group in groups_of(session):
+    for group in all_groups(session):
         if group.links.is_joined and (newest is None or group.number <= newest.number):
             group.links.connect_in(session.generation)
 
 
 def go_live(session: Session, replay: Replay, order: to_rank.Resume) -> None:
     """The replay has ended, and the tensors are loaded: connect, and let the main thread continue."""
-    for group in list(session.groups.values()):
+    for group in groups_of(session):
         group.links.connect_in(session.generation)
         group.links.is_joined = True
     session.channel.send(from_rank.Rebuilt(session.generation))
-    session.journal.note_agreed(givers_of(order), order.received, order.settled)
-    session.verifier.prove_from(replay.boundary)
+    session[Journal].note_agreed(givers_of(order), order.received, order.settled)
+    session[Verifier].prove_from(replay.boundary)
     if replay.is_alone:
         session.proof = Proof.of(session, replay.boundary, is_of_all=not replay.is_joining)
     # Ranks that have all gone back have no journal of others to keep to, only what they have left themselves.

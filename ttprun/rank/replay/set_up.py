@@ -15,6 +15,7 @@ from ttprun.rank.comm.results import Answers
 from ttprun.rank.effects import file_answers, files
 from ttprun.rank.position import loops
 from ttprun.rank.records.record import Record
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay.replay import Replay, sites_of
 from ttprun.rank.session import Session
 
@@ -35,7 +36,7 @@ class SetUp(Replay):
     def __init__(
         self, session: Session, sample: Record, go_on: Callable[[], Replay], leave: Callable[[str], NoReturn]
     ) -> None:
-        super().__init__(session, sample["boundary"], (0, 0), sample, sample, Answers(session.recorder.read_log(), []))
+        super().__init__(session, sample["boundary"], (0, 0), sample, sample, Answers(session[Recorder].read_log(), []))
         self._go_on = go_on
         self._leave = leave
         self._asked: list[str] = []  # places of collectives

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ttprun.protocol import patience
 from ttprun.protocol.board import Board, Field, Phase
-from ttprun.rank.comm.journal import EndedError
+from ttprun.rank.comm.journal import EndedError, Journal
 from ttprun.rank.session import Session
 from ttprun.rank.step.crossing import Crossing
 
@@ -30,7 +30,7 @@ def commit(
             if session.is_holding and session.settle_at < boundary and not session.unprotected:
                 session.touch(Phase.COMMITTING)
                 held()
-                if session.journal.is_ended:
+                if session[Journal].is_ended:
                     raise EndedError
                 session.changed.wait(look_again_s)
                 continue
@@ -39,14 +39,14 @@ def commit(
                 return
         session.touch(Phase.COMMITTING)
         _wait_for_records(session, boundary, held, look_again_s)
-        if session.crossing is not None:
-            _cross(session, session.crossing, boundary, held, look_again_s)
+        if (crossing := session.get(Crossing)) is not None:
+            _cross(session, crossing, boundary, held, look_again_s)
 
 
 def _is_past(session: Session, boundary: int) -> bool:
     """Whether all ranks have recorded the boundary."""
-    is_past = min(session.recorded) >= boundary
-    return is_past and (session.crossing is None or session.crossing.is_past(boundary))
+    crossing = session.get(Crossing)
+    return min(session.recorded) >= boundary and (crossing is None or crossing.is_past(boundary))
 
 
 def _cross(session: Session, crossing: Crossing, boundary: int, held: Callable[[], None], look_again_s: float) -> None:
@@ -113,7 +113,7 @@ class Awaited:
 
 def _is_free(session: Session, boundary: int) -> bool:
     """Whether this rank may step though others have not recorded the boundary."""
-    return bool(session.unprotected) or session.journal.is_ended or session.settle_at >= boundary
+    return bool(session.unprotected) or session[Journal].is_ended or session.settle_at >= boundary
 
 
 def _where(board: Board, row: int) -> tuple[int, int, int]:

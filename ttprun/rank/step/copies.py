@@ -17,7 +17,8 @@ import struct
 import time
 from collections.abc import Callable, Iterable
 
-from ttprun.rank.comm.connection import GenerationOverError, listen
+from ttprun.rank.comm.connection import Exchange, GenerationOverError, listen
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
 
 _HEAD = struct.Struct("<qq")  # boundary, bytes that follow
@@ -56,7 +57,7 @@ class Copies:
         if link is None:
             return False
         if link.sent < boundary:
-            link.send(boundary, self._session.recorder.take_changes(all_of_it=link.sent < 0))
+            link.send(boundary, self._session[Recorder].take_changes(all_of_it=link.sent < 0))
         while not link.pass_on(self._fd, boundary, look_again_s):
             if may_stop() or self._session.generation != generation:
                 return False
@@ -65,7 +66,7 @@ class Copies:
     def _connected_in(self, generation: int, may_stop: MayStop, look_again_s: float) -> _Link | None:
         if self._link is not None and self._link.generation == generation:
             return self._link
-        exchange = self._session.exchange
+        exchange = self._session[Exchange]
         token = secrets.token_hex(_TOKEN_BYTES // 2)
         with listen(exchange.address) as listener, contextlib.ExitStack() as opened:
             where = f"{exchange.address} {listener.getsockname()[1]} {token}"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ttprun.protocol.board import FINISHED, Field
-from ttprun.rank.comm.connection import Connection, GenerationOverError, GivenUpError
+from ttprun.rank.comm.connection import Connection, Exchange, GenerationOverError, GivenUpError
 from ttprun.rank.comm.journal import REPORT_AFTER_S, has_ended
 from ttprun.rank.session import Session
 from ttprun.rank.step.copies import Copies
@@ -111,7 +111,7 @@ class Crossing:
         """The connection of this generation, made once all first ranks have come here; None if the wait has ended."""
         if self._connection is not None and self._connection.generation == generation:
             return self._connection
-        session, exchange = self._session, self._session.exchange
+        session, exchange = self._session, self._session[Exchange]
         number = self._firsts.index(session.rank)
         if self._announced_in != generation:
             self._announced_in = generation

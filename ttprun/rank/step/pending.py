@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ttprun.protocol.board import Field, Phase
 from ttprun.protocol.patience import Patience
+from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.messages import Message
 from ttprun.rank.session import Session
 
@@ -16,13 +17,13 @@ _ARRIVES_WITHIN_S = 2.0  # what the other end has completed
 
 def wait_for_all(session: Session, boundary: int) -> None:
     """Wait until all entries of the journal have completed; returns early when protection ends."""
-    for entry in session.journal.unfinished():
+    for entry in session[Journal].unfinished():
         if isinstance(entry, Message):
             session.touch(Phase.COMMITTING)
-            session.journal.wait(entry, _Wait(session, entry, boundary).is_over)
+            session[Journal].wait(entry, _Wait(session, entry, boundary).is_over)
         else:
             session.touch(Phase.WAITING)
-            session.journal.wait(entry)
+            session[Journal].wait(entry)
 
 
 class _Wait:

@@ -19,7 +19,12 @@ import torch
 from ttprun.device import accelerator
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank import fail_open, moments, signal_handlers, values
+from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import report_mismatch
+from ttprun.rank.checks.verification import Verifier
+from ttprun.rank.comm.journal import Journal
+from ttprun.rank.comm.process_group import groups_of
+from ttprun.rank.comm.results import Results
 from ttprun.rank.data import loaders
 from ttprun.rank.effects import file_answers, files, origins, os_entropy, output
 from ttprun.rank.position import call_site, iterables, loops, made_inside
@@ -27,11 +32,16 @@ from ttprun.rank.position.variables import variables_of
 from ttprun.rank.process import random_state
 from ttprun.rank.process.unseen import unseen
 from ttprun.rank.records.record import Record
-from ttprun.rank.records.recorder import RecordTooLargeError
+from ttprun.rank.records.recorder import Recorder, RecordTooLargeError
 from ttprun.rank.session import Session, current
 from ttprun.rank.step import closures, for_standbys, hindrances, pending
 from ttprun.rank.step.commit_barrier import commit
 from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, replicated, sharded
+from ttprun.rank.weights.holdings import Holdings
+from ttprun.rank.weights.mirror import Mirror
+from ttprun.rank.weights.own_state import OwnState
+from ttprun.rank.weights.post_step_weights import KeptWeights
+from ttprun.rank.weights.snapshots import Snapshots
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
 _running: torch.optim.Optimizer | None = None
@@ -129,23 +139,23 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         hindrances.look_without_group(session)
     if session.is_recorded():
         pending.wait_for_all(session, session.applied + 1)
-        if session.journal.givers:
+        if session[Journal].givers:
             _check_given_results(session)
         if session.proof is not None:
             session.proof.end_step()
         boundary = session.applied + 1
         if not session.trains_alone:
             stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-            are_new = session.holdings.are_new(stepped, optimizer, session.groups_count)
+            are_new = session[Holdings].are_new(stepped, optimizer, session.groups_count)
             if are_new and len(stepped.counts) > 1:
                 _collect_dropped()
-                session.holdings.note(optimizer_registry.stepped(optimizer_registry.optimizers()))
-            session.verifier.look(boundary, optimizer, frame, are_new)
+                session[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
+            session[Verifier].look(boundary, optimizer, frame, are_new)
         if _write_record(session, boundary, frame, optimizer, returned):
             commit(session, boundary)
-    for group in list(session.groups.values()):
+    for group in groups_of(session):
         group.buckets.end_step()
-    session.journal.clear()
+    session[Journal].clear()
     if not session.is_applying:  # there was no commit
         with session.lock:
             session.is_applying = True
@@ -167,8 +177,8 @@ def _collect_dropped() -> None:
 
 def _check_given_results(session: Session) -> None:
     """Refuse the step if DDP has overwritten a result while a recovery broadcast it."""
-    for entry in session.journal.entries:
-        if entry.held is not None and session.journal.giver_of(entry) == session.rank and not entry.held.is_kept:
+    for entry in session[Journal].entries:
+        if entry.held is not None and session[Journal].giver_of(entry) == session.rank and not entry.held.is_kept:
             reason = f"the result of {entry.signature} was overwritten while it was sent to the other ranks"
             report_mismatch(session.channel, session.generation, reason)
 
@@ -193,20 +203,20 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     if session.is_recorded():
         _note_weights(session)
         if session.is_alone():
-            session.own_state.keep(session, session.applied + 1)
-        session.mirror.begin(session, session.applied + 1)
+            session[OwnState].keep(session, session.applied + 1)
+        session[Mirror].begin(session, session.applied + 1)
     else:  # there is nothing to read back
         session.row[Field.REHEARSED] = session.applied + 1
-    if not session.trains_alone and session.snapshots.is_due(session.applied + 1):
-        session.snapshots.take(session, session.applied + 1, fail_open.caller())
+    if not session.trains_alone and session[Snapshots].is_due(session.applied + 1):
+        session[Snapshots].take(session, session.applied + 1, fail_open.caller())
     pass_boundary(session)
-    session.verifier.stop_if_divergent()
+    session[Verifier].stop_if_divergent()
     moments.reached("after_step")
 
 
 def _note_weights(session: Session) -> None:
     try:
-        session.kept_weights.note(session.applied + 1)
+        session[KeptWeights].note(session.applied + 1)
         optimizer_registry.note_remains()
     except Exception as error:  # e.g. no memory for copies: fail open
         fail_open.raise_if_meant(error)
@@ -230,7 +240,7 @@ def pass_boundary(session: Session) -> None:
         _look_at_state(session)
         for_standbys.report(session)
         if not session.unprotected:
-            session.snapshots.report_size(session.channel)
+            session[Snapshots].report_size(session.channel)
 
 
 def _look_at_state(session: Session) -> None:
@@ -246,7 +256,7 @@ def _write_record(
     session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
 ) -> bool:
     is_open = False
-    session.own_state.is_apt = False
+    session[OwnState].is_apt = False
     try:
         why_not = _why_not_recorded(session, optimizer)
         if why_not:
@@ -255,28 +265,28 @@ def _write_record(
             with values.room_to_walk():
                 record, blobs, is_open = describe(session, boundary, frame, returned)
                 head = values.pack(record)
-            hindrance = hindrances.look(record, session.rehearsal.refused)
-            hindrance = hindrance or session.holdings.why_moved(optimizer_registry.newest())
+            hindrance = hindrances.look(record, session[Rehearsal].refused)
+            hindrance = hindrance or session[Holdings].why_moved(optimizer_registry.newest())
             session.note_hindrance(boundary, hindrance)
             if hindrance:  # the step that ends here would not come to the same
-                session.recorder.evidence.clear()
-            session.recorder.write(boundary, head, blobs)
-            session.own_state.is_apt = not hindrance and not is_open
+                session[Recorder].evidence.clear()
+            session[Recorder].write(boundary, head, blobs)
+            session[OwnState].is_apt = not hindrance and not is_open
             session.report_not_proved(record["not_proved"])
-            session.rehearsal.note(session.recorder, record, head, session.options.is_strict)
+            session[Rehearsal].note(session[Recorder], record, head, session.options.is_strict)
             if boundary == 1:
-                session.recorder.write_first(boundary, head, blobs)
+                session[Recorder].write_first(boundary, head, blobs)
     except RecordTooLargeError as error:
         session.give_up_protection(str(error))
     except Exception as error:  # fail open
         fail_open.raise_if_meant(error)
         session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
     if session.local_rank == LEADER and not session.trains_alone:
-        session.snapshots.agree(session.channel, boundary, is_open)
+        session[Snapshots].agree(session.channel, boundary, is_open)
     if is_open and not session.trains_alone:
         open_boundaries.come_to(session, boundary)
     if not session.unprotected:
-        session.mirror.complete(session, boundary, optimizer)
+        session[Mirror].complete(session, boundary, optimizer)
     session.board.announce(session.rank, Field.RECORDED, boundary)
     if not session.unprotected:
         _rehearse(session, boundary)
@@ -285,7 +295,7 @@ def _write_record(
 
 def _rehearse(session: Session, boundary: int) -> None:
     """Before the wait for the other ranks: read back what was recorded, and report what a replay would lack."""
-    rehearsal = session.rehearsal
+    rehearsal = session[Rehearsal]
     read = rehearsal.go_on(lambda: not session.trains_alone and min(session.recorded) < boundary)
     if read:
         session.report_unrecorded(rehearsal.unrecorded)
@@ -325,7 +335,7 @@ def describe(
     values.begin_boundary()
     stepped = optimizer_registry.stepped(living)
     mark = stepped.sample(boundary)
-    session.kept_weights.compare(stepped, mark)
+    session[KeptWeights].compare(stepped, mark)
     snapshot = values.Snapshot(stepped.storages, iterables.followed(around))
     record: dict[str, Any] = {
         "boundary": boundary,
@@ -349,15 +359,15 @@ def describe(
         "rng": random_state.capture(),
         "loaders": loaders.records(),
         "loaders_made": loaders.made(),
-        "results": session.results.begin_step(boundary),
+        "results": session[Results].begin_step(boundary),
         "rebuilt": optimizer_registry.rebuilt(),
         "files": files.positions(),
         "at_ns": files.clock_ns(),
         "has_steps": loops.keys_with_steps,
         "lines": output.lines_printed(session),
         "weights": b"" if stepped.is_sharded else mark,
-        "held": session.holdings.mark(stepped, _running, boundary),
-        "kept": session.kept_weights.is_kept,
+        "held": session[Holdings].mark(stepped, _running, boundary),
+        "kept": session[KeptWeights].is_kept,
         "entropy": os_entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
         "is_straight": False,

@@ -26,6 +26,7 @@ from ttprun.rank.process.free_memory import free_bytes
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights import optimizer_registry, replicated, sharded
 from ttprun.rank.weights.own_state import forms_of, held_now
+from ttprun.rank.weights.post_step_weights import KeptWeights
 from ttprun.rank.weights.reduced_parts import ReducedParts
 from ttprun.rank.weights.replicated import NotRepairableError
 from ttprun.rank.weights.sharded import local_of
@@ -132,7 +133,7 @@ class Mirror:
             is_state = self._copying.result()
             slot = self._slots[slot_of(boundary - 1)]
             self._why_no_step = self._why_no_step or _why_not_taken_again(optimizer)
-            if is_state and not self._why_no_step and self._keep_step(slot, optimizer, session.kept_weights.is_kept):
+            if is_state and not self._why_no_step and self._keep_step(slot, optimizer, session[KeptWeights].is_kept):
                 self._note(Held(boundary - 1, has_state=True, has_step=True))
             if not self._has_reported:
                 self._has_reported = True
@@ -192,7 +193,7 @@ class Mirror:
         number = slot_of(boundary)
         slot = self._slots[number]
         self._board.set(self._rank, _CELLS[number], NOTHING.pack())
-        kept = session.kept_weights
+        kept = session[KeptWeights]
         if kept.why_not():
             return False
         with torch.no_grad():

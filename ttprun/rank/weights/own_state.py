@@ -27,7 +27,7 @@ from ttprun.rank.weights.tensor_bytes import plain
 from ttprun.state.tensor_file import lay_out
 
 if TYPE_CHECKING:
-    from ttprun.rank.session import Session
+    from ttprun.rank.context import Exporting, RankContext
 
 CHEAP_S = 0.0005  # up to this, it is done after each step
 SHARE = 0.01  # of the time that it may take otherwise
@@ -60,7 +60,8 @@ class OwnState:
     is_apt    a replay can reach the newest recorded boundary
     """
 
-    def __init__(self, board: Board, local_rank: int, buffers: Sequence[Sequence[str]]) -> None:
+    def __init__(self, board: Board, local_rank: int, buffers: Sequence[Sequence[str]], recorder: Exporting) -> None:
+        self._recorder = recorder
         self._board = board
         self._local_rank = local_rank
         self._buffers = [(Memory(records), Memory(tensors)) for records, tensors in buffers]
@@ -74,7 +75,7 @@ class OwnState:
         self._layout: _Layout | None = None
         self._has_reported = False
 
-    def keep(self, session: Session, boundary: int) -> None:
+    def keep(self, context: RankContext, boundary: int) -> None:
         """The step to this boundary has ended: keep the state, if it is due. Raises nothing."""
         if self.why_off:
             return
@@ -84,13 +85,13 @@ class OwnState:
                 if not self._has_reported and self._took_s:
                     self._has_reported = True
                     size = self._layout.size if self._layout else 0
-                    session.channel.send(from_rank.OwnStateKept(boundary, size, self.cost_s))
+                    context.channel.send(from_rank.OwnStateKept(boundary, size, self.cost_s))
             elif self._kept and not self._are_records_kept:
-                self._keep_records(session)
+                self._keep_records()
         except Exception as error:  # e.g. no memory: training continues
             self._board.set(self._local_rank, Field.OWN_STATE, 0)
             self.why_off = str(error) or repr(error)
-            session.channel.send(from_rank.OwnStateKept(boundary, why_not=self.why_off))
+            context.channel.send(from_rank.OwnStateKept(boundary, why_not=self.why_off))
 
     def _is_due(self) -> bool:
         cost_s = self.cost_s
@@ -134,11 +135,11 @@ class OwnState:
         if free is not None and needed > free:
             raise MemoryError(f"it takes {needed >> 20} MiB of shared memory, and only {free >> 20} MiB is free")
 
-    def _keep_records(self, session: Session) -> None:
+    def _keep_records(self) -> None:
         """The next boundary was not kept: export the records for a replay to this one before they are overwritten."""
         began_s = time.thread_time()
         # Output after this boundary is printed again: its length is not known yet.
-        records = msgpack.packb(session.recorder.export(self._kept) | {"lines": [0, 0]})
+        records = msgpack.packb(self._recorder.export(self._kept) | {"lines": [0, 0]})
         memory = self._buffers[self._place][0]
         memory.fit(len(records))
         memory.write(records)

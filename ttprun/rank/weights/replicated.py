@@ -20,6 +20,7 @@ from ttprun.device import registry
 from ttprun.rank.process.looks import is_a
 from ttprun.rank.session import current
 from ttprun.rank.weights import optimizer_registry, sharded
+from ttprun.rank.weights.post_step_weights import KeptWeights
 from ttprun.rank.weights.tensor_bytes import content_of
 from ttprun.state.chunks import Chunk
 
@@ -111,7 +112,7 @@ def describe() -> tuple[list[Any], list[Part]]:
     header: list[Any] = []
     parts: list[Part] = []
     session = current()
-    kept = None if session is None else session.kept_weights
+    kept = None if session is None else session[KeptWeights]
     if kept is not None and kept.why_not():
         raise NotRepairableError(kept.why_not())
     for name, parameter, state, _, _ in rows():

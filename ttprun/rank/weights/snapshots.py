@@ -25,6 +25,7 @@ from ttprun.rank.weights.open_boundaries import MOST_PUT_OFF
 
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
+    from ttprun.rank.context import Exporting
     from ttprun.rank.session import Session
 
 # Read in each step.
@@ -40,7 +41,15 @@ class Snapshots:
     owners    of parameters that differ between ranks, see `checkpoint_shards.Apart`; set by the agent
     """
 
-    def __init__(self, board: Board, local_rank: int, buffers: Sequence[tuple[str, str]], every: int) -> None:
+    def __init__(
+        self,
+        board: Board,
+        local_rank: int,
+        buffers: Sequence[tuple[str, str]],
+        every: int,
+        recorder: Exporting,
+    ) -> None:
+        self._recorder = recorder
         self._board = board
         self._is_leader = local_rank == LEADER
         self._buffers = [(Memory(records), Memory(share)) for records, share in buffers]
@@ -104,9 +113,9 @@ class Snapshots:
         try:
             place = number % len(self._buffers)
             for_records, for_share = self._buffers[place]
-            session.recorder.evidence.keep(boundary, place)
+            self._recorder.evidence.keep(boundary, place)
             # Output after this boundary is not known yet: a rewind prints it again.
-            records = msgpack.packb(session.recorder.export(boundary) | {"lines": [0, 0]})
+            records = msgpack.packb(self._recorder.export(boundary) | {"lines": [0, 0]})
             for_records.fill(len(records), [memoryview(records)])
             apart = checkpoint_shards.Apart(self.owners, session.rank, range(session.world_size))
             share = checkpoint_shards.copy(for_share, session.local_rank, self._board.n_ranks, frame, apart)

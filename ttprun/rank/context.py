@@ -1,0 +1,123 @@
+"""What every folder of a rank may know: who this rank is, and what the folders below call in those above them.
+
+`Session` (session.py) has one attribute for each Protocol. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from ttprun.protocol import from_rank
+from ttprun.protocol.board import Board
+from ttprun.protocol.to_rank import Options
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from torch._C._distributed_c10d import Work
+
+    from ttprun.protocol.channel import Channel
+
+
+@dataclass(kw_only=True)
+class RankContext:
+    """Who this rank is; never changed.
+
+    ranks_here    ranks of this node; 0: all
+    address       of this node for connections of the ranks; "": all ranks are on one node
+    """
+
+    rank: Final[int]
+    local_rank: Final[int]
+    world_size: Final[int]
+    run_dir: Final[str]
+    options: Final[Options]
+    channel: Final[Channel]
+    board: Final[Board]
+    ranks_here: Final[int] = 0
+    address: Final[str] = ""
+
+
+class Group(Protocol):
+    """A process group of the script: comm/process_group.py. `links` are its connections, comm/links.py."""
+
+    ranks: list[int]
+    number: int
+    links: Any
+
+    @property
+    def group_name(self) -> str: ...
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def described(self) -> from_rank.Group: ...
+    def is_protected(self) -> bool: ...
+    def enter(self, entry: Any, inputs: Any) -> bool: ...
+    def connect_if_new(self) -> None: ...
+    def call(self, op: str, args: tuple[Any, ...]) -> Any: ...
+    def bridge(self, entry: Any, inner: Any) -> None: ...
+    def complete(self, entry: Any, inner: Any) -> None: ...
+
+
+class Exporting(Protocol):
+    """The records that outlive this process: records/recorder.py."""
+
+    evidence: Any
+
+    def export(self, boundary: int) -> dict[str, Any]: ...
+
+
+class Replaying(Protocol):
+    """A replay under way: replay/replay.py."""
+
+    boundary: int
+    difference: str
+
+    @property
+    def is_alone(self) -> bool: ...
+    @property
+    def newest_step(self) -> int: ...
+    def begin(self) -> None: ...
+    def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None: ...
+    def note_not_proved(self, text: str) -> None: ...
+    def answer(self, entry: Any) -> None: ...
+    def leaves_step_out(self, frame: FrameType) -> bool: ...
+    def before_step(self, frame: FrameType, returned: Any = None) -> Any: ...
+    def begin_step(self, optimizer: Any) -> None: ...
+    def after_step(self) -> None: ...
+    def refuse(self, reason: str, is_contradiction: bool = True) -> None: ...
+    def refuse_end(self) -> None: ...
+
+
+class Recovering(Protocol):
+    """The recovery thread: replay/recovery.py."""
+
+    def leave_to_thread(self, order: Any) -> None: ...
+    def is_idle(self, limit_s: float) -> bool: ...
+    def retire(self) -> None: ...
+    def join(self, limit_s: float) -> None: ...
+    def finish(self) -> None: ...
+
+
+class Framed(Protocol):
+    """The script's framework, which recovers by callbacks: framework/framework.py."""
+
+    is_joining: bool
+
+    def issue(self, entry: Any, is_skipped: bool = False) -> Work: ...
+    def may_connect_again(self) -> bool: ...
+
+
+class Comparing(Protocol):
+    """The comparison with the evidence of a lost rank: checks/proof.py."""
+
+    def compare(self, place: Any, noted: Any, tensors: Any, what: str) -> None: ...
+    def end_step(self) -> None: ...
+    def end(self, why_not: str = "") -> None: ...
+
+
+class Expecting(Protocol):
+    """The collectives that a replacement must issue: checks/replay_guard.py."""
+
+    def check(self, entry: Any) -> None: ...
+    def note_proved(self) -> None: ...
