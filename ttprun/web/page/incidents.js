@@ -104,7 +104,8 @@ function drawIncidents(status) {
   const host = byId("incidents");
   if (!status.incidents.length) return;
   const shown = status.incidents.slice(-50).reverse();
-  const made = JSON.stringify([shown, host.clientWidth, shown[0].outcome === "open" ? state.events.length : 0]);
+  const drawn = state.events.filter((event) => event.event in MARKS || event.stack || event.event === "stacks");
+  const made = JSON.stringify([shown, host.clientWidth, drawn.length]); // the status may come before its events
   if (incidentsShown.get("made") === made) return; // what somebody has opened stays open
   incidentsShown.set("made", made);
   const more = status.incidents.length - shown.length;
