@@ -39,7 +39,7 @@ class FakeNode:
             SimpleNamespace(rank=rank, send=self.sent.append, handler=handler, is_here=True) for rank in range(ranks)
         ]
         self.here = self.slots
-        self.peers = Peers()
+        self.peers = Peers(ranks_per_node=ranks)
         self.called: list[Callable[[], None]] = []
         self.call = self.called.append
         self.advanced: list[recovery.Event] = []
@@ -61,7 +61,9 @@ class AnyCheckpoint:
 
 def checkpoints_of(node: FakeNode, store: CheckpointStore) -> Checkpoints:
     comparisons = SimpleNamespace(names_of=", ".join, why_not_stored="")
-    return Checkpoints(node, CheckpointWriter(node, store, AnyCheckpoint()), comparisons, Mirrors(node))  # type: ignore[arg-type]
+    nobody: Any = None
+    writer = CheckpointWriter(node, store, AnyCheckpoint())  # type: ignore[arg-type]
+    return Checkpoints(node, nobody, writer, comparisons, Mirrors(node))  # type: ignore[arg-type]
 
 
 @pytest.fixture

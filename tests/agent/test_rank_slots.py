@@ -10,15 +10,16 @@ from typing import Any
 
 from tests.agent.nodes import node_of, part
 from tests.agent.starting import wait_until_ready
+from ttprun.agent.core.local_actuator import LocalActuator
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.orders import Orders
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.agent.processes.standbys import Standbys
+from ttprun.protocol import nodes
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.from_rank import Put
 from ttprun.protocol.to_rank import Freeze, Resume
-from ttprun.recovery import Event, SpawnFailed, SpawnRank
+from ttprun.recovery import Event, SpawnFailed
 
 FREEZE, RESUME, AGAIN = Freeze(2, [0], [1]), Resume(3, boundary=0), Freeze(4, [0], [1])
 
@@ -72,10 +73,11 @@ class Welcomed:
         self.pids.append(slot.pid)
 
 
-def orders_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> Orders:
-    orders = part(Orders, node, standbys=standbys, watch=welcomed, set_ups=SimpleNamespace(take=lambda slot: None))
-    orders.replace_handler = lambda local_rank, handler: None
-    return orders
+def actuator_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> LocalActuator:
+    set_ups = SimpleNamespace(take=lambda slot: None)
+    actuator = part(LocalActuator, node, standbys=standbys, watch=welcomed, set_ups=set_ups)
+    actuator.begin_group(lambda local_rank, handler: None)
+    return actuator
 
 
 def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_free(
@@ -88,10 +90,11 @@ def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_fr
     slot.is_dying = True
     slot.leave(-9, Board.create(1)[1], lambda number, pid: "")
 
-    orders_of(node, Standbys(0, ""), welcomed).spawn_rank(SpawnRank(0, 2))
+    actuator = actuator_of(node, Standbys(0, ""), welcomed)
+    actuator.carry_out(nodes.Spawn(0, 2))
     before = (slot.pid, list(welcomed.pids))
     code = slot.bury()
-    node.spawn_those_that_wait()
+    actuator.look()
 
     assert before == (lost, [])
     assert code == -9
@@ -111,13 +114,13 @@ def test_a_process_that_cannot_be_started_is_an_event_and_does_not_end_the_agent
     events, welcomed = list[Event](), Welcomed()
     node = node_of(tmp_path, slot, advance=events.append)
 
-    orders_of(node, Standbys(0, ""), welcomed).spawn_rank(SpawnRank(0, 2))
+    actuator_of(node, Standbys(0, ""), welcomed).carry_out(nodes.Spawn(0, 2))
 
     (event,) = events
     assert isinstance(event, SpawnFailed)
     assert "No such file or directory" in event.reason
     assert welcomed.pids == []
-    assert slot.spawn is None
+    assert not slot.is_spawn_due
 
 
 def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault(
@@ -130,13 +133,13 @@ def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault
         slot.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
         slot.leave(slot.bury(), Board.create(2)[1], lambda number, pid: "")
     node, welcomed = node_of(tmp_path, *slots), Welcomed()
-    orders = orders_of(node, standbys, welcomed)
+    actuator = actuator_of(node, standbys, welcomed)
 
     for rank in range(2):
-        orders.spawn_rank(SpawnRank(rank, 2))
+        actuator.carry_out(nodes.Spawn(rank, 2))
     before = list(welcomed.pids)
     wait_until_ready(watched[0])
-    node.spawn_those_that_wait()
+    actuator.look()
 
     assert before == []
     assert welcomed.pids == [slot.pid for slot in slots]

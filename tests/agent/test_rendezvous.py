@@ -89,7 +89,7 @@ Meet = Callable[..., list[Any]]
 def test_the_agents_of_three_nodes_meet_and_the_first_one_leads(meet_all: Meet) -> None:
     leader, first, second = meet_all(Store(), place(0, 3), place(1, 3), place(2, 3))
 
-    leader.to_node_of(4, nodes.Spawn(4, 1))
+    leader.send(2, nodes.Spawn(4, 1))
     first.to_leader(nodes.Started(2, 77))
 
     assert heard(second) == [(0, nodes.Spawn(4, 1))]

@@ -13,8 +13,10 @@ import pytest
 
 from tests.agent.nodes import part
 from ttprun import recovery
+from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.follower import Follower
 from ttprun.agent.cluster.peers import Peers
+from ttprun.agent.core.local_actuator import LocalActuator
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.reports import Reports
@@ -23,7 +25,7 @@ from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import from_rank, nodes, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import KNOWN, Channel
-from ttprun.protocol.codec import decode, encode
+from ttprun.protocol.codec import decode
 from ttprun.recovery.replicas import Replicas
 
 N_RANKS = 3
@@ -50,7 +52,7 @@ class FakeNode:
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder)
         self.board = Board.create(N_RANKS)[1]
-        self.peers = Peers()
+        self.peers = Peers(ranks_per_node=N_RANKS)
         self.handlers = [FakeHandler() for _ in range(N_RANKS)]
         self.slots = [RankSlot(rank, rank, handler, record_fd=-1) for rank, handler in enumerate(self.handlers)]  # type: ignore[arg-type]
         self.job = recovery.new_job(recovery.Settings(world_size=N_RANKS))
@@ -63,6 +65,12 @@ class FakeNode:
 
     def void_beyond(self, boundary: int) -> None:
         Node.void_beyond(self, boundary)  # type: ignore[arg-type]
+
+    def actuators(self) -> Actuators:
+        """Those of all nodes; this one's starts no process, and ends none."""
+        made = Actuators(self)  # type: ignore[arg-type]
+        made.begin_group(part(LocalActuator, self))
+        return made
 
     def advance(self, event: recovery.Event) -> None:
         self.job, _ = recovery.advance(self.job, event)
@@ -88,7 +96,7 @@ def reports(node: FakeNode) -> Reports:
     mirrors = SimpleNamespace(is_on=False)
     comparisons = Comparisons(node, SimpleNamespace(is_off=True), nobody, mirrors)  # type: ignore[arg-type]
     comparisons.begin_group()
-    found = part(Reports, node, comparisons=comparisons, injections=NoFaults())
+    found = part(Reports, node, actuators=node.actuators(), comparisons=comparisons, injections=NoFaults())
     found.begin_group()
     hold(found, node, 1, "aaa")
     return found
@@ -148,23 +156,24 @@ def test_a_replacement_is_given_what_others_have_sent_in_its_generation_while_th
 def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, reports: Reports) -> None:
     ours, theirs = socket.socketpair()
     node.peers = Peers(0, "10.0.0.1", 3, {1: ready_pair(ours)}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
+    reports.actuators = node.actuators()
     put = from_rank.Put(0, "port 1", b"4711")
 
     reports.take(node.slots[1], put)
 
     with theirs, ours:
-        (news,) = Channel(theirs, {"News": nodes.News}).read_available()
+        (sent,) = Channel(theirs, {"Broadcast": nodes.Broadcast}).read_available()
     assert [handler.told for handler in node.handlers] == [[put], [], [put]]
-    assert news == nodes.News(1, encode(put).decode().rstrip("\n"))
+    assert sent == nodes.Broadcast(1, put)
 
 
 def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_has_reported_it(
     node: FakeNode,
 ) -> None:
     put = from_rank.Put(0, "port 1", b"4711")
-    hand = part(Follower, node)
+    follower = part(Follower, node, actuator=part(LocalActuator, node))
 
-    hand.take_order(0, nodes.News(1, encode(put).decode()))
+    follower.take_order(0, nodes.Broadcast(1, put))
 
     assert [handler.told for handler in node.handlers] == [[put], [], [put]]
 

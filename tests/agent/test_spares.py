@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
+from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.spares import Spares
 from ttprun.protocol import nodes
 from ttprun.recovery import SpawnRank
@@ -70,7 +71,9 @@ def node() -> FakeNode:
 
 @pytest.fixture
 def spares(node: FakeNode) -> Spares:
-    return Spares(node)  # type: ignore[arg-type]
+    actuators = Actuators(node)  # type: ignore[arg-type]
+    actuators.begin_group(own=None)  # type: ignore[arg-type]
+    return Spares(node, actuators)  # type: ignore[arg-type]
 
 
 def test_a_rank_of_a_node_that_is_there_is_spawned_there(node: FakeNode, spares: Spares) -> None:

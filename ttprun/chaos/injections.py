@@ -25,6 +25,7 @@ from ttprun.protocol import from_rank, nodes, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
 if TYPE_CHECKING:
+    from ttprun.agent.cluster.actuators import Actuators
     from ttprun.agent.core.node import Node
     from ttprun.agent.core.rank_slot import RankSlot
     from ttprun.agent.processes.standbys import Standbys
@@ -57,8 +58,9 @@ class Order:
 class Injections:
     """Carries out the orders for the ranks of a node."""
 
-    def __init__(self, node: Node, standbys: Standbys) -> None:
+    def __init__(self, node: Node, actuators: Actuators, standbys: Standbys) -> None:
         self._node = node
+        self._actuators = actuators
         self._standbys = standbys
         self._from_config = [parse_fault(text) for text in node.config.faults]
         self._numbers = itertools.count(1)
@@ -114,19 +116,8 @@ class Injections:
         fault, order = self._armed.pop(message.number)
         when = {"phase": message.phase, "step": message.step, "at_s": message.at_s}
         self._log_strike(message.number, fault, slot, message.detail, **when)
-        if not slot.is_here:
-            if fault.kind in ("term", "stop", *AGENT_KINDS):
-                self._strike_elsewhere(message.number, fault, slot)
-        elif fault.kind == "term":
-            self._signal(slot, fault)
-        elif fault.kind in AGENT_KINDS:
-            self._strike_agent(message.number, fault)
-        elif fault.kind == "stop":
-            self._wake_later(slot.pid, fault)
-        if fault.kind == "preempt" and slot.is_here:
-            self._preempted = slot  # it waits until the signal has been answered
-        elif fault.kind in ("term", *AGENT_KINDS):
-            slot.handler.channel.send(to_rank.FaultDone())
+        if fault.kind in ("term", "stop", *AGENT_KINDS):
+            self._strike(message.number, fault, slot, is_reported=True)
         self._after(order)
 
     def answered(self) -> None:
@@ -208,28 +199,31 @@ class Injections:
 
     def _strike_now(self, number: int, order: Order, fault: Fault, slot: RankSlot | None) -> str:
         self._log_strike(number, fault, slot, "", phase=None, step=None, at_s=time.monotonic())
-        if slot is not None and not slot.is_here:
-            self._strike_elsewhere(number, fault, slot)
-            done = f"ordered on {self._node.peers.name_of(self._node.peers.node_of(slot.rank))}: {fault}"
-        elif slot is None or fault.kind in AGENT_KINDS:
+        if slot is None:
             done = self._strike_agent(number, fault)
         else:
-            self._signal(slot, fault)
-            name = _SIGNALS[fault.kind].name
-            done = f"rank {slot.rank} (pid {slot.pid}) was sent {name}"
+            self._strike(number, fault, slot, is_reported=False)
+            done = f"done to rank {slot.rank} (pid {slot.pid}): {fault}"
         self._after(order)
         return done
 
+    def _strike(self, number: int, fault: Fault, slot: RankSlot, is_reported: bool) -> None:
+        strike = nodes.Strike(slot.rank, slot.pid, number, str(fault), is_reported)
+        self._actuators.order(slot.rank, strike)
+
     def strike_here(self, strike: nodes.Strike) -> None:
-        """The agent that leads has a fault strike this node."""
+        """Have a fault strike this node. A rank that has reported it has stopped itself, or waits."""
         fault, slot = parse_fault(strike.fault), self._node.slots[strike.rank]
         if fault.kind in AGENT_KINDS:
             self._strike_agent(strike.number, fault)
+        elif slot.pid == strike.pid and fault.kind == "stop" and strike.is_reported:
+            self._wake_later(slot.pid, fault)
         elif slot.pid == strike.pid:
             self._signal(slot, fault)
-
-    def _strike_elsewhere(self, number: int, fault: Fault, slot: RankSlot) -> None:
-        self._node.peers.to_node_of(slot.rank, nodes.Strike(slot.rank, slot.pid, number, str(fault)))
+        if fault.kind == "preempt" and strike.is_reported:
+            self._preempted = slot  # it waits until the signal has been answered
+        elif fault.kind != "stop" and strike.is_reported:
+            slot.handler.channel.send(to_rank.FaultDone())
 
     def _signal(self, slot: RankSlot, fault: Fault) -> None:
         if fault.kind == "kill":

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ttprun.protocol.from_rank import Put
+
 
 @dataclass(frozen=True)
 class Row:
@@ -301,7 +303,7 @@ class Said:
 
     line    the message
     now_ns  time.monotonic_ns() of the sender, for the times in the row
-    marks   boundary -> what replicas have alike in their records of it, hashed; only with some messages
+    fingerprints   boundary -> what replicas have alike in their records of it, hashed; only with some messages
     """
 
     rank: int
@@ -309,7 +311,7 @@ class Said:
     line: str
     now_ns: int
     row: Row
-    marks: dict[int, str] = field(default_factory=dict)
+    fingerprints: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -397,14 +399,14 @@ class Tell:
 
 
 @dataclass(frozen=True)
-class News:
+class Broadcast:
     """Forward what a rank reports to all others, to the ranks of this node.
 
     rank   who has reported it
     """
 
     rank: int
-    line: str
+    put: Put
 
 
 @dataclass(frozen=True)
@@ -417,22 +419,25 @@ class Spawn:
 
 @dataclass(frozen=True)
 class Kill:
-    """End a rank's process.
-
-    keeps_evidence   what it has noted of its newest step counts, for its replacement to be measured against
-    """
+    """End a rank's process."""
 
     rank: int
     reason: str
-    keeps_evidence: bool
+
+
+@dataclass(frozen=True)
+class VoidEvidence:
+    """What a rank gave to its newest step was wrong: its replacement must not be measured against that."""
+
+    rank: int
 
 
 @dataclass(frozen=True)
 class Replay:
     """Order a replacement to run the script in replay, if its record fits that of its source; else Differs.
 
-    source       the rank that sends the state
-    marks        of the source's record of the boundary; None: they need not be alike
+    source       the rank that sends the state; the rank itself: its mirror has it
+    fingerprint  of the source's record of the boundary; None: they need not be alike
     is_joining, is_contradicted   as in to_rank.Replay
     """
 
@@ -440,7 +445,7 @@ class Replay:
     generation: int
     boundary: int
     source: int
-    marks: str | None
+    fingerprint: str | None
     is_joining: bool
     is_contradicted: bool
 
@@ -463,10 +468,11 @@ class StorePart:
 
 @dataclass(frozen=True)
 class GoBack:
-    """Put what a checkpoint has of these ranks in the place of what they have recorded; else Differs.
+    """Put what was stored of these ranks in the place of what they have recorded; else Differs.
 
-    place       of the checkpoint; "": they start anew
+    place       of the checkpoint; "": what the agent itself keeps, or nothing: they start anew
     is_adapted  it is of other ranks or arguments: the ranks have no past
+    trusted     those of which nothing says that their state was wrong: they must do again what they have done since
     """
 
     ranks: list[int]
@@ -474,6 +480,7 @@ class GoBack:
     boundary: int
     place: str
     is_adapted: bool
+    trusted: list[int]
 
 
 @dataclass(frozen=True)
@@ -492,14 +499,16 @@ class Published:
 class Strike:
     """Cause a fault in this node now, one that comes from outside.
 
-    pid     the process of the rank that it is meant for
-    number  of the strike
+    pid          the process of the rank that it is meant for
+    number       of the strike
+    is_reported  the rank has reported it, and waits for the agent's part in it
     """
 
     rank: int
     pid: int
     number: int
     fault: str
+    is_reported: bool
 
 
 @dataclass(frozen=True)
@@ -522,6 +531,9 @@ class Concluded:
     ended_by: int = 0
 
 
+Order = (
+    Begin | Spawn | Kill | VoidEvidence | Replay | VoidBeyond | Broadcast | StorePart | GiveRecords | GoBack | Strike
+) | Recovered
 OfFollower = (
     Hello
     | Started
@@ -543,7 +555,8 @@ OfLeader = (
     | Rejected
     | Begin
     | Tell
-    | News
+    | Broadcast
+    | VoidEvidence
     | Spawn
     | Kill
     | Replay

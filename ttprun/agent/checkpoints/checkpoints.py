@@ -16,6 +16,7 @@ from ttprun import recovery
 from ttprun.agent.checkpoints.snapshot_buffer import SnapshotBuffer
 from ttprun.agent.checkpoints.writer import Apart, CheckpointWriter, Written
 from ttprun.agent.cluster import record_copies
+from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.comparisons import Comparisons
@@ -41,7 +42,7 @@ class _Writing:
     reports   what the others have said, by rank
     apart     ranks of other nodes whose own parts are not written yet
     missing   ranks whose own parts there are no records for
-    kept      ranks of a lost node whose records this node keeps copies of
+    held      whose records this node has: its own ranks, and those of a lost node of which it keeps copies
     """
 
     draft: Draft
@@ -50,7 +51,7 @@ class _Writing:
     began_s: float
     apart: set[int] = field(default_factory=set)
     missing: set[int] = field(default_factory=set)
-    kept: set[int] = field(default_factory=set)
+    held: list[RankSlot] = field(default_factory=list)
     reports: dict[int, Dumped] = field(default_factory=dict)
 
     @property
@@ -73,8 +74,16 @@ class Checkpoints:
 
     why_never = ""
 
-    def __init__(self, node: Node, writer: CheckpointWriter, comparisons: Comparisons, mirrors: Mirrors) -> None:
+    def __init__(
+        self,
+        node: Node,
+        actuators: Actuators,
+        writer: CheckpointWriter,
+        comparisons: Comparisons,
+        mirrors: Mirrors,
+    ) -> None:
         self._node = node
+        self._actuators = actuators
         self._mirrors = mirrors
         self.writer = writer
         self._comparisons = comparisons
@@ -130,22 +139,18 @@ class Checkpoints:
         return found
 
     def _order_parts(self, writing: _Writing) -> None:
-        """The agents of other nodes write what is their ranks' own, from the records that they have."""
-        peers, hands = self._node.peers, self._node.peers.followers()
+        """What is a rank's own is written by the agent that has its records: of its node, or of the next one."""
+        peers = self._node.peers
         for slot in self._node.slots:
-            if slot.is_here:
-                continue
-            holder = peers.node_of(slot.rank)
-            if holder not in hands:
-                holder = (holder + 1) % peers.size  # it keeps copies of the lost node's records
-            if holder == peers.node:
-                writing.kept.add(slot.rank)
-            elif holder in hands:
+            holder = peers.holder_of(slot.rank)
+            if holder is None:
+                writing.missing.add(slot.rank)
+            elif holder == peers.node:
+                writing.held.append(slot)
+            else:
                 path = str(writing.draft.path(rank_file(slot.rank)))
                 writing.apart.add(slot.rank)
-                peers.send(holder, nodes.StorePart(slot.rank, writing.order.boundary, path))
-            else:
-                writing.missing.add(slot.rank)
+                self._actuators.on(holder).carry_out(nodes.StorePart(slot.rank, writing.order.boundary, path))
 
     def take_part(self, message: nodes.PartStored) -> None:
         """The agent of another node has written what is a rank's own, or could not."""
@@ -189,8 +194,7 @@ class Checkpoints:
         boundary = writing.order.boundary
         replicas = self._node.job.replicas
         first = next(share for share in writing.shares.values() if share.share == 0)
-        kept = [self._node.slots[rank] for rank in sorted(writing.kept)]
-        parts, missing = self._rank_parts(boundary, [*self._node.here, *kept])
+        parts, missing = self._rank_parts(boundary, writing.held)
         missing += [_what_is_lost(rank, boundary) for rank in sorted(writing.missing)]
         saved = [*writing.order.ranks, *writing.mirrored]
         held_still = [rank for rank in range(len(self._node.slots)) if replicas.peers(rank, saved)]

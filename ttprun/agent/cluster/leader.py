@@ -48,11 +48,6 @@ class Leader:
     _next_s: float = field(default=0.0, init=False)
     _rows_next_s: float = field(default=0.0, init=False)
 
-    def begin(self, is_resumed: bool) -> None:
-        """The ranks are to be welcomed, on all nodes."""
-        self.node.peers.to_hands(nodes.Begin(self.node.job.generation, is_resumed))
-        self.share()
-
     def share(self) -> None:
         """Let all followers know what one of them needs if it has to lead, if anything of it is new."""
         peers, job = self.node.peers, self.node.job
@@ -201,7 +196,7 @@ class Leader:
         board_rows.copy_in(node, [said.row], said.now_ns)
         if slot.pid != said.pid:
             return  # its process has ended
-        slot.marks = said.marks or slot.marks
+        slot.fingerprints = said.fingerprints or slot.fingerprints
         self.reports.take(slot, decode(said.line.encode(), channel.KNOWN))
 
     def _take_ended(self, number: int, ended: nodes.Ended) -> None:

@@ -163,6 +163,11 @@ class Peers:
         """The agent of this node is there."""
         return node == self.node or node in self._links
 
+    def holder_of(self, rank: int) -> int | None:
+        """The node that has a rank's records: its own, or the next one, which keeps copies; None: both are lost."""
+        node = self.node_of(rank)
+        return next((one for one in (node, (node + 1) % self.size) if self.is_connected(one)), None)
+
     def slot(self, node: int, may: Callable[[str], bool]) -> str | None:
         """Give the slots of a lost node to the launcher that has waited longest.
 
@@ -246,10 +251,6 @@ class Peers:
         """Send to the leader."""
         self.send(self.leader, message)
 
-    def to_node_of(self, rank: int, message: nodes.OfLeader) -> None:
-        """Send to the follower on whose node a rank is."""
-        self.send(self.node_of(rank), message)
-
     def to_hands(self, message: nodes.OfLeader, but: int = -1) -> None:
         """Send to all followers, or to all but one."""
         for node in list(self._links):
@@ -305,7 +306,8 @@ class RemoteChannel:
     def send(self, message: Any) -> None:
         """Send one message. If the process has ended meanwhile, its agent drops it."""
         line = encode(message).decode().rstrip("\n")
-        self._peers.to_node_of(self._slot.rank, nodes.Tell(self._slot.rank, self._slot.pid, line))
+        rank = self._slot.rank
+        self._peers.send(self._peers.node_of(rank), nodes.Tell(rank, self._slot.pid, line))
 
     def flush(self) -> None:
         """Nothing is kept here."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from ttprun import recovery
 from ttprun.agent.cluster import record_copies
+from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.node import Node
 from ttprun.protocol import nodes
 
@@ -39,8 +40,9 @@ class Spares:
     may_train    whether the node of an address may take slots now
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, actuators: Actuators) -> None:
         self._node = node
+        self._actuators = actuators
         self._vacant: dict[int, Vacancy] = {}
         self.may_shrink: Callable[[], bool] = lambda: False
         self.may_train: Callable[[str], bool] = lambda address: True
@@ -61,12 +63,12 @@ class Spares:
         self._vacant.clear()
 
     def spawn(self, action: recovery.SpawnRank) -> None:
-        """Give a rank of another node a process; one that is lost is waited for."""
+        """Give a rank a process; if its node is lost, another one is waited for."""
         peers = self._node.peers
         number = peers.node_of(action.rank)
         vacancy = self._vacant.get(number)
         if vacancy is None and peers.is_connected(number):
-            peers.send(number, nodes.Spawn(action.rank, action.generation))
+            self._actuators.on(number).carry_out(nodes.Spawn(action.rank, action.generation))
             return
         if vacancy is None:
             vacancy = self._vacant[number] = Vacancy(time.monotonic())
@@ -100,7 +102,7 @@ class Spares:
             for rank in ranks:
                 self.take_records(rank, record_copies.give(self._node, rank))
         elif peers.is_connected(keeper):
-            peers.send(keeper, nodes.GiveRecords(ranks))
+            self._actuators.on(keeper).carry_out(nodes.GiveRecords(ranks))
         else:
             for rank in ranks:
                 self.take_records(rank, "")
@@ -121,9 +123,9 @@ class Spares:
         del self._vacant[number]
         source = self._node.job.source
         if source is not None:
-            peers.send(number, nodes.VoidBeyond(source.boundary))
+            self._actuators.on(number).carry_out(nodes.VoidBeyond(source.boundary))
         for action in vacancy.spawns.values():
-            peers.send(number, nodes.Spawn(action.rank, action.generation))
+            self._actuators.on(number).carry_out(nodes.Spawn(action.rank, action.generation))
 
     def look(self) -> None:
         """Time has passed: who waits may train by now, and nobody waits for ever."""

@@ -31,7 +31,6 @@ from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.rendezvous import KNOWN
 from ttprun.agent.cluster.spare_pool import Room
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.orders import Orders
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.protocol import nodes
@@ -71,7 +70,6 @@ class Succession:
     node: Node
     follower: Follower
     leader: Leader
-    orders: Orders
     comparisons: Comparisons
     on_lead: Callable[[], None] = field(default=lambda: None, init=False)
     _lost: dict[int, str] = field(default_factory=dict, init=False)
@@ -135,7 +133,7 @@ class Succession:
         """The process of a rank was being repaired: what it would be ordered to do next is lost."""
         slot.exit_code, slot.cause = -9, "it had not caught up when the agent that led was lost"
         slot.is_catching_up = False
-        self.orders.kill_rank(recovery.KillRank(slot.rank, slot.cause))
+        self.follower.actuator.carry_out(nodes.Kill(slot.rank, slot.cause))
 
     def _follow_next(self) -> None:
         node, peers = self.node, self.node.peers

@@ -100,7 +100,7 @@ class Node:
 
         peers   the agents of the other nodes; None: there are none
         """
-        self.peers = peers or Peers()
+        self.peers = peers or Peers(ranks_per_node=len(ranks))
         self.peers.has_stepped = self._has_stepped
         self.loops = None if self.peers.address else remembered.files()
         world_size = len(ranks) * self.peers.size
@@ -170,14 +170,19 @@ class Node:
                 return
             time.sleep(_LOOK_AGAIN_S)
 
+    def go_back(self, slot: RankSlot, boundary: int) -> None:
+        """What a rank has done beyond a boundary is void; it has no process now."""
+        slot.go_back_to(boundary)
+        self.board.set(slot.rank, Field.RECORDED, boundary)
+        self.board.set(slot.rank, Field.APPLIED, boundary)
+        self.board.forget_process(slot.rank)
+
     def void_beyond(self, boundary: int) -> None:
         """What lost ranks have recorded beyond a boundary is void: survivors wait for their replacements' records."""
         for slot in self.slots:
             if slot.lost_boundary > boundary:
                 slot.lost_boundary = boundary
                 self.board.set(slot.rank, Field.RECORDED, boundary)
-        if self.peers.is_leading:
-            self.peers.to_hands(nodes.VoidBeyond(boundary))
 
     # What the ranks have left in shared memory, dead or alive.
 
@@ -234,8 +239,3 @@ class Node:
         address, port = where.split()
         for slot in self.here:
             slot.handler.start["env"] |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-
-    def spawn_those_that_wait(self) -> None:
-        """A process is gone, or a standby has become ready, or has died: ranks that wait for that get their process."""
-        for spawn in [slot.spawn for slot in self.here if slot.spawn is not None]:
-            spawn()

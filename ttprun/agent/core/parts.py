@@ -9,6 +9,7 @@ from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.checkpoints.writer import CheckpointWriter
+from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.follower import Follower
 from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.membership import NodeMembership
@@ -16,6 +17,7 @@ from ttprun.agent.cluster.spares import Spares
 from ttprun.agent.cluster.succession import Succession
 from ttprun.agent.core.deadlines import Deadlines
 from ttprun.agent.core.incidents import Incidents
+from ttprun.agent.core.local_actuator import LocalActuator
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.orders import Orders
 from ttprun.agent.core.reports import Reports
@@ -55,16 +57,19 @@ class Parts:
         self.standby_watch = StandbyWatch(node, self.standbys)
         self.set_ups = SetUps(node, self.standbys)
         self.standing = QuiesceSchedule(node)
-        self.injections = Injections(node, self.standbys)
+        self.actuators = Actuators(node)
+        self.injections = Injections(node, self.actuators, self.standbys)
         incidents, times = Incidents(node), SnapshotTimes(node)
         self.own_states = OwnStates(node, times)
         self.mirrors = Mirrors(node)
         self.comparisons = Comparisons(node, times, incidents, self.mirrors)
         self.checkpoint_writer = CheckpointWriter(node, store, resumption)
-        self.checkpoints = Checkpoints(node, self.checkpoint_writer, self.comparisons, self.mirrors)
+        self.checkpoints = Checkpoints(node, self.actuators, self.checkpoint_writer, self.comparisons, self.mirrors)
         self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints)
         self.repairs: Repairs = (
-            Frameworks(node) if node.config.mindio else Replays(node, self.comparisons, self.checkpoints, self.mirrors)
+            Frameworks(node)
+            if node.config.mindio
+            else Replays(node, self.actuators, self.comparisons, self.checkpoints, self.mirrors)
         )
         self.hang_detector = HangDetector(node, self.repairs, self.own_states)
         self.deadlines = Deadlines(node, self.hang_detector)
@@ -72,6 +77,7 @@ class Parts:
         self.unseen = Unseen(node, protection)
         self.reports = Reports(
             node,
+            self.actuators,
             comparisons=self.comparisons,
             checkpoints=self.checkpoints,
             incidents=incidents,
@@ -88,23 +94,33 @@ class Parts:
             node, self.reports, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen
         )
         self.set_ups.introduce = partial(self.watch.introduction, is_replacement=True)
-        self.spares = Spares(node)
+        self.spares = Spares(node, self.actuators)
         self.membership = NodeMembership(node, resumption, self.standing)
         self.spares.may_shrink = self.membership.may_shrink
         self.spares.may_train = self.membership.may_train
+        rewinds = Rewinds(
+            node, self.actuators, resumption, self.comparisons, self.snapshots, self.own_states, self.mirrors
+        )
+        self.actuator = LocalActuator(
+            node,
+            hang_detector=self.hang_detector,
+            injections=self.injections,
+            mirrors=self.mirrors,
+            rewinds=rewinds,
+            set_ups=self.set_ups,
+            standbys=self.standbys,
+            standby_watch=self.standby_watch,
+            watch=self.watch,
+        )
         self.orders = Orders(
             node,
+            self.actuators,
             membership=self.membership,
             spares=self.spares,
             checkpoints=self.checkpoints,
             incidents=incidents,
-            hang_detector=self.hang_detector,
             repairs=self.repairs,
-            rewinds=Rewinds(node, resumption, self.comparisons, self.snapshots, self.own_states, self.mirrors),
-            standbys=self.standbys,
-            standby_watch=self.standby_watch,
-            set_ups=self.set_ups,
-            watch=self.watch,
+            rewinds=rewinds,
             set_deadline=self.deadlines.set,
         )
         self.leader = Leader(node, self.own_states, self.reports, self.spares, self.membership, self.standing)
@@ -112,15 +128,16 @@ class Parts:
             node, incidents, self.standbys, self.set_ups, self.checkpoint_writer, self.snapshots
         )
         self.status.waits_for = lambda: self.spares.waited_for or self.membership.waits
-        self.follower = Follower(node, self.orders, self.standby_watch, self.watch, self.status, self.injections)
+        self.follower = Follower(node, self.actuator, self.status)
         self.reports.forward = self.follower.forward
-        self.succession = Succession(node, self.follower, self.leader, self.orders, self.comparisons)
+        self.succession = Succession(node, self.follower, self.leader, self.comparisons)
         self.follower.lose = self.succession.begin
         self._node = node
         self.requests = Requests(node, self.checkpoint_writer, self.injections, self.repairs, self.standing)
 
     def begin_group(self) -> None:
         """All ranks are new."""
+        self.actuators.begin_group(self.actuator)
         self.set_ups.begin_group()
         self.spares.begin_group()
         self.membership.begin_group()
@@ -136,6 +153,7 @@ class Parts:
     def look(self) -> None:
         """Time has passed."""
         self.watch.look()
+        self.actuator.look()
         if self._node.peers.is_follower:
             self.follower.look()
             self.succession.look()

@@ -30,7 +30,7 @@ class RankSlot:
     handler         a RankHandler, or a RemoteHandler
     is_here         the rank is on this node; else the following are not known here: descriptors, is_dying, is_buried
     seen            of a rank on another node: letter of its process's state, and its processor time
-    marks           of a rank on another node: boundary -> what replicas have alike in their records of it, hashed
+    fingerprints    of a rank on another node: boundary -> what replicas have alike in their records of it, hashed
     noted_ns        of a rank on another node: its times on the board, on that node's clock
     record_fd       memfd of its recorder
     copies_fd       memfd of the recorder in which it keeps the records of a rank of another node; -1: on one node
@@ -41,7 +41,7 @@ class RankSlot:
     is_dying        its process is lost, and not gone yet
     killed_at_s     when its process was killed because it had to be replaced; infinite if it has ended by itself
     is_buried       its process is gone, and what it had started is killed: its number may be another one's by now
-    spawn           gives it its next process, which has to wait for something
+    is_spawn_due    it gets its next process once that need not wait for anything more
     is_present      the process has greeted: it can be sent messages
     is_protected    its hooks have been heard
     had_torch       this process or one before it in this slot had imported torch
@@ -50,7 +50,6 @@ class RankSlot:
     held            an order that waits for the greeting; a newer one takes its place
     stored          what it goes back to, or has gone back to last: a snapshot, a checkpoint, its own state
     device_fault    what has happened to its device, if that has ended its script
-    keeps_evidence  what its process has noted of its newest step may be what its replacement is measured against
     hindrance, unprotected, ties   on a follower: what its process has reported of itself last, for another leader
     exit_code, cause   on a follower: how its process has ended
     is_catching_up  on a follower: its process runs the script again, and is not as far as the others yet
@@ -73,7 +72,7 @@ class RankSlot:
     is_dying: bool = False
     killed_at_s: float = math.inf
     is_buried: bool = False
-    spawn: Callable[[], None] | None = None
+    is_spawn_due: bool = False
     held: Order | None = None
     stored: Stored | None = None
     script_error: str = ""
@@ -93,9 +92,8 @@ class RankSlot:
     cause: str = ""
     is_catching_up: bool = False
     awaits_order: bool = False
-    keeps_evidence: bool = True
     seen: tuple[str, float] = ("", 0.0)
-    marks: dict[int, str] = field(default_factory=dict)
+    fingerprints: dict[int, str] = field(default_factory=dict)
     noted_ns: dict[int, int] = field(default_factory=dict)
 
     def sit(self, handler: RankHandler) -> None:
@@ -110,11 +108,10 @@ class RankSlot:
         self.is_present = self.is_protected = self.is_finished = self.is_lost = self.is_dying = self.is_buried = False
         self.hung_up_at_s = None
         self.killed_at_s = math.inf
-        self.spawn = None
+        self.is_spawn_due = False
         self.held = None
         self.script_error = self.device_fault = self.traceback = ""
         self.main_thread = 0
-        self.keeps_evidence = True
         self.reported_in = -1
         self.journal = {}
 

@@ -14,6 +14,7 @@ from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.cluster import board_rows
+from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
@@ -30,7 +31,7 @@ from ttprun.observe.cures import with_cure
 from ttprun.protocol import from_rank, mindio, nodes
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
-from ttprun.protocol.codec import Refused, encode
+from ttprun.protocol.codec import Refused
 from ttprun.protocol.snapshots import Dumped, SnapshotSize, SnapshotTaken
 from ttprun.recovery.journals import find_difference
 
@@ -49,6 +50,7 @@ class Reports:
     """
 
     node: Node
+    actuators: Actuators
     comparisons: Comparisons
     checkpoints: Checkpoints
     incidents: Incidents
@@ -280,16 +282,12 @@ class Reports:
         slot.reported_in = put.generation
         present = self.node.job.generation
         self._news = [news for news in [*self._news, (slot.rank, put)] if news[1].generation >= present]
-        for other in self.node.here:
-            if other is not slot:
-                other.send_news(put)
-        if self.node.peers.is_leading:
-            self.node.peers.to_hands(nodes.News(slot.rank, encode(put).decode().rstrip("\n")))
+        self.actuators.order_all(nodes.Broadcast(slot.rank, put))
 
     def _on_frozen(self, slot: RankSlot, message: from_rank.Frozen) -> None:
         """A survivor has quiesced at a boundary."""
         slot.journal = message.journal
-        self.node.void_beyond(message.boundary)
+        self.actuators.order_all(nodes.VoidBeyond(message.boundary))
         self._compare_journals(slot, message.generation)
         self.node.advance(
             recovery.RankFrozen(
@@ -322,10 +320,7 @@ class Reports:
         hung = []  # all known by their present processes, before the first one's is ended
         for odd in (self.node.slots[rank] for rank in found.ranks):
             boundary = self.node.board.get(odd.rank, Field.APPLIED)
-            # What it gave to this step was wrong, so its replacement must not be measured against that.
-            odd.keeps_evidence = False
-            if odd.is_here:
-                self.node.recorder_of(odd).evidence.clear()
+            self.actuators.order(odd.rank, nodes.VoidEvidence(odd.rank))
             hung.append(
                 recovery.RankHung(rank=odd.rank, pid=odd.pid, boundary=boundary, detected_after_s=0.0, **fields)
             )

@@ -102,7 +102,7 @@ class Supervisor:
         self.node.begin_group(ranks, peers)
         self.parts.standbys.preloads.loops = self.node.loops
         self.parts.begin_group()
-        self.parts.orders.replace_handler = replace_handler
+        self.parts.actuator.begin_group(replace_handler)
 
     def begin_resized_group(
         self,
@@ -160,7 +160,7 @@ class Supervisor:
 
         def start_it() -> None:
             try:
-                started.set_result(self.parts.orders.start_process(start))
+                started.set_result(self.parts.actuator.start_process(start))
             except OSError as error:
                 started.set_exception(error)
 
@@ -217,9 +217,8 @@ class Supervisor:
             elif resized is not None:
                 self._advance(recovery.GroupResized(at_s=now, saved=(), replicas=UNKNOWN, reason=resized.reason))
             self.parts.injections.begin()
-            self.parts.leader.begin(is_resumed)
-            for slot in node.here:
-                self.parts.watch.welcome(slot, is_replacement=is_resumed)
+            self.parts.actuators.order_all(nodes.Begin(node.job.generation, is_resumed))
+            self.parts.leader.share()
             node.peers.watch(node.selector, self.parts.leader.take, self._lose_hand, self.parts.leader.welcome)
         except Exception as error:
             self._is_paused = True  # nobody decides any more

@@ -174,14 +174,13 @@ class Watch:
         self._node.remove_left_files(slot.pid)
         if not was_dying:
             self._on_end(slot, code)
-        self._node.spawn_those_that_wait()
 
     def let_die(self, slot: RankSlot) -> None:
         """A process is killed, or will be at once: what it may still send is not heard, and its rank is lost."""
         with contextlib.suppress(KeyError, ValueError):
             self._node.selector.unregister(slot.handler.channel.sock)
         slot.is_lost, slot.is_dying = True, slot.pidfd >= 0
-        slot.spawn = None
+        slot.is_spawn_due = False
         slot.killed_at_s = time.monotonic()
 
     def look(self) -> None:
@@ -189,7 +188,7 @@ class Watch:
         self._undead = [handler for handler in self._undead if handler.proc.poll() is None]
         now = time.monotonic()
         for slot in self._node.here:
-            if slot.is_dying and slot.spawn is not None and now - slot.killed_at_s > DEATH_LIMIT_S:
+            if slot.is_dying and slot.is_spawn_due and now - slot.killed_at_s > DEATH_LIMIT_S:
                 self._node.log("rank_does_not_die", rank=slot.rank, pid=slot.pid, for_s=now - slot.killed_at_s)
                 logger.warning(
                     "rank %d's process %d does not die (it waits for a disk, or is frozen): its replacement does not "
@@ -197,9 +196,7 @@ class Watch:
                     *(slot.rank, slot.pid),
                 )
                 self._undead.append(slot.handler)
-                spawn = slot.spawn
                 self.forget(slot)
-                spawn()
 
     def _on_end(self, slot: RankSlot, code: int) -> None:
         node = self._node
@@ -247,7 +244,7 @@ class Watch:
         for watched in (slot.pidfd, slot.handler.channel.sock):
             with contextlib.suppress(KeyError, ValueError):
                 self._node.selector.unregister(watched)
-        slot.is_dying, slot.spawn = False, None
+        slot.is_dying = False
         if slot.pidfd >= 0:
             os.close(slot.pidfd)
             slot.pidfd = -1

@@ -92,6 +92,5 @@ class StandbyWatch:
                     self._standbys.forget_warmth()
                 if standby.has_started:  # one that could not start would not start the next time either
                     self.refill()
-            node.spawn_those_that_wait()
 
         node.selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)

@@ -9,14 +9,13 @@ import msgpack
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.protocol import nodes
 
 _NAMES = ("weights", "held", "stepped")
 
 
 def of(node: Node, slot: RankSlot, boundary: int) -> str:
-    """A hash of a rank's marks; "" if it has left no record of the boundary."""
-    if not slot.is_here:
-        return slot.marks.get(boundary, "")
+    """That of a rank of this node; "" if it has left no record of the boundary."""
     record = node.recorded(slot, boundary)
     if not record:
         return ""
@@ -28,3 +27,16 @@ def _ordered(value: Any) -> Any:
     if isinstance(value, dict):
         return sorted(([_ordered(key), _ordered(one)] for key, one in value.items()), key=repr)
     return [_ordered(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def why_not_alike(order: nodes.Replay, mine: str) -> str:
+    """Why a lost rank's record shows that it was no replica of its source; "" if it was.
+
+    mine   the fingerprint of the lost rank's record
+    """
+    if not mine:
+        return f"rank {order.rank} has left no record of boundary {order.boundary}"
+    if order.fingerprint is None or mine == order.fingerprint:
+        return ""
+    differ = f"rank {order.rank} and rank {order.source} held different weights at boundary {order.boundary}"
+    return f"{differ}: they do not replicate each other"

@@ -10,8 +10,8 @@ import time
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
+from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.node import Node
-from ttprun.agent.repair import fingerprints
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.repairs import Repairs
@@ -22,57 +22,44 @@ from ttprun.protocol.from_rank import GroupJournal
 class Replays(Repairs):
     """Repairs the ranks of a node by replay."""
 
-    def __init__(self, node: Node, comparisons: Comparisons, checkpoints: Checkpoints, mirrors: Mirrors) -> None:
+    def __init__(
+        self, node: Node, actuators: Actuators, comparisons: Comparisons, checkpoints: Checkpoints, mirrors: Mirrors
+    ) -> None:
         self._node = node
+        self._actuators = actuators
         self._mirrors = mirrors
         self._comparisons = comparisons
         self._checkpoints = checkpoints
 
     def replay(self, action: recovery.Replay) -> None:
-        """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
+        """Order a replacement up to where to run the script; its node compares its record with that of its source."""
         node = self._node
         slot = node.slots[action.rank]
         stored = slot.stored
         if action.source is None and stored is not None and stored.origin is not None:
             slot.send(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.adapt_for(slot.rank)))
             return
-        is_joining = action.source is not None
-        is_contradicted = node.job.is_contradicted
+        if action.source == action.rank and slot.divergence:
+            self._refuse(action, f"rank {action.rank} has diverged, and its mirror holds the same")
+            return
         source = action.rank if action.source is None else action.source
         needs_no_peer = slot.divergence or action.source is None
-        theirs = None if needs_no_peer else fingerprints.of(node, node.slots[source], action.boundary)
-        if not slot.is_here:
-            over_there = nodes.Replay(
-                action.rank, action.generation, action.boundary, source, theirs, is_joining, is_contradicted
-            )
-            node.peers.to_node_of(action.rank, over_there)
-            return
-        mine = fingerprints.of(node, slot, action.boundary)
-        reason = why_not_alike(action.rank, source, action.boundary, mine, theirs)
-        is_mirrored = action.source == action.rank
-        mirror = self._mirrors.source_of(slot, action.boundary) if is_mirrored else None
-        if is_mirrored and slot.divergence:
-            reason = f"rank {action.rank} has diverged, and its mirror holds the same"
-        elif is_mirrored and mirror is None:
-            reason = reason or f"the mirror of rank {action.rank} does not hold its state of step {action.boundary}"
-        if reason:
-            node.advance(
-                recovery.MismatchFound(
-                    at_s=time.monotonic(), rank=action.rank, generation=action.generation, reason=reason
-                )
-            )
-            return
-        skip_lines = node.lines_since(slot, action.boundary)
-        step_from = mirror.path if mirror is not None and mirror.is_step else ""
-        order = to_rank.Replay(
+        order = nodes.Replay(
+            action.rank,
             action.generation,
             action.boundary,
-            skip_lines,
-            step_from=step_from,
-            is_joining=is_joining,
-            is_contradicted=is_contradicted,
+            source,
+            None if needs_no_peer else self._actuators.of(source).fingerprint(source, action.boundary),
+            is_joining=action.source is not None,
+            is_contradicted=node.job.is_contradicted,
         )
-        slot.send(order)
+        self._actuators.order(action.rank, order)
+
+    def _refuse(self, action: recovery.Replay, reason: str) -> None:
+        event = recovery.MismatchFound(
+            at_s=time.monotonic(), rank=action.rank, generation=action.generation, reason=reason
+        )
+        self._node.advance(event)
 
     def send_state(self, action: recovery.SendState) -> None:
         """Have the source and the replacements pass the state over."""
@@ -98,38 +85,19 @@ class Replays(Repairs):
         given = [(name, number, rank) for (name, number), rank in givers_of(journals).items()]
         for rank in action.ranks:
             expected = expected_of(rank, list(journals.values()))
-            is_here = slots[rank].is_here  # else the agent of its node knows
-            skip_lines = self._node.lines_since(slots[rank], action.boundary) if is_here else (0, 0)
-            received = received_of(rank, list(journals.values()))
-            slots[rank].send(
-                to_rank.Resume(
-                    action.generation,
-                    action.boundary,
-                    expected,
-                    given,
-                    skip_lines,
-                    received,
-                    settled_of(list(journals.values())),
-                )
+            resume = to_rank.Resume(
+                action.generation,
+                action.boundary,
+                expected,
+                given,
+                received=received_of(rank, list(journals.values())),
+                settled=settled_of(list(journals.values())),
             )
+            self._actuators.of(rank).tell(rank, resume)
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold."""
         self._checkpoints.persist(action)
-
-
-def why_not_alike(lost: int, source: int, boundary: int, mine: str, theirs: str | None) -> str:
-    """Why a lost rank's record shows that it was no replica of its source; "" if it was.
-
-    mine     marks of the lost rank's record
-    theirs   of the source's; None: they need not be alike
-    """
-    if not mine:
-        return f"rank {lost} has left no record of boundary {boundary}"
-    if theirs is None or mine == theirs:
-        return ""
-    differ = f"rank {lost} and rank {source} held different weights at boundary {boundary}"
-    return f"{differ}: they do not replicate each other"
 
 
 def expected_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshots import Snapshots
+from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.launcher.resume import Resumption
@@ -24,6 +25,7 @@ from ttprun.state.checkpoint import inspect
 from ttprun.state.errors import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")
+_UNUSABLE = (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError)
 
 
 class Rewinds:
@@ -32,6 +34,7 @@ class Rewinds:
     def __init__(
         self,
         node: Node,
+        actuators: Actuators,
         resumption: Resumption,
         comparisons: Comparisons,
         snapshots: Snapshots,
@@ -39,6 +42,7 @@ class Rewinds:
         mirrors: Mirrors,
     ) -> None:
         self._node = node
+        self._actuators = actuators
         self._resumption = resumption
         self._comparisons = comparisons
         self._snapshots = snapshots
@@ -51,46 +55,47 @@ class Rewinds:
         if len(action.ranks) == len(node.slots):
             node.board.set(LEADER, Field.SNAPSHOT_AT, 0)
             node.board.set(LEADER, Field.OPEN_AT, 0)
-        slot = node.slots[action.ranks[0]]
         try:
             stored = self._stored(action)
-            for slot in (node.slots[rank] for rank in action.ranks):
-                slot.stored = stored
-                self._go_back(slot, stored)
-            self._order_elsewhere(action)
-        except (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError) as error:
-            event = recovery.MismatchFound(
-                at_s=time.monotonic(),
-                rank=slot.rank,
-                generation=node.job.generation,
-                reason=f"its stored state cannot be used: {error}",
-            )
-            node.advance(event)
-
-    def _order_elsewhere(self, action: recovery.Rewind) -> None:
-        """The agents of other nodes do the same for theirs."""
-        node, by_node = self._node, dict[int, list[int]]()
+        except _UNUSABLE as error:
+            self._refuse(action.ranks[0], node.job.generation, error)
+            return
+        by_node: dict[int, list[int]] = {}
         for rank in action.ranks:
-            if not node.slots[rank].is_here:
-                by_node.setdefault(node.peers.node_of(rank), []).append(rank)
-        for ranks in by_node.values():
-            stored = node.slots[ranks[0]].stored
-            is_adapted = stored is not None and stored.origin is not None
-            order = nodes.GoBack(ranks, node.job.generation, action.boundary, action.place, is_adapted)
-            node.peers.to_node_of(ranks[0], order)
+            node.slots[rank].stored = stored
+            by_node.setdefault(node.peers.node_of(rank), []).append(rank)
+        is_adapted = stored is not None and stored.origin is not None
+        for number, ranks in by_node.items():
+            trusted = [rank for rank in ranks if self._is_trusted(node.slots[rank])]
+            order = nodes.GoBack(ranks, node.job.generation, action.boundary, action.place, is_adapted, trusted)
+            self._actuators.on(number).carry_out(order)
 
-    def go_back_here(self, order: nodes.GoBack) -> str:
-        """The agent that leads orders it for ranks of this node; returns why it cannot be done, or ""."""
+    def open(self, order: nodes.GoBack) -> bool:
+        """What another agent orders this node's ranks to go back to; returns whether it can be used."""
         try:
             stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
-            if stored is not None and order.is_adapted:
-                stored = replace(stored, origin=Origin(0, ()))  # from whom each takes over, the leader says
-            for slot in (self._node.slots[rank] for rank in order.ranks):
-                slot.stored = stored
-                self._go_back(slot, stored)
-        except (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError) as error:
-            return f"its stored state cannot be used: {error}"
-        return ""
+        except _UNUSABLE as error:
+            self._refuse(order.ranks[0], order.generation, error)
+            return False
+        if stored is not None and order.is_adapted:
+            stored = replace(stored, origin=Origin(0, ()))  # from whom each takes over, the leader says
+        for rank in order.ranks:
+            self._node.slots[rank].stored = stored
+        return True
+
+    def go_back(self, order: nodes.GoBack) -> None:
+        """Put what was stored of ranks of this node in the place of what they have recorded since."""
+        for slot in (self._node.slots[rank] for rank in order.ranks):
+            try:
+                self._go_back(slot, slot.rank in order.trusted)
+            except _UNUSABLE as error:
+                self._refuse(slot.rank, order.generation, error)
+                return
+
+    def _refuse(self, rank: int, generation: int, error: Exception) -> None:
+        reason = f"its stored state cannot be used: {error}"
+        event = recovery.MismatchFound(at_s=time.monotonic(), rank=rank, generation=generation, reason=reason)
+        self._node.advance(event)
 
     def _stored(self, action: recovery.Rewind) -> Stored | None:
         """What the ranks go back to; None: they begin anew. Raises if it cannot be used."""
@@ -115,36 +120,29 @@ class Rewinds:
             logger.warning("the same command and files do not resume from '%s' again", action.place)
         self._resumption.note_unusable(action.place, action.reason, action.is_refused)
 
-    def _go_back(self, slot: RankSlot, stored: Stored | None) -> None:
+    def _go_back(self, slot: RankSlot, is_trusted: bool) -> None:
         """Let a slot be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
-        board, row = self._node.board, slot.rank
+        node, stored = self._node, slot.stored
         self._mirrors.forget(slot)
-        if not slot.is_here or (stored is not None and stored.is_in_recorder):
-            boundary = 0 if stored is None else stored.boundary
-            slot.go_back_to(boundary)
-            board.set(row, Field.RECORDED, boundary)
-            board.set(row, Field.APPLIED, boundary)
-            board.forget_process(row)
+        boundary = 0 if stored is None else stored.boundary
+        if stored is not None and stored.is_in_recorder:
+            node.go_back(slot, boundary)
             return
         if stored is None:
             self._own_states.forget(slot)
-        older = self._node.recorder_of(slot)
-        recorder = self._node.new_recorder(slot)
+        older = node.recorder_of(slot)
+        recorder = node.new_recorder(slot)
         out, err = 0, 0
-        boundary = 0 if stored is None else stored.boundary
         if stored is not None and stored.origin is None:
             part = stored.rank_part(slot.rank)
             recorder.restore(part)
-            if self._is_trusted(slot):
+            if is_trusted:
                 recorder.evidence.take_over(older.evidence, boundary)
-            before = self._node.recorded(slot, stored.boundary)["lines"]
+            before = node.recorded(slot, boundary)["lines"]
             out, err = (known + since for known, since in zip(before, part["lines"], strict=True))
-        slot.go_back_to(boundary)
-        board.set(row, Field.RECORDED, boundary)
-        board.set(row, Field.APPLIED, boundary)
-        board.set(row, Field.LINES_OUT, out)
-        board.set(row, Field.LINES_ERR, err)
-        board.forget_process(row)
+        node.board.set(slot.rank, Field.LINES_OUT, out)
+        node.board.set(slot.rank, Field.LINES_ERR, err)
+        node.go_back(slot, boundary)
 
     def _is_trusted(self, slot: RankSlot) -> bool:
         """Whether what a rank has done since is what it must do again: nothing says that its state was wrong."""

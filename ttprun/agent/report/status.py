@@ -210,7 +210,7 @@ def _rank(node: Node, slot: RankSlot, has_ended: bool) -> RankStatus:
         phase=None if is_away else phase.name.lower(),
         last_seen_s=seen_s,
         protection=_protection_of_rank(node, slot),
-        node=node.peers.node_of(slot.rank) if node.peers.names else 0,
+        node=node.peers.node_of(slot.rank),
     )
 
 

@@ -1,0 +1,87 @@
+"""Who carries out what the coordinator orders: one actuator a node, in this process or at the end of a connection.
+
+What they can be ordered is `nodes.Order`; what comes of it comes back as an event or a report. Begin with
+`NodeActuator`; the one of this process is `ttprun.agent.core.local_actuator`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from ttprun.agent.core.node import Node
+from ttprun.protocol import channel, nodes
+
+
+class NodeActuator(ABC):
+    """Carries out orders on one node."""
+
+    @abstractmethod
+    def carry_out(self, order: nodes.Order) -> None:
+        """Carry out one order; returns at once."""
+
+    @abstractmethod
+    def tell(self, rank: int, message: channel.Order) -> None:
+        """Send to the process of a rank, with what only its node knows; it is held until the process has greeted."""
+
+    @abstractmethod
+    def fingerprint(self, rank: int, boundary: int) -> str:
+        """What replicas have alike in their records of a boundary, hashed; "" if the rank has left no record of it."""
+
+
+class RemoteActuator(NodeActuator):
+    """Has the follower of another node carry out orders, and notes here what follows from them."""
+
+    def __init__(self, node: Node, number: int) -> None:
+        self._node = node
+        self._number = number
+
+    def carry_out(self, order: nodes.Order) -> None:
+        node = self._node
+        node.peers.send(self._number, order)
+        match order:
+            case nodes.Kill(rank=rank, reason=reason):
+                slot = node.slots[rank]
+                node.log("rank_killed", rank=rank, pid=slot.pid, reason=reason, stack="")
+                slot.is_lost, slot.pid = True, 0  # what it still sends is not heard
+                slot.note_leavings(node.board)
+            case nodes.GoBack(ranks=ranks, boundary=boundary):
+                for rank in ranks:
+                    node.go_back(node.slots[rank], boundary)
+
+    def tell(self, rank: int, message: channel.Order) -> None:
+        self._node.slots[rank].send(message)
+
+    def fingerprint(self, rank: int, boundary: int) -> str:
+        return self._node.slots[rank].fingerprints.get(boundary, "")
+
+
+class Actuators:
+    """Those of all nodes of a group."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._by_node: list[NodeActuator] = []
+
+    def begin_group(self, own: NodeActuator) -> None:
+        """All ranks are new; `own` is this node's."""
+        peers = self._node.peers
+        self._by_node = [
+            own if number == peers.node else RemoteActuator(self._node, number) for number in range(peers.size)
+        ]
+
+    def on(self, number: int) -> NodeActuator:
+        """The one of a node."""
+        return self._by_node[number]
+
+    def of(self, rank: int) -> NodeActuator:
+        """The one of the node on which a rank is."""
+        return self._by_node[self._node.peers.node_of(rank)]
+
+    def order(self, rank: int, order: nodes.Order) -> None:
+        """Have the node on which a rank is carry it out."""
+        self.of(rank).carry_out(order)
+
+    def order_all(self, order: nodes.Order) -> None:
+        """Have all nodes carry it out, this one last: the others do it meanwhile."""
+        for actuator in sorted(self._by_node, key=lambda one: not isinstance(one, RemoteActuator)):
+            actuator.carry_out(order)

@@ -1,0 +1,221 @@
+"""The actuator of this node: carries out orders on its ranks, whichever agent has given them.
+
+Begin with `LocalActuator.carry_out`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, assert_never
+
+from ttprun import recovery
+from ttprun.agent.checkpoints.checkpoints import NO_RECORD, own_part
+from ttprun.agent.cluster import record_copies
+from ttprun.agent.cluster.actuators import NodeActuator
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.health.hang_detector import HangDetector
+from ttprun.agent.processes import life_locks, stacks
+from ttprun.agent.processes.process_watch import Watch
+from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, kill_session
+from ttprun.agent.processes.set_ups import SetUps
+from ttprun.agent.processes.standby_watch import StandbyWatch
+from ttprun.agent.processes.standbys import Standbys
+from ttprun.agent.repair import fingerprints
+from ttprun.agent.repair.mirrors import Mirrors
+from ttprun.agent.repair.rewinds import Rewinds
+from ttprun.chaos.injections import Injections
+from ttprun.protocol import channel, nodes, to_rank
+from ttprun.protocol.board import Field
+from ttprun.state.files import FileEntry, write_file
+
+ReplaceHandler = Callable[[int, RankHandler], None]
+
+
+@dataclass
+class LocalActuator(NodeActuator):
+    """Carries out orders on this node's ranks."""
+
+    node: Node
+    hang_detector: HangDetector
+    injections: Injections
+    mirrors: Mirrors
+    rewinds: Rewinds
+    set_ups: SetUps
+    standbys: Standbys
+    standby_watch: StandbyWatch
+    watch: Watch
+    _replace_handler: ReplaceHandler = field(init=False)
+
+    def begin_group(self, replace_handler: ReplaceHandler) -> None:
+        """All ranks are new; `replace_handler` lets torch's agent know of the new process of a local rank."""
+        self._replace_handler = replace_handler
+
+    def look(self) -> None:
+        """Time has passed, a process is gone, or a standby is ready: ranks that wait for that get their process."""
+        for slot in self.node.here:
+            if slot.is_spawn_due:
+                self._spawn(slot)
+
+    def carry_out(self, order: nodes.Order) -> None:
+        node = self.node
+        match order:
+            case nodes.Begin(is_resumed=is_resumed):
+                for slot in node.here:
+                    self.watch.welcome(slot, is_replacement=is_resumed)
+            case nodes.Spawn(rank=rank):
+                self._begin_process(node.slots[rank])
+            case nodes.Kill(rank=rank, reason=reason):
+                self._kill(node.slots[rank], reason)
+            case nodes.VoidEvidence(rank=rank):
+                node.recorder_of(node.slots[rank]).evidence.clear()
+            case nodes.Replay():
+                self._replay(order)
+            case nodes.VoidBeyond(boundary=boundary):
+                node.void_beyond(boundary)
+            case nodes.Broadcast(rank=rank, put=put):
+                for slot in node.here:
+                    if slot.rank != rank:
+                        slot.send_news(put)
+            case nodes.StorePart():
+                self._store_part(order)
+            case nodes.GiveRecords(ranks=ranks):
+                for rank in ranks:
+                    node.peers.to_leader(nodes.Records(rank, record_copies.give(node, rank)))
+            case nodes.GoBack():
+                self.rewinds.go_back(order)
+            case nodes.Strike():
+                self.injections.strike_here(order)
+            case nodes.Recovered():
+                node.first_failure.forget()
+                self.standby_watch.refill()
+            case _:
+                assert_never(order)
+
+    def tell(self, rank: int, message: channel.Order) -> None:
+        slot = self.node.slots[rank]
+        if isinstance(message, to_rank.Replay | to_rank.Resume):
+            message = replace(message, skip_lines=self.node.lines_since(slot, message.boundary))
+        slot.send(message)
+
+    def fingerprint(self, rank: int, boundary: int) -> str:
+        return fingerprints.of(self.node, self.node.slots[rank], boundary)
+
+    def _begin_process(self, slot: RankSlot) -> None:
+        """Give a lost rank a process."""
+        slot.is_catching_up = True
+        if slot.awaits_order:  # its first process has been started with this node's
+            slot.awaits_order = False
+            self.watch.welcome(slot, is_replacement=True)
+        else:
+            self._spawn(slot)
+
+    def _spawn(self, slot: RankSlot) -> None:
+        """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had.
+
+        A standby that is on its way is waited for: a new process would take as long, and then there would be none left
+        for the next fault.
+        """
+        is_on_its_way = self.standbys.is_on_its_way
+        if is_on_its_way:
+            self.standbys.hurry()
+        slot.is_spawn_due = slot.is_dying or is_on_its_way
+        if slot.is_spawn_due:
+            return
+        try:
+            handler = self.set_ups.take(slot) or self.start_process(slot.handler.start)
+        except OSError as error:
+            self.node.log("spawn_failed", rank=slot.rank, reason=str(error))
+            event = recovery.SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error))
+            self.node.advance(event)
+            return
+        self._replace_handler(slot.local_rank, handler)
+        slot.sit(handler)
+        self.watch.welcome(slot, is_replacement=True)
+
+    def start_process(self, start: dict[str, Any]) -> RankHandler:
+        """Start a process, or take one that stands by. Raises OSError."""
+        standby = self.standbys.take()
+        if standby is None:
+            return RankHandler(start, str(self.node.run.path), is_new=False, is_python=True)
+        with contextlib.suppress(KeyError, ValueError):
+            self.node.selector.unregister(standby.channel.sock)
+        standby.channel.sock.setblocking(True)
+        return StandbyHandler(start, standby)
+
+    def _kill(self, slot: RankSlot, reason: str) -> None:
+        """End a process whose rank is given to another one; that waits until it is gone, if it goes before long.
+
+        What it has left on the board must not change any more: it is stopped at once, and killed when its stack is
+        known, which may take seconds.
+        """
+        node, handler = self.node, slot.handler
+        is_looked_at = self.hang_detector.is_late(slot)
+        if is_looked_at:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(slot.pid, signal.SIGSTOP)
+        else:
+            slot.kill()
+        life_locks.let_stop(slot.pid)
+        self.watch.let_die(slot)
+        slot.note_leavings(node.board)
+
+        def kill(stack: str) -> None:
+            node.log("rank_killed", rank=slot.rank, pid=handler.proc.pid, reason=reason, stack=stack)
+            if not is_looked_at or handler.proc.poll() is not None:
+                return
+            kill_session(handler.proc.pid)
+            if node.board.get(slot.rank, Field.RECORDED) > slot.lost_boundary and slot.handler is handler:
+                # What it has done while it wrote its stack is void.
+                node.board.set(slot.rank, Field.RECORDED, slot.lost_boundary)
+
+        if is_looked_at:
+            node.aside(partial(stacks.take, slot.pid, slot.stack_fd, is_stopped=True), kill)
+        else:
+            kill("")
+
+    def _replay(self, order: nodes.Replay) -> None:
+        """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
+        node, slot = self.node, self.node.slots[order.rank]
+        why_not = fingerprints.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
+        step_from = ""
+        if order.is_joining and order.source == order.rank and not why_not:
+            mirror = self.mirrors.source_of(slot, order.boundary)
+            if mirror is None:
+                why_not = f"the mirror of rank {order.rank} does not hold its state of step {order.boundary}"
+            elif mirror.is_step:
+                step_from = mirror.path
+        if why_not:
+            node.advance(
+                recovery.MismatchFound(
+                    at_s=time.monotonic(), rank=order.rank, generation=order.generation, reason=why_not
+                )
+            )
+            return
+        replay = to_rank.Replay(
+            order.generation,
+            order.boundary,
+            step_from=step_from,
+            is_joining=order.is_joining,
+            is_contradicted=order.is_contradicted,
+        )
+        self.tell(order.rank, replay)
+
+    def _store_part(self, order: nodes.StorePart) -> None:
+        """Write what the records have of a rank, dead or alive."""
+        node = self.node
+        entry, why_not = FileEntry(bytes=0, xxh3="0" * 32), ""
+        try:
+            entry = write_file(Path(order.path), [own_part(node, node.slots[order.rank], order.boundary)])
+        except KeyError:
+            why_not = NO_RECORD
+        except OSError as error:
+            why_not = f"{order.path} cannot be written on {node.peers.name_of(node.peers.node)}: {error}"
+        node.peers.to_leader(nodes.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))
