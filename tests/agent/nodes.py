@@ -16,10 +16,20 @@ from ttprun.observe.run_directory import RunDirectory
 def ignore(event: recovery.Event) -> None: ...
 
 
+class Asked:
+    """A role that hands on what it is to decide."""
+
+    asked_elsewhere = ""
+
+    def __init__(self, advance: Callable[[recovery.Event], None]) -> None:
+        self.advance = advance
+
+
 def node_of(directory: Path, *slots: Any, advance: Callable[[recovery.Event], None] = ignore, **config: Any) -> Node:
     """A node with these slots, whose ranks have not been started."""
     job = recovery.new_job(recovery.Settings(world_size=max(1, len(slots))))
-    node = Node(Config(**config), RunDirectory(directory), True, job, advance)
+    node = Node(Config(**config), RunDirectory(directory), True, job)
+    node.role = Asked(advance)  # type: ignore[assignment]
     node.slots = list(slots)
     return node
 

@@ -173,7 +173,7 @@ def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_
     put = from_rank.Put(0, "port 1", b"4711")
     follower = part(Follower, node, actuator=part(LocalActuator, node))
 
-    follower.take_order(0, nodes.Broadcast(1, put))
+    follower.take_order(nodes.Broadcast(1, put))
 
     assert [handler.told for handler in node.handlers] == [[put], [], [put]]
 

@@ -14,10 +14,18 @@ from ttprun.protocol.requests import Rejected, SaveNow
 def requests_of(job: recovery.Job, **differing: Any) -> Requests:
     config = SimpleNamespace(mindio=False)
     node: Any = SimpleNamespace(
-        **{"job": job, "verdict": None, "is_broken": False, "config": config, "peers": Peers()} | differing
+        **{
+            "job": job,
+            "verdict": None,
+            "is_broken": False,
+            "config": config,
+            "peers": Peers(),
+            "role": SimpleNamespace(asked_elsewhere=""),
+        }
+        | differing
     )
     nobody: Any = None
-    return Requests(node, nobody, nobody, nobody, nobody)
+    return Requests(node, nobody, nobody, nobody)
 
 
 def test_who_asks_too_early_hears_who_is_not_ready() -> None:

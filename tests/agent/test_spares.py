@@ -57,6 +57,7 @@ class FakeNode:
         self.config = SimpleNamespace(node_wait_s=0.0)
         self.job = recovery.new_job(recovery.Settings(world_size=6))
         self.events: list[recovery.Event] = []
+        self.may_train: Callable[[str], bool] = lambda address: True
 
     def log(self, event: str, **fields: object) -> None: ...
 
@@ -73,7 +74,8 @@ def node() -> FakeNode:
 def spares(node: FakeNode) -> Spares:
     actuators = Actuators(node)  # type: ignore[arg-type]
     actuators.begin_group(own=None)  # type: ignore[arg-type]
-    return Spares(node, actuators)  # type: ignore[arg-type]
+    membership = SimpleNamespace(may_shrink=lambda: False, may_train=lambda address: node.may_train(address))
+    return Spares(node, actuators, membership)  # type: ignore[arg-type]
 
 
 def test_a_rank_of_a_node_that_is_there_is_spawned_there(node: FakeNode, spares: Spares) -> None:
@@ -109,7 +111,7 @@ def test_a_node_that_was_lost_a_moment_ago_takes_no_slots_before_its_time_is_ove
     node: FakeNode, spares: Spares
 ) -> None:
     quarantined, node.config.node_wait_s = {"10.0.0.2"}, 60.0
-    spares.may_train = lambda address: address not in quarantined
+    node.may_train = lambda address: address not in quarantined
     node.peers.waiting.append("10.0.0.2")
     spares.spawn(SpawnRank(2, 1))
     spares.look()

@@ -28,13 +28,15 @@ def publishing(tmp_path: Path) -> tuple[RunDirectory, StatusPublisher, recovery.
     """A run of one rank that is lost: its folder, publisher, and incident, which is not in its list yet."""
     run = RunDirectory.create("r1", tmp_path / "run")
     job = open_incident(recovery.new_job(recovery.Settings(world_size=1)), 10.0, "signal 9", "rank 0 was ended", 0.0)
-    node = Node(Config(), run, True, job, lambda event: None)
+    node = Node(Config(), run, True, job)
     incidents = Incidents(node)
     parts: tuple[Any, ...] = (
         Standbys(0, ""),
         SimpleNamespace(state=""),
         SimpleNamespace(status=None),
         SimpleNamespace(newest=None),
+        SimpleNamespace(waited_for=""),
+        SimpleNamespace(waits=""),
     )
     assert job.incident is not None
     return run, StatusPublisher(node, incidents, *parts), job.incident, incidents
@@ -72,12 +74,14 @@ def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(
     run = RunDirectory.create("r1", tmp_path / "run")
     sharded = Replicas(compared_at=1, shards={"w": (0, 1)}, mirrored=frozenset((0, 1)))
     job = replace(recovery.new_job(recovery.Settings(world_size=2)), replicas=sharded)
-    node = Node(Config(), run, True, job, lambda event: None)
+    node = Node(Config(), run, True, job)
     parts: tuple[Any, ...] = (
         Standbys(0, ""),
         SimpleNamespace(state=""),
         SimpleNamespace(status=None),
         SimpleNamespace(newest=None),
+        SimpleNamespace(waited_for=""),
+        SimpleNamespace(waits=""),
     )
     publisher = StatusPublisher(node, Incidents(node), *parts)
     publisher.publish()
@@ -94,13 +98,15 @@ def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(
 def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_are_now(tmp_path: Path) -> None:
     run = RunDirectory.create("r1", tmp_path / "run")
     job = recovery.new_job(recovery.Settings(world_size=2))
-    node = Node(Config(), run, True, job, lambda event: None)
+    node = Node(Config(), run, True, job)
     node.begin_group([(1, 0)], Peers(1, "10.0.0.2", 1, {}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2))
     parts: tuple[Any, ...] = (
         Standbys(0, ""),
         SimpleNamespace(state=""),
         SimpleNamespace(status=None),
         SimpleNamespace(newest=None),
+        SimpleNamespace(waited_for=""),
+        SimpleNamespace(waits=""),
     )
     publisher = StatusPublisher(node, Incidents(node), *parts)
     ranks = (RankStatus(0, 0, 71, "running", 9, node=0), RankStatus(1, 0, 72, "running", 8, node=1))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.core.orders import Orders
+from ttprun.agent.core.coordinator import Coordinator
 from ttprun.agent.core.reports import Reports
 from ttprun.protocol.channel import KNOWN, Order, Report
 from ttprun.protocol.codec import Refused, decode, encode
@@ -133,7 +133,7 @@ def cases_of(function: Any) -> set[str]:
 def test_every_action_of_the_machine_is_carried_out() -> None:
     actions = {kind.__name__ for kind in recovery.Action.__subclasses__()}
 
-    assert cases_of(Orders.carry_out) == {f"recovery.{name}" for name in actions}
+    assert cases_of(Coordinator.carry_out) == {f"recovery.{name}" for name in actions}
 
 
 def test_the_agent_takes_every_message_of_a_rank_in_one_match() -> None:

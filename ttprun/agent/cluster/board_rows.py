@@ -39,11 +39,8 @@ def share(node: Node, slots: Iterable[RankSlot], but: int = -1) -> None:
 
     but   the number of a node that knows
     """
-    peers = node.peers
-    if peers.is_follower:
-        peers.to_leader(rows_of(node, slots, is_awaited=True))
-    elif peers.is_leading:
-        peers.to_hands(rows_of(node, slots, is_awaited=True), but)
+    if node.peers.connected:
+        node.peers.to_all(rows_of(node, slots, is_awaited=True), but)
 
 
 def copy_in(node: Node, rows: Iterable[nodes.Row], now_ns: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,25 +33,23 @@ _EVERY_S = 0.25
 class Follower:
     """Reports to the leader, and takes its orders.
 
-    lose    called with the leader's number and the reason if it is lost
     known   what the leader knows of the whole job
     """
 
     node: Node
     actuator: LocalActuator
     status: StatusPublisher
-    lose: Callable[[int, str], None] = field(init=False)
     known: nodes.Known | None = field(default=None, init=False)
     _next_s: float = field(default=0.0, init=False)
 
-    def look(self) -> None:
-        """Time has passed: report how the ranks stand."""
+    def look(self) -> bool:
+        """Time has passed: report how the ranks stand; returns whether it was time for that."""
         now = time.monotonic()
-        if now >= self._next_s:
-            self._next_s = now + _EVERY_S
-            self.node.peers.to_leader(board_rows.rows_of(self.node, self.node.here))
-            for silent in self.node.peers.silent():
-                self.lose(silent, f"nothing was heard of it for {self.node.peers.unheard_s(silent):.0f} s")
+        if now < self._next_s:
+            return False
+        self._next_s = now + _EVERY_S
+        self.node.peers.to_leader(board_rows.rows_of(self.node, self.node.here))
+        return True
 
     # Reports.
 
@@ -124,7 +121,7 @@ class Follower:
 
     # Orders.
 
-    def take_order(self, _: int, order: nodes.OfLeader | Refused) -> None:
+    def take_order(self, order: nodes.OfLeader | Refused) -> None:
         """The leader has sent something."""
         node = self.node
         match order:

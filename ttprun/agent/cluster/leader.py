@@ -59,8 +59,8 @@ class Leader:
         if now == self._shared and job.replicas is self._shared_replicas:
             return
         self._shared, self._shared_replicas = now, job.replicas
-        peers.to_hands(rooms)
-        peers.to_hands(known_of(job, why_never))
+        peers.to_all(rooms)
+        peers.to_all(known_of(job, why_never))
         if peers.room is not None:
             peers.room.announce(rooms)
 
@@ -74,11 +74,11 @@ class Leader:
         self.spares.look()
         self.membership.look()
         node, peers = self.node, self.node.peers
-        for number in peers.followers() if now >= self._rows_next_s else ():
+        for number in peers.connected if now >= self._rows_next_s else ():
             self._rows_next_s = now + _ROWS_EVERY_S
             others = [slot for slot in node.slots if peers.node_of(slot.rank) != number]
             peers.send(number, board_rows.rows_of(node, others))
-        for number in peers.silent():
+        for number in peers.silent(node.has_stepped()):
             peers.note_out_of_reach()
             self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
 

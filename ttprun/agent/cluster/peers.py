@@ -42,7 +42,6 @@ class Peers:
     waiting         launchers that wait for slots, as far as this agent knows
     has_lost        some node of the group has been lost, perhaps the one that has the rendezvous store
     without_save_dir  nodes that do not share the directory in which the leader keeps checkpoints
-    has_stepped     whether the job has completed a step since this was asked last
     listeners           where each agent would listen if it led the next group, by node; on the leader
     """
 
@@ -71,7 +70,6 @@ class Peers:
         self._links = dict(links or {})
         self._heard_s = dict.fromkeys(self._links, time.monotonic())
         self._waits: dict[int, Patience] = {}  # for nodes to be heard again
-        self.has_stepped: Callable[[], bool] = lambda: False
         self.leader = leader
         self.rooms: dict[int, nodes.Where] = {}
         self.waiting = 0
@@ -89,19 +87,14 @@ class Peers:
         """Another agent leads."""
         return self.node != self.leader
 
-    @property
-    def is_leading(self) -> bool:
-        """There are followers, or were."""
-        return bool(self.names) and not self.is_follower
-
     def watch(
         self,
         selector: selectors.BaseSelector,
         take: Take,
         lose: Lose,
-        came: Callable[[str], None] = lambda address: None,
+        came: Callable[[str], None],
     ) -> None:
-        """Listen to all peers from now on.
+        """Listen to all peers from now on; if this agent leads, also to who waits for slots.
 
         take   called with a node and its message
         lose   called with a node whose connection has ended, and why
@@ -204,9 +197,10 @@ class Peers:
             self.rooms[self.node] = nodes.Where(**self.room.listener.where)
 
     def conclude(self, last_word: nodes.Concluded) -> None:
-        """The group has come to its end; whoever waits hears it when this agent hangs up."""
-        self._last_word = last_word
-        self.to_hands(last_word)
+        """The group has come to its end; if this agent leads, whoever waits hears it when it hangs up."""
+        if not self.is_follower:
+            self._last_word = last_word
+            self.to_all(last_word)
 
     def note_out_of_reach(self) -> None:
         """An agent cannot be reached: it may live, and go on without this one."""
@@ -219,12 +213,14 @@ class Peers:
         lost_s = [*self._out_of_reach_s, *(() if self.room is None else self.room.out_of_reach_s)]
         return reached, reached + sum(at_s > time.monotonic() - _ENDED_AFTER_S for at_s in lost_s)
 
-    def silent(self) -> list[int]:
+    def silent(self, has_stepped: bool) -> list[int]:
         """Nodes that have not been heard for too long, while nothing has shown that their ranks live.
+
+        has_stepped   the job has completed a step since this was asked last
 
         Each step of the job shows it: an agent that stands still is no lost node. To be asked a few times a second.
         """
-        if self.has_stepped():
+        if has_stepped:
             self._waits.clear()
         self._waits = {node: self._waits.get(node) or Patience(SILENT_LIMIT_S) for node in self._links}
         return [node for node, patience in self._waits.items() if patience.look()]
@@ -251,14 +247,15 @@ class Peers:
         """Send to the leader."""
         self.send(self.leader, message)
 
-    def to_hands(self, message: nodes.OfLeader, but: int = -1) -> None:
-        """Send to all followers, or to all but one."""
+    def to_all(self, message: nodes.OfFollower | nodes.OfLeader, but: int = -1) -> None:
+        """Send to all agents that this one is connected to, or to all but one: the followers, or the leader."""
         for node in list(self._links):
             if node != but:
                 self.send(node, message)
 
-    def followers(self) -> list[int]:
-        """The nodes whose agents are connected to the leader."""
+    @property
+    def connected(self) -> list[int]:
+        """The nodes to whose agents this one is connected: all others, or the leader's."""
         return list(self._links)
 
     def send(self, node: int, message: nodes.OfFollower | nodes.OfLeader) -> None:

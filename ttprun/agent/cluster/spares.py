@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ttprun import recovery
-from ttprun.agent.cluster import record_copies
 from ttprun.agent.cluster.actuators import Actuators
+from ttprun.agent.cluster.membership import NodeMembership
 from ttprun.agent.core.node import Node
 from ttprun.protocol import nodes
 
@@ -36,16 +35,14 @@ class Vacancy:
 class Spares:
     """Gives the slots of lost nodes away.
 
-    may_shrink   whether the nodes that are left train on at once if nobody waits for slots
-    may_train    whether the node of an address may take slots now
+    membership   knows which nodes may train
     """
 
-    def __init__(self, node: Node, actuators: Actuators) -> None:
+    def __init__(self, node: Node, actuators: Actuators, membership: NodeMembership) -> None:
         self._node = node
         self._actuators = actuators
         self._vacant: dict[int, Vacancy] = {}
-        self.may_shrink: Callable[[], bool] = lambda: False
-        self.may_train: Callable[[str], bool] = lambda address: True
+        self._membership = membership
 
     @property
     def waited_for(self) -> str:
@@ -85,7 +82,7 @@ class Spares:
         for number, vacancy in list(self._vacant.items()):
             if vacancy.due is not None or not vacancy.spawns:
                 continue
-            found = peers.slot(number, self.may_train)
+            found = peers.slot(number, self._membership.may_train)
             if found is None:
                 return
             self._node.log("node_replaced", node=number, address=found, waited_s=time.monotonic() - vacancy.since_s)
@@ -98,10 +95,7 @@ class Spares:
         """They are on the next node."""
         peers = self._node.peers
         keeper = (number + 1) % peers.size
-        if keeper == peers.node:
-            for rank in ranks:
-                self.take_records(rank, record_copies.give(self._node, rank))
-        elif peers.is_connected(keeper):
+        if peers.is_connected(keeper):
             self._actuators.on(keeper).carry_out(nodes.GiveRecords(ranks))
         else:
             for rank in ranks:
@@ -136,7 +130,7 @@ class Spares:
                 continue
             name = self._node.peers.name_of(number)
             why = f"{name} is lost, and no other took its place within {limit_s:g} s (--node-wait-s)"
-            if self.may_shrink():
+            if self._membership.may_shrink():
                 why = f"{name} is lost, and the nodes that are left are enough (--elastic)"
             elif time.monotonic() - vacancy.since_s < limit_s:
                 continue

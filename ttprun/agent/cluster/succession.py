@@ -32,6 +32,7 @@ from ttprun.agent.cluster.rendezvous import KNOWN
 from ttprun.agent.cluster.spare_pool import Room
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.core.role import Role
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.protocol import nodes
 from ttprun.protocol.board import FINISHED, Field
@@ -64,14 +65,15 @@ class _Heir:
 class Succession:
     """This agent's part in it.
 
-    on_lead   called when this agent has begun to lead
+    leading   the role that it has then
     """
 
     node: Node
     follower: Follower
     leader: Leader
+    leading: Role
     comparisons: Comparisons
-    on_lead: Callable[[], None] = field(default=lambda: None, init=False)
+    _on_lead: Callable[[], None] = field(init=False)
     _lost: dict[int, str] = field(default_factory=dict, init=False)
     _expected: set[int] = field(default_factory=set, init=False)
     _heirs: dict[int, _Heir] = field(default_factory=dict, init=False)
@@ -82,8 +84,9 @@ class Succession:
     _dials: list[Dial] = field(default_factory=list, init=False)
     _store: Any = field(default=None, init=False)
 
-    def begin_group(self) -> None:
-        """All ranks are new."""
+    def begin_group(self, on_lead: Callable[[], None]) -> None:
+        """All ranks are new; `on_lead` is called when this agent, which was a follower, has begun to lead."""
+        self._on_lead = on_lead
         self._lost.clear()
         self._ended.clear()
         self._probe_again.clear()
@@ -266,10 +269,15 @@ class Succession:
         master = f"{peers.address} {self._store.port}"
         peers.lead({number: heir.link for number, heir in heirs.items()})
         node.move_master(master)
-        peers.to_hands(nodes.Master(master))
+        peers.to_all(nodes.Master(master))
         node.log("leads", node=peers.node, generation=generation, hands=sorted(heirs))
         logger.warning("%s leads from now on", peers.name_of(peers.node))
-        self.on_lead()
+        node.role = self.leading
+        if known is not None:
+            self.leader.reports.checkpoints.why_never = known.why_no_checkpoints
+        self.follower.status.begin_to_lead()
+        node.watch_peers()
+        self._on_lead()
         assert peers.room is not None
         self._let_in(peers.room)
         for number, why in sorted(self._lost.items()):

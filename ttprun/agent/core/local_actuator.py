@@ -88,7 +88,7 @@ class LocalActuator(NodeActuator):
                 self._store_part(order)
             case nodes.GiveRecords(ranks=ranks):
                 for rank in ranks:
-                    node.peers.to_leader(nodes.Records(rank, record_copies.give(node, rank)))
+                    node.role.answer(nodes.Records(rank, record_copies.give(node, rank)))
             case nodes.GoBack():
                 self.rewinds.go_back(order)
             case nodes.Strike():
@@ -218,4 +218,4 @@ class LocalActuator(NodeActuator):
             why_not = NO_RECORD
         except OSError as error:
             why_not = f"{order.path} cannot be written on {node.peers.name_of(node.peers.node)}: {error}"
-        node.peers.to_leader(nodes.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))
+        node.role.answer(nodes.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))

@@ -9,7 +9,6 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -19,6 +18,7 @@ from ttprun.agent.cluster.peers import Peers, RemoteHandler
 from ttprun.agent.core.calls import Calls
 from ttprun.agent.core.failures import FirstFailure
 from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.core.role import Role
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.processes import stacks
 from ttprun.config import Config
@@ -41,7 +41,7 @@ class Node:
 
     is_python      False: the ranks run the user's own program (--no-python)
     job            what the state machine knows
-    advance        lets the machine decide on an event and carries out its orders; an event within that comes next
+    role           what this agent is to those of the other nodes, in the present group
     selector       what the supervisor waits on; the data of a key is the function to call when it is ready
     slots          by rank
     peers          the agents of the other nodes
@@ -49,6 +49,7 @@ class Node:
     board_fd       of the board; -1 before the first group
     verdict        set when the present group must be restarted, has failed or is done; None while it lives
     is_settled     there is a verdict, or nobody who would come to one
+    is_paused      nobody decides: the group is being ended or started, or the supervisor has failed
     is_broken      the supervisor has failed: nothing is decided any more, and the job goes on as under torchrun
     first_failure  the root cause of what the present group suffers
     ended_by       the signal to the launcher of some node that ends the job; 0 while there is none
@@ -56,19 +57,13 @@ class Node:
     regroup        the order to take part in another group, with the verdict "resize"
     """
 
-    def __init__(
-        self,
-        config: Config,
-        run: RunDirectory,
-        is_python: bool,
-        job: recovery.Job,
-        advance: Callable[[recovery.Event], None],
-    ) -> None:
+    role: Role
+
+    def __init__(self, config: Config, run: RunDirectory, is_python: bool, job: recovery.Job) -> None:
         self.config = config
         self.run = run
         self.is_python = is_python
         self.job = job
-        self.advance = advance
         self.selector = selectors.DefaultSelector()
         calls = Calls(self.selector)
         self.call, self.aside, self.wake = calls.add, calls.aside, calls.wake
@@ -81,6 +76,7 @@ class Node:
         self.verdict: Verdict | None = None
         self.is_settled = threading.Event()
         self.is_broken = False
+        self.is_paused = False
         self.first_failure = FirstFailure()
         self.ended_by = 0
         self.attempt = 0
@@ -101,7 +97,6 @@ class Node:
         peers   the agents of the other nodes; None: there are none
         """
         self.peers = peers or Peers(ranks_per_node=len(ranks))
-        self.peers.has_stepped = self._has_stepped
         self.loops = None if self.peers.address else remembered.files()
         world_size = len(ranks) * self.peers.size
         for slot in self.here:
@@ -124,7 +119,7 @@ class Node:
         self.is_settled.clear()
         self.first_failure = FirstFailure()
 
-    def _has_stepped(self) -> bool:
+    def has_stepped(self) -> bool:
         """Whether ranks of this node have completed a step together with all others since this was asked last."""
         applied, before = max(self.board.get(slot.rank, Field.APPLIED) for slot in self.here), self._stepped
         self._stepped = applied
@@ -144,10 +139,16 @@ class Node:
         """This group has come to its end; torch's agent asks for the verdict."""
         self.verdict = verdict
         self.is_settled.set()
-        if self.peers.is_leading:
-            code = 1 if self.first_failure.found is None else self.first_failure.found.exit_code
-            order = nodes.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code, self.ended_by)
-            self.peers.conclude(order)
+        code = 1 if self.first_failure.found is None else self.first_failure.found.exit_code
+        self.peers.conclude(nodes.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code, self.ended_by))
+
+    def advance(self, event: recovery.Event) -> None:
+        """Something has happened that is decided on, here or by the agent that leads; within a decision it is next."""
+        self.role.advance(event)
+
+    def watch_peers(self) -> None:
+        """Listen to the agents of the other nodes from now on."""
+        self.peers.watch(self.selector, self.role.take, self.role.lose, self.role.welcome)
 
     def log(self, event: str, **fields: object) -> None:
         """Append to the event log."""

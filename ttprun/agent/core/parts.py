@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
@@ -13,13 +13,14 @@ from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.follower import Follower
 from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.membership import NodeMembership
+from ttprun.agent.cluster.roles import Following, Leading
 from ttprun.agent.cluster.spares import Spares
 from ttprun.agent.cluster.succession import Succession
+from ttprun.agent.core.coordinator import Coordinator
 from ttprun.agent.core.deadlines import Deadlines
 from ttprun.agent.core.incidents import Incidents
-from ttprun.agent.core.local_actuator import LocalActuator
+from ttprun.agent.core.local_actuator import LocalActuator, ReplaceHandler
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.orders import Orders
 from ttprun.agent.core.reports import Reports
 from ttprun.agent.core.requests import Requests
 from ttprun.agent.health.hang_detector import HangDetector
@@ -55,7 +56,6 @@ class Parts:
         is_replaced = "replace" in rungs or (node.config.mindio and "resize" in rungs)
         self.standbys = Standbys(node.config.standbys if is_replaced else 0, str(node.run.path), node.config.follow)
         self.standby_watch = StandbyWatch(node, self.standbys)
-        self.set_ups = SetUps(node, self.standbys)
         self.standing = QuiesceSchedule(node)
         self.actuators = Actuators(node)
         self.injections = Injections(node, self.actuators, self.standbys)
@@ -90,14 +90,10 @@ class Parts:
             standbys=self.standbys,
             standby_watch=self.standby_watch,
         )
-        self.watch = Watch(
-            node, self.reports, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen
-        )
-        self.set_ups.introduce = partial(self.watch.introduction, is_replacement=True)
-        self.spares = Spares(node, self.actuators)
+        self.watch = Watch(node, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen)
+        self.set_ups = SetUps(node, self.standbys, self.watch)
         self.membership = NodeMembership(node, resumption, self.standing)
-        self.spares.may_shrink = self.membership.may_shrink
-        self.spares.may_train = self.membership.may_train
+        self.spares = Spares(node, self.actuators, self.membership)
         rewinds = Rewinds(
             node, self.actuators, resumption, self.comparisons, self.snapshots, self.own_states, self.mirrors
         )
@@ -112,7 +108,8 @@ class Parts:
             standby_watch=self.standby_watch,
             watch=self.watch,
         )
-        self.orders = Orders(
+        self.leader = Leader(node, self.own_states, self.reports, self.spares, self.membership, self.standing)
+        self.coordinator = Coordinator(
             node,
             self.actuators,
             membership=self.membership,
@@ -121,23 +118,45 @@ class Parts:
             incidents=incidents,
             repairs=self.repairs,
             rewinds=rewinds,
-            set_deadline=self.deadlines.set,
+            deadlines=self.deadlines,
+            leader=self.leader,
         )
-        self.leader = Leader(node, self.own_states, self.reports, self.spares, self.membership, self.standing)
         self.status = StatusPublisher(
-            node, incidents, self.standbys, self.set_ups, self.checkpoint_writer, self.snapshots
+            node,
+            incidents,
+            self.standbys,
+            self.set_ups,
+            self.checkpoint_writer,
+            self.snapshots,
+            self.spares,
+            self.membership,
         )
-        self.status.waits_for = lambda: self.spares.waited_for or self.membership.waits
-        self.follower = Follower(node, self.actuator, self.status)
-        self.reports.forward = self.follower.forward
-        self.succession = Succession(node, self.follower, self.leader, self.comparisons)
-        self.follower.lose = self.succession.begin
+        self.leading = Leading(
+            node,
+            self.coordinator,
+            self.leader,
+            self.reports,
+            checkpoint_writer=self.checkpoint_writer,
+            hang_detector=self.hang_detector,
+            repairs=self.repairs,
+            set_ups=self.set_ups,
+            snapshots=self.snapshots,
+            standby_watch=self.standby_watch,
+            standing=self.standing,
+            unseen=self.unseen,
+        )
+        follower = Follower(node, self.actuator, self.status)
+        self.succession = Succession(node, follower, self.leader, self.leading, self.comparisons)
+        self.following = Following(node, follower, self.succession, self.reports, self.standby_watch, self.unseen)
+        node.role = self.leading
         self._node = node
-        self.requests = Requests(node, self.checkpoint_writer, self.injections, self.repairs, self.standing)
+        self.requests = Requests(node, self.checkpoint_writer, self.repairs, self.standing)
 
-    def begin_group(self) -> None:
-        """All ranks are new."""
+    def begin_group(self, replace_handler: ReplaceHandler, on_lead: Callable[[], None]) -> None:
+        """All ranks are new; as in `Supervisor.begin_group`."""
+        self._node.role = self.following if self._node.peers.is_follower else self.leading
         self.actuators.begin_group(self.actuator)
+        self.actuator.begin_group(replace_handler)
         self.set_ups.begin_group()
         self.spares.begin_group()
         self.membership.begin_group()
@@ -148,25 +167,10 @@ class Parts:
         self.comparisons.begin_group()
         self.reports.begin_group()
         self.repairs.begin_group()
-        self.succession.begin_group()
+        self.succession.begin_group(on_lead)
 
     def look(self) -> None:
         """Time has passed."""
         self.watch.look()
         self.actuator.look()
-        if self._node.peers.is_follower:
-            self.follower.look()
-            self.succession.look()
-            self.unseen.look()
-            self.standby_watch.look()
-            return
-        if self._node.peers.is_leading:
-            self.leader.look()
-        self.repairs.look()
-        self.unseen.look()
-        self.hang_detector.look()
-        self.standby_watch.look()
-        self.set_ups.look()
-        self.snapshots.look()
-        self.checkpoint_writer.look()
-        self.standing.look()
+        self._node.role.look()

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +36,7 @@ from ttprun.recovery.journals import find_difference
 
 logger = logging.getLogger("ttprun")
 
-_OF_THIS_NODE = (from_rank.ModulesOfTorch, from_rank.Imported, from_rank.Ready, Refused)
+OF_THIS_NODE = (from_rank.ModulesOfTorch, from_rank.Imported, from_rank.Ready, Refused)
 
 
 @dataclass
@@ -45,7 +44,6 @@ class Reports:
     """Takes the messages of a node's ranks, and gives each to the part that it is for.
 
     _news      what each rank has reported to all others in the present generation, by rank
-    forward    set in the agent of a node that does not lead: has the leader take what is not for this node alone
     _nan_step  the step in which a NaN was reported last
     """
 
@@ -62,18 +60,12 @@ class Reports:
     snapshots: Snapshots
     standbys: Standbys
     standby_watch: StandbyWatch
-    forward: Callable[[RankSlot, Any], None] | None = field(default=None, init=False)
     _news: list[tuple[int, from_rank.Put]] = field(default_factory=list, init=False)
     _nan_step: int = field(default=-2, init=False)
 
     def take(self, slot: RankSlot, message: Message) -> None:
         """A message has come from the process of a slot."""
         node = self.node
-        if node.peers.is_follower and self.forward is not None and not isinstance(message, _OF_THIS_NODE):
-            if isinstance(message, from_rank.ScriptError):
-                self._on_script_error(slot, message)
-            self.forward(slot, message)
-            return
         at_s, rank = time.monotonic(), slot.rank
         match message:
             case from_rank.Put():
@@ -110,7 +102,7 @@ class Reports:
             case from_rank.Hindered():
                 self.protection.note_hindered(slot, message)
             case from_rank.ScriptError():
-                self._on_script_error(slot, message)
+                self.note_script_error(slot, message)
             case from_rank.Faulted():
                 self._on_faulted(slot, message)
             case from_rank.Broken():
@@ -203,7 +195,7 @@ class Reports:
                 slot.send_news(put)
         self.injections.greeted(slot)
 
-    def _on_script_error(self, slot: RankSlot, message: from_rank.ScriptError) -> None:
+    def note_script_error(self, slot: RankSlot, message: from_rank.ScriptError) -> None:
         """An exception ends a script; before the first step its traceback is printed here, once."""
         if message.traceback and not any(other.script_error for other in self.node.slots):
             with contextlib.suppress(OSError):  # whoever read it has gone

@@ -13,9 +13,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.health import stack_reports
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.faults import parse_fault
-from ttprun.chaos.injections import Injections
 from ttprun.errors import in_short
-from ttprun.protocol import nodes
 from ttprun.protocol.requests import Accepted, InjectFault, Recall, Rejected, Reply, Request, SaveNow, TakeStacks
 
 
@@ -25,7 +23,6 @@ class Requests:
 
     node: Node
     checkpoint_writer: CheckpointWriter
-    injections: Injections
     repairs: Repairs
     standing: QuiesceSchedule
     stack_reports: int = 0
@@ -49,18 +46,15 @@ class Requests:
             return Rejected("this run was started without --allow-faults")
         if self.node.verdict is not None:
             return Rejected("the run has ended")
-        if self.node.peers.is_follower:
-            self.node.peers.to_leader(nodes.FaultAsked(str(parse_fault(fault))))
-            return Accepted(f"ordered from {self.node.peers.leaders_name}, whose event log says what has come of it")
-        return Accepted(self.injections.order(parse_fault(fault), "inject-fault"))
+        return Accepted(self.node.role.inject(parse_fault(fault)))
 
     def _checkpoint_now(self) -> Reply:
         """Have a checkpoint written, at a boundary from which a run can resume if one comes soon."""
         node, job = self.node, self.node.job
         if node.verdict is not None:
             why_not = "the run has ended"
-        elif node.peers.is_follower:
-            why_not = f"ask on {node.peers.leaders_name}, whose agent leads"
+        elif node.role.asked_elsewhere:
+            why_not = f"ask on {node.role.asked_elsewhere}, whose agent leads"
         elif node.is_broken:
             why_not = "ttprun's supervisor has failed: the job runs as under torchrun"
         elif node.config.mindio:

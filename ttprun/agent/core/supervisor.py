@@ -2,7 +2,7 @@
 
 It waits on one selector: exits (`life_locks.py`, and pidfds), messages of ranks (`reports.py`), the control socket, and
 deadlines. Everything that happens becomes an event of `ttprun.recovery`; the actions that come back are carried out by
-`orders.py`. If the supervisor itself breaks, the job goes on as under torchrun. Begin with `Supervisor._loop`.
+`coordinator.py`. If the supervisor itself breaks, the job goes on as under torchrun. Begin with `Supervisor._loop`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -47,7 +46,6 @@ class Supervisor:
     """Supervises the ranks of one node; if its agent leads, it decides for those of all nodes.
 
     node    what its parts share
-    on_lead   called by its thread when this agent, which was a follower, has begun to lead
     """
 
     def __init__(
@@ -62,17 +60,12 @@ class Supervisor:
     ) -> None:
         """`resumption` says from what a new launch resumes, on one node at once; raises ConfigError as `find` does."""
         settings = settings_of(config, world_size, is_python, max_restarts, resumption)
-        self.node = Node(config, run, is_python, recovery.new_job(settings), self._advance)
+        self.node = Node(config, run, is_python, recovery.new_job(settings))
         self._resumption = resumption
         self._resume_from = resumption.find() if is_python and not resumption.is_of_leader else ()
         self._resized: nodes.Regroup | None = None
         self.parts = Parts(self.node, store, resumption)
         self._is_stopping = False
-        self._is_paused = False
-        self._is_deciding = False
-        self._undecided: deque[recovery.Event] = deque()
-        self.parts.succession.on_lead = self._lead
-        self.on_lead: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
 
     # Called from torch's agent, on the main thread.
@@ -87,12 +80,14 @@ class Supervisor:
         ranks: list[tuple[int, int]],
         replace_handler: Callable[[int, RankHandler], None],
         peers: Peers | None = None,
+        on_lead: Callable[[], None] = lambda: None,
     ) -> None:
         """A group of ranks is about to be started.
 
         ranks            (global rank, local rank) of each that is on this node
         replace_handler  called with a local rank and its new process
         peers            the agents of the other nodes, if there are any
+        on_lead          called by its thread when this agent, which was a follower, has begun to lead
 
         Raises ConfigError as `Resumption.find` does, in the agent that leads several nodes.
         """
@@ -101,8 +96,7 @@ class Supervisor:
             self._resume_from = self._resumption.find()
         self.node.begin_group(ranks, peers)
         self.parts.standbys.preloads.loops = self.node.loops
-        self.parts.begin_group()
-        self.parts.actuator.begin_group(replace_handler)
+        self.parts.begin_group(replace_handler, on_lead)
 
     def begin_resized_group(
         self,
@@ -110,6 +104,7 @@ class Supervisor:
         replace_handler: Callable[[int, RankHandler], None],
         peers: Peers,
         order: nodes.Regroup,
+        on_lead: Callable[[], None],
     ) -> None:
         """The same for a group that starts again on other nodes; the number of ranks is another one from now on."""
         done: Future[None] = Future()
@@ -122,7 +117,7 @@ class Supervisor:
                 node.job = recovery.with_size(replace(node.job, generation=generation), size)
                 self._resumption.resize(size)
                 self._resized = order
-                self.begin_group(ranks, replace_handler, peers)
+                self.begin_group(ranks, replace_handler, peers, on_lead)
                 self.parts.standbys.preloads.begin_group()
                 done.set_result(None)
             except Exception as error:
@@ -179,11 +174,11 @@ class Supervisor:
         """Welcome all ranks. They wait for that, so they are also welcomed if something breaks here."""
         node = self.node
         if node.peers.is_follower:
-            self._is_paused = node.is_broken
+            self.node.is_paused = node.is_broken
             if is_restart and self._resized is None:
                 self.parts.standbys.preloads.begin_group()
             self._resized = None
-            node.peers.watch(node.selector, self.parts.follower.take_order, self._lose_leader)  # it says when
+            node.watch_peers()  # the agent that leads says when
             return
         resume_from, self._resume_from = self._resume_from, ()
         resized, self._resized = self._resized, None
@@ -197,11 +192,11 @@ class Supervisor:
             )
         is_resumed = bool(resume_from) and not node.is_broken and not blind
         try:
-            self._is_paused = False
+            self.node.is_paused = False
             if is_restart and resized is None:
                 self.parts.standbys.preloads.begin_group()
-                self._advance(recovery.GroupRestarted(at_s=time.monotonic()))
-            self._is_paused = node.is_broken
+                self.node.advance(recovery.GroupRestarted(at_s=time.monotonic()))
+            self.node.is_paused = node.is_broken
             now = time.monotonic()
             if is_resumed:
                 place = resume_from[0].place
@@ -212,16 +207,16 @@ class Supervisor:
                     event = recovery.GroupResized(
                         at_s=now, saved=resume_from, replicas=where.replicas, reason=resized.reason
                     )
-                self._advance(event)
+                self.node.advance(event)
                 self.parts.comparisons.begin_resumed(where.replicas)
             elif resized is not None:
-                self._advance(recovery.GroupResized(at_s=now, saved=(), replicas=UNKNOWN, reason=resized.reason))
+                self.node.advance(recovery.GroupResized(at_s=now, saved=(), replicas=UNKNOWN, reason=resized.reason))
             self.parts.injections.begin()
             self.parts.actuators.order_all(nodes.Begin(node.job.generation, is_resumed))
             self.parts.leader.share()
-            node.peers.watch(node.selector, self.parts.leader.take, self._lose_hand, self.parts.leader.welcome)
+            node.watch_peers()
         except Exception as error:
-            self._is_paused = True  # nobody decides any more
+            self.node.is_paused = True  # nobody decides any more
             if is_resumed:  # then nobody would order them where to resume
                 self._resumption.note_unusable(resume_from[0].place, repr(error), is_refused=True)
                 why = f"the run cannot resume from the checkpoint: {error!r}; the next launch will not try it again"
@@ -231,23 +226,6 @@ class Supervisor:
                 if slot.handler.channel.sock not in node.selector.get_map():
                     self.parts.watch.welcome(slot, is_replacement=False)
             raise
-
-    def _lead(self) -> None:
-        """This agent has been a follower, and leads from now on."""
-        known = self.parts.follower.known
-        if known is not None:
-            self.parts.checkpoints.why_never = known.why_no_checkpoints
-        node = self.node
-        node.peers.watch(node.selector, self.parts.leader.take, self._lose_hand, self.parts.leader.welcome)
-        self.on_lead()
-
-    def _lose_leader(self, number: int, why: str) -> None:
-        if not self._is_paused:
-            self.parts.follower.lose(number, why)
-
-    def _lose_hand(self, number: int, why: str) -> None:
-        if not self._is_paused:
-            self.parts.leader.lose(number, why)
 
     def end(self, ended_by: signal.Signals, grace_s: float) -> None:
         """The user or the scheduler ends the job, whatever goes on; returns when its state is saved, or cannot be.
@@ -263,11 +241,11 @@ class Supervisor:
 
         def stop() -> None:
             def order() -> None:
-                self._advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+                self.node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
 
             self.parts.standing.ask(order, is_end=True)
             self.parts.injections.answered()
-            if self._is_paused:  # nobody decides: the ranks are being ended or started, or we have broken
+            if self.node.is_paused:  # nobody decides: the ranks are being ended or started, or we have broken
                 self.node.is_settled.set()
 
         self.node.call(stop)
@@ -287,12 +265,10 @@ class Supervisor:
         node.log("leaving", reason=reason)
 
         def leave() -> None:
-            if self._is_paused or node.verdict is not None:
+            if self.node.is_paused or node.verdict is not None:
                 node.is_settled.set()
-            elif node.peers.is_follower:
-                node.peers.to_leader(nodes.Leaving(reason))
             else:
-                self.parts.membership.leave(node.peers.node, reason)
+                node.role.leave(reason)
 
         node.call(leave)
         while not node.is_settled.wait(_LOOK_AGAIN_S) and self._thread.is_alive():
@@ -304,7 +280,7 @@ class Supervisor:
         done = threading.Event()
 
         def pause() -> None:
-            self._is_paused = True
+            self.node.is_paused = True
             self.node.is_settled.set()
             for slot in self.node.here:
                 self.parts.watch.forget(slot)
@@ -362,13 +338,13 @@ class Supervisor:
                 self._control.pass_time()
                 self._send_what_was_kept()
                 self.parts.injections.pass_time()
-                if self.node.verdict is None and not self._is_paused and self.node.has_board:
+                if self.node.verdict is None and not self.node.is_paused and self.node.has_board:
                     self.parts.look()
                 self.parts.status.publish()
             except Exception as error:
                 logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
                 self.node.log("supervisor_failed", error=repr(error))
-                self.node.is_broken = self._is_paused = True
+                self.node.is_broken = self.node.is_paused = True
                 self.node.is_settled.set()
                 self.node.wake()  # for the calls behind one that has failed
             if self.node.is_broken and self.node.verdict is None:
@@ -397,40 +373,3 @@ class Supervisor:
             self.node.conclude(Verdict("restart", "a rank has failed and ttprun cannot repair it"))
         elif all(code == 0 for code in codes):
             self.node.conclude(Verdict("done"))
-
-    # Decisions, and what they order.
-
-    def _advance(self, event: recovery.Event) -> None:
-        """Let the machine decide; what its actions bring about is decided after they are all carried out."""
-        if self.node.peers.is_follower:
-            self.parts.follower.report(event)
-            return
-        self._undecided.append(event)
-        if self._is_deciding:
-            return
-        self._is_deciding = True
-        try:
-            while self._undecided and not self._is_paused:
-                self._decide(self._undecided.popleft())
-        finally:
-            self._is_deciding = False
-            self._undecided.clear()
-
-    def _decide(self, event: recovery.Event) -> None:
-        before = self.node.job
-        self.node.job, actions = recovery.advance(before, event)
-        job = self.node.job
-        if job.phase is not before.phase:
-            incident = job.incident or before.incident
-            self.node.log(
-                "phase_changed",
-                generation=job.generation,
-                incident=None if incident is None else incident.id,
-                before=str(before.phase),
-                after=str(job.phase),
-                cause=type(event).__name__,
-            )
-            if self.node.peers.is_leading:
-                self.parts.leader.share()
-        for action in actions:
-            self.parts.orders.carry_out(action)

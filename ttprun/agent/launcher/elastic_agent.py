@@ -79,16 +79,20 @@ class ReplacingAgent(LocalElasticAgent):
             logger.warning("nothing is repaired, as under torchrun: %s", error)
             self._judge = super()._monitor_workers  # type: ignore[method-assign]
             return dict(super()._start_workers(worker_group))
+
+        def on_lead() -> None:
+            if peers is not None:
+                self._announce_aside(worker_group, peers)
+
         if again is not None and self._order is not None:
-            supervisor.begin_resized_group(ranks, self._replace_handler, again, self._order)
+            supervisor.begin_resized_group(ranks, self._replace_handler, again, self._order, on_lead)
             self._announce(worker_group, again)
         else:
-            supervisor.begin_group(ranks, self._replace_handler, peers)
+            supervisor.begin_group(ranks, self._replace_handler, peers, on_lead)
         supervisor.node.attempt = worker_group.spec.max_restarts - self._remaining_restarts
         if taken is not None:
             supervisor.take_over(taken.records)
         if peers is not None:
-            supervisor.on_lead = lambda: self._announce_aside(worker_group, peers)
             # Who comes later waits for slots, and that is no reason to start all ranks again.
             worker_group.spec.rdzv_handler.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]
             self._leave_lost_store_alone(worker_group.spec.rdzv_handler)
@@ -116,7 +120,7 @@ class ReplacingAgent(LocalElasticAgent):
     def _announce(self, worker_group: WorkerGroup, peers: Peers) -> None:
         """Name the room of a group that this agent leads."""
         rendezvous_keys = self._rendezvous_keys(worker_group)
-        if peers.room is not None and peers.is_leading and rendezvous_keys is not None:
+        if peers.room is not None and not peers.is_follower and rendezvous_keys is not None:
             try:
                 rendezvous_keys.announce(peers.room.listener.where | {"seen": self.seen_file})
             except Exception as error:  # torch's stores raise errors of their own

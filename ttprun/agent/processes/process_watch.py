@@ -19,7 +19,6 @@ from ttprun.agent.core.exit_causes import Causes
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.core.reports import Reports
 from ttprun.agent.health.unhooked_ranks import Unseen
 from ttprun.agent.processes import life_locks
 from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, command_of, with_agent
@@ -41,7 +40,6 @@ class Watch:
     def __init__(
         self,
         node: Node,
-        reports: Reports,
         own_states: OwnStates,
         mirrors: Mirrors,
         snapshots: Snapshots,
@@ -49,7 +47,6 @@ class Watch:
         unseen: Unseen,
     ) -> None:
         self._node = node
-        self._reports = reports
         self._own_states = own_states
         self._mirrors = mirrors
         self._snapshots = snapshots
@@ -136,7 +133,7 @@ class Watch:
                 self._take(slot, message)
 
     def _take(self, slot: RankSlot, message: Message) -> None:
-        self._reports.take(slot, message)
+        self._node.role.hear(slot, message)
         if isinstance(message, from_rank.Present):
             self._unseen.note_present(slot)
             self._look_out_for_its_end(slot)

@@ -13,7 +13,6 @@ import os
 import re
 import selectors
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ttprun import recovery
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import priority
+from ttprun.agent.processes.process_watch import Watch
 from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, kill_session
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.protocol import from_rank, to_rank
@@ -29,7 +29,6 @@ from ttprun.rank.process.free_memory import free_bytes
 
 logger = logging.getLogger("ttprun")
 _FIRST_BOUNDARY = 3  # from here on no replay begins at the script's top
-Introduction = tuple[to_rank.Welcome, list[int]]
 
 
 @dataclass
@@ -50,13 +49,12 @@ class SetUp:
 class SetUps:
     """The set-ups that are run ahead on this node.
 
-    introduce   a slot and its process -> what to welcome it with, and the descriptors that go with that
+    watch   knows what to welcome a process with
     """
 
-    introduce: Callable[[RankSlot, RankHandler], Introduction]
-
-    def __init__(self, node: Node, standbys: Standbys) -> None:
+    def __init__(self, node: Node, standbys: Standbys, watch: Watch) -> None:
         self._node = node
+        self._watch = watch
         self._standbys = standbys
         self._is_wanted = node.config.standby_depth == "setup"
         self._waiting: dict[int, SetUp] = {}
@@ -92,7 +90,7 @@ class SetUps:
         slot = missing[0]
         priority.lower(copy.process.pid)
         handler = StandbyHandler(slot.handler.start, copy)
-        welcome, fds = self.introduce(slot, handler)
+        welcome, fds = self._watch.introduction(slot, handler, is_replacement=True)
         one = self._waiting[slot.rank] = SetUp(handler, _lasting(welcome), os.fstat(slot.record_fd).st_ino)
         handler.channel.send(replace(_lasting(welcome), is_ahead=True), fds)
         sock = handler.channel.sock
@@ -137,7 +135,7 @@ class SetUps:
         one = self._waiting.get(slot.rank)
         if one is None:
             return None
-        welcome, _ = self.introduce(slot, one.handler)
+        welcome, _ = self._watch.introduction(slot, one.handler, is_replacement=True)
         is_alike = _lasting(welcome) == one.welcome and os.fstat(slot.record_fd).st_ino == one.records
         is_replay = slot.stored is None or slot.stored.origin is None
         is_alive = one.is_ready and one.handler.proc.poll() is None

@@ -181,8 +181,7 @@ class Comparisons:
         topology = topology_of(self._looks.replicas, groups, len(node.slots), otherwise)
         with contextlib.suppress(OSError):  # the status says already that the run's files cannot be written
             write_topology(node.run.topology, topology)
-        if node.peers.is_leading:
-            node.peers.to_hands(nodes.Published("topology", topology.to_json()))
+        node.peers.to_all(nodes.Published("topology", topology.to_json()))
 
     def names_of(self, keys: Iterable[str]) -> str:
         """What the script calls these parameters, the first few."""

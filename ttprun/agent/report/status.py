@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.checkpoints.writer import CheckpointWriter
+from ttprun.agent.cluster.membership import NodeMembership
+from ttprun.agent.cluster.spares import Spares
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
@@ -65,7 +67,6 @@ class StatusPublisher:
     """Writes the status of a run.
 
     restarts_left   how often torch may still restart all ranks
-    waits_for       gives what the job waits for, "" if it does not
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class StatusPublisher:
         set_ups: SetUps,
         checkpoint_writer: CheckpointWriter,
         snapshots: Snapshots,
+        spares: Spares,
+        membership: NodeMembership,
     ) -> None:
         self._node = node
         self._incidents = incidents
@@ -90,7 +93,8 @@ class StatusPublisher:
         self._of_all: RunStatus | None = None
         self._protection_in_run = ""
         self.restarts_left = 0
-        self.waits_for: Callable[[], str] = str
+        self._spares = spares
+        self._membership = membership
 
     def publish(self) -> None:
         """Write the status if something has changed, or if half a second has passed."""
@@ -108,8 +112,8 @@ class StatusPublisher:
             self._protection_in_run = status.protection
         write_status(self._node.run.status, status)
         self._history.note(status.step)
-        if self._node.peers.is_leading and len(slots) <= _MOST_RANKS_FOR_ALL:
-            self._node.peers.to_hands(nodes.Published("status", status.to_json()))
+        if status.is_leading and len(slots) <= _MOST_RANKS_FOR_ALL:
+            self._node.peers.to_all(nodes.Published("status", status.to_json()))
 
     def take(self, published: nodes.Published) -> None:
         """The leader has published something: `ttprun` shows the whole job here too."""
@@ -118,6 +122,14 @@ class StatusPublisher:
                 write_topology_json(self._node.run.topology, published.text)
             else:
                 self._of_all = parse_status(published.text)
+
+    @property
+    def _waits_for(self) -> str:
+        return self._spares.waited_for or self._membership.waits
+
+    def begin_to_lead(self) -> None:
+        """What the agent that led has published is not waited for any more."""
+        self._of_all = None
 
     def end(self, exit_code: int, reason: str) -> None:
         """Write the last status of the run."""
@@ -131,7 +143,7 @@ class StatusPublisher:
     def _compose(self, state: RunState, exit_code: int | None = None, reason: str = "") -> RunStatus:
         own = self._compose_own(state, exit_code, reason)
         of_all = self._of_all
-        if not self._node.peers.is_follower or of_all is None:
+        if of_all is None:
             return own
         here = {rank.rank: rank for rank in own.ranks}
         ranks = tuple(here.get(rank.rank, _ended(rank, exit_code)) for rank in of_all.ranks)
@@ -161,7 +173,7 @@ class StatusPublisher:
             else "",
             protection=self._protection(),
             exit_code=exit_code,
-            reason=reason or (node.verdict.reason if node.verdict else self.waits_for()),
+            reason=reason or (node.verdict.reason if node.verdict else self._waits_for),
             ranks=tuple(_rank(node, slot, exit_code is not None) for slot in slots),
             incidents=self._incidents.published(),
             checkpoint=self._checkpoint_writer.status,

@@ -1,16 +1,21 @@
-"""What the machine orders, carried out: begin with `Orders.carry_out`."""
+"""The coordinator: owns the state machine of the whole job. Events go in, and what it orders is carried out.
+
+What concerns one node's ranks goes to that node's actuator (`actuators.py`). Begin with `Coordinator.advance`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.cluster.actuators import Actuators
+from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.membership import NodeMembership
 from ttprun.agent.cluster.spares import Spares
+from ttprun.agent.core.deadlines import Deadlines
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
 from ttprun.agent.launcher.verdict import Verdict
@@ -23,11 +28,8 @@ logger = logging.getLogger("ttprun")
 
 
 @dataclass
-class Orders:
-    """Carries out actions, on whatever node their ranks are.
-
-    set_deadline     has the machine informed when so many seconds have passed
-    """
+class Coordinator:
+    """Decides for all ranks, on whatever nodes they are."""
 
     node: Node
     actuators: Actuators
@@ -37,7 +39,41 @@ class Orders:
     rewinds: Rewinds
     membership: NodeMembership
     spares: Spares
-    set_deadline: Callable[[recovery.SetDeadline], None]
+    deadlines: Deadlines
+    leader: Leader
+    _undecided: deque[recovery.Event] = field(default_factory=deque, init=False)
+    _is_deciding: bool = field(default=False, init=False)
+
+    def advance(self, event: recovery.Event) -> None:
+        """Let the machine decide; what its actions bring about is decided after they are all carried out."""
+        self._undecided.append(event)
+        if self._is_deciding:
+            return
+        self._is_deciding = True
+        try:
+            while self._undecided and not self.node.is_paused:
+                self._decide(self._undecided.popleft())
+        finally:
+            self._is_deciding = False
+            self._undecided.clear()
+
+    def _decide(self, event: recovery.Event) -> None:
+        before = self.node.job
+        self.node.job, actions = recovery.advance(before, event)
+        job = self.node.job
+        if job.phase is not before.phase:
+            incident = job.incident or before.incident
+            self.node.log(
+                "phase_changed",
+                generation=job.generation,
+                incident=None if incident is None else incident.id,
+                before=str(before.phase),
+                after=str(job.phase),
+                cause=type(event).__name__,
+            )
+            self.leader.share()
+        for action in actions:
+            self.carry_out(action)
 
     def carry_out(self, action: recovery.Action) -> None:
         """Carry out one action."""
@@ -65,7 +101,7 @@ class Orders:
             case recovery.NoteUnusable():
                 self.rewinds.note_unusable(action)
             case recovery.SetDeadline():
-                self.set_deadline(action)
+                self.deadlines.set(action)
             case recovery.KillRank(rank=rank, reason=reason):
                 self.actuators.order(rank, nodes.Kill(rank, reason))
             case recovery.RecordIncident(incident=incident):

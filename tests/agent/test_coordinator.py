@@ -1,4 +1,4 @@
-"""What the agent's orders are made of."""
+"""What the coordinator's orders are made of, and how a group ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from tests.agent.nodes import node_of, part
-from ttprun.agent.core.orders import Orders
+from ttprun.agent.core.coordinator import Coordinator
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.protocol.board import Field
 from ttprun.recovery import FailJob, FinishJob, RestartGroup
@@ -60,6 +60,6 @@ def test_only_the_end_of_the_job_overrules_a_verdict_and_only_a_restart(
     node = node_of(tmp_path)
 
     for order in orders:
-        part(Orders, node).carry_out(order)
+        part(Coordinator, node).carry_out(order)
 
     assert node.verdict == Verdict(*verdict)

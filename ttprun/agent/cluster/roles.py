@@ -1,0 +1,137 @@
+"""The two roles of an agent: it decides for all nodes, or carries out what another one decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ttprun import recovery
+from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
+from ttprun.agent.checkpoints.snapshots import Snapshots
+from ttprun.agent.checkpoints.writer import CheckpointWriter
+from ttprun.agent.cluster.follower import Follower
+from ttprun.agent.cluster.leader import Leader
+from ttprun.agent.cluster.succession import Succession
+from ttprun.agent.core.coordinator import Coordinator
+from ttprun.agent.core.node import Node
+from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.core.reports import OF_THIS_NODE, Reports
+from ttprun.agent.core.role import Role
+from ttprun.agent.health.hang_detector import HangDetector
+from ttprun.agent.health.unhooked_ranks import Unseen
+from ttprun.agent.processes.set_ups import SetUps
+from ttprun.agent.processes.standby_watch import StandbyWatch
+from ttprun.agent.repair.repairs import Repairs
+from ttprun.chaos.faults import Fault
+from ttprun.protocol import from_rank, nodes
+from ttprun.protocol.channel import Message
+
+
+@dataclass
+class Leading(Role):
+    """The coordinator is in this agent."""
+
+    node: Node
+    coordinator: Coordinator
+    leader: Leader
+    reports: Reports
+    checkpoint_writer: CheckpointWriter
+    hang_detector: HangDetector
+    repairs: Repairs
+    set_ups: SetUps
+    snapshots: Snapshots
+    standby_watch: StandbyWatch
+    standing: QuiesceSchedule
+    unseen: Unseen
+
+    def advance(self, event: recovery.Event) -> None:
+        self.coordinator.advance(event)
+
+    def hear(self, slot: RankSlot, message: Message) -> None:
+        self.reports.take(slot, message)
+
+    def answer(self, report: nodes.Records | nodes.PartStored) -> None:
+        self.leader.take(self.node.peers.node, report)
+
+    def take(self, number: int, message: Any) -> None:
+        self.leader.take(number, message)
+
+    def lose(self, number: int, why: str) -> None:
+        if not self.node.is_paused:
+            self.leader.lose(number, why)
+
+    def welcome(self, address: str) -> None:
+        self.leader.welcome(address)
+
+    def look(self) -> None:
+        self.leader.look()
+        self.repairs.look()
+        self.unseen.look()
+        self.hang_detector.look()
+        self.standby_watch.look()
+        self.set_ups.look()
+        self.snapshots.look()
+        self.checkpoint_writer.look()
+        self.standing.look()
+
+    def leave(self, reason: str) -> None:
+        self.leader.membership.leave(self.node.peers.node, reason)
+
+    def inject(self, fault: Fault) -> str:
+        return self.reports.injections.order(fault, "inject-fault")
+
+
+@dataclass
+class Following(Role):
+    """Another agent decides: it hears what happens here."""
+
+    node: Node
+    follower: Follower
+    succession: Succession
+    reports: Reports
+    standby_watch: StandbyWatch
+    unseen: Unseen
+
+    @property
+    def asked_elsewhere(self) -> str:  # type: ignore[override]
+        return self.node.peers.leaders_name
+
+    def advance(self, event: recovery.Event) -> None:
+        self.follower.report(event)
+
+    def hear(self, slot: RankSlot, message: Message) -> None:
+        if isinstance(message, OF_THIS_NODE):
+            self.reports.take(slot, message)
+            return
+        if isinstance(message, from_rank.ScriptError):
+            self.reports.note_script_error(slot, message)
+        self.follower.forward(slot, message)
+
+    def answer(self, report: nodes.Records | nodes.PartStored) -> None:
+        self.node.peers.to_leader(report)
+
+    def take(self, number: int, message: Any) -> None:
+        self.follower.take_order(message)
+
+    def lose(self, number: int, why: str) -> None:
+        if not self.node.is_paused:
+            self.succession.begin(number, why)
+
+    def welcome(self, address: str) -> None:
+        raise AssertionError("launchers wait at the agent that leads")
+
+    def look(self) -> None:
+        peers = self.node.peers
+        if self.follower.look():
+            for silent in peers.silent(self.node.has_stepped()):
+                self.lose(silent, f"nothing was heard of it for {peers.unheard_s(silent):.0f} s")
+        self.succession.look()
+        self.unseen.look()
+        self.standby_watch.look()
+
+    def leave(self, reason: str) -> None:
+        self.node.peers.to_leader(nodes.Leaving(reason))
+
+    def inject(self, fault: Fault) -> str:
+        self.node.peers.to_leader(nodes.FaultAsked(str(fault)))
+        return f"ordered from {self.node.peers.leaders_name}, whose event log says what has come of it"

@@ -1,0 +1,60 @@
+"""What this node's agent is to those of the others: it leads, or follows the one that does.
+
+On one node it leads. The two roles are in `ttprun.agent.cluster.roles`; which one it has is asked nowhere else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from ttprun import recovery
+from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.chaos.faults import Fault
+from ttprun.protocol import nodes
+from ttprun.protocol.channel import Message
+
+
+class Role(ABC):
+    """Where what happens on this node, or is asked for here, is decided.
+
+    asked_elsewhere   the node on which a checkpoint has to be asked for; "": this one
+    """
+
+    asked_elsewhere = ""
+
+    @abstractmethod
+    def advance(self, event: recovery.Event) -> None:
+        """Something has happened."""
+
+    @abstractmethod
+    def hear(self, slot: RankSlot, message: Message) -> None:
+        """A rank of this node reports something."""
+
+    @abstractmethod
+    def answer(self, report: nodes.Records | nodes.PartStored) -> None:
+        """This node's actuator has done what it was ordered."""
+
+    @abstractmethod
+    def take(self, number: int, message: Any) -> None:
+        """The agent of another node has sent something."""
+
+    @abstractmethod
+    def lose(self, number: int, why: str) -> None:
+        """The agent of another node is lost."""
+
+    @abstractmethod
+    def welcome(self, address: str) -> None:
+        """A launcher waits for slots."""
+
+    @abstractmethod
+    def look(self) -> None:
+        """Time has passed."""
+
+    @abstractmethod
+    def leave(self, reason: str) -> None:
+        """This node is to leave the group."""
+
+    @abstractmethod
+    def inject(self, fault: Fault) -> str:
+        """A fault is asked for; returns the answer for the user. Raises ValueError if it cannot be carried out."""
