@@ -171,6 +171,20 @@ def test_several_processes_write_their_stacks_at_once_and_one_that_catches_nothi
     assert texts[2] == ""
 
 
+def test_frames_of_imports_and_of_ttprun_are_left_out_of_a_stack_that_is_compared() -> None:
+    ours = Path(stacks.__file__)
+    text = f"""Thread 0x00007f0000000000 (most recent call first):
+  File "{ours}", line 9 in wait
+  File "/job/train.py", line 4 in load
+  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed
+  File "/job/train.py", line 1 in <module>
+"""
+
+    assert stacks.of_the_user(text) == (
+        '  File "/job/train.py", line 4 in load\n  File "/job/train.py", line 1 in <module>'
+    )
+
+
 def test_a_crash_leaves_its_stack(start: Callable[[str], Process]) -> None:
     process = start(CRASH)
     process.process.wait(10)

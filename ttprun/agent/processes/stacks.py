@@ -24,6 +24,7 @@ PY_SPY_LIMIT_S = 4.0
 ANSWER_LIMIT_S = 1.0
 _LOOK_AGAIN_S = 0.005
 _OURS = str(Path(__file__).resolve().parents[2])
+_LEFT_OUT = (_OURS + os.sep, "<frozen importlib")
 _NOT_THE_USERS = (_OURS + os.sep, sysconfig.get_path("stdlib") + os.sep, "<frozen", "<string>")
 # faulthandler's lines, and py-spy's.
 _FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
@@ -60,9 +61,9 @@ def ask_all(targets: Sequence[tuple[int, int]]) -> list[str]:
 
 
 def of_the_user(text: str) -> str:
-    """The frames of one thread without ttprun's own, which differ from moment to moment while a rank waits."""
+    """The frames of one thread without those of imports, and without ttprun's own, which differ while a rank waits."""
     frames = ((line, _FRAME.match(line) or _SPIED.match(line)) for line in text.splitlines())
-    return "\n".join(line for line, frame in frames if frame and not frame["file"].startswith(_OURS + os.sep))
+    return "\n".join(line for line, frame in frames if frame and not frame["file"].startswith(_LEFT_OUT))
 
 
 def left_behind(fd: int) -> str:
