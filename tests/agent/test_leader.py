@@ -29,7 +29,7 @@ class FakePeers:
     def is_connected(self, node: int) -> bool:
         return True
 
-    def to_hands(self, message: Any) -> None:
+    def to_all(self, message: Any) -> None:
         self.happened.append(message)
 
 
