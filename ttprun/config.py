@@ -314,6 +314,8 @@ def read_config_file(name: str) -> Source:
     """Read a configuration file, or the built-in preset of that name if there is no such file.
 
     A file with a top-level `ttprun:` mapping is somebody else's configuration with ours inside: only that part is read.
+
+    Raises ConfigError if it cannot be read, or is no mapping.
     """
     path = Path(name)
     if not path.exists() or path.is_dir():

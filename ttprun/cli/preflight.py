@@ -74,7 +74,7 @@ def check_host(torchrun: Namespace, config: Config) -> None:
 
 
 def check_files(ranks: int) -> None:
-    """The agent must be able to hold open what belongs to so many ranks."""
+    """The agent must be able to hold open what belongs to so many ranks; else raises ConfigError."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = ranks * FILES_OF_RANK + FILES_OF_AGENT
     if limit != resource.RLIM_INFINITY and needed > limit:
@@ -109,7 +109,10 @@ def check_elastic(torchrun: Namespace, config: Config) -> None:
 
 
 def check_mindio(torchrun: Namespace) -> None:
-    """Callbacks need ranks that run Python and can be repaired, and no other package of that name."""
+    """Callbacks need ranks that run Python and can be repaired, and no other package of that name.
+
+    Raises ConfigError.
+    """
     mindio.check_that_none_is_there()
     for flag in ("no_python", "run_path"):
         if getattr(torchrun, flag):
@@ -120,7 +123,10 @@ def check_mindio(torchrun: Namespace) -> None:
 
 
 def check_script(torchrun: Namespace) -> None:
-    """The script, or with --no-python the program, must be there; a module is left for Python to find."""
+    """The script, or with --no-python the program, must be there; a module is left for Python to find.
+
+    Raises ConfigError.
+    """
     script = torchrun.training_script
     if not script:
         raise ConfigError("the name of the script is empty", "name a script, or -m and a module")
@@ -149,7 +155,7 @@ def check_script(torchrun: Namespace) -> None:
 
 
 def check_rendezvous_backend(backend: str) -> None:
-    """The backend must be one of torch's, or one that an installed package offers."""
+    """The backend must be one of torch's, or one that an installed package offers; else raises ConfigError."""
     known = ["static", "c10d", "etcd", "etcd-v2", *(entry.name for entry in entry_points(group="torchrun.handlers"))]
     if backend not in known:
         raise ConfigError(
@@ -161,6 +167,8 @@ def hosted_port(torchrun: Namespace) -> int | None:
     """The TCP port that this agent alone would listen on; None if another may, or if the system will choose it.
 
     With c10d and several nodes another agent of the same job may hold the port rightly, so only one node is judged.
+
+    Raises ConfigError if the endpoint names no port.
     """
     if torchrun.rdzv_backend not in ("static", "c10d"):
         return None
@@ -183,7 +191,10 @@ def hosted_port(torchrun: Namespace) -> int | None:
 
 
 def check_port(port: int) -> None:
-    """Listen for an instant where torch's store will; a listener on any address of this machine is in its way."""
+    """Listen for an instant where torch's store will; a listener on any address of this machine is in its way.
+
+    Raises ConfigError if it cannot.
+    """
     try:
         socket.create_server(("", port)).close()
     except OSError as error:

@@ -165,6 +165,8 @@ def launch_arguments(
     """torch's own reading of its options: (LaunchConfig, program or function, its arguments).
 
     Without --log-dir the ranks' logs go to the run directory, where torchrun makes a directory in /tmp for each run.
+
+    Raises ConfigError if torch does not accept them.
     """
     if torchrun.log_dir is None:
         torchrun.log_dir = str(directory.logs)

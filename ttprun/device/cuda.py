@@ -39,7 +39,7 @@ class CudaDevice:
                 self._gpu = nvml.Gpu(nvml_module, str(torch.cuda.get_device_properties(index).uuid))
 
     def identify(self) -> Identity:
-        """The GPU's model."""
+        """The GPU's model. Raises DeviceMissingError."""
         torch = self._torch
         if not torch.cuda.is_available():
             raise DeviceMissingError(
@@ -64,7 +64,10 @@ class CudaDevice:
         self.rebuild_communicators()
 
     def check_memory(self) -> MemoryCheck:
-        """An uncorrectable error of the GPU's memory is sticky: a context that lives has met none."""
+        """An uncorrectable error of the GPU's memory is sticky: a context that lives has met none.
+
+        Raises DeviceFailedError if it is lost.
+        """
         try:
             self._torch.cuda.synchronize(self._index)
         except Exception as error:

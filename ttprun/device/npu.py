@@ -64,7 +64,7 @@ class NpuDevice:
         self._reinit = reinit
 
     def identify(self) -> Identity:
-        """The NPU's model."""
+        """The NPU's model. Raises DeviceMissingError."""
         if not self._npu.is_available():
             raise DeviceMissingError("torch_npu finds no NPU; see 'npu-smi info' and ASCEND_RT_VISIBLE_DEVICES")
         versions = {"torch_npu": str(self._torch_npu.__version__)}
@@ -82,13 +82,19 @@ class NpuDevice:
         return Health(True)
 
     def stop(self) -> None:
-        """Abort all tasks; the process's other threads get "FORCE STOP" from then on."""
+        """Abort all tasks; the process's other threads get "FORCE STOP" from then on.
+
+        Raises DeviceFailedError if it does not answer well.
+        """
         answer = self._call("stop_device", self._index)
         if answer not in (None, 0):
             raise DeviceFailedError(f"stop_device answers {answer} for NPU {self._index}")
 
     def check_memory(self) -> MemoryCheck:
-        """Which memory has failed; torch_npu empties its cache to find out what is still held."""
+        """Which memory has failed; torch_npu empties its cache to find out what is still held.
+
+        Raises DeviceFailedError if it does not answer well.
+        """
         answer = self._call("check_uce_in_memory", self._index)
         try:
             return MemoryCheck(answer)
@@ -104,7 +110,7 @@ class NpuDevice:
         self._call("restart_device", self._index)
 
     def rebuild_communicators(self) -> None:
-        """Resume all groups at once, over the links that they have."""
+        """Resume all groups at once, over the links that they have. Raises DeviceFailedError if torch_npu cannot."""
         if self._reinit is None:
             raise DeviceFailedError(f"torch_npu {self._torch_npu.__version__} has no reinit_process_group")
         self._reinit(group=None, rebuild_link=False)

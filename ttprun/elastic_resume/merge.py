@@ -106,7 +106,10 @@ class Merge(Outcome):
         return found
 
     def value(self, first: Node, last: Node, mine: Node) -> Node:
-        """The node to restore at the place of these three; `first` and `mine` may be MISSING."""
+        """The node to restore at the place of these three; `first` and `mine` may be MISSING.
+
+        Raises CannotRestoreError.
+        """
         if not is_node(last):
             is_left = first is not MISSING and not is_node(first) and is_same_scalar(first, last)
             return self.of_mine(mine) if is_left and mine is not MISSING else last

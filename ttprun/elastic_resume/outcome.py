@@ -43,7 +43,7 @@ class Outcome:
         self.generators: dict[int, list[Any]] = {}
 
     def of_last(self, node: Node, mine: Node = MISSING) -> Node:
-        """A node of the old run's last record, to replace `mine`."""
+        """A node of the old run's last record, to replace `mine`. Raises CannotRestoreError."""
         if not is_node(node):
             return node
         if node[0] == Tag.REFERENCE:

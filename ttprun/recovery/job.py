@@ -296,7 +296,7 @@ class Job:
 
 
 def new_job(settings: Settings) -> Job:
-    """A job whose ranks are about to start: a RankStarted is expected for each."""
+    """A job whose ranks are about to start: a RankStarted is expected for each. Raises ValueError without ranks."""
     if settings.world_size < 1:
         raise ValueError(f"world_size is {settings.world_size}; a job has at least one rank")
     return Job(settings=settings, members=fresh_members(settings))

@@ -97,7 +97,7 @@ class Checkpoints:
     # A checkpoint of the boundary at which all survivors are quiesced.
 
     def persist(self, order: recovery.Persist) -> None:
-        """Have the ranks write their shares; the answer is StatePersisted."""
+        """Have the ranks write their shares; the answer is StatePersisted. Raises ConfigError if they never can."""
         if self._writing is not None:
             self.writer.drop(self._writing.draft)
             self._writing = None

@@ -213,6 +213,8 @@ def preload(plan_fd: int, notebook: int) -> dict[str, str]:
     plan_fd   a memory file with a `Plan`, read to its end and closed
     notebook  see Preloading; closed
     returns   the reason for each refused module
+
+    Raises RuntimeError if the plan cannot be read.
     """
     with open(plan_fd, "rb") as file:
         file.seek(0)

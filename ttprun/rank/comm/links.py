@@ -131,7 +131,10 @@ class Links:
         return self.that_carries(args).issue(op, args)
 
     def that_carries(self, args: tuple[Any, ...]) -> Link:
-        """The connection for an operation's arguments: that of its tensors' device; a barrier goes over a device."""
+        """The connection for an operation's arguments: that of its tensors' device; a barrier goes over a device.
+
+        Raises RuntimeError if there is none, as torch does.
+        """
         links = self._by_type
         if not links:
             raise RuntimeError(f"process group {self.slot.name!r} has been destroyed")

@@ -276,6 +276,8 @@ class ManagedGroup(ProcessGroup):
         """Write an operation to the journal, if it can be repaired, and issue it; returns whether it is kept.
 
         While the journal is frozen, the recovery's thread issues it.
+
+        Raises EndedError once the run of the script is over.
         """
         session = self.session
         journal = session[Journal]

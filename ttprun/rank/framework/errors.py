@@ -57,6 +57,8 @@ class ErrorTable:
 
         state     name of a ReportState, for the kind of the same name as the pattern
         kind_of   given the message; returns a kind
+
+        Raises ValueError if there is no such state.
         """
         if state not in ReportState.__members__:
             raise ValueError(f"'{state}' is not a state to report; use one of {', '.join(ReportState.__members__)}")

@@ -64,7 +64,10 @@ class Handlers:
         self._registered: dict[str, tuple[Callable[..., Any], Any]] = {}
 
     def register(self, name: str, function: Callable[..., Any], ctx: Any) -> None:
-        """Register a callback; it replaces an earlier one of the same name."""
+        """Register a callback; it replaces an earlier one of the same name.
+
+        Raises ValueError if callbacks have no such name, TypeError if it is no function.
+        """
         if name not in (*NAMES, *OF_SIZE):
             raise ValueError(f"there is no handler '{name}'")
         if not callable(function):
@@ -113,6 +116,8 @@ class Handlers:
         """Rebuild the framework's own communication; our process groups are connected already.
 
         The callback gets the remaining ranks of a smaller group, or those that are back in a larger one.
+
+        Raises CallbackFailedError if none is registered.
         """
         if size.is_smaller and self.has(DOWNGRADE_REBUILD):
             function, _ = self._registered[DOWNGRADE_REBUILD]

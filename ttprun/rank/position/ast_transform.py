@@ -274,7 +274,10 @@ def directory_of(script: str) -> str:
 
 
 def script_hook(path: str) -> Any:
-    """For sys.path_hooks: claims the script that this interpreter is about to run, and nothing else."""
+    """For sys.path_hooks: claims the script that this interpreter is about to run, and nothing else.
+
+    Raises ImportError for all other paths, as such a hook must.
+    """
     if path != full_path(script_of(sys.orig_argv)) or not os.path.isfile(path) or not whose.follows_loops(path):
         raise ImportError(path)
     with open(path, "rb") as file:

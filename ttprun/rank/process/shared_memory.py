@@ -57,7 +57,10 @@ class Memory:
         return found
 
     def tensor(self, at: int, like: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor of the form of another one, whose elements are in the file from an offset on."""
+        """A contiguous tensor of the form of another one, whose elements are in the file from an offset on.
+
+        Raises ValueError if the file is too small.
+        """
         if at + like.nbytes > self._size:
             raise ValueError(f"more than {self._size} bytes for {self._path}")
         if not like.numel():

@@ -152,7 +152,10 @@ class LateWork:
         self._error: Exception | None = None
 
     def wait(self, limit: timedelta | None = None) -> bool:
-        """As Work.wait of gloo. The caller's stream is ordered after the operation, too."""
+        """As Work.wait of gloo. The caller's stream is ordered after the operation, too.
+
+        Raises the operation's own error, or RuntimeError after the limit.
+        """
         end_s = None if limit is None else time.monotonic() + limit.total_seconds()
         pause_s = _FIRST_PAUSE_S
         while not self.is_completed():

@@ -164,6 +164,8 @@ def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the train function: an error that a recovery answers is waited out, and the function called again.
 
     It is called with the same arguments, in the list that callbacks are given: what they put there it gets.
+
+    Raises TypeError if it is given something else than a function.
     """
     if not callable(func):
         raise TypeError("tft_exception_handler: func must be a callable")
@@ -201,7 +203,7 @@ def tft_get_repair_type() -> str:
 
 
 def tft_report_load_ckpt_step(step: int) -> None:
-    """A repair handler has loaded a checkpoint of that step, from which all go on then."""
+    """A repair handler has loaded a checkpoint of that step, from which all go on then. Raises ValueError below 1."""
     if step < 1:
         raise ValueError(f"tft_report_load_ckpt_step: step is {step}; give 1 or more")
     this_rank()[1].loaded_step = step
@@ -305,6 +307,9 @@ def tft_register_zit_downgrade_rebuild_handler(func: Callable[..., Any], ctx: An
 
 
 def tft_register_decrypt_handler(decryptor: Callable[..., Any]) -> None:
-    """The password of a TLS key; nothing here is encrypted, since nothing leaves the machine."""
+    """The password of a TLS key; nothing here is encrypted, since nothing leaves the machine.
+
+    Raises TypeError if it is given something else than a function.
+    """
     if not callable(decryptor):
         raise TypeError("tft_register_decrypt_handler: give a function")
