@@ -2,10 +2,22 @@
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from ttprun.cli.main import main
+from ttprun.rank.position.judgement import (
+    DEAD,
+    NAMED,
+    NO_STATE,
+    ORDER,
+    RECORDED,
+    UNCHANGED,
+    Judgement,
+    Tag,
+    judge,
+)
 
 
 @dataclass(frozen=True)
@@ -33,9 +45,38 @@ def test_every_patch_is_one_plain_line_in_a_pipe(
 
     code = main(["explain"])
 
-    heading, first, second = capsys.readouterr().out.splitlines()
+    heading, first, second = capsys.readouterr().out.splitlines()[:3]
     assert code == 0
     assert heading.split() == ["module", "attribute", "why"]
     assert first.split()[:2] == ["torch.distributed", "init_process_group"]
     assert "the backend [once] xxx" in first
     assert second.split()[:2] == ["random", "seed"]
+
+
+def test_the_order_in_which_a_variable_is_judged_is_printed_from_the_place_that_decides_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["explain"])
+
+    said = capsys.readouterr().out.partition("How a variable is judged")[2].splitlines()[2:]
+    assert [line.split("  ")[0] for line in said] == [one.name for one in ORDER]
+    assert all(one.when in line and one.follows in line for one, line in zip(ORDER, said, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("node", "is_dead", "judged"),
+    [
+        ([Tag.REFUSED, "is a coroutine"], True, DEAD),
+        (3, True, DEAD),
+        ([Tag.DATA, "m:Tensor", "", b"digest"], False, UNCHANGED),
+        ([Tag.SAME, "m:Kind", "a digest"], False, UNCHANGED),
+        ([Tag.SAME, "m:Lock", ""], False, NO_STATE),
+        ([Tag.EFFECT, "m:Queue"], False, NO_STATE),
+        ([Tag.NOT_PROVED, "m:Compress", "it can change"], False, NAMED),
+        ([Tag.REFUSED, "is a coroutine"], False, NAMED),
+        ([Tag.LIST, 1, [1]], False, RECORDED),
+        (3, False, RECORDED),
+    ],
+)
+def test_a_variable_is_judged_by_the_first_row_that_fits(node: Any, is_dead: bool, judged: Judgement) -> None:
+    assert judge(node, is_dead) is judged

@@ -7,13 +7,13 @@ recorded by name, and a name is only looked up among what the process has loaded
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import msgpack
 
+from ttprun.rank.position.judgement import Tag as Tag
 from ttprun.rank.process.looks import (
     dictionary_of,
     dictionary_of_class,
@@ -23,49 +23,6 @@ from ttprun.rank.process.looks import (
 )
 
 MAX_DEPTH = 100  # msgpack itself gives up at 511 lists in each other
-
-
-class Tag(enum.StrEnum):
-    """Kinds of nodes."""
-
-    SAME = "="  # reproduced by the replay and compared: [tag, type, what else must be equal]
-    NOT_PROVED = "?"  # can change, and is not recorded: [tag, type, why]; see not_proved.py
-    EFFECT = "~"  # only has effects outside; compared by type: [tag, type]
-    REFUSED = "!"  # cannot be recorded: [tag, why]
-    REFERENCE = "r"  # an object seen before: [tag, number]
-    PLAIN = "p"  # an immutable value: [tag, kind, ...]; see plain.py
-    LIST = "l"  # [tag, number, items], of other types than list also [..., type, attributes]
-    TUPLE = "t"  # [tag, items], of other types than tuple also [..., type, attributes]
-    SET = "s"  # [tag, number, items, type or None, attributes]
-    FROZENSET = "f"  # as TUPLE
-    DEQUE = "q"  # [tag, number, items, type, attributes, maximal length]
-    DICT = "d"  # [tag, number, keys, values], of other types than dict also [..., type, attributes]
-    STATE = "S"  # an object's state from an adapter: [tag, number, type, packed state, {attribute: node}]
-    BYTES = "b"  # bytearray and array.array: [tag, number, type code, bytes]
-    BUFFER = "B"  # io.StringIO, io.BytesIO: [tag, number, content, position]
-    LONG = "L"  # a container too long to record: [tag, type, length, digest, number of the first object in it]
-    CLOSED = "c"  # a file that is closed: [tag, type]
-    FILE = "R"  # a file that is read: [tag, number, type, position]
-    OBJECT = "o"  # [tag, number, type, {attribute: node}]
-    VALUE_OBJECT = "v"  # a frozen dataclass: [tag, type, {field: node}]
-    CLASS = "C"  # a class of the user's: [tag, number, name, {attribute: node}]
-    FUNCTION = "F"  # with state: [tag, number, name, {free variable: node}, {attribute: node}, defaults]
-    METHOD = "M"  # [tag, object, name]
-    WEAK = "W"  # weakref.ref: [tag, node of what it refers to; None if that is gone]
-    PARTIAL = "P"  # functools.partial: [tag, number, function, arguments, keywords]
-    TENSOR = "T"  # see tensors.py
-    WEIGHT = "w"  # what an optimizer updates: [tag, index, dtype, shape, stride, offset, is the parameter itself]
-    DATA = "D"  # a large tensor or array that the replay reproduces: see large_data.py
-    CHANGED_DATA = "E"  # one that was changed since the boundary before
-    ACTIVATION = "A"  # a large tensor that depends on the weights: [tag, shape]
-    SHARDED = "x"  # a tensor that is sharded over the ranks: see shards.py
-    MODULE = "m"  # see modules.py
-    ARRAY = "n"  # see arrays.py
-    OBJECT_ARRAY = "a"
-    RANDOM = "g"  # a random generator's state: [tag, number, kind, state]
-    OPTIMIZER = "O"  # [tag, number, type, [{hyper-parameter: node}...], {attribute: node}]
-    ITERATOR = "i"  # [tag, number, type, [arguments], state]
-    SUSPENDED = "G"  # a generator: [tag, number, function, place, {variable: node}, yields from]
 
 
 class CannotRestoreError(RuntimeError):

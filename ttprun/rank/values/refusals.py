@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ttprun.rank.position.judgement import DEAD, judge
 from ttprun.rank.values.cures import not_recorded
 from ttprun.rank.values.nodes import Tag
 from ttprun.rank.values.trees import walk, with_fixed
@@ -18,7 +19,7 @@ def refusals(record: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     dead_ones = record.get("dead") or itertools.repeat(())  # older checkpoints have none
     for place, scope, dead in zip(record["place"], record["variables"], dead_ones, strict=False):
         for name, node in with_fixed(scope).items():
-            if name not in dead:
+            if judge(node, name in dead) is not DEAD:
                 yield from _below(node, f"{place[1]}: {name}", False)
     for module, scope in record["modules"].items():
         for name, node in with_fixed(scope).items():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ttprun.rank import fail_open
+from ttprun.rank.position.judgement import DEAD, judge
 from ttprun.rank.position.variables import set_local, unset_local, variables_of
 from ttprun.rank.values.cures import not_recorded
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, name_of, short_name, unpack, unpack_items
@@ -88,7 +89,7 @@ class Restore:
         written = {}
         for name, node in nodes.items():
             live = scope.get(name, MISSING)
-            self._is_dead = name in dead
+            self._is_dead = judge(node, name in dead) is DEAD
             try:
                 value = self._value_or_doubt(live, node, f"{where}{name}")
             finally:
