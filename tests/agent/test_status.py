@@ -121,6 +121,11 @@ def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_ar
     assert (shown.node, shown.is_leading) == (1, False)
     assert shown.ranks[0] == ranks[0]
     assert (shown.ranks[1].node, shown.ranks[1].pid) == (1, None)
+
+    node.begin_group([(0, 0)], Peers(0, "10.0.0.2", 1, {}, {0: "10.0.0.2"}, 1))  # the others have left: it leads
+    publisher.end(0, "")
+    shown = read_status(run.status)
+    assert (shown.generation, shown.is_leading, len(shown.ranks)) == (0, True, 1)
     run.release()
 
 

@@ -275,7 +275,6 @@ class Succession:
         node.role = self.leading
         if known is not None:
             self.leader.reports.checkpoints.why_never = known.why_no_checkpoints
-        self.follower.status.begin_to_lead()
         node.watch_peers()
         self._on_lead()
         assert peers.room is not None

@@ -127,10 +127,6 @@ class StatusPublisher:
     def _waits_for(self) -> str:
         return self._spares.waited_for or self._membership.waits
 
-    def begin_to_lead(self) -> None:
-        """What the agent that led has published is not waited for any more."""
-        self._of_all = None
-
     def end(self, exit_code: int, reason: str) -> None:
         """Write the last status of the run."""
         state: RunState = "done" if exit_code == 0 else "failed"
@@ -143,7 +139,7 @@ class StatusPublisher:
     def _compose(self, state: RunState, exit_code: int | None = None, reason: str = "") -> RunStatus:
         own = self._compose_own(state, exit_code, reason)
         of_all = self._of_all
-        if of_all is None:
+        if own.is_leading or of_all is None:
             return own
         here = {rank.rank: rank for rank in own.ranks}
         ranks = tuple(here.get(rank.rank, _ended(rank, exit_code)) for rank in of_all.ranks)
