@@ -44,10 +44,12 @@ def test_what_a_page_names_is_there_and_its_lines_are_short(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
 
     paths = re.findall(r"`((?:ttprun|tests|scripts|configs)/[\w./-]+)`", text)
+    files = re.findall(r"`([\w/]+\.py)`", text) if page.stem == "architecture" else []
     links = re.findall(r"\]\(([^)]+)\)", text)
     topics = re.findall(r"ttprun guide ([a-z-]+)", text)
 
     assert [path for path in paths if not (REPOSITORY / path).exists()] == []
+    assert [file for file in files if not any(FOLDER.parent.rglob(file)) and not (REPOSITORY / file).exists()] == []
     assert [link for link in links if not (page.parent / link).exists()] == []
     assert set(topics) <= set(TOPICS)
     assert max(map(len, text.splitlines())) <= 120
