@@ -44,7 +44,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
         framework = Framework(session, order.boundary, order.reboot_type)
     else:
         framework = Framework(session, None, "arf")
-    session.framework = session.parts[Framework] = framework
+    session.framework = framework
     session[Journal].admit = framework.admit
     begin(session)
     session.recovery = recovery = CallbackRecovery(session, framework)
@@ -64,8 +64,8 @@ def wrap_process_group_name(original: Any) -> Any:
 
     def process_group_name(ranks: Any, use_hashed_name: Any) -> Any:
         session = current()
-        framework = session.get(Framework) if session is not None else None
-        if session is None or framework is None or not framework.is_past_setup:
+        framework = session.framework if session is not None else None
+        if session is None or not isinstance(framework, Framework) or not framework.is_past_setup:
             return original(ranks, use_hashed_name)
         of = "_".join(map(str, ranks)) if use_hashed_name else "all"
         made[session.generation, of] += 1

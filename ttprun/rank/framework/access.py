@@ -15,7 +15,7 @@ def has_framework() -> bool:
 def this_rank() -> tuple[Session, Framework]:
     """This rank's session and framework. Raises RuntimeError in any other process."""
     session = current()
-    framework = session.get(Framework) if session is not None else None
-    if session is None or framework is None:
+    framework = session.framework if session is not None else None
+    if session is None or not isinstance(framework, Framework):
         raise RuntimeError("mindio_ttp: this process is not a protected rank; start the script with: ttprun --mindio")
     return session, framework
