@@ -15,6 +15,7 @@ import pytest
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
 from ttprun.rank.bootstrap import patches
+from ttprun.rank.context import LIVE
 from ttprun.rank.effects import file_answers, file_system
 from ttprun.rank.position import whose
 
@@ -71,12 +72,12 @@ def lives(folder: str) -> list[dict[str, Any]]:
     become(session)
     for is_replay in (None, True, False):
         file_answers.begin(list(kept), keep if is_replay is None else len)
-        replay: Any = SimpleNamespace(is_alone=True, newest_step=0) if is_replay else None
-        session.replay = replay
+        replay: Any = SimpleNamespace(is_live=False, is_alone=True, newest_step=0) if is_replay else LIVE
+        session.mode = replay
         if is_replay is None:
             begin_in(folder, "run")
         found.append(ask_all(f"{folder}/run"))
-        session.replay = None
+        session.mode = LIVE
         if is_replay is None:
             file_answers.end()
             go_on(f"{folder}/run")

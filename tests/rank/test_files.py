@@ -27,6 +27,7 @@ from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
 from ttprun.protocol.board import Board, Field
 from ttprun.rank.bootstrap import patches
+from ttprun.rank.context import LIVE
 from ttprun.rank.effects import file_system, files
 from ttprun.rank.position import whose
 from ttprun.rank.records.recorder import Recorder
@@ -114,7 +115,7 @@ def a_log_that_was_there_before(path: str) -> Iterator[None]:
             log.write(line(step))
             log.flush()
             log.seek(0)
-            assert log.read().endswith(line(step)) or files.current() is None or files.current().replay is not None
+            assert log.read().endswith(line(step)) or files.current() is None or not files.current().mode.is_live
             yield
 
 
@@ -187,7 +188,7 @@ def live(write: Habit, path: str, fds: list[int], lost_at: tuple[int, int] | Non
     session = make_session(recorder=recorder, board=board, world_size=1)
     become(session)
     if begin_at is not None:
-        session.replay = SimpleNamespace(is_alone=True, newest_step=0)  # type: ignore[assignment]
+        session.mode = SimpleNamespace(is_live=False, is_alone=True, newest_step=0)  # type: ignore[assignment]
         file_system.watch()
     for step, _ in enumerate(write(path)):
         boundary = step + 1
@@ -202,7 +203,7 @@ def live(write: Habit, path: str, fds: list[int], lost_at: tuple[int, int] | Non
             found = recorder.read(boundary)
             assert found is not None
             files.unmute(session, msgpack.unpackb(found[0]), boundary, files.clock_ns())
-            session.replay = None
+            session.mode = LIVE
 
 
 def in_child(act: Callable[..., None], *args: Any) -> int:
@@ -356,7 +357,7 @@ def replay_everything(directory: str) -> dict[str, Any]:
         pathlib.Path(path).write_text("lost rank's")
     os.mkdir(folder)
     session = make_session()
-    session.replay = SimpleNamespace(is_alone=True, newest_step=0)  # type: ignore[assignment]
+    session.mode = SimpleNamespace(is_live=False, is_alone=True, newest_step=0)  # type: ignore[assignment]
     become(session)
     os.remove(old)
     os.rename(away, old)
@@ -369,7 +370,7 @@ def replay_everything(directory: str) -> dict[str, Any]:
     np.save(old, np.zeros(3))
     with open(old, "w") as file:
         file.write("replay's")
-    session.replay = None
+    session.mode = LIVE
     kept = {path[len(directory) + 1 :]: read(path) for path in (old, away)}
     os.remove(away)
     return kept | {"folder": os.path.isdir(folder), "away is there": os.path.exists(away)}
@@ -421,13 +422,13 @@ def set_up_among_others(directory: str) -> dict[str, str]:
     log, own = (f"{directory}/{name}" for name in ("log", "log of a new rank"))
     pathlib.Path(log).write_text("step 1\nstep 2\nstep 3, which comes again\n")
     session = make_session()
-    session.replay = SimpleNamespace(is_alone=False)  # type: ignore[assignment]
+    session.mode = SimpleNamespace(is_live=False, is_alone=False)  # type: ignore[assignment]
     become(session)
     opened = [open(path, "w") for path in (log, own)]  # noqa: SIM115 - as people write it
     for file in opened:
         file.write("a step that is undone\n")
     recorded = files.positions_again([[log, len("step 1\nstep 2\n")]])
-    session.replay = None
+    session.mode = LIVE
     files.unmute(session, recorded, 2, files.clock_ns())
     for file in opened:
         file.write("step 3\n")

@@ -72,8 +72,8 @@ def test_a_checkpoint_is_written_and_removed_in_a_run_and_neither_in_a_replay(mo
     module = imported(monkeypatch, "lightning.fabric.plugins.io.torch_io", TorchCheckpointIO)
     writer, session = module.TorchCheckpointIO(), SimpleNamespace()
     monkeypatch.setattr(files, "current", lambda: session)
-    for replay in (object(), None):
-        session.replay = replay
+    for is_live in (False, True):
+        session.mode = SimpleNamespace(is_live=is_live)
         writer.save_checkpoint({}, "last.ckpt", storage_options=None)
         writer.remove_checkpoint("first.ckpt")
 

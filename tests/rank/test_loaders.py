@@ -45,6 +45,7 @@ from tests.rank.user_values import (
     SharedOut,
 )
 from ttprun.rank.bootstrap import install, patches
+from ttprun.rank.context import Mode
 from ttprun.rank.data import batches, loaders, workers
 from ttprun.rank.position import whose
 from ttprun.rank.process import random_state
@@ -186,8 +187,10 @@ class Life:
         return found
 
 
-class FakeReplay:
+class FakeReplay(Mode):
     """The part of a replay that loaders ask: which recorded iterator to make."""
+
+    is_live = False
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self._left = list(records)
@@ -255,7 +258,7 @@ def _live(make: Callable[[], list[DataLoader[Any]]], life: Life, fd: int | None)
     workers.keep_in(recorder)
     session = make_session(recorder=recorder)
     if life.record is not None:
-        session.replay = FakeReplay(life.record["loaders"])  # type: ignore[assignment]
+        session.mode = FakeReplay(life.record["loaders"])
     become(session)
     return life.live(make), life.record
 
@@ -326,7 +329,7 @@ def _record_before_the_first_batch() -> list[Any]:
     loaders.note_boundary()
     next(lost), next(lost)
     (record,) = loaders.records()
-    session.replay = FakeReplay([record])  # type: ignore[assignment]
+    session.mode = FakeReplay([record])
     loader = DataLoader(Numbers(), 3)
     loader._ttprun_name = record["name"]  # type: ignore[attr-defined]
     fresh = iter(loader)
@@ -346,7 +349,7 @@ def _batches_after_a_late_change(kind: str, change: Callable[[Any, int], None]) 
     loaders.note_boundary()
     next(lost)
     (record,) = loaders.records()
-    session.replay = FakeReplay([record])  # type: ignore[assignment]
+    session.mode = FakeReplay([record])
     (loader,) = KINDS[kind]()
     loader._ttprun_name = record["name"]  # type: ignore[attr-defined]
     fresh = iter(loader)

@@ -17,9 +17,9 @@ def replay(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(scaler, "step", loss_scaling.wrap_step(scaler.step))
     monkeypatch.setattr(scaler, "update", loss_scaling.wrap_update(scaler.update))
     monkeypatch.setattr(scaler, "_maybe_opt_step", loss_scaling.wrap_maybe_opt_step(scaler._maybe_opt_step))
-    fake = SimpleNamespace(is_left_out=False)
+    fake = SimpleNamespace(is_live=False, is_left_out=False)
     fake.leaves_step_out = lambda frame: fake.is_left_out
-    monkeypatch.setattr(loss_scaling, "current", lambda: SimpleNamespace(replay=fake, applied=0, groups={}))
+    monkeypatch.setattr(loss_scaling, "current", lambda: SimpleNamespace(mode=fake, applied=0, groups={}))
     return fake
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
 from ttprun.rank.bootstrap import patches
+from ttprun.rank.context import Mode
 from ttprun.rank.data import loaders, rest_of_epoch
 
 N, BATCH = 50, 3
@@ -45,10 +46,10 @@ class Own(DistributedSampler[int]):
         return iter(range(self.rank, N, self.num_replicas))
 
 
-class TakingOver:
+class TakingOver(Mode):
     """The part of a replay that loaders ask, for a run that goes on with other ranks."""
 
-    is_alone = False
+    is_live = False
 
     def __init__(self, recorded: dict[str, Any]) -> None:
         self._recorded: dict[str, Any] | None = recorded
@@ -90,7 +91,7 @@ def trained_up_to(loader: DataLoader[int], steps: int, each: int, ahead: int, fo
 def taken_over(loader: DataLoader[int], record: dict[str, Any], each: int, ahead: int) -> tuple[list[int], Any]:
     """(what the loader gives from there on but for the dummies, the record at the first boundary)."""
     session = make_session()
-    session.replay = TakingOver(record)  # type: ignore[assignment]
+    session.mode = TakingOver(record)
     become(session)
     iterator = iter(loader)
     for _ in range(each):

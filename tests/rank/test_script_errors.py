@@ -15,11 +15,14 @@ from ttprun.protocol.board import Board
 from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap import install
 from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.context import Mode
 from ttprun.rank.session import Session
 
 
-class ReplayUnderWay:
+class ReplayUnderWay(Mode):
     """A replay of which the script's first step was elsewhere, if `difference` says how."""
+
+    is_live = False
 
     def __init__(self, difference: str) -> None:
         self.difference = difference
@@ -54,7 +57,7 @@ def test_an_error_of_the_script_is_reported_as_it_is(session: Session) -> None:
 
 def test_an_error_of_a_replay_that_was_never_where_it_should_have_been_is_reported_with_that(session: Session) -> None:
     """Then the error says little of the script: it comes of the wrong place, or of what was skipped."""
-    session.replay = ReplayUnderWay("its loops stand at 3, the lost rank's at 4")  # type: ignore[assignment]
+    session.mode = ReplayUnderWay("its loops stand at 3, the lost rank's at 4")
 
     told = told_of(NameError("name 'loss' is not defined"), session)
 
@@ -65,7 +68,7 @@ def test_an_error_of_a_replay_that_was_never_where_it_should_have_been_is_report
 
 
 def test_an_error_of_a_replay_that_has_stepped_nowhere_else_is_reported_as_it_is(session: Session) -> None:
-    session.replay = ReplayUnderWay("")  # type: ignore[assignment]
+    session.mode = ReplayUnderWay("")
 
     assert told_of(KeyError("epoch"), session) == "KeyError: 'epoch'"
 

@@ -35,8 +35,8 @@ def test_what_the_main_thread_does_is_noted_with_the_time_in_its_own_row(session
 
 
 def test_in_a_replay_it_is_replaying_whatever_it_does(session: Session) -> None:
-    replay: Any = SimpleNamespace()
-    session.replay = replay
+    replay: Any = SimpleNamespace(is_live=False)
+    session.mode = replay
 
     session.touch(Phase.COMPUTING)
 

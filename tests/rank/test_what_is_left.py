@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -346,7 +347,7 @@ def say_lines(path: str, skip: tuple[int, int], is_replay: bool, words: list[str
     output.count_lines()
     output.skip_lines(*skip)
     if is_replay:
-        session.replay = object()  # type: ignore[assignment]
+        session.mode = SimpleNamespace(is_live=False)  # type: ignore[assignment]
     for word in words:
         print(word, end="")
     print("error", file=sys.stderr)

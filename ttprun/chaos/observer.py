@@ -115,7 +115,7 @@ class Observer:
 def _live() -> Session | None:
     """This process's session; None in a replay."""
     session = current()
-    return session if session is not None and session.replay is None else None
+    return session if session is not None and session.mode.is_live else None
 
 
 def trained() -> str:

@@ -87,11 +87,11 @@ def _strike_if_due(phase: str) -> None:
 def _due(session: Session, phase: str) -> Iterator[Armed]:
     """The faults that are due. One whose step is over strikes at the next such moment."""
     is_recovery = phase in RECOVERY_PHASES
-    if session.replay is not None and not is_recovery:
+    if not (session.mode.is_live or is_recovery):
         return
     step = damage.step_of(session, phase)
-    if is_recovery and session.replay is not None:
-        step = session.replay.boundary
+    if is_recovery and not session.mode.is_live:
+        step = session.mode.boundary
     for armed in list(waiting):
         fault = armed.fault
         if (fault.step is None or fault.step <= step) and (

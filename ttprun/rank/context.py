@@ -67,26 +67,59 @@ class Exporting(Protocol):
     def export(self, boundary: int) -> dict[str, Any]: ...
 
 
-class Replaying(Protocol):
-    """A replay under way: replay/replay.py."""
+class Mode:
+    """How the script runs: live, unless a subclass says otherwise. Replay and its kind: replay/replay.py.
 
-    boundary: int
-    difference: str
+    is_live       no replay is under way
+    is_alone      groups are made, and collectives answered, without the other ranks
+    boundary      of a replay, that it must reach
+    newest_step   of a replay: of the lost rank's steps the newest that an answer may be of
+    difference    why the first step of a replay was not where it begins
+    """
 
-    @property
-    def is_alone(self) -> bool: ...
-    @property
-    def newest_step(self) -> int: ...
-    def begin(self) -> None: ...
-    def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None: ...
-    def note_not_proved(self, text: str) -> None: ...
-    def answer(self, entry: Any) -> None: ...
-    def leaves_step_out(self, frame: FrameType) -> bool: ...
-    def before_step(self, frame: FrameType, returned: Any = None) -> Any: ...
-    def begin_step(self, optimizer: Any) -> None: ...
-    def after_step(self) -> None: ...
-    def refuse(self, reason: str, is_contradiction: bool = True) -> None: ...
-    def refuse_end(self) -> None: ...
+    is_live = True
+    is_alone = False
+    boundary = 0
+    newest_step = 0
+    difference = ""
+
+    def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
+        """The record of the lost rank's iterator over the loader of this name; None if it had none."""
+        return None
+
+    def note_not_proved(self, text: str) -> None:
+        """The script has found something that may be other than it was for the lost rank."""
+
+    def answer(self, entry: Any) -> None:
+        """Fill the outputs of a collective that is not issued."""
+
+    def leaves_step_out(self, frame: FrameType) -> bool:
+        """Whether a GradScaler has left out the lost rank's step at this place."""
+        return False
+
+    def before_step(self, frame: FrameType, returned: Any = None) -> Any:
+        """An optimizer is about to change weights; `returned` is its closure's result. Returns the lost rank's."""
+        return returned
+
+    def begin_step(self, optimizer: Any) -> None:
+        """The optimizer's state becomes what the lost rank's step began with."""
+
+    def after_step(self) -> None:
+        """The optimizer has stepped: at its boundary a replay ends, and the rank goes live."""
+
+    def refuse(self, reason: str, is_contradiction: bool = True) -> None:
+        """Report that a replay has failed: then this does not return. `is_contradiction`: see from_rank.Mismatch."""
+
+    def refuse_end(self) -> None:
+        """The script has ended: refuse a replay, which has not reached its boundary."""
+
+
+class _Joining(Mode):
+    is_alone = True
+
+
+LIVE = Mode()
+JOINING = _Joining()  # --mindio: a replacement that has not reached its train function
 
 
 class Recovering(Protocol):
@@ -101,8 +134,6 @@ class Recovering(Protocol):
 
 class Framed(Protocol):
     """The script's framework, which recovers by callbacks: framework/framework.py."""
-
-    is_joining: bool
 
     def issue(self, entry: Any, is_skipped: bool = False) -> Work: ...
     def may_connect_again(self) -> bool: ...

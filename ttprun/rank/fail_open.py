@@ -176,8 +176,8 @@ def give_up(where: str, error: BaseException) -> None:
     if session is None:
         return
     reason = f"ttprun failed in {where}: {error!r}{_place_of(error)}; training continues as under torchrun"
-    if session.replay is not None and threading.current_thread() is threading.main_thread():
-        session.replay.refuse(reason)
+    if threading.current_thread() is threading.main_thread():
+        session.mode.refuse(reason)
     session.give_up_protection(reason)
 
 

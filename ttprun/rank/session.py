@@ -18,7 +18,7 @@ from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.device.updates import UpdateTimes
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
-from ttprun.rank.context import Comparing, Expecting, Framed, Group, RankContext, Recovering, Replaying
+from ttprun.rank.context import LIVE, Comparing, Expecting, Framed, Group, Mode, RankContext, Recovering
 
 _T = TypeVar("_T")
 CONNECT = OPERATION_NAMES.index("connect")
@@ -32,7 +32,7 @@ class Session(RankContext):
     parts         objects of the folders above, by their class
     generation    number of the communicator set; changed by the recovery thread alone
     applied       completed optimizer steps (the newest boundary of this rank)
-    replay        set while a replacement runs the script up to its boundary, else None
+    mode          how the script runs: live, or a replay
     groups        living process groups by name, in the order in which the script has made them
     groups_left   those that the script has destroyed since the newest boundary: a repair may begin before that
     groups_made   groups made so far by name and ranks; the same in all these ranks
@@ -70,7 +70,7 @@ class Session(RankContext):
     groups_at_boundary: int = 0
     times_left: int = 0
     is_over: bool = False
-    replay: Replaying | None = None
+    mode: Mode = LIVE
     recovery: Recovering | None = None
     expected: Expecting | None = None
     proof: Comparing | None = None
@@ -121,17 +121,9 @@ class Session(RankContext):
 
     def join(self) -> None:
         """Report, before it communicates, that this rank has a process group with others."""
-        if self.world_size > 1 and not self._is_joined and not self.is_without_others():
+        if self.world_size > 1 and not self._is_joined and not self.mode.is_alone:
             self.trains_alone, self._is_joined = False, True
             self.channel.send(from_rank.Joined())
-
-    def is_replaying_alone(self) -> bool:
-        """Whether the replay answers collectives: the other ranks are past this point of the script."""
-        return self.replay is not None and self.replay.is_alone
-
-    def is_without_others(self) -> bool:
-        """Whether groups are made without the other ranks."""
-        return self.is_replaying_alone() or (self.framework is not None and self.framework.is_joining)
 
     def share_row(self) -> None:
         """What this rank has just written to the board is waited for by ranks of other nodes, too."""
@@ -162,7 +154,7 @@ class Session(RankContext):
     def touch(self, phase: Phase) -> None:
         """Write to the board what the main thread does now."""
         row = self.row
-        row[Field.PHASE] = phase if self.replay is None else Phase.REPLAYING
+        row[Field.PHASE] = phase if self.mode.is_live else Phase.REPLAYING
         row[Field.SEEN_NS] = time.monotonic_ns()
 
     def meet(self, operation: int, size: int) -> None:

@@ -92,11 +92,11 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     _begin_file_answers(session, order)
     match order:
         case to_rank.Replay(adapt=None):
-            session.replay = _replay_of(session, order)
-            session.replay.begin()
+            session.mode = replay = _replay_of(session, order)
+            replay.begin()
         case to_rank.Replay(boundary=boundary, adapt=to_rank.Adapt() as adapt):
-            session.replay = Adapted(session, boundary, adapt)
-            session.replay.begin()
+            session.mode = replay = Adapted(session, boundary, adapt)
+            replay.begin()
         case to_rank.Resume(boundary=boundary, expected=expected, skip_lines=skip_lines, received=received):
             output.skip_lines(*skip_lines)
             append_dedup.resume_from(session[Recorder], boundary)
@@ -156,7 +156,7 @@ def _run_ahead(presence: Presence, session: Session, ahead: Ahead) -> None:
         why_not = set_up.end(replay)
         if why_not:
             leave(why_not)
-        session.replay = replay
+        session.mode = replay
         replay.begin()
         _listen(presence, session)
         return replay
@@ -164,7 +164,7 @@ def _run_ahead(presence: Presence, session: Session, ahead: Ahead) -> None:
     if groups.has_accelerator():
         leave("it would take memory of the device that its rank uses")
     set_up = SetUp(session, ahead.sample, go_on, leave)
-    session.replay = set_up
+    session.mode = set_up
     set_up.begin()
     session.touch(Phase.SETUP)
 

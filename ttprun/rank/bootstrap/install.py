@@ -180,7 +180,7 @@ def report_before(previous: Any) -> Any:
             found.is_over = True
         is_early = (found is None or found.applied == 0) and not presence.welcome.options.prints_traceback
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
-        missed = found.replay.difference if found is not None and found.replay is not None else ""
+        missed = found.mode.difference if found is not None else ""
         why = f"{in_one_line(error)}; the replay did not reach its boundary: {missed}" if missed else in_one_line(error)
         presence.channel.send(from_rank.ScriptError(why, text if is_early else "", text, diagnosis.name))
         if diagnosis.rung == "restart" and found is not None:
@@ -188,7 +188,7 @@ def report_before(previous: Any) -> Any:
         if not is_early:
             signal_handlers.call_through(previous, (kind, error, trace), {})
         is_live = found is not None and found.applied > 0 and found.is_repairable()
-        is_replaying = presence.is_rerun and (found is None or found.replay is not None)
+        is_replaying = presence.is_rerun and (found is None or not found.mode.is_live)
         if (is_live or is_replaying) and presence.welcome.options.is_replaced:
             _leave_at_once(presence.welcome.rank)
 
@@ -302,9 +302,8 @@ def _finish_well(session: Session | None) -> None:
     except damage.InjectedFaultError as error:  # nothing above us would turn it into an exit code
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)  # as if not caught
         os._exit(damage.EXIT_CODE)
-    if session is not None and session.replay is not None:
-        session.replay.refuse_end()
-    elif session is not None:
+    if session is not None:
+        session.mode.refuse_end()
         from ttprun.rank.comm import leaving
 
         session.stop_comparing()

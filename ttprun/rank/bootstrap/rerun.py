@@ -100,7 +100,7 @@ def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session
 
 
 def _why_not(session: Session) -> str:
-    if session.replay is not None:
+    if not session.mode.is_live:
         return "it failed again before it reached its boundary"
     if not session.groups or not session.is_repairable():
         return session.unprotected or "it has no process group"

@@ -213,7 +213,7 @@ def _make_managed(
 def _connect(group: Any) -> None:
     """Connect to the group's other members; not in a replay."""
     session = current()
-    if isinstance(group, ManagedGroup) and session is not None and not session.is_without_others():
+    if isinstance(group, ManagedGroup) and session is not None and not session.mode.is_alone:
         session.meet(CONNECT, group.size())
         group.links.connect()
         session.touch(Phase.COMPUTING if session.applied else Phase.SETUP)

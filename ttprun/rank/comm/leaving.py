@@ -30,7 +30,7 @@ def leave_together(session: Session) -> None:
     board, times = session.board, session.times_left
     board.announce(session.rank, Field.LEAVING, times)
     session.share_row()
-    if not session.is_repairable() or session.replay is not None:
+    if not session.is_repairable() or not session.mode.is_live:
         return
     session.touch(Phase.FINISHED)
     patience = OthersPatience(session, PATIENCE_S)

@@ -98,9 +98,8 @@ def issue(session: Session, group: Group, op: str, args: tuple[Any, ...]) -> Any
         return session.framework.issue(message, is_skipped)
     if message.outputs and tensor.nbytes <= SMALL_RESULT_BYTES and session.is_repairable():
         message.place = f"{message.lane} {calls_key()}"
-    if is_skipped or (session.replay is not None and session.is_replaying_alone()):
-        if session.replay is not None:
-            session.replay.answer(message)
+    if is_skipped or session.mode.is_alone:
+        session.mode.answer(message)
         message.is_done = True
         return ManagedWork(journal, message)
     if session.is_applying:
@@ -123,7 +122,7 @@ def _pass_on(session: Session, group: Group, op: str, args: tuple[Any, ...], ten
         if tensor.is_cpu:
             what = "recv without src (which rank sends is not known before: name it)"
         session.give_up_protection(f"the script uses {what}, which is not repaired")
-    if session.replay is not None:
+    if not session.mode.is_live:
         raise RuntimeError(f"{op} cannot be replayed")
     return group.links.issue(op, args)
 

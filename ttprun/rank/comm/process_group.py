@@ -245,11 +245,8 @@ class ManagedGroup(ProcessGroup):
         entry.is_lent = entry.is_passing and op in REDUCING and sharded.is_lending()
         if is_small and not entry.is_passing:
             entry.place = location_key()
-        if session.replay is not None and session.is_replaying_alone():
-            session.replay.answer(entry)
-            entry.is_done = True
-            return ManagedWork(journal, entry)
-        if is_skipped:
+        if is_skipped or session.mode.is_alone:
+            session.mode.answer(entry)
             entry.is_done = True
             return ManagedWork(journal, entry)
         if session.is_applying:

@@ -70,10 +70,9 @@ def wrap_iter(original: Any) -> Any:
         if session is None:
             return original(self)
         name = getattr(self, "_ttprun_name", ["", 0])
-        if session.replay is not None:
-            recorded = session.replay.iterator_to_make(self, name)
-            if recorded is not None:
-                return _make_at(original, self, recorded)
+        recorded = session.mode.iterator_to_make(self, name)
+        if recorded is not None:
+            return _make_at(original, self, recorded)
         try:
             began = _beginning(self, name)
         except Exception as error:  # fail open

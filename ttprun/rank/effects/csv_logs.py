@@ -22,7 +22,7 @@ def wrap_save(original: Any) -> Any:
 
     def save(self: Any) -> None:
         session, new = current(), len(self.metrics)
-        if session is not None and session.replay is not None:
+        if session is not None and not session.mode.is_live:
             self.metrics = []  # the boundary's record says what stands in it, and what it has written
             return
         if session is not None and new and files.is_to_be_written_again(session, self.metrics_file_path):

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ttprun.rank import fail_open
+from ttprun.rank.context import LIVE
 from ttprun.rank.position.frames import location_key
 from ttprun.rank.position.whose import has_muted_effects
 
@@ -222,16 +223,16 @@ def find(place: Place) -> Any:
     if not entries:
         return MISSING
     session = fail_open.session_now()
-    replay = None if session is None else session.replay
-    if replay is None:
+    mode = LIVE if session is None else session.mode
+    if mode.is_live:
         step = 0 if session is None else session.applied
         entries = [entry for entry in entries if entry[0] == step]
     else:
-        step = replay.newest_step
+        step = mode.newest_step
         entries = [entry for entry in entries if entry[0] <= step]
     if not entries:
         return MISSING
-    if replay is None:
+    if mode.is_live:
         is_again = _is_answered_again(step)
     else:  # the set-up always
         is_again = step == 0 or entries[-1][0] < step or _is_answered_again(-step)
@@ -239,7 +240,7 @@ def find(place: Place) -> Any:
         return MISSING
     which = _count_question(place, step)
     of_step = [entry for entry in entries if entry[0] == entries[-1][0]]
-    if replay is None and which > of_step[-1][1]:
+    if mode.is_live and which > of_step[-1][1]:
         return MISSING  # the lost rank did not come so far, or may have waited for a file
     return next((entry[2] for entry in reversed(of_step) if entry[1] <= which), of_step[0][2])
 
@@ -276,7 +277,7 @@ def _count_question(place: Place, step: int) -> int:
 def note(place: Place, answer: Any) -> None:
     """The script is answered so. In a replay nothing is kept: it is all there."""
     session = fail_open.session_now()
-    if session is not None and session.is_replaying_alone():
+    if session is not None and session.mode.is_alone:
         return
     step = 0 if session is None else session.applied
     if step in _log.again and not _is_answered_again(step):

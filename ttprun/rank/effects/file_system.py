@@ -121,7 +121,7 @@ class _Call:
         except Exception as error:
             fail_open.give_up(f"os.{name}", error)
         self.session = fail_open.session_now()
-        self.is_replay = self.session is not None and self.session.replay is not None
+        self.is_replay = self.session is not None and not self.session.mode.is_live
 
     def _find_place(self) -> Place | None:
         if any(key.endswith("dir_fd") and value is not None for key, value in self.kwargs.items()):
@@ -187,7 +187,7 @@ def _make_directory(call: _Call) -> Any:
     if call.known is not MISSING:
         call.answer_again()
         # On another node it may be missing.
-        if not call.is_replay or call.session.address or not call.session.replay.is_alone:
+        if not call.is_replay or call.session.address or not call.session.mode.is_alone:
             with contextlib.suppress(FileExistsError):
                 call.make_unnoted()
         return None
@@ -285,8 +285,8 @@ def _again(known: list[Any], path: Any, original: Function) -> Any:
 def note_changed(path: Any) -> None:
     """A replay cannot give the script what it has found there at first."""
     session = fail_open.session_now()
-    if session is not None and session.replay is not None:
-        session.replay.note_not_proved(f"{os.fspath(path)} has changed since the set-up looked at it")
+    if session is not None:
+        session.mode.note_not_proved(f"{os.fspath(path)} has changed since the set-up looked at it")
 
 
 def _status(fields: list[int]) -> os.stat_result:

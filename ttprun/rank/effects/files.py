@@ -65,12 +65,12 @@ def _open_tracked(original: Any, caller: FrameType, file: Any, mode: Any = "r", 
     if "x" in mode:
         mode = _mode_again(original, caller, file, mode)
     path = os.path.abspath(os.fspath(file))
-    if session.replay is not None and not os.path.exists(path) and "r" not in mode:
-        if session.replay.is_alone and not session.address:
+    if not session.mode.is_live and not os.path.exists(path) and "r" not in mode:
+        if session.mode.is_alone and not session.address:
             return _open_unseen(original, path, mode.replace("x", "w"), *args, **kwargs)
-        if not session.replay.is_alone:
+        if not session.mode.is_alone:
             open_unfollowed(path, "a").close()  # a new file, which no rank of the old run had
-    is_muted = session.replay is not None and os.path.isfile(path)
+    is_muted = not session.mode.is_live and os.path.isfile(path)
     if is_muted or "a" in mode:
         opened = _open_followed(original, session, file, is_muted, mode, *args, **kwargs)
     else:
@@ -176,7 +176,7 @@ class _FollowedFile(io.FileIO):
         if self.is_muted:
             return memoryview(data).nbytes
         session = current()
-        if not self.key or session is None or session.replay is not None:
+        if not self.key or session is None or not session.mode.is_live:
             return super().write(data)
         return append_dedup.write(session, self.key, data, super().write)
 
@@ -277,7 +277,7 @@ class _Gap:
 
 def is_to_be_written_again(session: Session, path: Any) -> bool:
     """Whether the lost rank wrote this file in the step in which it was lost, which is run again now."""
-    if session.replay is not None or session.applied != _Gap.boundary:
+    if not session.mode.is_live or session.applied != _Gap.boundary:
         return False
     try:
         return _Gap.began_ns <= os.stat(path).st_mtime_ns <= _Gap.ended_ns
@@ -322,7 +322,7 @@ def wrap_save(original: Any) -> Any:
 
     def save(*args: Any, **kwargs: Any) -> Any:
         session = current()
-        if session is not None and session.replay is not None:
+        if session is not None and not session.mode.is_live:
             return None
         moments.reached("checkpoint")
         if session is None or threading.current_thread() is not threading.main_thread():
@@ -341,7 +341,7 @@ def leave_out_in_replay(original: Any) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         session = current()
-        return None if session is not None and session.replay is not None else original(*args, **kwargs)
+        return None if session is not None and not session.mode.is_live else original(*args, **kwargs)
 
     return call
 

@@ -55,7 +55,7 @@ class _CountedRaw(io.RawIOBase):
             if not end:
                 return len(raw)
             self.skip_lines -= 1
-        if session is not None and session.replay is None and not session.is_over:
+        if session is not None and session.mode.is_live and not session.is_over:
             cell = session.rank
             session.board.set(cell, self._field, session.board.get(cell, self._field) + left.count(b"\n"))
         while left:

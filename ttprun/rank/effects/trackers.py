@@ -41,7 +41,7 @@ def wrap_add_event(original: Any) -> Any:
         session = current()
         if session is None:
             original(self, event)
-        elif session.replay is not None and session.is_replaying_alone():
+        elif session.mode.is_alone:
             if not _appends(self) and event.HasField("file_version"):
                 name = getattr(self, "_file_name", "a file")
                 proof.report(session, [], [f"TensorBoard continues in another file than the lost rank's: {name}"])

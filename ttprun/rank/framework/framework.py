@@ -22,6 +22,7 @@ from ttprun.rank import moments
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import REPORT_AFTER_S, Journal
 from ttprun.rank.comm.work import ManagedWork, Refused
+from ttprun.rank.context import JOINING, LIVE
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
 from ttprun.rank.framework.elastic import Elastic
@@ -50,7 +51,6 @@ class Framework:
 
     joins_at       boundary at which a replacement joins; None in a rank that was there from the start
     reboot_type    of a replacement: "arf" for a lost process, "hot switch" for a healthy one
-    is_joining     a replacement that has not reached its train function: its collectives are skipped
     is_stopping    the main thread is to leave its train function
     settled_in     generation in which all ranks have last agreed on their step
     is_past_setup  the train function has been called; a replacement repeats what the script does before
@@ -67,7 +67,7 @@ class Framework:
     def __init__(self, session: Session, joins_at: int | None, reboot_type: str = "arf") -> None:
         self._session = session
         self.joins_at = joins_at
-        self.is_joining = joins_at is not None
+        session.mode = LIVE if joins_at is None else JOINING
         self.was_rebooted = self.is_joining
         self.reboot_type = reboot_type
         self.is_stopping = False
@@ -89,6 +89,11 @@ class Framework:
         self._pauses = Pauses(session)
         self._callback_thread = 0
         self._check_overtaken: Callable[[], None] = lambda: None
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this is a replacement that has not reached its train function: its collectives are skipped."""
+        return self._session.mode is JOINING
 
     # Called by the recovery thread.
 
@@ -332,7 +337,7 @@ class Framework:
             case ReportState.RS_PREREPAIR_FINISH:
                 if not self.is_joining:
                     return False
-                self.is_joining = False
+                self._session.mode = LIVE
             case ReportState.RS_UCE if session.is_repairable():
                 pass
             case ReportState.RS_HCCL_FAILED if session.is_repairable():

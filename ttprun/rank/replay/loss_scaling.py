@@ -40,8 +40,8 @@ def wrap_maybe_opt_step(original: Any) -> Any:
 
     def maybe_opt_step(self: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         session = current()
-        if session is not None and session.replay is not None:
-            is_left_out = session.replay.leaves_step_out(fail_open.caller())
+        if session is not None and not session.mode.is_live:
+            is_left_out = session.mode.leaves_step_out(fail_open.caller())
             for found in state["found_inf_per_device"].values():
                 found.fill_(float(is_left_out))
         before = None if session is None else session.applied
@@ -59,7 +59,7 @@ def wrap_update(original: Any) -> Any:
 
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = current()
-        is_in_replay = session is not None and session.replay is not None and self.is_enabled()
+        is_in_replay = session is not None and not session.mode.is_live and self.is_enabled()
         if is_in_replay and not any(one["found_inf_per_device"] for one in self._per_optimizer_states.values()):
             return None
         return original(self, *args, **kwargs)

@@ -232,8 +232,8 @@ class Recovery:
     def _resume(self, order: to_rank.Resume) -> None:
         session = self._session
         moments.reached("rebuild")
-        if isinstance(session.replay, Replay):
-            resuming.go_live(session, session.replay, order)
+        if isinstance(session.mode, Replay):
+            resuming.go_live(session, session.mode, order)
             return
         self._issued_again = []
         resuming.resume(session, order, self._issued_again, self._check_overtaken)

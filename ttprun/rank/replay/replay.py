@@ -27,6 +27,7 @@ from ttprun.rank import moments
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
 from ttprun.rank.comm.results import Answers, Results, as_if_alone, as_result
+from ttprun.rank.context import LIVE, Mode
 from ttprun.rank.data import loaders
 from ttprun.rank.effects import files, origins
 from ttprun.rank.effects.output import Diverted
@@ -60,7 +61,7 @@ class _Skip:
     """Token of a loop that had ended in the lost rank, and would only train again."""
 
 
-class Replay:
+class Replay(Mode):
     """The state of a replay.
 
     boundary    the boundary N to reach
@@ -74,6 +75,7 @@ class Replay:
     jump        makes a loop that begins in the middle
     """
 
+    is_live = False
     is_alone = True
     step_from = ""
     is_joining = False
@@ -205,7 +207,7 @@ class Replay:
     # Collectives.
 
     @property
-    def newest_step(self) -> int:
+    def newest_step(self) -> int:  # type: ignore[override]
         """The newest step of the lost rank that an answer may be of."""
         return self._passed if self._has_arrived or self._before is None else self._before["boundary"] - 1
 
@@ -460,7 +462,7 @@ class Replay:
                 site.note_step()
         session[KeptWeights].is_kept = self._target["kept"]
         session[KeptWeights].note(self.boundary)
-        session.replay = None
+        session.mode = LIVE
         if session.groups:
             session.join()
         else:

@@ -123,9 +123,9 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
     returned   the result of this step's closure
     returns    the same; in a replay, the lost rank's
     """
-    if session.replay is not None:
-        returned = session.replay.before_step(frame, returned)
-        session.replay.begin_step(optimizer)
+    if not session.mode.is_live:
+        returned = session.mode.before_step(frame, returned)
+        session.mode.begin_step(optimizer)
         signal_handlers.Now.is_stepping = True
         return returned
     moments.reached("before_step")
@@ -194,8 +194,8 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     signal_handlers.Now.is_stepping = False
     if _closure is not None and not _closure.calls:
         session.give_up_protection("the optimizer has taken a step without calling its closure")
-    if session.replay is not None:
-        session.replay.after_step()
+    if not session.mode.is_live:
+        session.mode.after_step()
         return
     moments.reached_step_end()
     session.updates.end()
