@@ -16,6 +16,7 @@ import pytest
 
 from tests.agent.starting import LIMIT_S, wait_for_end
 from ttprun import recovery
+from ttprun.agent.cluster.membership import Elasticity
 from ttprun.agent.core.supervisor import Supervisor
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.processes.rank_processes import RankHandler
@@ -39,7 +40,7 @@ def make(tmp_path: Path, started: Callable[..., RankHandler]) -> Iterator[Callab
         store = CheckpointStore(tmp_path / "checkpoints", 3)
         config = Config(standbys=standbys)
         resumption = resume_from or Resumption(config, store, 2, ["train.py"], is_place_named=True)
-        made.append(Supervisor(config, run, 2, True, 0, store, resumption))
+        made.append(Supervisor(config, run, 2, True, 0, store, resumption, Elasticity()))
         made[-1].start()
         return made[-1]
 

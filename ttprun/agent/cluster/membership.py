@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from dataclasses import dataclass
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
@@ -28,20 +29,30 @@ logger = logging.getLogger("ttprun")
 _TRY_AGAIN_S = 60.0  # after a resize that came to nothing
 
 
-class NodeMembership:
-    """Has nodes join and leave.
+@dataclass(frozen=True)
+class Elasticity:
+    """Who may join.
 
     policy      None: the job is not elastic
     discovery   None: no command names the hosts
+    """
+
+    policy: Membership | None = None
+    discovery: Discovery | None = None
+
+
+class NodeMembership:
+    """Has nodes join and leave.
+
     waits       why nodes do not join or leave though they should; "" if there is nothing to wait for
     """
 
-    def __init__(self, node: Node, resumption: Resumption, standing: QuiesceSchedule) -> None:
+    def __init__(self, node: Node, resumption: Resumption, standing: QuiesceSchedule, elasticity: Elasticity) -> None:
         self._node = node
         self._resumption = resumption
         self._standing = standing
-        self.policy: Membership | None = None
-        self.discovery: Discovery | None = None
+        self.policy = elasticity.policy
+        self.discovery = elasticity.discovery
         self.waits = ""
         self._is_asked = False
         self._not_before_s = 0.0

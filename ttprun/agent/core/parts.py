@@ -12,7 +12,7 @@ from ttprun.agent.checkpoints.writer import CheckpointWriter
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.follower import Follower
 from ttprun.agent.cluster.leader import Leader
-from ttprun.agent.cluster.membership import NodeMembership
+from ttprun.agent.cluster.membership import Elasticity, NodeMembership
 from ttprun.agent.cluster.roles import Following, Leading
 from ttprun.agent.cluster.spares import Spares
 from ttprun.agent.cluster.succession import Succession
@@ -51,6 +51,7 @@ class Parts:
         node: Node,
         store: CheckpointStore,
         resumption: Resumption,
+        elasticity: Elasticity,
     ) -> None:
         rungs = node.job.settings.rungs
         is_replaced = "replace" in rungs or (node.config.mindio and "resize" in rungs)
@@ -92,7 +93,7 @@ class Parts:
         )
         self.watch = Watch(node, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen)
         self.set_ups = SetUps(node, self.standbys, self.watch)
-        self.membership = NodeMembership(node, resumption, self.standing)
+        self.membership = NodeMembership(node, resumption, self.standing, elasticity)
         self.spares = Spares(node, self.actuators, self.membership)
         rewinds = Rewinds(
             node, self.actuators, resumption, self.comparisons, self.snapshots, self.own_states, self.mirrors

@@ -18,6 +18,7 @@ from typing import Any
 
 from ttprun import recovery
 from ttprun.agent.cluster import record_copies
+from ttprun.agent.cluster.membership import Elasticity
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.control_socket import ControlSocket
 from ttprun.agent.core.node import Node
@@ -57,6 +58,7 @@ class Supervisor:
         max_restarts: int,
         store: CheckpointStore,
         resumption: Resumption,
+        elasticity: Elasticity,
     ) -> None:
         """`resumption` says from what a new launch resumes, on one node at once; raises ConfigError as `find` does."""
         settings = settings_of(config, world_size, is_python, max_restarts, resumption)
@@ -64,7 +66,7 @@ class Supervisor:
         self._resumption = resumption
         self._resume_from = resumption.find() if is_python and not resumption.is_of_leader else ()
         self._resized: nodes.Regroup | None = None
-        self.parts = Parts(self.node, store, resumption)
+        self.parts = Parts(self.node, store, resumption, elasticity)
         self._is_stopping = False
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
 

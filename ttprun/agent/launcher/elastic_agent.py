@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
@@ -43,31 +43,45 @@ torch_distributed: Any = importlib.import_module("torch.distributed")
 torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """How the agent of this node meets those of the others; by default there are none.
+
+    address, alike, save_dir   as in `rendezvous.Place`
+    seen_file    who sees it shares the save directory
+    nodes        that train
+    is_elastic   nodes may join and leave
+    """
+
+    address: str = ""
+    alike: Mapping[str, str] = field(default_factory=dict)
+    save_dir: str = ""
+    seen_file: str = ""
+    nodes: int = 1
+    is_elastic: bool = False
+
+
 class ReplacingAgent(LocalElasticAgent):
     """An elastic agent whose local ranks are replaced one by one.
 
-    supervisor, signals   set on the class before torch makes its agent
-    seen_file             who sees it shares the save directory
-    address, alike, save_dir   as in `meeting.Place`; the same holds for them in a job on several nodes
-    nodes                 that train
-    is_elastic            nodes may join and leave
-    has_started_ranks     at least one group of ranks was started
+    has_started_ranks   in this process, at least one group of ranks was started
     """
 
-    supervisor: Supervisor
-    signals: Signals
-    address = save_dir = seen_file = ""
-    alike: Mapping[str, str] = MappingProxyType({})
-    nodes = 1
-    is_elastic = False
     has_started_ranks = False
-    _groups_started = 0
-    _has_entered = False
-    _taken: Taken | None = None
-    _order: Regroup | None = None  # which the present group has followed
-    _again: Peers | None = None  # who have met for it
-    _listener: Listener | None = None  # at which the others come in if this agent leads the next group
-    _ranks_store: Any = None
+
+    def __init__(self, supervisor: Supervisor, signals: Signals, meeting: Meeting, *args: Any, **kwargs: Any) -> None:
+        """The last two are what torch makes its agent with."""
+        super().__init__(*args, **kwargs)
+        self.supervisor = supervisor
+        self.signals = signals
+        self.meeting = meeting
+        self._groups_started = 0
+        self._has_entered = False
+        self._taken: Taken | None = None
+        self._order: Regroup | None = None  # which the present group has followed
+        self._again: Peers | None = None  # who have met for it
+        self._listener: Listener | None = None  # at which the others come in if this agent leads the next group
+        self._ranks_store: Any = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         supervisor = self.supervisor
@@ -108,21 +122,25 @@ class ReplacingAgent(LocalElasticAgent):
     def _meet(self, worker_group: WorkerGroup) -> Peers | None:
         """Connect to the agents of the other nodes; None if there are none."""
         group: Any = worker_group
-        if group.group_world_size <= 1 and not self.is_elastic:
+        if group.group_world_size <= 1 and not self.meeting.is_elastic:
             return None
         master = f"{group.master_addr} {group.master_port}"
-        sizes = group.group_rank, group.group_world_size, len(group.workers)
-        place = Place(*sizes, self.address, self.alike, master, self.save_dir, self._next_listener())
+        place = self._place(group.group_rank, group.group_world_size, len(group.workers), master)
         peers = meet(group.store, place)
         self._announce(worker_group, peers)
         return peers
+
+    def _place(self, number: int, size: int, ranks: int, master: str = "") -> Place:
+        meeting = self.meeting
+        listener = self._next_listener()
+        return Place(number, size, ranks, meeting.address, meeting.alike, master, meeting.save_dir, listener)
 
     def _announce(self, worker_group: WorkerGroup, peers: Peers) -> None:
         """Name the room of a group that this agent leads."""
         rendezvous_keys = self._rendezvous_keys(worker_group)
         if peers.room is not None and not peers.is_follower and rendezvous_keys is not None:
             try:
-                rendezvous_keys.announce(peers.room.listener.where | {"seen": self.seen_file})
+                rendezvous_keys.announce(peers.room.listener.where | {"seen": self.meeting.seen_file})
             except Exception as error:  # torch's stores raise errors of their own
                 logger.warning("no other node can join: the rendezvous store is lost (%s)", error)
 
@@ -134,9 +152,9 @@ class ReplacingAgent(LocalElasticAgent):
 
     def _next_listener(self) -> Where | None:
         """Where this agent listens if it leads the next group; None: there is none on other nodes."""
-        if not self.is_elastic:
+        if not self.meeting.is_elastic:
             return None
-        self._listener = Listener(self.address, KNOWN)
+        self._listener = Listener(self.meeting.address, KNOWN)
         return Where(**self._listener.where)
 
     def _meet_again(self, worker_group: WorkerGroup, order: Regroup) -> None:
@@ -146,7 +164,7 @@ class ReplacingAgent(LocalElasticAgent):
         self._order, self._again, self._taken = order, None, None
         group: Any = worker_group
         ranks = group.spec.local_world_size
-        place = Place(order.node, order.size, ranks, self.address, self.alike, "", self.save_dir, self._next_listener())
+        place = self._place(order.node, order.size, ranks)
         try:
             self._again, master = meet_again(order, place, listener, self._make_store)
         except NotMetError as error:
@@ -159,8 +177,8 @@ class ReplacingAgent(LocalElasticAgent):
 
     def _make_store(self) -> str:
         """A store for the ranks of the next group; returns its address and port."""
-        self._ranks_store = torch_distributed.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
-        return f"{self.address} {self._ranks_store.port}"
+        self._ranks_store = torch_distributed.TCPStore(self.meeting.address, 0, is_master=True, wait_for_workers=False)
+        return f"{self.meeting.address} {self._ranks_store.port}"
 
     # Slots of a lost node.
 
@@ -168,7 +186,7 @@ class ReplacingAgent(LocalElasticAgent):
         """Take part in the rendezvous; a launcher that comes when the job has all its nodes waits for slots instead."""
         order, self.supervisor.node.regroup = self.supervisor.node.regroup, None
         self._taken = self._again = None
-        if order is None and not self._has_entered and self.alike:
+        if order is None and not self._has_entered and self.meeting.alike:
             found = self._wait_for_slots(worker_group)
             if isinstance(found, Taken):
                 self._taken = found
@@ -206,10 +224,10 @@ class ReplacingAgent(LocalElasticAgent):
     def _wait_for_slots(self, worker_group: WorkerGroup) -> Taken | Regroup | None:
         """Slots of a lost node, or of a group that grows; None: the job has room for one more, or nobody runs it."""
         rendezvous_keys = self._rendezvous_keys(worker_group)
-        if rendezvous_keys is None or rendezvous_keys.arrive() <= self.nodes:
+        if rendezvous_keys is None or rendezvous_keys.arrive() <= self.meeting.nodes:
             return None
         self.supervisor.prepare_standbys()
-        if self.is_elastic:  # all wait for its ranks when it joins
+        if self.meeting.is_elastic:  # all wait for its ranks when it joins
             self.supervisor.wait_for_standby(_STANDBY_LIMIT_S)
         tried: set[str] = set()
         ends_s = time.monotonic() + _NO_JOB_LIMIT_S
@@ -219,10 +237,11 @@ class ReplacingAgent(LocalElasticAgent):
                 time.sleep(_LOOK_AGAIN_S)
                 continue
             tried.add(where["token"])
-            what_for = "to join at a boundary" if self.is_elastic else "to take the place of one that is lost"
+            what_for = "to join at a boundary" if self.meeting.is_elastic else "to take the place of one that is lost"
             logger.warning("the job has all its nodes: this one waits %s", what_for)
             listener = self._next_listener()
-            taken = wait_for_slots(where, self.address, self.alike, self.supervisor.warm_up_standbys, listener)
+            meeting, warm_up = self.meeting, self.supervisor.warm_up_standbys
+            taken = wait_for_slots(where, meeting.address, meeting.alike, warm_up, listener)
             if isinstance(taken, Taken | Regroup):
                 return taken
             if taken is not None and taken.kind not in ("restart", "resize", "leave"):
@@ -316,7 +335,7 @@ class ReplacingAgent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         elsewhere = self.supervisor.node.ended_by
-        is_announced = self.is_elastic and self.signals.first is signal.SIGUSR1 and self.has_started_ranks
+        is_announced = self.meeting.is_elastic and self.signals.first is signal.SIGUSR1 and self.has_started_ranks
         if is_announced and self.supervisor.leave(signal.SIGUSR1):
             self.supervisor.end_ranks_at_once()
         elif self.signals.first is not None:

@@ -10,6 +10,8 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from ttprun import __version__, mindio, torch_versions
 from ttprun.agent.cluster.discovery import Discovery
+from ttprun.agent.cluster.membership import Elasticity
 from ttprun.agent.cluster.rendezvous import address_for_ranks, own_address
 from ttprun.agent.core.supervisor import Supervisor
-from ttprun.agent.launcher.elastic_agent import ReplacingAgent
+from ttprun.agent.launcher.elastic_agent import Meeting, ReplacingAgent
 from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT, stores_on_loopback
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.launcher.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
@@ -68,16 +71,17 @@ def launch(
         logger.warning("nothing is repaired or saved, as under torchrun: %s", why_not)
     if why_not or not isinstance(entrypoint, str):
         # With --run-path torch runs the script in processes of its own making: nobody supervises them but torch.
-        code, reason = _run(launch_config, entrypoint, args, None)
+        code, reason = _run(launch_config, entrypoint, args)
         write_last_status(run, code, reason)
         return code
     spares = launch_config.max_nodes - launch_config.min_nodes
     policy = Membership(launch_config.min_nodes, launch_config.max_nodes) if config.elastic else None
     launch_config.max_nodes = launch_config.min_nodes  # the others wait, and take no part in torch's rendezvous
     world_size = launch_config.nproc_per_node * launch_config.max_nodes
+    meeting = Meeting()
     if is_on_several:
         config = config.for_several_nodes()
-        _prepare_meeting(config, launch_config, entrypoint, args)
+        meeting = _meeting_of(config, launch_config, args)
         _say_how(config, launch_config, spares)
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
     if is_python and store.save_dir.parent != run.path and not is_on_several:
@@ -87,15 +91,17 @@ def launch(
         if seen is not None:
             seen.parent.mkdir(parents=True, exist_ok=True)
             seen.touch()
-            ReplacingAgent.seen_file = str(seen)
+            meeting = replace(meeting, seen_file=str(seen))
         words = command_of({"args": args}) if is_python else []
         resumption = Resumption(config, store, world_size, words, is_place_named, is_on_several)
-        supervisor = Supervisor(config, run, world_size, is_python, launch_config.max_restarts, store, resumption)
-        supervisor.parts.membership.policy = policy
-        if config.discovery is not None:
-            supervisor.parts.membership.discovery = Discovery(config.discovery, launch_config.nproc_per_node)
-            supervisor.parts.membership.discovery.first()
-        return _supervise(supervisor, launch_config, entrypoint, args)
+        discovery = Discovery(config.discovery, launch_config.nproc_per_node) if config.discovery is not None else None
+        supervisor = Supervisor(
+            *(config, run, world_size, is_python, launch_config.max_restarts, store, resumption),
+            Elasticity(policy, discovery),
+        )
+        if discovery is not None:
+            discovery.first()
+        return _supervise(supervisor, meeting, launch_config, entrypoint, args)
     finally:
         if seen is not None:
             seen.unlink(missing_ok=True)
@@ -129,28 +135,24 @@ def why_not_over_nodes(launch_config: torch_launcher.LaunchConfig, is_python: bo
     return "" if is_python else "on several nodes the ranks must run Python (not --no-python)"
 
 
-def _prepare_meeting(
-    config: Config, launch_config: torch_launcher.LaunchConfig, entrypoint: Any, args: list[str]
-) -> None:
+def _meeting_of(config: Config, launch_config: torch_launcher.LaunchConfig, args: list[str]) -> Meeting:
     """What the agents of the nodes report to each other. Raises ConfigError if this node does not find its address."""
     try:
-        ReplacingAgent.address = own_address(launch_config.local_addr, launch_config.rdzv_endpoint)
-        address_for_ranks(ReplacingAgent.address)
+        address = own_address(launch_config.local_addr, launch_config.rdzv_endpoint)
+        address_for_ranks(address)
     except OSError as error:
         raise ConfigError(
             f"the address of this node is not known: {error}",
             "name it (--local-addr), and the ranks' interface if it is another one (GLOO_SOCKET_IFNAME)",
         ) from None
     words = command_of({"args": args})
-    ReplacingAgent.nodes = launch_config.max_nodes
-    ReplacingAgent.save_dir = config.save_dir or ""
-    ReplacingAgent.is_elastic = config.elastic
-    ReplacingAgent.alike = {
+    alike = {
         "ttprun": __version__,
         "--elastic": str(config.elastic),
         "ranks (--nproc-per-node)": str(launch_config.nproc_per_node),
         "the script": hash_of(words[0]) if words else "",
     }
+    return Meeting(address, alike, config.save_dir or "", nodes=launch_config.max_nodes, is_elastic=config.elastic)
 
 
 def hash_of(path: str) -> str:
@@ -162,19 +164,26 @@ def hash_of(path: str) -> str:
 
 
 def _supervise(
-    supervisor: Supervisor, launch_config: torch_launcher.LaunchConfig, entrypoint: str, args: list[str]
+    supervisor: Supervisor,
+    meeting: Meeting,
+    launch_config: torch_launcher.LaunchConfig,
+    entrypoint: str,
+    args: list[str],
 ) -> int:
-    ReplacingAgent.supervisor = supervisor
     handled = torch_versions.launch_option(launch_config, "signals_to_handle")
-    signals = ReplacingAgent.signals = Signals(handled, supervisor.note_end_asked, supervisor.end_ranks_at_once)
+    signals = Signals(handled, supervisor.note_end_asked, supervisor.end_ranks_at_once)
     module: Any = torch_launcher
-    torchs_own, module.LocalElasticAgent = module.LocalElasticAgent, ReplacingAgent  # there is no other way to name one
+    # There is no other way to name one.
+    torchs_own, module.LocalElasticAgent = (
+        module.LocalElasticAgent,
+        partial(ReplacingAgent, supervisor, signals, meeting),
+    )
     code, reason = 1, "the launcher failed"
     is_by_itself = launch_config.rdzv_endpoint == ONE_NODE_ENDPOINT and launch_config.local_addr == ADDRESS
     try:
         supervisor.start()
         with stores_on_loopback() if is_by_itself else contextlib.nullcontext():
-            code, reason = _run(launch_config, entrypoint, args, supervisor)
+            code, reason = _run(launch_config, entrypoint, args, supervisor, signals)
     finally:
         module.LocalElasticAgent = torchs_own
         signals.is_over = True
@@ -183,12 +192,16 @@ def _supervise(
 
 
 def _run(
-    launch_config: torch_launcher.LaunchConfig, entrypoint: Any, args: list[str], supervisor: Supervisor | None
+    launch_config: torch_launcher.LaunchConfig,
+    entrypoint: Any,
+    args: list[str],
+    supervisor: Supervisor | None = None,
+    signals: Signals | None = None,
 ) -> tuple[int, str]:
     run = record(torch_launcher.elastic_launch(launch_config, entrypoint))
     try:
-        if supervisor is not None:
-            ReplacingAgent.signals.install()
+        if signals is not None:
+            signals.install()
         run(*args)
     except ChildFailedError as error:
         verdict = supervisor.node.verdict if supervisor is not None else None
