@@ -52,7 +52,8 @@ class RemoteActuator(NodeActuator):
         self._node.slots[rank].send(message)
 
     def fingerprint(self, rank: int, boundary: int) -> str:
-        return self._node.slots[rank].fingerprints.get(boundary, "")
+        known = self._node.slots[rank].elsewhere
+        return "" if known is None else known.fingerprints.get(boundary, "")
 
 
 class Actuators:

@@ -21,8 +21,8 @@ _TIMES = (Field.SEEN_NS, Field.PULSE_NS)
 def row_of(node: Node, slot: RankSlot) -> nodes.Row:
     """How one rank stands."""
     values = [node.board.get(slot.rank, field) for field in SHARED]
-    if not slot.is_here:
-        return nodes.Row(slot.rank, values, *slot.seen)
+    if slot.elsewhere is not None:
+        return nodes.Row(slot.rank, values, slot.elsewhere.state, slot.elsewhere.cpu_s)
     with contextlib.suppress(OSError, ValueError, IndexError):
         if slot.pid and not slot.is_buried:
             return nodes.Row(slot.rank, values, *state_of(slot.pid))
@@ -50,15 +50,15 @@ def copy_in(node: Node, rows: Iterable[nodes.Row], now_ns: int) -> None:
     """
     board, behind_ns = node.board, time.monotonic_ns() - now_ns
     for row in rows:
-        slot = node.slots[row.rank]
-        if slot.is_here:
+        known = node.slots[row.rank].elsewhere
+        if known is None:
             continue
-        slot.seen = (row.state, row.cpu_s)
+        known.state, known.cpu_s = row.state, row.cpu_s
         for field, value in zip(SHARED, row.values, strict=True):
             if field in _TIMES:
-                if slot.noted_ns.get(field) != value:  # moved anew each time, one that is no news would look like it
+                if known.noted_ns.get(field) != value:  # moved anew each time, one that is no news would look like it
                     board.set(row.rank, field, value + behind_ns if value else 0)
-                slot.noted_ns[field] = value
+                known.noted_ns[field] = value
             elif field not in AWAITED:
                 board.set(row.rank, field, value)
             elif board.get(row.rank, field) != value:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,17 +31,40 @@ _EVERY_S = 0.25
 
 
 @dataclass
+class Noted:
+    """What the next leader would have to know of a rank of this node.
+
+    hindrance, unprotected, ties   what its processes have reported of themselves last
+    exit_code, cause               how its process has ended
+    is_catching_up                 its process runs the script again, and is not as far as the others yet
+    """
+
+    hindrance: str = ""
+    unprotected: str = ""
+    ties: Ties = Ties.UNKNOWN
+    exit_code: int = 0
+    cause: str = ""
+    is_catching_up: bool = False
+
+
+@dataclass
 class Follower:
     """Reports to the leader, and takes its orders.
 
     known   what the leader knows of the whole job
+    noted   by rank
     """
 
     node: Node
     actuator: LocalActuator
     status: StatusPublisher
     known: nodes.Known | None = field(default=None, init=False)
+    noted: defaultdict[int, Noted] = field(default_factory=lambda: defaultdict(Noted), init=False)
     _next_s: float = field(default=0.0, init=False)
+
+    def begin_group(self) -> None:
+        """All ranks are new."""
+        self.noted.clear()
 
     def look(self) -> bool:
         """Time has passed: report how the ranks stand; returns whether it was time for that."""
@@ -66,13 +90,13 @@ class Follower:
             case recovery.RankUnprotected(rank=rank, reason=reason):
                 self.forward(node.slots[rank], from_rank.Unprotected(reason))
             case recovery.RankExited(rank=rank, pid=pid):
-                slot = node.slots[rank]
-                slot.exit_code = -event.signal if event.signal is not None else event.code or 0
-                slot.cause = event.reason
+                slot, noted = node.slots[rank], self.noted[rank]
+                noted.exit_code = -event.signal if event.signal is not None else event.code or 0
+                noted.cause = event.reason
                 ended = nodes.Ended(
                     rank=rank,
                     pid=pid,
-                    code=slot.exit_code,
+                    code=noted.exit_code,
                     boundary=event.boundary,
                     is_script_error=event.is_script_error,
                     device_fault=event.device_fault,
@@ -89,7 +113,7 @@ class Follower:
 
     def forward(self, slot: RankSlot, message: Any) -> None:
         """Forward what a rank reports, with its row of the board; what this agent needs of it is noted."""
-        node = self.node
+        node, noted = self.node, self.noted[slot.rank]
         hashed: dict[int, str] = {}
         match message:
             case from_rank.RowChanged():
@@ -101,17 +125,17 @@ class Follower:
             case from_rank.Protected():
                 slot.is_protected = slot.had_torch = True
             case from_rank.Unprotected(reason=reason):
-                slot.unprotected = slot.unprotected or reason
+                noted.unprotected = noted.unprotected or reason
             case from_rank.Hindered(reason=reason):
-                slot.hindrance = reason
+                noted.hindrance = reason
             case from_rank.TrainsAlone():
-                slot.ties = Ties.ALONE
+                noted.ties = Ties.ALONE
             case from_rank.Joined():
-                slot.ties = Ties.JOINED
+                noted.ties = Ties.JOINED
             case from_rank.Reissued():
-                slot.is_catching_up = False
+                noted.is_catching_up = False
             case from_rank.Faulted():
-                slot.is_catching_up = True
+                noted.is_catching_up = True
                 slot.note_boundary(node.board)
             case from_rank.Frozen(boundary=boundary):
                 hashed = {boundary: self.actuator.fingerprint(slot.rank, boundary)}
@@ -127,8 +151,12 @@ class Follower:
         match order:
             case nodes.Rows(now_ns=now_ns, rows=theirs):
                 board_rows.copy_in(node, theirs, now_ns)
-            case nodes.Begin(generation=generation) | nodes.Spawn(generation=generation):
+            case nodes.Begin(generation=generation):
                 self._note_generation(generation)
+                self.actuator.carry_out(order)
+            case nodes.Spawn(rank=rank, generation=generation):
+                self._note_generation(generation)
+                self.noted[rank].is_catching_up = True
                 self.actuator.carry_out(order)
             case nodes.GoBack(generation=generation):
                 self._note_generation(generation)

@@ -196,7 +196,8 @@ class Leader:
         board_rows.copy_in(node, [said.row], said.now_ns)
         if slot.pid != said.pid:
             return  # its process has ended
-        slot.fingerprints = said.fingerprints or slot.fingerprints
+        if said.fingerprints and slot.elsewhere is not None:
+            slot.elsewhere.fingerprints = said.fingerprints
         self.reports.take(slot, decode(said.line.encode(), channel.KNOWN))
 
     def _take_ended(self, number: int, ended: nodes.Ended) -> None:

@@ -111,7 +111,7 @@ class Succession:
             self.follower.give_up(f"{reason}: {why}", "restart")
             return
         for slot in node.here:
-            if slot.is_catching_up and not slot.is_lost:
+            if self.follower.noted[slot.rank].is_catching_up and not slot.is_lost:
                 self._end_unfinished(slot)
         self._probe(number)
         self._follow_next()
@@ -134,9 +134,10 @@ class Succession:
 
     def _end_unfinished(self, slot: RankSlot) -> None:
         """The process of a rank was being repaired: what it would be ordered to do next is lost."""
-        slot.exit_code, slot.cause = -9, "it had not caught up when the agent that led was lost"
-        slot.is_catching_up = False
-        self.follower.actuator.carry_out(nodes.Kill(slot.rank, slot.cause))
+        noted = self.follower.noted[slot.rank]
+        noted.exit_code, noted.cause = -9, "it had not caught up when the agent that led was lost"
+        noted.is_catching_up = False
+        self.follower.actuator.carry_out(nodes.Kill(slot.rank, noted.cause))
 
     def _follow_next(self) -> None:
         node, peers = self.node, self.node.peers
@@ -169,9 +170,28 @@ class Succession:
 
     def _remains(self) -> nodes.Remains:
         node = self.node
-        found = [_left(slot) for slot in node.here]
+        found = [self._left(slot) for slot in node.here]
         every = [board_rows.row_of(node, slot) for slot in node.here]
         return nodes.Remains(node.job.generation, found, time.monotonic_ns(), every)
+
+    def _left(self, slot: RankSlot) -> nodes.Left:
+        """How a rank of this node stands."""
+        noted = self.follower.noted[slot.rank]
+        is_lost = slot.is_lost or self.follower.actuator.awaits_order(slot)
+        return nodes.Left(
+            rank=slot.rank,
+            pid=slot.pid,
+            is_present=slot.is_present,
+            is_protected=slot.is_protected,
+            is_finished=slot.is_finished,
+            is_lost=is_lost,
+            boundary=slot.lost_boundary if is_lost else 0,
+            code=(noted.exit_code or -9) if is_lost else 0,
+            reason=noted.cause,
+            ties=noted.ties.value,
+            unprotected=noted.unprotected,
+            hindrance=noted.hindrance,
+        )
 
     # The next leader.
 
@@ -308,25 +328,6 @@ class Succession:
                 reason=one.reason,
             )
         )
-
-
-def _left(slot: RankSlot) -> nodes.Left:
-    """How a rank of this node stands."""
-    is_lost = slot.is_lost or slot.awaits_order
-    return nodes.Left(
-        rank=slot.rank,
-        pid=slot.pid,
-        is_present=slot.is_present,
-        is_protected=slot.is_protected,
-        is_finished=slot.is_finished,
-        is_lost=is_lost,
-        boundary=slot.lost_boundary if is_lost else 0,
-        code=(slot.exit_code or -9) if is_lost else 0,
-        reason=slot.cause,
-        ties=slot.ties.value,
-        unprotected=slot.unprotected,
-        hindrance=slot.hindrance,
-    )
 
 
 def _note(slot: RankSlot, left: nodes.Left | None, has_finished: bool) -> None:

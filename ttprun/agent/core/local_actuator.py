@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -53,10 +53,26 @@ class LocalActuator(NodeActuator):
     standby_watch: StandbyWatch
     watch: Watch
     _replace_handler: ReplaceHandler = field(init=False)
+    _unwelcomed: set[int] = field(default_factory=set, init=False)
 
     def begin_group(self, replace_handler: ReplaceHandler) -> None:
         """All ranks are new; `replace_handler` lets torch's agent know of the new process of a local rank."""
         self._replace_handler = replace_handler
+        self._unwelcomed.clear()
+
+    def take_over(self, records: Mapping[int, str]) -> None:
+        """This node has got a lost one's slots, with what its ranks had recorded: their first processes wait for Spawn.
+
+        records   packed, by rank; "": there are none
+        """
+        for slot in self.node.here:
+            self._unwelcomed.add(slot.rank)
+            if records.get(slot.rank):
+                record_copies.restore(self.node, slot, records[slot.rank])
+
+    def awaits_order(self, slot: RankSlot) -> bool:
+        """Whether the first process of a rank, whose slot was a lost node's, waits until the leader wants it."""
+        return slot.rank in self._unwelcomed
 
     def look(self) -> None:
         """Time has passed, a process is gone, or a standby is ready: ranks that wait for that get their process."""
@@ -110,9 +126,8 @@ class LocalActuator(NodeActuator):
 
     def _begin_process(self, slot: RankSlot) -> None:
         """Give a lost rank a process."""
-        slot.is_catching_up = True
-        if slot.awaits_order:  # its first process has been started with this node's
-            slot.awaits_order = False
+        if slot.rank in self._unwelcomed:
+            self._unwelcomed.discard(slot.rank)
             self.watch.welcome(slot, is_replacement=True)
         else:
             self._spawn(slot)

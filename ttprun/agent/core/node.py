@@ -17,7 +17,7 @@ from ttprun import recovery
 from ttprun.agent.cluster.peers import Peers, RemoteHandler
 from ttprun.agent.core.calls import Calls
 from ttprun.agent.core.failures import FirstFailure
-from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.core.rank_slot import Elsewhere, RankSlot
 from ttprun.agent.core.role import Role
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.processes import stacks
@@ -131,7 +131,7 @@ class Node:
         return bool(self.job.away) or any(slot.handler.proc.poll() for slot in self.here)
 
     def _slot_elsewhere(self, rank: int) -> RankSlot:
-        slot = RankSlot(rank, rank % self.peers.ranks_per_node, None, -1, is_here=False)
+        slot = RankSlot(rank, rank % self.peers.ranks_per_node, None, -1, elsewhere=Elsewhere())
         slot.handler = RemoteHandler(self.peers, slot)
         return slot
 

@@ -146,9 +146,9 @@ class Parts:
             standing=self.standing,
             unseen=self.unseen,
         )
-        follower = Follower(node, self.actuator, self.status)
-        self.succession = Succession(node, follower, self.leader, self.leading, self.comparisons)
-        self.following = Following(node, follower, self.succession, self.reports, self.standby_watch, self.unseen)
+        self.follower = Follower(node, self.actuator, self.status)
+        self.succession = Succession(node, self.follower, self.leader, self.leading, self.comparisons)
+        self.following = Following(node, self.follower, self.succession, self.reports, self.standby_watch, self.unseen)
         node.role = self.leading
         self._node = node
         self.requests = Requests(node, self.checkpoint_writer, self.repairs, self.standing)
@@ -168,6 +168,7 @@ class Parts:
         self.comparisons.begin_group()
         self.reports.begin_group()
         self.repairs.begin_group()
+        self.follower.begin_group()
         self.succession.begin_group(on_lead)
 
     def look(self) -> None:

@@ -20,7 +20,21 @@ from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Order
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.recovery.fault_events import RankExited
-from ttprun.recovery.members import Ties
+
+
+@dataclass
+class Elsewhere:
+    """A rank on another node, as the agent of that node reports it.
+
+    state, cpu_s   letter of its process's state, and its processor time
+    fingerprints   boundary -> what replicas have alike in their records of it, hashed
+    noted_ns       its times on the board, on that node's clock
+    """
+
+    state: str = ""
+    cpu_s: float = 0.0
+    fingerprints: dict[int, str] = field(default_factory=dict)
+    noted_ns: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -28,13 +42,9 @@ class RankSlot:
     """One rank of this node, or, in the leader's agent, of another one.
 
     handler         a RankHandler, or a RemoteHandler
-    is_here         the rank is on this node; else the following are not known here: descriptors, is_dying, is_buried
-    seen            of a rank on another node: letter of its process's state, and its processor time
-    fingerprints    of a rank on another node: boundary -> what replicas have alike in their records of it, hashed
-    noted_ns        of a rank on another node: its times on the board, on that node's clock
+    elsewhere       what is known of a rank on another node; its descriptors, is_dying and is_buried are not
     record_fd       memfd of its recorder
     copies_fd       memfd of the recorder in which it keeps the records of a rank of another node; -1: on one node
-    awaits_order    its first process waits until the leader wants it: this node has taken a lost one's slots
     stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
     main_thread     ident of its main thread
     reported_in         newest generation in which it has reported something to the others, mostly its port
@@ -50,9 +60,6 @@ class RankSlot:
     held            an order that waits for the greeting; a newer one takes its place
     stored          what it goes back to, or has gone back to last: a snapshot, a checkpoint, its own state
     device_fault    what has happened to its device, if that has ended its script
-    hindrance, unprotected, ties   on a follower: what its process has reported of itself last, for another leader
-    exit_code, cause   on a follower: how its process has ended
-    is_catching_up  on a follower: its process runs the script again, and is not as far as the others yet
     divergence      how its weights differ from the others', if they do: it is lost, or will be at its next boundary
     """
 
@@ -83,18 +90,13 @@ class RankSlot:
     journal: dict[str, GroupJournal] = field(default_factory=dict)
     divergence: str = ""
     lost_boundary: int = 0
-    is_here: bool = True
     copies_fd: int = -1
-    hindrance: str = ""
-    unprotected: str = ""
-    ties: Ties = Ties.UNKNOWN
-    exit_code: int = 0
-    cause: str = ""
-    is_catching_up: bool = False
-    awaits_order: bool = False
-    seen: tuple[str, float] = ("", 0.0)
-    fingerprints: dict[int, str] = field(default_factory=dict)
-    noted_ns: dict[int, int] = field(default_factory=dict)
+    elsewhere: Elsewhere | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """The rank is on this node."""
+        return self.elsewhere is None
 
     def sit(self, handler: RankHandler) -> None:
         """A process has been started for this rank."""

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent.cluster import record_copies
 from ttprun.agent.cluster.membership import Elasticity
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.control_socket import ControlSocket
@@ -131,10 +130,7 @@ class Supervisor:
 
     def take_over(self, records: Mapping[int, str]) -> None:
         """The slots of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
-        for slot in self.node.here:
-            slot.awaits_order = True
-            if records.get(slot.rank):
-                record_copies.restore(self.node, slot, records[slot.rank])
+        self.parts.actuator.take_over(records)
 
     def prepare_standbys(self) -> None:
         """This node waits for slots: have a process ready for them."""

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from ttprun import recovery
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.core.rank_slot import Elsewhere, RankSlot
 from ttprun.agent.health import stack_reports
 from ttprun.agent.health.stack_reports import Target
 from ttprun.agent.processes import life_locks, stacks
@@ -315,16 +315,17 @@ class HangDetector:
         found = (self._observation(slot) for slot in self._node.slots if not slot.is_finished and not slot.is_lost)
         return [observation for observation in found if observation is not None]
 
-    def _seen_elsewhere(self, slot: RankSlot) -> tuple[str, float]:
+    def _seen_elsewhere(self, slot: RankSlot, known: Elsewhere) -> tuple[str, float]:
         """The same of a rank on another node; nothing if its agent has not been heard of late."""
         peers = self._node.peers
-        return slot.seen if peers.unheard_s(peers.node_of(slot.rank)) < _STALE_S else ("", 0.0)
+        is_fresh = peers.unheard_s(peers.node_of(slot.rank)) < _STALE_S
+        return (known.state, known.cpu_s) if is_fresh else ("", 0.0)
 
     def _observation(self, slot: RankSlot) -> Observation | None:
         """One rank now; None if its process has just ended."""
-        row = self._node.board_row(slot)
+        row, known = self._node.board_row(slot), slot.elsewhere
         with contextlib.suppress(OSError, ValueError, IndexError):
-            state, cpu_s = state_of(slot.pid) if slot.is_here else self._seen_elsewhere(slot)
+            state, cpu_s = state_of(slot.pid) if known is None else self._seen_elsewhere(slot, known)
             if state in "ZX":  # also if it is not known
                 return None
             return Observation(
