@@ -8,7 +8,8 @@
 Which ones: strangers/programs.yaml. They come from the package registry, into environments of their own under the
 user's cache folder (some GB); data and models are made (strangers/data.py), and no hub is asked. After each optimizer
 step each rank adds the digest of its parameters and of the optimizer's state to its trace (strangers/recorder). The
-traces of the three runs are compared, whole. Begin with `try_program`.
+traces of the three runs are compared, whole. The table of `ttprun guide frameworks` is made from the results.
+Begin with `try_program`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ HERE = Path(__file__).resolve().parent / "strangers"
 REPOSITORY = HERE.parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ttprun-strangers"
 RESULTS = HERE / "results.json"
+PAGE = REPOSITORY / "ttprun" / "guide" / "frameworks.md"
+HEADER = "| program | steps | without a fault | two ranks killed | recovery |\n|---|---|---|---|---|\n"
 LIMIT_S = 400.0  # of one launch
 FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 # Without a device, a hub, a tracker or a screen.
@@ -76,11 +79,15 @@ def try_program(name: str, program: Mapping[str, Any], place: Path) -> dict[str,
     python = prepare_environment(environment)
     data = place / "data"
     data.mkdir(parents=True)
+    for part in program.get("copy", ()):
+        of = CACHE / "by-hand" / program["of"] / part
+        (data / part).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if of.is_dir() else shutil.copy)(of, data / part)
     if "data" in program:
         env = {**os.environ, **QUIET, "PYTHONPATH": str(HERE / "recorder"), "STRANGERS_TRACE": str(place)}
         call([str(python), str(HERE / "data.py"), program["data"]], cwd=data, env=env)
     words = words_of(program, python)
-    row: dict[str, Any] = {**circumstances(python), "of": program["of"]}
+    row: dict[str, Any] = {**circumstances(python), "of": named(program["of"])}
     plain = launch(program, words, python, place, "torchrun")
     steps = max(map(len, plain.traces.values()), default=0)
     row |= {"steps": steps, "seconds": round(plain.took_s, 1)}
@@ -101,11 +108,31 @@ def try_program(name: str, program: Mapping[str, Any], place: Path) -> dict[str,
     return row | judged(plain, killed, len(faults))
 
 
+def renewed(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The guide's page with a table of these results."""
+    before, _, rest = page.partition(HEADER)
+    _, gap, after = rest.partition("\n\n")
+    return before + HEADER + "\n".join(line_of(name, row) for name, row in results.items()) + gap + after
+
+
+def line_of(name: str, row: Mapping[str, Any]) -> str:
+    """A program's line of the table."""
+    equal = {True: "equal", False: "not equal"}.get(row.get("equal without a fault"), "")
+    reason = row.get("reason", "").replace("|", "/")
+    result = row["result"] + (f": {reason}" if reason else "")
+    recovery = ", ".join(f"{seconds} s" for seconds in row.get("recovery_s", ()))
+    return f"| {name} (`{row['of']}`) | {row['steps']} | {equal} | {result} | {recovery} |"
+
+
 def judged(plain: Launched, killed: Launched, kills: int) -> dict[str, Any]:
     """How the run with kills compares: exact, or why not."""
     incidents = killed.status.get("incidents", [])
     recovery_s = [one["total_s"] for one in incidents if one["total_s"] is not None]
-    row = {"incidents": [one["rung"] for one in incidents], "recovery_s": [round(one, 1) for one in recovery_s]}
+    row = {
+        "incidents": [one["rung"] for one in incidents],
+        "recovery_s": [round(one, 1) for one in recovery_s],
+        "steps_lost": sum(one["steps_lost"] or 0 for one in incidents),
+    }
     not_proved = sorted({name for one in incidents for name in one["not_proved"]})
     if not_proved:
         row["not proved"] = not_proved
@@ -207,6 +234,16 @@ def words_of(program: Mapping[str, Any], python: Path) -> list[str]:
     return shlex.split(start.replace("{by-hand}", str(CACHE / "by-hand" / of)))
 
 
+def named(of: str) -> str:
+    """Where a program comes from, with the commit of a repository."""
+    copied = CACHE / "by-hand" / of
+    if not copied.exists():
+        return of
+    asked = ["git", "-C", str(copied), "log", "-1", "--format=%h, %cs"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True)
+    return f"{of} {done.stdout.strip()}"
+
+
 def unpacked(requirement: str, python: Path) -> Path:
     """The folder of a package's sdist."""
     folder = CACHE / "sdists" / requirement
@@ -232,6 +269,9 @@ def prepare_environment(name: str) -> Path:
         call([*pip, "--editable", str(REPOSITORY), *wanted["packages"]])
         if "alone" in wanted:
             call([*pip, "--no-deps", *wanted["alone"]])
+        for pattern in wanted.get("remove", ()):
+            for path in folder.glob(f"lib/*/site-packages/{pattern}"):
+                path.unlink()
         stamp.write_text(stated, encoding="utf-8")
     return python
 
@@ -287,6 +327,7 @@ def main() -> int:
         results[name] = row
         ordered = {known: results[known] for known in programs if known in results}
         RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), ordered), encoding="utf-8")
         exact &= row["result"] == "exact"
         print(f"  {row['result']}; {row.get('recovery_s', '')} s; {row.get('reason', '')}", flush=True)
     return int(not exact)

@@ -123,6 +123,143 @@ def molecules() -> None:
     Path("molecules.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def encoder() -> None:
+    """A BERT of some thousand weights, and its tokenizer, in model/."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    names = [*special, *WORDS]
+    words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(names)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    parts = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]", model_max_length=64, **parts).save_pretrained(
+        "model"
+    )
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=len(names), max_position_embeddings=64, **sizes)).save_pretrained("model")
+
+
+def similar_sentences() -> None:
+    """Pairs of sentences and how similar they are, where a hub's data set of that name would be."""
+    encoder()
+    for name, count in (("train", 96), ("validation", 16), ("test", 16)):
+        pairs = [{"sentence1": sentence(), "sentence2": sentence(), "score": random.random()} for _ in range(count)]
+        write_lines(f"sentence-transformers/stsb/{name}.jsonl", pairs)
+
+
+def passages() -> None:
+    """Questions, each with a passage that answers it and some that do not."""
+    encoder()
+    found = [{"query": sentence(), "pos": [sentence()], "neg": [sentence() for _ in range(3)]} for _ in range(64)]
+    write_lines("passages.jsonl", found)
+
+
+def digits() -> None:
+    """Pictures of noise in the four files of MNIST."""
+    write_digits("Datasets/MNIST/raw", 512, 128)
+
+
+def all_digits() -> None:
+    """As many as MNIST has, and a few where Lightning looks whether there are any."""
+    write_digits("data/MNIST/raw", 8, 8)
+    write_digits("examples/Datasets/MNIST/raw", 60000, 1000)
+
+
+def write_digits(folder: str, train: int, test: int) -> None:
+    """The files, each in the form that torchvision reads."""
+    Path(folder).mkdir(parents=True)
+    for name, count in (("train", train), ("t10k", test)):
+        size = count.to_bytes(4, "big")
+        sides = (28).to_bytes(4, "big") * 2
+        pictures = (2051).to_bytes(4, "big") + size + sides + random.randbytes(count * 784)
+        labels = (2049).to_bytes(4, "big") + size + bytes(random.randrange(10) for _ in range(count))
+        Path(folder, f"{name}-images-idx3-ubyte").write_bytes(pictures)
+        Path(folder, f"{name}-labels-idx1-ubyte").write_bytes(labels)
+
+
+def voices() -> None:
+    """Sounds of noise by 28 speakers, with the lists that speechbrain's templates read."""
+    import wave
+
+    Path("data/noise").mkdir(parents=True)
+    names = [f"data/{at}.wav" for at in range(96)]
+    for name in (*names, "data/noise/noise.wav"):
+        with wave.open(name, "wb") as sound:
+            sound.setparams((1, 2, 16000, 0, "NONE", ""))
+            sound.writeframes(random.randbytes(16000))
+    rows = {name[5:-4]: {"wav": name, "length": 0.5, "spk_id": f"s{at % 28}"} for at, name in enumerate(names)}
+    for kind, part in (("train", names[:72]), ("valid", names[72:84]), ("test", names[84:])):
+        Path(f"{kind}.json").write_text(json.dumps({key[5:-4]: rows[key[5:-4]] for key in part}), encoding="utf-8")
+    Path("noise.csv").write_text(
+        "ID,duration,wav,wav_format,wav_opts\nnoise,0.5,data/noise/noise.wav,wav,\n", encoding="utf-8"
+    )
+
+
+def captioned_pictures() -> None:
+    """Pictures with a sentence each, and a Stable Diffusion of the smallest parts in model/."""
+    import torch
+    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+    from PIL import Image
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    names = [f"{at:02}.png" for at in range(48)]
+    write_lines("pictures/metadata.jsonl", [{"file_name": name, "text": sentence()} for name in names[1:]])
+    for name in names:
+        Image.frombytes("RGB", (20, 20), random.randbytes(1200)).save(f"pictures/{name}")
+    Path("noise").mkdir()
+    Path("pictures", names[0]).rename(f"noise/{names[0]}")
+    torch.manual_seed(0)
+    letters = [chr(at) for at in range(97, 123)]
+    ends = ["<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {token: at for at, token in enumerate([*letters, *(f"{one}</w>" for one in letters), *ends])}
+    Path("model/tokenizer").mkdir(parents=True)
+    Path("vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    Path("merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    CLIPTokenizer("vocab.json", "merges.txt", model_max_length=16, pad_token=ends[1]).save_pretrained("model/tokenizer")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    last = len(vocabulary) - 1
+    of_tokens = {"vocab_size": len(vocabulary), "bos_token_id": last - 1, "eos_token_id": last, "pad_token_id": last}
+    text = CLIPTextModel(CLIPTextConfig(max_position_embeddings=16, **of_tokens, **sizes))
+    text.save_pretrained("model/text_encoder")
+    AutoencoderKL(
+        block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, sample_size=16,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    ).save_pretrained("model/vae")  # fmt: skip
+    UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=16, norm_num_groups=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+    ).save_pretrained("model/unet")  # fmt: skip
+    DDPMScheduler().save_pretrained("model/scheduler")
+    index = {
+        "_class_name": "StableDiffusionPipeline",
+        "scheduler": ["diffusers", "DDPMScheduler"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "safety_checker": [None, None],
+        "feature_extractor": [None, None],
+    }
+    Path("model/model_index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def classes() -> None:
+    """Folders of pictures, a class each, to train with and to evaluate."""
+    from PIL import Image
+
+    for part, count in (("train", 16), ("val", 4)):
+        for name in ("birds", "dogs"):
+            folder = Path("pictures", part, name)
+            folder.mkdir(parents=True)
+            for at in range(count):
+                Image.frombytes("RGB", (40, 40), random.randbytes(4800)).save(folder / f"{at}.png")
+
+
 if __name__ == "__main__":
     random.seed(0)
     globals()[sys.argv[1]]()
