@@ -11,18 +11,18 @@ from ttprun.agent.cluster.leader import Leader
 from ttprun.protocol import nodes
 
 
-class FakeRoom(list[str]):
+class FakePool(list[str]):
     """Launchers that wait."""
 
-    def announce(self, rooms: nodes.Rooms) -> None: ...
+    def announce(self, pools: nodes.SparePools) -> None: ...
 
 
 class FakePeers:
     """Two nodes; what is sent to the other one is noted."""
 
     def __init__(self) -> None:
-        self.room = FakeRoom(["10.0.0.3"])
-        self.rooms = {number: nodes.Where() for number in range(2)}
+        self.pool = FakePool(["10.0.0.3"])
+        self.pools = {number: nodes.Where() for number in range(2)}
         self.listeners: dict[int, nodes.Where] = {}
         self.happened: list[Any] = []
 
@@ -42,6 +42,6 @@ def test_all_know_of_a_launcher_that_waits_before_anybody_can_see_it_in_the_even
     part(Leader, node, reports=reports, spares=SimpleNamespace(fill=lambda: None)).welcome("10.0.0.3")
 
     first, *_, last = peers.happened
-    assert isinstance(first, nodes.Rooms)
+    assert isinstance(first, nodes.SparePools)
     assert first.waiting == 1
     assert last == "node_waits"

@@ -52,7 +52,7 @@ def test_a_slot_holds_the_newest_order_till_its_process_greets(
     theirs.send = lambda message, fds=(): sent.append(message)  # type: ignore[method-assign]
 
     slot.send(FREEZE)
-    slot.send_news(Put(2, "a", ""))
+    slot.send_if_present(Put(2, "a", ""))
     slot.send(RESUME)
     before = list(sent)
     slot.greet()

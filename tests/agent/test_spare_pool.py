@@ -1,4 +1,4 @@
-"""The room in which launchers wait for the slots of a lost node: real sockets, no ranks."""
+"""The spare pool: launchers that wait for the slots of a lost node: real sockets, no ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from ttprun.agent.cluster import rendezvous
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.spare_launcher import Taken, wait_for_slots
-from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys, Room
+from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys, SparePool
 from ttprun.errors import ConfigError
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
@@ -29,9 +29,9 @@ class Lead:
 
     def __init__(self) -> None:
         listener = Listener("127.0.0.1", rendezvous.KNOWN)
-        self.where, room = listener.where, Room(listener, ALIKE)
+        self.where, pool = listener.where, SparePool(listener, ALIKE)
         names = {0: "127.0.0.1", 1: "10.0.0.2"}
-        self.peers = Peers(0, "127.0.0.1", 2, {}, names, 2, room, "10.0.0.1 29500")
+        self.peers = Peers(0, "127.0.0.1", 2, {}, names, 2, pool, "10.0.0.1 29500")
         self.selector = selectors.DefaultSelector()
         self.came: list[str] = []
         self.peers.watch(self.selector, lambda node, message: None, lambda node, why: None, self.came.append)
@@ -98,11 +98,11 @@ def test_who_waits_gets_the_slots_of_a_lost_node_with_the_records_of_its_ranks(l
 def test_who_waits_knows_what_the_ranks_have_imported_whether_it_came_before_or_after_they_had(
     lead: Lead, wait: Wait, warm: list[tuple[list[str], list[str]]]
 ) -> None:
-    room = lead.peers.room
-    assert room is not None
+    pool = lead.peers.pool
+    assert pool is not None
     waiting = [wait(lead.where)]
     lead.run(lambda: len(lead.came) == 1)
-    room.warm_up(nodes.Warmth(["torch.optim"], ["model.py"]))
+    pool.warm_up(nodes.Warmth(["torch.optim"], ["model.py"]))
     waiting.append(wait(lead.where))
 
     lead.run(lambda: len(warm) == 2)
@@ -124,7 +124,7 @@ def test_who_may_not_train_is_passed_over_and_keeps_its_place(lead: Lead, wait: 
     address = lead.peers.slot(1, lambda address: False)
 
     assert address is None
-    assert len(lead.peers.room or ()) == 1
+    assert len(lead.peers.pool or ()) == 1
     lead.peers.close(lead.selector)
     assert waiting.result(LIMIT_S) is None
 
@@ -136,7 +136,7 @@ def test_who_runs_another_script_is_turned_away_with_what_differs(lead: Lead, wa
     error = waiting.exception()
     assert isinstance(error, ConfigError)
     assert "differ in the script" in str(error)
-    assert len(lead.peers.room or ()) == 0
+    assert len(lead.peers.pool or ()) == 0
 
 
 def test_strangers_are_hung_up_on_and_silent_ones_hold_up_nobody(lead: Lead, wait: Wait) -> None:
@@ -148,7 +148,7 @@ def test_strangers_are_hung_up_on_and_silent_ones_hold_up_nobody(lead: Lead, wai
     lead.run(lambda: bool(lead.came) and guessing.done())
 
     assert guessing.result() is None
-    assert len(lead.peers.room or ()) == 1
+    assert len(lead.peers.pool or ()) == 1
     lead.peers.close(lead.selector)
     assert waiting.result(LIMIT_S) is None
     for sock in silent:
@@ -167,12 +167,12 @@ def test_who_waits_hears_how_the_group_has_ended(lead: Lead, wait: Wait) -> None
 
 def test_who_waits_goes_to_the_next_leader_if_the_one_that_leads_is_lost(lead: Lead, wait: Wait) -> None:
     following = Lead()
-    rooms = {0: nodes.Where(**lead.where), 1: nodes.Where(**following.where)}
+    pools = {0: nodes.Where(**lead.where), 1: nodes.Where(**following.where)}
     waiting = wait(lead.where)
     lead.run(lambda: bool(lead.came))
-    room = lead.peers.room
-    assert room is not None
-    room.announce(nodes.Rooms(rooms, 1))
+    pool = lead.peers.pool
+    assert pool is not None
+    pool.announce(nodes.SparePools(pools, 1))
 
     lead.peers.close(lead.selector)
     following.run(lambda: bool(following.came))
@@ -183,17 +183,17 @@ def test_who_waits_goes_to_the_next_leader_if_the_one_that_leads_is_lost(lead: L
 
 
 def test_who_has_come_through_the_listener_and_said_nothing_yet_is_kept_when_another_answers(lead: Lead) -> None:
-    room = lead.peers.room
-    assert room is not None
+    pool = lead.peers.pool
+    assert pool is not None
     with socket.create_connection((lead.where["address"], lead.where["port"])) as sock:
-        lead.run(lambda: bool(room.listener._newcomers))
-        room.watch(lead.selector, lead.came.append)
+        lead.run(lambda: bool(pool.listener._newcomers))
+        pool.watch(lead.selector, lead.came.append)
         link = Channel(sock, rendezvous.KNOWN)
         link.send(nodes.Hello(lead.where["token"], -1, "10.0.0.3", ALIKE))
 
         lead.run(lambda: lead.came == ["10.0.0.3"])
 
-    assert len(room) == 1
+    assert len(pool) == 1
 
 
 def test_a_node_that_was_given_up_is_not_let_in_again_as_one_of_the_group(lead: Lead) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from tests.options import OPTIONS
 from tests.rank.fakes import RECORD_BYTES
 from tests.rank.processes import run_alone
-from ttprun.agent.repair.replays import givers_of, received_of
+from ttprun.agent.repair.replays import received_of, sources_of
 from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel, Message, Order
@@ -112,10 +112,10 @@ class FakeAgent:
         """Let all connect again and issue their journals; a replacement is to issue what is `expected` of it."""
         reports = ((rank, m) for rank, m in self.messages if isinstance(m, from_rank.Frozen))
         journals = {rank: m.journal for rank, m in reports if m.generation == self.generation}
-        given = [(name, number, rank) for (name, number), rank in givers_of(journals).items()]
+        sources = [(name, number, rank) for (name, number), rank in sources_of(journals).items()]
         for rank, line in enumerate(self.lines):
             received = received_of(rank, list(journals.values()))
-            line.send(to_rank.Resume(self.generation, self.boundary, expected or {}, given, received=received))
+            line.send(to_rank.Resume(self.generation, self.boundary, expected or {}, sources, received=received))
 
     def kill(self, rank: int) -> None:
         """A rank is lost."""

@@ -1,8 +1,8 @@
 """What the agents of several nodes send each other: one class per message, one line of JSON each (`codec.py`).
 
-One agent leads: the state machine runs there. Every other agent is a *hand*: it reports what happens to the ranks of
-its node, and carries out the leader's orders for them. In `agent/cluster`, `peers.py` has the connections, `leader.py`
-and `follower.py` handle the messages.
+One agent leads: the state machine runs there. Every other agent is a *follower*: it reports what happens to the ranks
+of its node, and carries out the leader's orders for them. In `agent/cluster`, `peers.py` has the connections,
+`leader.py` and `follower.py` handle the messages.
 
 What crosses nodes: the messages of ranks and to ranks (`line`, as in `channel.py`); the rows of the board; starts and
 exits of processes. What does not: records, stacks, standbys, logs. Words and units are as in `from_rank.py`.
@@ -43,14 +43,14 @@ class Where:
 class Hello:
     """A follower has connected.
 
-    token     of the listener that it has come to, from the rendezvous store or from Rooms
+    token     of the listener that it has come to, from the rendezvous store or from SparePools
     node      its number in the group; -1: it waits for slots of a lost node
     address   of the node
     alike     what must be the same on all nodes, by its name for people
     shares    this node sees the file that the leader has written next to its checkpoints
     at_s      time of the node's clock, seconds since 1970
     listener      where this agent would listen if it led the next group
-    room      where this agent listens if the one that leads is lost
+    pool      where this agent listens if the one that leads is lost
     """
 
     token: str
@@ -60,7 +60,7 @@ class Hello:
     shares: bool = False
     at_s: float = 0.0
     listener: Where = Where()
-    room: Where = Where()
+    pool: Where = Where()
 
 
 @dataclass(frozen=True)
@@ -179,19 +179,19 @@ class Records:
     part: str
 
 
-# The next leader. The agents know of each other from Rooms; who leads no more is not asked.
+# The next leader. The agents know of each other from SparePools; who leads no more is not asked.
 
 
 @dataclass(frozen=True)
-class Rooms:
+class SparePools:
     """Where the agents listen: if the one that leads is lost, the next one does, and the others connect to it.
 
-    rooms    of the agents that are there, by node, the leader's among them
+    pools    of the agents that are there, by node, the leader's among them
     waiting  launchers that wait for slots
     listeners    as in Hello, by node
     """
 
-    rooms: dict[int, Where]
+    pools: dict[int, Where]
     waiting: int
     listeners: dict[int, Where] = field(default_factory=dict)
 
@@ -226,7 +226,7 @@ class Left:
     pid         of its newest process, which may have ended
     boundary    of one that is lost: the newest that it has recorded
     code        of one that is lost: the exit code of its process, or minus the signal that ended it
-    ties        value of `recovery.members.Ties`
+    membership  value of `recovery.members.Ties`
     unprotected, hindrance   why it cannot be replaced, or not now; "" if it can
     """
 
@@ -239,7 +239,7 @@ class Left:
     boundary: int
     code: int
     reason: str
-    ties: str
+    membership: str
     unprotected: str
     hindrance: str
 
@@ -573,7 +573,7 @@ OfLeader = (
     | Regroup
     | GiveRecords
     | Records
-    | Rooms
+    | SparePools
     | Known
     | Master
     | Deposed

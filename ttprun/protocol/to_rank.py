@@ -312,8 +312,8 @@ class Resume:
     """Connect, issue the journal again, and train; the answers are `Rebuilt` and `Reissued`.
 
     expected    by group, the signatures of the collectives that a replacement must issue
-    given       (group, number of a collective, the rank that broadcasts its result)
-    received    by lane, digests of the messages that a living receiver has: these are not sent again
+    sources     (group, number of a collective, the rank that broadcasts its result)
+    received    by point-to-point channel, digests of the messages that a living receiver has: these are not sent again
     settled     by group, how many reduce-scatters of FSDP2 all members have completed: these are not issued again
     skip_lines  as in Replay
     """
@@ -321,7 +321,7 @@ class Resume:
     generation: int
     boundary: int
     expected: dict[str, list[str]] = field(default_factory=dict)
-    given: list[tuple[str, int, int]] = field(default_factory=list)
+    sources: list[tuple[str, int, int]] = field(default_factory=list)
     skip_lines: tuple[int, int] = (0, 0)
     received: dict[str, list[str]] = field(default_factory=dict)
     settled: dict[str, int] = field(default_factory=dict)

@@ -56,7 +56,7 @@ def copy_in(node: Node, rows: Iterable[nodes.Row], now_ns: int) -> None:
         known.state, known.cpu_s = row.state, row.cpu_s
         for field, value in zip(SHARED, row.values, strict=True):
             if field in _TIMES:
-                if known.noted_ns.get(field) != value:  # moved anew each time, one that is no news would look like it
+                if known.noted_ns.get(field) != value:  # moved anew each time, it would look new
                     board.set(row.rank, field, value + behind_ns if value else 0)
                 known.noted_ns[field] = value
             elif field not in AWAITED:

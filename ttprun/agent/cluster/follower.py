@@ -34,14 +34,14 @@ _EVERY_S = 0.25
 class Noted:
     """What the next leader would have to know of a rank of this node.
 
-    hindrance, unprotected, ties   what its processes have reported of themselves last
+    hindrance, unprotected, membership   what its processes have reported of themselves last
     exit_code, cause               how its process has ended
     is_catching_up                 its process runs the script again, and is not as far as the others yet
     """
 
     hindrance: str = ""
     unprotected: str = ""
-    ties: Ties = Ties.UNKNOWN
+    membership: Ties = Ties.UNKNOWN
     exit_code: int = 0
     cause: str = ""
     is_catching_up: bool = False
@@ -129,9 +129,9 @@ class Follower:
             case from_rank.Hindered(reason=reason):
                 noted.hindrance = reason
             case from_rank.TrainsAlone():
-                noted.ties = Ties.ALONE
+                noted.membership = Ties.ALONE
             case from_rank.Joined():
-                noted.ties = Ties.JOINED
+                noted.membership = Ties.JOINED
             case from_rank.Reissued():
                 noted.is_catching_up = False
             case from_rank.Faulted():
@@ -166,8 +166,8 @@ class Follower:
                 self._tell(order)
             case nodes.Published():
                 self.status.take(order)
-            case nodes.Rooms():
-                node.peers.note_rooms(order)
+            case nodes.SparePools():
+                node.peers.note_pools(order)
             case nodes.Known():
                 self.known = order
             case nodes.Master(where=where):

@@ -51,18 +51,18 @@ class Leader:
     def share(self) -> None:
         """Let all followers know what one of them needs if it has to lead, if anything of it is new."""
         peers, job = self.node.peers, self.node.job
-        waiting = 0 if peers.room is None else len(peers.room)
-        there = {number: room for number, room in sorted(peers.rooms.items()) if peers.is_connected(number)}
-        rooms = nodes.Rooms(there, waiting, dict(peers.listeners))
+        waiting = 0 if peers.pool is None else len(peers.pool)
+        there = {number: pool for number, pool in sorted(peers.pools.items()) if peers.is_connected(number)}
+        pools = nodes.SparePools(there, waiting, dict(peers.listeners))
         why_never = self.reports.checkpoints.why_never
-        now = (rooms, job.incident_count, job.restarts, job.unprotected_reason, why_never, job.saved)
+        now = (pools, job.incident_count, job.restarts, job.unprotected_reason, why_never, job.saved)
         if now == self._shared and job.replicas is self._shared_replicas:
             return
         self._shared, self._shared_replicas = now, job.replicas
-        peers.to_all(rooms)
+        peers.to_all(pools)
         peers.to_all(known_of(job, why_never))
-        if peers.room is not None:
-            peers.room.announce(rooms)
+        if peers.pool is not None:
+            peers.pool.announce(pools)
 
     def look(self) -> None:
         """Time has passed: each follower hears how the ranks of all other nodes stand, and that we live."""

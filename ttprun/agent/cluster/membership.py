@@ -97,7 +97,7 @@ class NodeMembership:
 
     def _observation(self) -> Observation:
         peers = self._node.peers
-        waiting = peers.room.waiting if peers.room is not None else ()
+        waiting = peers.pool.waiting if peers.pool is not None else ()
         return Observation(
             at_s=time.monotonic(),
             members=tuple(peers.names[number] for number in range(peers.size)),
@@ -110,7 +110,7 @@ class NodeMembership:
     def _named(self, plan: Plan) -> str:
         """What a plan changes, for people."""
         peers = self._node.peers
-        waiting = peers.room.waiting if peers.room is not None else ()
+        waiting = peers.pool.waiting if peers.pool is not None else ()
         join = ", ".join(waiting[place].address for place in plan.join)
         leave = ", ".join(map(peers.name_of, plan.leave))
         parts = [
@@ -172,7 +172,7 @@ class NodeMembership:
         """Have the group start again on the nodes that are there now."""
         node, policy, peers = self._node, self.policy, self._node.peers
         assert policy is not None
-        assert peers.room is not None
+        assert peers.pool is not None
         plan = policy.planned(self._observation())
         why_not = plan.why_not or self._why_not_resumed(order, plan)
         if why_not:
@@ -181,7 +181,7 @@ class NodeMembership:
             node.first_failure.note(failure, is_new_incident=False)
             node.conclude(Verdict("fail", reason))
             return
-        waiting = [peers.room.waiting[place] for place in plan.join]
+        waiting = [peers.pool.waiting[place] for place in plan.join]
         listeners = [*(peers.listeners[number] for number in plan.stay), *(one.listener for one in waiting)]
         node.log("regroup", nodes=plan.size, stay=plan.stay, join=[one.address for one in waiting], reason=order.reason)
         logger.warning("all ranks start again on %d node%s: %s", plan.size, "s" * (plan.size > 1), order.reason)
@@ -205,7 +205,7 @@ class NodeMembership:
             else:
                 peers.send(number, theirs)
         for one, theirs in zip(waiting, orders[len(plan.stay) :], strict=True):
-            peers.room.dismiss(one, theirs)
+            peers.pool.dismiss(one, theirs)
         for number in plan.leave:
             peers.send(number, nodes.Concluded("leave", order.reason, True, 0, signal.SIGUSR1))
         node.conclude(Verdict("resize" if peers.node in plan.stay else "leave", order.reason))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ttprun.agent.cluster.spare_pool import HUNG_UP, Room
+from ttprun.agent.cluster.spare_pool import HUNG_UP, SparePool
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import encode
@@ -37,7 +37,7 @@ class Peers:
     names           of the nodes, for people, by number
     size            number of nodes
     leader          number of the node whose agent leads
-    rooms           where the agents of the nodes listen, by number: the next one leads if the leader is lost
+    pools           where the agents of the nodes listen, by number: the next one leads if the leader is lost
     master          address and port for the environment of new ranks
     waiting         launchers that wait for slots, as far as this agent knows
     has_lost        some node of the group has been lost, perhaps the one that has the rendezvous store
@@ -53,13 +53,13 @@ class Peers:
         links: Mapping[int, Channel] | None = None,
         names: Mapping[int, str] | None = None,
         size: int = 1,
-        room: Room | None = None,
+        pool: SparePool | None = None,
         master: str = "",
         leader: int = 0,
     ) -> None:
         """`links`: on the leader those of all followers, on a follower that of the leader.
 
-        room     of launchers that wait for slots; on a follower it is not open
+        pool     of launchers that wait for slots; on a follower it is not open
         master   see `nodes.RankSlots`
         """
         self.node = node
@@ -71,11 +71,11 @@ class Peers:
         self._heard_s = dict.fromkeys(self._links, time.monotonic())
         self._waits: dict[int, Patience] = {}  # for nodes to be heard again
         self.leader = leader
-        self.rooms: dict[int, nodes.Where] = {}
+        self.pools: dict[int, nodes.Where] = {}
         self.waiting = 0
         self.has_lost = False
         self._out_of_reach_s: list[float] = []
-        self.room = room
+        self.pool = pool
         self.without_save_dir: list[int] = []
         self.listeners: dict[int, nodes.Where] = {}
         self._listen: Callable[[int], None] = lambda node: None
@@ -103,8 +103,8 @@ class Peers:
         self._listen = lambda node: self._listen_to(node, selector, take, lose)
         for node in list(self._links):
             self._listen(node)
-        if self.room is not None and not self.is_follower:
-            self.room.watch(selector, came)
+        if self.pool is not None and not self.is_follower:
+            self.pool.watch(selector, came)
 
     def _listen_to(self, node: int, selector: selectors.BaseSelector, take: Take, lose: Lose) -> None:
         link = self._links[node]
@@ -134,11 +134,11 @@ class Peers:
 
         return read
 
-    def note_rooms(self, known: nodes.Rooms) -> None:
+    def note_pools(self, known: nodes.SparePools) -> None:
         """The leader says where all agents listen."""
-        self.has_lost = self.has_lost or any(known.rooms.get(number) != room for number, room in self.rooms.items())
-        self.rooms, self.listeners = known.rooms, known.listeners
-        self.names |= {number: room.address for number, room in known.rooms.items()}
+        self.has_lost = self.has_lost or any(known.pools.get(number) != pool for number, pool in self.pools.items())
+        self.pools, self.listeners = known.pools, known.listeners
+        self.names |= {number: pool.address for number, pool in known.pools.items()}
         self.waiting = known.waiting
 
     def hang_up(self, node: int, selector: selectors.BaseSelector, why: str) -> None:
@@ -168,12 +168,12 @@ class Peers:
 
         returns   the address of its node; None if nobody waits that may
         """
-        found = None if self.room is None else self.room.take(may)
+        found = None if self.pool is None else self.pool.take(may)
         if found is None:
             return None
         self._links[node] = ready(found.link)
         self.names[node] = found.address
-        self.rooms[node], self.listeners[node] = found.room, found.listener
+        self.pools[node], self.listeners[node] = found.pool, found.listener
         self._heard_s[node] = time.monotonic()
         self.send(node, nodes.RankSlots(node, self.size, self.ranks_per_node, self.names, self.master, self.leader))
         self._listen(node)
@@ -193,8 +193,8 @@ class Peers:
         self._links = {number: ready(link) for number, link in links.items()}
         self._heard_s |= dict.fromkeys(links, time.monotonic())
         self._waits.clear()
-        if self.room is not None:
-            self.rooms[self.node] = nodes.Where(**self.room.listener.where)
+        if self.pool is not None:
+            self.pools[self.node] = nodes.Where(**self.pool.listener.where)
 
     def conclude(self, last_word: nodes.Concluded) -> None:
         """The group has come to its end; if this agent leads, whoever waits hears it when it hangs up."""
@@ -209,8 +209,8 @@ class Peers:
     @property
     def reach(self) -> tuple[int, int]:
         """On the leader: (agents that it reaches, itself among them; all of which it knows that may still live)."""
-        reached = 1 + len(self._links) + (0 if self.room is None else len(self.room))
-        lost_s = [*self._out_of_reach_s, *(() if self.room is None else self.room.out_of_reach_s)]
+        reached = 1 + len(self._links) + (0 if self.pool is None else len(self.pool))
+        lost_s = [*self._out_of_reach_s, *(() if self.pool is None else self.pool.out_of_reach_s)]
         return reached, reached + sum(at_s > time.monotonic() - _ENDED_AFTER_S for at_s in lost_s)
 
     def silent(self, has_stepped: bool) -> list[int]:
@@ -279,8 +279,8 @@ class Peers:
                 link.finish()
             link.close()
         self._links.clear()
-        if self.room is not None:
-            self.room.close(self._last_word)
+        if self.pool is not None:
+            self.pool.close(self._last_word)
 
 
 def ready(link: Channel) -> Channel:

@@ -16,12 +16,12 @@ from typing import Any
 
 from ttprun.agent.cluster.peers import Peers, ready
 from ttprun.agent.cluster.rendezvous import KNOWN, NotMetError, Place, address_for_ranks, listeners_of
-from ttprun.agent.cluster.spare_pool import Listener, Room, keep_alive
+from ttprun.agent.cluster.spare_pool import Listener, SparePool, keep_alive
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
 
 LIMIT_S = 30.0  # all have got the order at once, and have to end their ranks
-_HAND_LIMIT_S = LIMIT_S + 10.0
+_FOLLOWER_LIMIT_S = LIMIT_S + 10.0
 _LOOK_AGAIN_S = 0.2
 
 
@@ -36,7 +36,7 @@ def meet_again(
 
     returns   the connections; address and port of the ranks' store
 
-    Blocks _HAND_LIMIT_S at most. Raises NotMetError if too few came.
+    Blocks _FOLLOWER_LIMIT_S at most. Raises NotMetError if too few came.
     """
     place = replace(place, number=order.node, size=order.size)
     return _lead(order, place, listener, make_store) if order.node == 0 else _follow(order, place)
@@ -70,15 +70,15 @@ def _lead(order: nodes.Regroup, place: Place, listener: Listener, make_store: Ca
         link.send(nodes.Accepted(number, size, master))
         links[number], names[number] = ready(link), hello.address
         hellos.append(replace(hello, node=number))
-    room = Room(listener, place.alike, sees_needed=True)
-    peers = Peers(0, address_for_ranks(place.address), place.ranks, links, names, size, room, master)
+    pool = SparePool(listener, place.alike, sees_needed=True)
+    peers = Peers(0, address_for_ranks(place.address), place.ranks, links, names, size, pool, master)
     peers.listeners = listeners_of(place, hellos)
-    peers.rooms = {0: nodes.Where(**listener.where)} | {hello.node: hello.room for hello in hellos}
+    peers.pools = {0: nodes.Where(**listener.where)} | {hello.node: hello.pool for hello in hellos}
     return peers, master
 
 
 def _follow(order: nodes.Regroup, place: Place) -> tuple[Peers, str]:
-    ends_s, why = time.monotonic() + _HAND_LIMIT_S, "it does not listen"
+    ends_s, why = time.monotonic() + _FOLLOWER_LIMIT_S, "it does not listen"
     while time.monotonic() < ends_s:
         try:
             return _connect(order, place, max(_LOOK_AGAIN_S, ends_s - time.monotonic()))
@@ -92,20 +92,20 @@ def _connect(order: nodes.Regroup, place: Place, limit_s: float) -> tuple[Peers,
     where = order.where
     sock = socket.create_connection((where.address, where.port), timeout=limit_s)
     keep_alive(sock)
-    link, room = Channel(sock, KNOWN), Room(Listener(place.address, KNOWN), place.alike, sees_needed=True)
+    link, pool = Channel(sock, KNOWN), SparePool(Listener(place.address, KNOWN), place.alike, sees_needed=True)
     try:
-        alike, listener, own = dict(place.alike), place.listener or nodes.Where(), nodes.Where(**room.listener.where)
+        alike, listener, own = dict(place.alike), place.listener or nodes.Where(), nodes.Where(**pool.listener.where)
         link.send(nodes.Hello(where.token, order.node, place.address, alike, True, time.time(), listener, own))
         answer: Any = link.receive_with_fds()[0]
     except (OSError, EOFError):
         link.close()
-        room.listener.close()
+        pool.listener.close()
         raise
     if not isinstance(answer, nodes.Accepted):
         link.close()
-        room.listener.close()
+        pool.listener.close()
         raise NotMetError(answer.reason if isinstance(answer, nodes.Rejected) else f"an answer that is none: {answer}")
     names, links = {0: where.address, answer.node: place.address}, {0: ready(link)}
     own_address = address_for_ranks(place.address)
-    peers = Peers(answer.node, own_address, place.ranks, links, names, answer.size, room, answer.master)
+    peers = Peers(answer.node, own_address, place.ranks, links, names, answer.size, pool, answer.master)
     return peers, answer.master

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ttprun.agent.cluster.peers import Peers, ready
-from ttprun.agent.cluster.spare_pool import Listener, Room
+from ttprun.agent.cluster.spare_pool import Listener, SparePool
 from ttprun.errors import ConfigError
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
 
 LIMIT_S = 60.0  # the agents come out of the same rendezvous
-_HAND_LIMIT_S = LIMIT_S + 15.0  # by then the leader has said why not
+_FOLLOWER_LIMIT_S = LIMIT_S + 15.0  # by then the leader has said why not
 _LOOK_AGAIN_S = 0.5
 CLOCK_LIMIT_S = 60.0  # checkpoints and logs of several nodes are put in order by their times
 _LEADER, _OFF = "ttprun/leader", "ttprun/off"
@@ -70,7 +70,7 @@ def meet(store: Any, place: Place) -> Peers:
 
     store   of the rendezvous, whose keys are this group's own
 
-    Blocks _HAND_LIMIT_S at most. Raises ConfigError on all nodes if they do not fit each other, NotMetError if some
+    Blocks _FOLLOWER_LIMIT_S at most. Raises ConfigError on all nodes if they do not fit each other, NotMetError if some
     agent did not come.
     """
     return _lead(store, place) if place.number == 0 else _follow(store, place)
@@ -111,9 +111,10 @@ def _lead(store: Any, place: Place) -> Peers:
         undone.pop_all()
     names = {number: hello.address for number, (_, hello) in found.items()} | {0: place.address}
     links = {number: ready(link) for number, (link, _) in found.items()}
-    own, room = address_for_ranks(place.address), Room(listener, place.alike, sees_needed=place.listener is not None)
-    peers = Peers(place.number, own, place.ranks, links, names, place.size, room, place.master)
-    peers.rooms = {0: nodes.Where(**listener.where)} | {number: hello.room for number, (_, hello) in found.items()}
+    own = address_for_ranks(place.address)
+    pool = SparePool(listener, place.alike, sees_needed=place.listener is not None)
+    peers = Peers(place.number, own, place.ranks, links, names, place.size, pool, place.master)
+    peers.pools = {0: nodes.Where(**listener.where)} | {number: hello.pool for number, (_, hello) in found.items()}
     peers.without_save_dir = sorted(number for number, (_, hello) in found.items() if not hello.shares)
     peers.listeners = listeners_of(place, [hello for _, hello in found.values()])
     return peers
@@ -164,7 +165,7 @@ def _why_unfit(place: Place, others: list[nodes.Hello], ahead_s: Mapping[int, fl
 
 
 def _follow(store: Any, place: Place) -> Peers:
-    ends_s = time.monotonic() + _HAND_LIMIT_S
+    ends_s = time.monotonic() + _FOLLOWER_LIMIT_S
     why = "the agent that leads is not known"
     while time.monotonic() < ends_s:
         why_not, where = "", None
@@ -210,8 +211,8 @@ def _connect(place: Place, where: dict[str, Any], limit_s: float, listener: List
         link.close()
         raise OSError(f"an answer that is none: {answer}")
     names, links = {0: where["address"], place.number: place.address}, {0: ready(link)}
-    room, address = Room(listener, place.alike, place.listener is not None), address_for_ranks(place.address)
-    return Peers(place.number, address, place.ranks, links, names, place.size, room, place.master)
+    pool, address = SparePool(listener, place.alike, place.listener is not None), address_for_ranks(place.address)
+    return Peers(place.number, address, place.ranks, links, names, place.size, pool, place.master)
 
 
 def own_address(named: str | None, endpoint: str) -> str:

@@ -1,4 +1,5 @@
-"""A launcher without slots waits in the room of a group (`spare_pool.py`); if its leader is lost, in the next one's.
+"""A launcher without slots waits in the spare pool of a group (`spare_pool.py`); if its leader is lost, in
+the next one's.
 
 Begin with `wait_for_slots`.
 """
@@ -15,12 +16,12 @@ from typing import Any
 
 from ttprun.agent.cluster.peers import Peers, ready
 from ttprun.agent.cluster.rendezvous import KNOWN, address_for_ranks
-from ttprun.agent.cluster.spare_pool import Listener, Room, keep_alive
+from ttprun.agent.cluster.spare_pool import Listener, SparePool, keep_alive
 from ttprun.errors import ConfigError
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
 
-_ROOM_LIMIT_S = 10.0  # to be let in
+_POOL_LIMIT_S = 10.0  # to be let in
 _SUCCESSION_LIMIT_S = 30.0  # the same by an agent that may not know yet that it leads
 
 
@@ -47,9 +48,9 @@ def wait_for_slots(
     warm_up: WarmUp,
     listener: nodes.Where | None = None,
 ) -> Outcome | None:
-    """Wait in the room of a group until slots become free, or until the group starts again with this node.
+    """Wait in the spare pool of a group until slots become free, or until the group starts again with this node.
 
-    where     the room is, as it was announced
+    where     the spare pool is, as it was announced
     address   of this node
     warm_up   called with what standbys should import and compile
     listener      as in `Place`
@@ -59,17 +60,17 @@ def wait_for_slots(
     Blocks as long as nothing happens; a signal's handler may end it by an exception. Raises ConfigError if this node
     does not fit the others.
     """
-    room = Room(Listener(address, KNOWN), alike)
+    pool = SparePool(Listener(address, KNOWN), alike)
     try:
         shares = bool(where.get("seen")) and os.path.exists(where["seen"])
-        own = nodes.Where(**room.listener.where)
-        hello = nodes.Hello("", -1, address, dict(alike), shares, listener=listener or nodes.Where(), room=own)
-        found = _Waiting(hello, room, warm_up).wait(where)
+        own = nodes.Where(**pool.listener.where)
+        hello = nodes.Hello("", -1, address, dict(alike), shares, listener=listener or nodes.Where(), pool=own)
+        found = _Waiting(hello, pool, warm_up).wait(where)
     except BaseException:
-        room.listener.close()
+        pool.listener.close()
         raise
     if not isinstance(found, Taken):
-        room.listener.close()
+        pool.listener.close()
     return found
 
 
@@ -77,18 +78,18 @@ class _Waiting:
     """A launcher that waits.
 
     hello   what it says where it comes
-    room    of its own, if it leads later
+    pool    of its own, if it leads later
     """
 
-    def __init__(self, hello: nodes.Hello, room: Room, warm_up: WarmUp) -> None:
+    def __init__(self, hello: nodes.Hello, pool: SparePool, warm_up: WarmUp) -> None:
         self._hello = hello
-        self._room = room
+        self._pool = pool
         self._warm_up = warm_up
         self._others: Iterator[nodes.Where] = iter(())  # who may lead next
 
     def wait(self, where: Mapping[str, Any]) -> Outcome | None:
         """As `wait_for_slots`."""
-        limit_s = _ROOM_LIMIT_S
+        limit_s = _POOL_LIMIT_S
         while True:
             with contextlib.suppress(OSError, EOFError):
                 return self._wait_in(where, limit_s)
@@ -98,7 +99,7 @@ class _Waiting:
             where, limit_s = vars(following), _SUCCESSION_LIMIT_S
 
     def _wait_in(self, where: Mapping[str, Any], limit_s: float) -> Outcome:
-        """Wait in one room. Raises OSError or EOFError if its agent is lost."""
+        """Wait in one spare pool. Raises OSError or EOFError if its agent is lost."""
         link = Channel(socket.create_connection((where["address"], where["port"]), timeout=limit_s), KNOWN)
         try:
             keep_alive(link.sock)
@@ -123,15 +124,15 @@ class _Waiting:
                     return message
                 case nodes.Warmth(modules=modules, files=files):
                     self._warm_up(modules, files)
-                case nodes.Rooms(rooms=rooms):
-                    self._others = iter([room for _, room in sorted(rooms.items()) if room.token != token])
+                case nodes.SparePools(pools=pools):
+                    self._others = iter([pool for _, pool in sorted(pools.items()) if pool.token != token])
                 case nodes.RankSlots():
                     slots = message
                 case nodes.Records(rank=rank, part=part):
                     records[rank] = part
         own, links, size = address_for_ranks(self._hello.address), {slots.leader: ready(link)}, slots.size
         peers = Peers(
-            slots.node, own, slots.ranks, links, slots.names, size, self._room, slots.master, leader=slots.leader
+            slots.node, own, slots.ranks, links, slots.names, size, self._pool, slots.master, leader=slots.leader
         )
         peers.has_lost = True
         return Taken(peers, slots.master, records)

@@ -1,7 +1,7 @@
 """Where launchers wait that have no slots in the group: hot spares, and nodes that come back.
 
 The agent that leads listens as long as the group lives, and names the place in the rendezvous store. Who waits is a
-connection and the address of a node; nothing is sent before slots become free. Begin with `Room.watch`.
+connection and the address of a node; nothing is sent before slots become free. Begin with `SparePool.watch`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
 
-_ROOM, _ARRIVALS = "ttprun/room", "ttprun/arrivals"
+_POOL, _ARRIVALS = "ttprun/spare-pool", "ttprun/arrivals"
 _BACKLOG = 1024
 _NEWCOMERS = 16  # that have not said who they are; the oldest gives way to another
 HUNG_UP = (errno.ECONNRESET, errno.EPIPE)  # the other end's kernel has said so: its process has ended, or wants no more
@@ -120,18 +120,18 @@ class Waiting:
     address   of its node
     listener      where its agent would listen if it led the next group
     since_s   when it came
-    room      where its agent listens if the one that leads is lost
+    pool      where its agent listens if the one that leads is lost
     """
 
     link: Channel
     address: str
     listener: nodes.Where
     since_s: float
-    room: nodes.Where
+    pool: nodes.Where
 
 
-class Room:
-    """The room of one group.
+class SparePool:
+    """The spare pool of one group.
 
     listener          which its agents have come through before
     alike         what must be the same on all nodes, by its name for people
@@ -144,7 +144,7 @@ class Room:
         self._sees_needed = sees_needed
         self._alike = dict(alike)
         self._waiting: list[Waiting] = []
-        self._rooms: nodes.Rooms | None = None
+        self._pools: nodes.SparePools | None = None
         self._came: Callable[[str], None] = lambda address: None
         self._selector: selectors.BaseSelector | None = None
         self._warmth: nodes.Warmth | None = None
@@ -182,19 +182,19 @@ class Room:
             link.send(nodes.Rejected(reason, "name one that all nodes share (--save-dir)"))
             link.close()
             return
-        self._waiting.append(Waiting(link, hello.address, hello.listener, time.monotonic(), hello.room))
+        self._waiting.append(Waiting(link, hello.address, hello.listener, time.monotonic(), hello.pool))
         self._selector.register(link.sock, selectors.EVENT_READ, lambda: self._hear(link))
         link.send(nodes.Accepted())
-        for message in (self._warmth, self._rooms):
+        for message in (self._warmth, self._pools):
             if message is not None:
                 link.send(message)
         self._came(hello.address)
 
-    def announce(self, rooms: nodes.Rooms) -> None:
+    def announce(self, pools: nodes.SparePools) -> None:
         """Let all who wait know where to go if this agent is lost; also those who come later."""
-        self._rooms = rooms
+        self._pools = pools
         for one in self._waiting:
-            one.link.send(rooms)
+            one.link.send(pools)
 
     def _hear(self, link: Channel) -> None:
         """Who waits says nothing, so it has gone, or cannot be reached."""
@@ -271,12 +271,12 @@ class RendezvousKeys:
         return number
 
     def announce(self, where: Mapping[str, Any]) -> None:
-        """Name the room of a group that starts."""
-        self._store.set(f"{_ROOM}/{self._run_id}", json.dumps(dict(where)))
+        """Name the spare pool of a group that starts."""
+        self._store.set(f"{_POOL}/{self._run_id}", json.dumps(dict(where)))
 
     def announced(self) -> dict[str, Any] | None:
-        """Where the newest room is, if any was announced."""
-        key = f"{_ROOM}/{self._run_id}"
+        """Where the newest spare pool is, if any was announced."""
+        key = f"{_POOL}/{self._run_id}"
         with contextlib.suppress(Exception):  # torch's stores raise errors of their own
             if self._store.check([key]):
                 where: dict[str, Any] = json.loads(self._store.get(key))

@@ -29,7 +29,7 @@ from ttprun.agent.cluster.dial import Dial
 from ttprun.agent.cluster.follower import Follower
 from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.rendezvous import KNOWN
-from ttprun.agent.cluster.spare_pool import Room
+from ttprun.agent.cluster.spare_pool import SparePool
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.role import Role
@@ -104,7 +104,7 @@ class Succession:
         self._lost[number] = why
         node.log("leader_lost", node=number, reason=why)
         logger.warning("%s, whose agent leads, is lost: %s", peers.name_of(number), why)
-        if not peers.rooms:
+        if not peers.pools:
             reason = (
                 f"the connection to {peers.name_of(number)}, which leads, is lost before it has said who leads next"
             )
@@ -118,7 +118,7 @@ class Succession:
 
     def _probe(self, number: int) -> None:
         """Whether the lost agent has ended for sure: then nobody listens at its listener, though its node answers."""
-        listener = self.node.peers.rooms.get(number)
+        listener = self.node.peers.pools.get(number)
         if listener is None or number in self._ended:
             return
 
@@ -141,11 +141,11 @@ class Succession:
 
     def _follow_next(self) -> None:
         node, peers = self.node, self.node.peers
-        following = min(number for number in {*peers.rooms, peers.node} if number not in self._lost)
+        following = min(number for number in {*peers.pools, peers.node} if number not in self._lost)
         if following == peers.node:
             self._gather()
             return
-        listener = peers.rooms[following]
+        listener = peers.pools[following]
 
         def done(sock: socket.socket | None, code: int) -> None:
             if sock is not None:
@@ -188,7 +188,7 @@ class Succession:
             boundary=slot.lost_boundary if is_lost else 0,
             code=(noted.exit_code or -9) if is_lost else 0,
             reason=noted.cause,
-            ties=noted.ties.value,
+            membership=noted.membership.value,
             unprotected=noted.unprotected,
             hindrance=noted.hindrance,
         )
@@ -197,11 +197,11 @@ class Succession:
 
     def _gather(self) -> None:
         """This agent is the next one: wait for the others."""
-        peers, room = self.node.peers, self.node.peers.room
-        assert room is not None
-        self._expected = {number for number in peers.rooms if number not in self._lost} - {peers.node}
+        peers, pool = self.node.peers, self.node.peers.pool
+        assert pool is not None
+        self._expected = {number for number in peers.pools if number not in self._lost} - {peers.node}
         self._gathers = Patience(_GATHER_S)
-        room.listener.open(self.node.selector, self._came)
+        pool.listener.open(self.node.selector, self._came)
         self.look()
 
     def _came(self, link: Channel, hello: nodes.Hello) -> None:
@@ -257,7 +257,7 @@ class Succession:
     def _reach(self) -> tuple[int, int]:
         """(agents that have come to this one, and itself; all that may still live)."""
         peers = self.node.peers
-        return 1 + len(self._heirs) + len(self._early), len(peers.rooms) + peers.waiting - len(self._ended)
+        return 1 + len(self._heirs) + len(self._early), len(peers.pools) + peers.waiting - len(self._ended)
 
     def _give_up(self, reached: int, known: int) -> None:
         """The others may go on without this node; of two halves, the one with the old leader does."""
@@ -290,15 +290,15 @@ class Succession:
         peers.lead({number: heir.link for number, heir in heirs.items()})
         node.move_master(master)
         peers.to_all(nodes.Master(master))
-        node.log("leads", node=peers.node, generation=generation, hands=sorted(heirs))
+        node.log("leads", node=peers.node, generation=generation, followers=sorted(heirs))
         logger.warning("%s leads from now on", peers.name_of(peers.node))
         node.role = self.leading
         if known is not None:
             self.leader.reports.checkpoints.why_never = known.why_no_checkpoints
         node.watch_peers()
         self._on_lead()
-        assert peers.room is not None
-        self._let_in(peers.room)
+        assert peers.pool is not None
+        self._let_in(peers.pool)
         for number, why in sorted(self._lost.items()):
             self.leader.lose(number, why)
         for number in sorted(self._expected - heirs.keys()):
@@ -311,10 +311,10 @@ class Succession:
                 self.leader.take(number, message)
         self.leader.share()
 
-    def _let_in(self, room: Room) -> None:
+    def _let_in(self, pool: SparePool) -> None:
         early, self._early = self._early, []
         for link, hello in early:
-            room.let_in(link, hello)
+            pool.let_in(link, hello)
 
     def _report_loss(self, one: nodes.Left) -> None:
         self.node.advance(
@@ -350,7 +350,7 @@ def _remaining(slot: RankSlot, left: nodes.Left | None) -> recovery.Remaining:
         pid=left.pid,
         is_finished=left.is_finished,
         is_protected=left.is_protected,
-        ties=Ties(left.ties),
+        ties=Ties(left.membership),
         hindrance=left.hindrance,
     )
 

@@ -99,7 +99,7 @@ class LocalActuator(NodeActuator):
             case nodes.Broadcast(rank=rank, put=put):
                 for slot in node.here:
                     if slot.rank != rank:
-                        slot.send_news(put)
+                        slot.send_if_present(put)
             case nodes.StorePart():
                 self._store_part(order)
             case nodes.GiveRecords(ranks=ranks):

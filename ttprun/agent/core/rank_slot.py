@@ -124,7 +124,7 @@ class RankSlot:
         else:
             self.held = message
 
-    def send_news(self, put: Order) -> None:
+    def send_if_present(self, put: Order) -> None:
         """Send what another rank reports to all, if there is a process that has greeted."""
         if self.is_present:
             self.handler.channel.send(put)

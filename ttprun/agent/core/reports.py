@@ -43,7 +43,7 @@ OF_THIS_NODE = (from_rank.ModulesOfTorch, from_rank.Imported, from_rank.Ready, R
 class Reports:
     """Takes the messages of a node's ranks, and gives each to the part that it is for.
 
-    _news      what each rank has reported to all others in the present generation, by rank
+    _broadcasts      what each rank has reported to all others in the present generation, by rank
     _nan_step  the step in which a NaN was reported last
     """
 
@@ -60,7 +60,7 @@ class Reports:
     snapshots: Snapshots
     standbys: Standbys
     standby_watch: StandbyWatch
-    _news: list[tuple[int, from_rank.Put]] = field(default_factory=list, init=False)
+    _broadcasts: list[tuple[int, from_rank.Put]] = field(default_factory=list, init=False)
     _nan_step: int = field(default=-2, init=False)
 
     def take(self, slot: RankSlot, message: Message) -> None:
@@ -76,8 +76,8 @@ class Reports:
                 pass  # a standby that was needed before it was ready
             case from_rank.ModulesOfTorch(modules=modules, files=files):
                 self.standbys.warm_up(modules, files)
-                if node.peers.room is not None:
-                    node.peers.room.warm_up(nodes.Warmth(modules, files))
+                if node.peers.pool is not None:
+                    node.peers.pool.warm_up(nodes.Warmth(modules, files))
                 self.standby_watch.start()
             case from_rank.Imported():
                 starts = [other.handler.start for other in node.here]
@@ -94,7 +94,7 @@ class Reports:
             case from_rank.Unprotected(reason=reason):
                 self.protection.note_unprotected(slot, reason)
             case from_rank.TrainsAlone() | from_rank.Joined():
-                self.protection.note_ties(slot, message)
+                self.protection.note_membership(slot, message)
             case from_rank.OwnStateKept():
                 self.own_states.note(slot, message)
             case from_rank.StateMirrored():
@@ -190,9 +190,9 @@ class Reports:
         slot.main_thread = message.main_thread
         slot.greet()
         self.comparisons.report_owners(slot)
-        for sender, put in self._news:
+        for sender, put in self._broadcasts:
             if sender != slot.rank:
-                slot.send_news(put)
+                slot.send_if_present(put)
         self.injections.greeted(slot)
 
     def note_script_error(self, slot: RankSlot, message: from_rank.ScriptError) -> None:
@@ -273,7 +273,7 @@ class Reports:
         """Pass on what a rank reports to all others; one that has no process now hears it when it has greeted."""
         slot.reported_in = put.generation
         present = self.node.job.generation
-        self._news = [news for news in [*self._news, (slot.rank, put)] if news[1].generation >= present]
+        self._broadcasts = [one for one in [*self._broadcasts, (slot.rank, put)] if one[1].generation >= present]
         self.actuators.order_all(nodes.Broadcast(slot.rank, put))
 
     def _on_frozen(self, slot: RankSlot, message: from_rank.Frozen) -> None:

@@ -35,7 +35,7 @@ class Protection:
             self._pass_on(slot)
             self._announce(slot, reason)
 
-    def note_ties(self, slot: RankSlot, message: from_rank.TrainsAlone | from_rank.Joined) -> None:
+    def note_membership(self, slot: RankSlot, message: from_rank.TrainsAlone | from_rank.Joined) -> None:
         """A rank trains alone, or with others; one that cannot be repaired may be of a group from now on."""
         is_first = not self._node.job.unprotected_reason
         event = recovery.RankJoined if isinstance(message, from_rank.Joined) else recovery.RankTrainsAlone

@@ -136,16 +136,16 @@ class ReplacingAgent(LocalElasticAgent):
         return Place(number, size, ranks, meeting.address, meeting.alike, master, meeting.save_dir, listener)
 
     def _announce(self, worker_group: WorkerGroup, peers: Peers) -> None:
-        """Name the room of a group that this agent leads."""
+        """Name the spare pool of a group that this agent leads."""
         rendezvous_keys = self._rendezvous_keys(worker_group)
-        if peers.room is not None and not peers.is_follower and rendezvous_keys is not None:
+        if peers.pool is not None and not peers.is_follower and rendezvous_keys is not None:
             try:
-                rendezvous_keys.announce(peers.room.listener.where | {"seen": self.meeting.seen_file})
+                rendezvous_keys.announce(peers.pool.listener.where | {"seen": self.meeting.seen_file})
             except Exception as error:  # torch's stores raise errors of their own
                 logger.warning("no other node can join: the rendezvous store is lost (%s)", error)
 
     def _announce_aside(self, worker_group: WorkerGroup, peers: Peers) -> None:
-        """The agent that led is lost, and this one leads: name its room, if the store lives; that may take long."""
+        """This agent leads instead of a lost one: name its spare pool, if the store lives; that may take long."""
         threading.Thread(target=self._announce, args=(worker_group, peers), name="ttprun-announce", daemon=True).start()
 
     # Another group, on other nodes.

@@ -190,17 +190,17 @@ class Comparisons:
     def look_soon(self, boundary: int) -> None:
         """Replicas have been found to differ: all ranks are asked for a full look at one boundary, a little later."""
         for slot in self._node.slots:
-            slot.send_news(to_rank.LookAt(boundary + LOOK_AHEAD))
+            slot.send_if_present(to_rank.LookAt(boundary + LOOK_AHEAD))
 
     def report_owners(self, slot: RankSlot) -> None:
         """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself, or mirror."""
         if self._mirrors.is_on and (slot.rank,) in self._looks.replicas.groups:
-            slot.send_news(to_rank.KeepMirror())
+            slot.send_if_present(to_rank.KeepMirror())
         if (groups := self._looks.replicas.groups) and all(len(ranks) == 1 for ranks in groups):
-            slot.send_news(to_rank.NoneAlike())
+            slot.send_if_present(to_rank.NoneAlike())
         owners = self._looks.replicas.parted
         if owners:
-            slot.send_news(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))
+            slot.send_if_present(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))
 
     def _cost_of(self, replicas: Replicas) -> str:
         """What the operator must know of ranks that are no replicas of each other."""

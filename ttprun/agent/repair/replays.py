@@ -82,14 +82,14 @@ class Replays(Repairs):
         """Have all ranks connect and issue their journals again."""
         slots = self._node.slots
         journals = {slot.rank: slot.journal for slot in slots if slot.journal}
-        given = [(name, number, rank) for (name, number), rank in givers_of(journals).items()]
+        sources = [(name, number, rank) for (name, number), rank in sources_of(journals).items()]
         for rank in action.ranks:
             expected = expected_of(rank, list(journals.values()))
             resume = to_rank.Resume(
                 action.generation,
                 action.boundary,
                 expected,
-                given,
+                sources,
                 received=received_of(rank, list(journals.values())),
                 settled=settled_of(list(journals.values())),
             )
@@ -111,9 +111,9 @@ def expected_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str,
 
 
 def received_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:
-    """By lane, the digests of the messages to or from `rank` that their receivers have."""
+    """By point-to-point channel, the digests of the messages to or from `rank` that their receivers have."""
     found = (item for journal in journals for item in journal.items())
-    return {lane: group.received for lane, group in found if group.received and rank in group.ranks}
+    return {channel: group.received for channel, group in found if group.received and rank in group.ranks}
 
 
 def settled_of(journals: list[dict[str, GroupJournal]]) -> dict[str, int]:
@@ -125,11 +125,11 @@ def settled_of(journals: list[dict[str, GroupJournal]]) -> dict[str, int]:
     return found
 
 
-def givers_of(journals: dict[int, dict[str, GroupJournal]]) -> dict[tuple[str, int], int]:
+def sources_of(journals: dict[int, dict[str, GroupJournal]]) -> dict[tuple[str, int], int]:
     """(group, number of a collective) -> the lowest of the ranks that have its result and no input any more."""
-    givers: dict[tuple[str, int], int] = {}
+    sources: dict[tuple[str, int], int] = {}
     for rank, journal in sorted(journals.items()):
         for name, group in journal.items():
             for number in group.results:
-                givers.setdefault((name, number), rank)
-    return givers
+                sources.setdefault((name, number), rank)
+    return sources

@@ -100,7 +100,7 @@ class Scheduler:
         self.pause.begin(limit_s, given_up)
 
     def _lose(self, rank: int, kind: int) -> None:
-        """It says that a rank has failed; what is known already is no news."""
+        """It says that a rank has failed; what is known already changes nothing."""
         node = self._node
         if rank not in node.job.survivors:
             return

@@ -102,4 +102,4 @@ def go_live(session: Session, replay: Replay, order: to_rank.Resume) -> None:
 
 def givers_of(order: to_rank.Resume) -> dict[tuple[str, int], int]:
     """The ranks that broadcast results, by the agent's order: see Journal.givers."""
-    return {(name, number): rank for name, number, rank in order.given}
+    return {(name, number): rank for name, number, rank in order.sources}
