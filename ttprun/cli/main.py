@@ -6,6 +6,8 @@ Whatever does not begin with a command's name is `ttprun [options] script.py [sc
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -62,12 +64,30 @@ exit codes: 0 done · 1 the script failed · 2 usage · 93 do not restart · 128
 """
 
 
+ALIKE = "ttprun.alike"  # an error handler of encodings
+_LOOK_ALIKE = {"·": "-", "–": "-", "—": "-", "×": "x", "→": "->", "←": "<-", "…": "...", "≤": "<=", "≥": ">=", "µ": "u"}
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    """Write what looks alike where an encoding lacks a character, else its number."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    shown = (_LOOK_ALIKE.get(one) or one.encode("ascii", "backslashreplace").decode() for one in lacking)
+    return "".join(shown), error.end
+
+
+codecs.register_error(ALIKE, _replace)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code. argv: without the program's name, default sys.argv[1:]."""
     arguments = sys.argv[1:] if argv is None else argv
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by who has started us
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open to our end
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=ALIKE)
     try:
         if COMPLETION_VARIABLE in os.environ:
             return complete(arguments)
