@@ -66,6 +66,7 @@ exit codes: 0 done · 1 the script failed · 2 usage · 93 do not restart · 128
 
 ALIKE = "ttprun.alike"  # an error handler of encodings
 _LOOK_ALIKE = {"·": "-", "–": "-", "—": "-", "×": "x", "→": "->", "←": "<-", "…": "...", "≤": "<=", "≥": ">=", "µ": "u"}
+_LOOK_ALIKE |= zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)
 
 
 def _replace(error: UnicodeError) -> tuple[str, int]:

@@ -147,8 +147,14 @@ class _Checkup:
         if plain.twin.problem or not found:
             return
         again = self._launch_torchrun("torchrun-again", steps, "something differs: under torchrun once more")
-        self._note_by_itself(compare_with_torchrun(again, plain), "two runs under torchrun")
+        self._note_by_itself(compare_with_torchrun(again, plain), "two runs under plain torchrun")
+        if report.problem.startswith(_NOT_COMPARABLE):
+            return
         left = unlike(found, self._by_itself)
+        if left and not undisturbed.twin.exit_code:  # it may differ now and then, and not between those two
+            once_more = self._launch("undisturbed-again", [], "something differs: undisturbed under ttprun once more")
+            self._note_by_itself(compare_with_torchrun(once_more, undisturbed), "two runs under ttprun")
+            left = unlike(left, self._by_itself)
         if left and not report.problem.startswith(_NOT_COMPARABLE):
             report.differences = left
             first = f"{left[0].what} is not as under torchrun, {undisturbed.as_users(left[0].detail)}"
@@ -168,8 +174,8 @@ class _Checkup:
         first = next((one for one in found if one.boundary != AT_END), None)
         if first is not None:
             report.problem = (
-                f"{_NOT_COMPARABLE}: {first.what} differs between {of}, {first.detail}; seed whatever it draws (also "
-                "default_rng(), time, os.urandom)"
+                f"{_NOT_COMPARABLE}, as it is not reproducible by itself: {first.what} differs between {of}, "
+                f"{first.detail}; seed whatever it draws (also default_rng(), time, os.urandom)"
             )
 
     def _kill(self, launches: list[list[Fault]], undisturbed: Trial) -> None:

@@ -192,8 +192,9 @@ def _digest(state: Any) -> str:
 
 
 def seed_what_the_system_seeds(rank: int) -> None:
-    """Python and numpy begin with the system's random numbers, torch does not; a seed of the script's comes later."""
+    """Python, numpy and torch begin with the system's random numbers; a seed of the script's comes later."""
     random.seed(SEED + rank)
+    sys.modules["torch"].manual_seed(SEED + rank)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(SEED + rank)
 
