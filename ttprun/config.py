@@ -291,8 +291,12 @@ def option_name(key: str) -> str:
 def resolve(files: Sequence[Source], environment: Mapping[str, str], options: Mapping[str, object]) -> Config:
     """Merge all sources, the later the stronger: built-in defaults, `files` in order, TTPRUN_* variables, options.
 
-    With `mindio`, MindIO's own variables come after all others. Raises ConfigError, one line, for an unknown key, a
-    wrong type or a value out of range.
+    environment   variables that do not begin with TTPRUN_ are left out
+    options       key of Config, or of torchrun's options (underscores) -> value; a str is read like a variable's
+
+    With `mindio`, MindIO's own variables come after all others.
+
+    Raises ConfigError, one line, for an unknown key, a wrong type or a value out of range.
     """
     merged: dict[str, object] = {}
     launch: dict[str, LaunchValue] = {}

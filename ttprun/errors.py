@@ -25,7 +25,11 @@ def one_line(error: BaseException) -> str:
 
 
 def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
-    """A cure for an unknown word: the known one that looks most like it, or `otherwise`."""
+    """A cure for an unknown word: the known one that looks most like it, or `otherwise`.
+
+    known       in the order of preference, where two look alike
+    otherwise   a sentence
+    """
     close = get_close_matches(word, list(known), n=1)
     return f"did you mean '{close[0]}'?" if close else otherwise
 

@@ -28,7 +28,13 @@ _UNLIMITED = 0xFFFFFFFF
 
 
 def publish(exchange: Exchange, connection: Connection, name: str, rank: int) -> None:
-    """Publish to the other members of a group which of this rank's ports leads to which member."""
+    """Publish to the other members of a group which of this rank's ports leads to which member.
+
+    exchange     by which the others get it, in the connection's generation
+    connection   that has just been made
+    name         of the group; the key is "group <name>/callers <rank>"
+    rank         this rank, global
+    """
     called = {
         sock.getsockname()[1]: peer
         for sock in connection.sockets()

@@ -47,7 +47,12 @@ class Armed:
 
 
 def strike(session: Session, armed: Armed, phase: str) -> None:
-    """Cause a fault now, and report it to the agent. Returns if the process survives."""
+    """Cause a fault now, and report it to the agent. Returns if the process survives.
+
+    session   of this rank
+    armed     disarmed already, so that it strikes once
+    phase     the one in which it strikes, a key of PHASES
+    """
     cause(session.channel, armed, phase, step_of(session, phase), session)
 
 
@@ -57,7 +62,10 @@ def step_of(session: Session, phase: str) -> int:
 
 
 def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Session | None) -> None:
-    """As `strike`; without a session the script has not imported torch yet.
+    """As `strike`, with the step given; for a moment in which the script may not have imported torch yet.
+
+    step      optimizer step, from 0, for the report
+    session   None without torch: only faults that end or stop the process are caused then
 
     A fault that ends or stops the process is reported first; others afterwards, with what was done or why it failed.
     """
@@ -81,7 +89,11 @@ def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Sessio
 
 
 def report(channel: Channel, armed: Armed, phase: str, step: int, detail: str = "") -> None:
-    """Report to the agent that a fault has struck; the clock is the same in all processes of the machine."""
+    """Report to the agent that a fault has struck; the clock is the same in all processes of the machine.
+
+    phase, step   where it strikes, as for `cause`
+    detail        what was done, for the event log; "" if the kind says it all
+    """
     channel.send(from_rank.FaultStruck(armed.number, phase, step, at_s=time.monotonic(), detail=detail))
 
 
@@ -209,7 +221,14 @@ def _kill_worker() -> str:
 
 
 def put_nan(session: Session, armed: Armed, phase: str, op: str, inputs: Any) -> bool:
-    """If these are gradients about to be reduced, make one element NaN; returns whether they were."""
+    """If these are gradients about to be reduced, make one element NaN, and report it.
+
+    armed    of kind "nan"
+    phase    for the report
+    op       the backend's method
+    inputs   its argument that holds this rank's input tensors: a tensor, or nested lists of tensors; changed in place
+    returns  whether they were; False also if the tensors cannot be written (as on another device than the CPU)
+    """
     from ttprun.chaos import broken_data
     from ttprun.rank.comm.process_group import groups_of
 

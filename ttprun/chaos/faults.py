@@ -164,7 +164,13 @@ class Fault:
         return self.step is None and self.phase is None and self.kind in (*SIGNAL_KINDS, *AGENT_KINDS)
 
     def plain(self, kind: str, rank: int | None, step: int | None, phase: str | None, seed: int | None) -> Fault:
-        """One strike of this schedule, with those keys that fit its kind."""
+        """One strike of this schedule, with those keys that fit its kind.
+
+        kind         one of `kinds`
+        rank, step   None: as for Fault
+        phase        a key of PHASES, or None
+        seed         of what is drawn when it strikes; only `flip-bit` draws then
+        """
         alien: dict[str, Any] = {key: None for key, (kinds, _) in _KEYS_OF.items() if kind not in kinds}
         alien |= {"after": None, "every": None, "count": None, "seed": seed if kind == "flip-bit" else None}
         if self.peer == rank:
@@ -231,7 +237,11 @@ def phases_of(kind: str) -> tuple[str, ...]:
 
 
 def check_word(what: str, word: str, table: Iterable[str]) -> None:
-    """Raise ValueError, with a suggestion, unless `word` is in KINDS or PHASES (`what` names which)."""
+    """Raise ValueError, with a suggestion, unless `word` is in `table`.
+
+    what    "fault" or "phase", for the message
+    table   KINDS or PHASES; `inject-fault` adds RANDOM
+    """
     if word not in table:
         raise ValueError(f"there is no {what} '{word}'; {suggestion(word, table, 'use one of ' + ', '.join(table))}")
 

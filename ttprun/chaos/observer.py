@@ -80,7 +80,10 @@ class Observer:
         return strikes.reached_collective(op, inputs)
 
     def connected(self, exchange: Exchange, connection: Connection, group_name: str, rank: int) -> None:
-        """A process group has a new connection."""
+        """A process group has a new connection.
+
+        The arguments, as of `broken_links.publish`, are passed on.
+        """
         strikes.connected(exchange, connection, group_name, rank)
 
     def _note_moment(self, session: Session, moment: str) -> None:

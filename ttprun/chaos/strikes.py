@@ -175,7 +175,10 @@ def phase_of_collective(session: Session, op: str) -> str:
 
 
 def connected(exchange: Exchange, connection: Connection, group_name: str, rank: int) -> None:
-    """A group has a new connection: its members must know which port leads to which rank."""
+    """A group has a new connection: its members must know which port leads to which rank.
+
+    The arguments are as of `broken_links.publish`; `group_name` is its `name`.
+    """
     broken_links.publish(exchange, connection, group_name, rank)
 
 

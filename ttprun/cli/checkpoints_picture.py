@@ -16,7 +16,10 @@ from ttprun.state.unusable import refusals
 
 
 def draw_list(console: Console, checkpoints: Sequence[Checkpoint], latest: str | None) -> RenderableType:
-    """One line a checkpoint, then a sentence for each that cannot be used."""
+    """One line a checkpoint, then a sentence for each that cannot be used.
+
+    latest   name of the checkpoint that was completed last; None: not known
+    """
     table = new_table(console, "checkpoint", "written", "cause", "size", "state", right=("size",))
     table.columns[0].no_wrap = True  # a name that is cut is none; where it is narrow, the time takes two lines
     for one in checkpoints:
@@ -32,7 +35,10 @@ def describe_refusals(one: Checkpoint) -> list[str]:
 
 
 def draw_one(console: Console, one: Checkpoint, latest: str | None) -> RenderableType:
-    """All that is known of one checkpoint."""
+    """All that is known of one checkpoint: its state, its manifest, its files and its models.
+
+    latest   as for `draw_list`
+    """
     parts: list[RenderableType] = [Text.assemble(f"{one.path} · ", _state(one, latest))]
     if one.reason:
         parts.append(Text(one.reason))

@@ -58,7 +58,12 @@ def drill(
 
 
 def run_drill(scenario: Scenario, place: Path, as_json: bool, is_kept: bool) -> int:
-    """Run the drill and report; returns the exit code."""
+    """Run the drill and report; returns the exit code: 0 if it has passed, else 1.
+
+    place     an empty or new folder for both runs
+    as_json   the report as one line of JSON
+    is_kept   the folder stays, so that nobody need be told how to keep it
+    """
     from ttprun.chaos.drill.rehearsal import rehearse
 
     shown = rehearse(scenario, place, lambda text: print(text, file=sys.stderr, flush=True))
@@ -73,7 +78,11 @@ def run_drill(scenario: Scenario, place: Path, as_json: bool, is_kept: bool) -> 
 
 
 def show_plan(scenario: Scenario, place: Path, as_json: bool) -> None:
-    """Print both commands and the faults."""
+    """Print both commands and the faults, and what is compared.
+
+    place     where both runs would be
+    as_json   one line of JSON
+    """
     command = shell_line(command_of(scenario, place / "disturbed"))
     if as_json:
         print(json.dumps({"dry_run": True, "command": command} | scenario.model_dump()))

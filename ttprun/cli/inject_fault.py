@@ -109,7 +109,12 @@ def read_fault(kind: str, values: Mapping[str, object]) -> Fault:
 
 
 def show_strikes(status: RunStatus, fault: Fault, as_json: bool) -> None:
-    """Print what an order would cause if it were given now."""
+    """Print what an order would cause if it were given now: SHOWN_STRIKES at most.
+
+    status    of the run, for its number of ranks and its step
+    fault     the order, a fault or a schedule
+    as_json   one line of JSON instead of a table
+    """
     running_step = max((rank.step or 0 for rank in status.ranks), default=0)
     coming = list(islice(strikes(fault, status.world_size, running_step), SHOWN_STRIKES + 1))
     shown, has_more = coming[:SHOWN_STRIKES], len(coming) > SHOWN_STRIKES

@@ -134,7 +134,14 @@ def run_script(words: list[str]) -> int:
 
 
 def run_command(name: str, command: Callable[..., Any], arguments: list[str]) -> int:
-    """Run a command that typer parses. Raises ConfigError, so that every usage error is one line of the same form."""
+    """Run a command that typer parses; returns its exit code.
+
+    name        for help and messages
+    command     a function with typer's annotations, or a typer app of several commands
+    arguments   what follows the command's name
+
+    Raises ConfigError, so that every usage error is one line of the same form.
+    """
     import typer
 
     if isinstance(command, typer.Typer):

@@ -177,7 +177,10 @@ def launch_arguments(
 
 
 def write_first_status(directory: RunDirectory, config: Config, launch: LaunchConfig) -> None:
-    """Say that the run is starting, so that `ttprun status` knows it while its nodes still look for each other."""
+    """Say that the run is starting, so that `ttprun status` knows it while its nodes still look for each other.
+
+    launch   torch's reading of its options, for nodes, ranks and restarts
+    """
     now = timestamp()
     is_known = launch.min_nodes > 1 or config.elastic
     nodes = launch.min_nodes if is_known else launch.max_nodes  # the others are spares, or join later

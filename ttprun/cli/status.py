@@ -99,7 +99,11 @@ def speeds(directory: RunDirectory, shown: RunStatus) -> list[float]:
 
 
 def print_status(directory: RunDirectory, shown: RunStatus, as_json: bool) -> None:
-    """Print one status, for people or as one line of JSON; at once, also into a pipe."""
+    """Print one status; at once, also into a pipe.
+
+    directory   of the run, for its history of speeds
+    as_json     one line of JSON for programs, instead of a picture for people
+    """
     if as_json:
         print(shown.to_json(), flush=True)
         return

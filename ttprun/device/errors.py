@@ -195,7 +195,11 @@ class Diagnosis:
 
 
 def diagnosis_of(fault: DeviceFault, rung: str = "", is_dated: bool = False) -> Diagnosis:
-    """The answer to a fault, at its own rung unless another is given."""
+    """The answer to a fault.
+
+    rung       where the answer starts; "": the fault's own, in ANSWERS
+    is_dated   as in Diagnosis
+    """
     return Diagnosis(fault, rung or ANSWERS[fault], is_dated)
 
 

@@ -96,7 +96,11 @@ class Merge(Outcome):
     # Three nodes of one place.
 
     def named(self, first: dict[Any, Node], last: dict[Any, Node], mine: dict[Any, Node]) -> dict[Any, Node]:
-        """Variables or attributes; those deleted since the first record are left out."""
+        """Variables or attributes; those deleted since the first record are left out.
+
+        first, last, mine   name -> node, of the same scope in each of the three records
+        returns             the same for the outcome
+        """
         found = {
             name: self.value(first.get(name, MISSING), node, mine.get(name, MISSING)) for name, node in last.items()
         }
@@ -106,7 +110,9 @@ class Merge(Outcome):
         return found
 
     def value(self, first: Node, last: Node, mine: Node) -> Node:
-        """The node to restore at the place of these three; `first` and `mine` may be MISSING.
+        """The node to restore at one place in the script, of which each record has a node.
+
+        first, mine   MISSING if the record has nothing there
 
         Raises CannotRestoreError.
         """

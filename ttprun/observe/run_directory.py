@@ -36,10 +36,13 @@ class RunDirectory:
 
     @classmethod
     def create(cls, run_id: str, path: str | Path | None = None, base: Path = BASE) -> RunDirectory:
-        """Make `path`, or else `base`/`run_id`, with mode 0700 and a new control token, and keep it locked.
+        """Make the directory with mode 0700 and a new control token, and keep it locked as long as this process lives.
+
+        run_id   its name below `base`, if no `path` is given
+        path     `~` stands for the home directory
 
         The directory of a run that has ended is used again: its status and token are replaced, events are appended,
-        logs stay. The lock lasts as long as this process.
+        logs stay.
 
         Raises ConfigError if the directory cannot be written, belongs to a living run, holds somebody's other files, or
         could be written by somebody else: who can change it can ask the agent for anything.

@@ -184,17 +184,29 @@ class Board:
         return self.cells[rank * ROW_FIELDS + field]
 
     def set(self, rank: int, field: int, value: int) -> None:
-        """Write one field, without waking waiters."""
+        """Write one field, without waking waiters.
+
+        rank    local rank: the row
+        field   see `Field`
+        value   signed, 64 bits
+        """
         self.cells[rank * ROW_FIELDS + field] = value
 
     def announce(self, rank: int, field: int, value: int) -> None:
-        """Write one field and wake its waiters."""
+        """Write one field and wake its waiters.
+
+        The arguments are as of `set`.
+        """
         cell = rank * ROW_FIELDS + field
         self.cells[cell] = value
         self._wake(SYS_FUTEX, self._address + cell * 8, FUTEX_WAKE, 1 << 30, None, None, 0)
 
     def wait_for_change(self, rank: int, field: int, seen: int, limit_s: float) -> None:
-        """Sleep until the field no longer holds `seen`, at most `limit_s` seconds; may return early."""
+        """Sleep until the field no longer holds `seen`, at most `limit_s` seconds; may return early.
+
+        rank, field   as for `set`
+        seen          the value that was read before; its low 32 bits are compared
+        """
         cell = rank * ROW_FIELDS + field
         limit = _Timespec(int(limit_s), int((limit_s % 1.0) * 1e9))
         address = self._address + cell * 8

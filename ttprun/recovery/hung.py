@@ -101,7 +101,11 @@ def where_the_job_stands(job: Job) -> int:
 
 
 def lose(job: Job, hung: tuple[RankHung | RankDiverged, ...], is_costly: bool = False) -> Result:
-    """Kill processes that hang, all in one incident, and treat them as lost ranks."""
+    """Kill processes that hang, all in one incident, and treat them as lost ranks.
+
+    hung        at least one; a rank without a process (pid None) is lost too, but there is nothing to kill
+    is_costly   as for `answer_fault`
+    """
     kills = tuple(KillRank(event.rank, event.sentence) for event in hung if event.pid is not None)
     *others, last = hung
     for other in others:
@@ -138,7 +142,10 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
 
 
 def lose_to_device(job: Job, event: ConnectionBroken, member: Member) -> Result:
-    """A rank's device cannot restore its links: the rank gets a new process, which makes new ones."""
+    """A rank's device cannot restore its links: the rank gets a new process, which makes new ones.
+
+    member   the rank that has reported the event
+    """
     lost = RankExited(
         at_s=event.at_s,
         rank=member.rank,

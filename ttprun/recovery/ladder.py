@@ -74,6 +74,9 @@ def drain(job: Job, at_s: float, why: str) -> Result:
     """No repair is possible, but ranks still run: those that do not need the lost ones may finish before the restart.
 
     Ranks that do need them wait in a collective that will never complete, hence the deadline.
+
+    at_s   time of the event, monotonic
+    why    no repair is possible, for the operator
     """
     if not job.survivors:
         return restart_group(job, at_s, why) if job.lost else finish_job(job, at_s)
@@ -156,7 +159,12 @@ def steps_reached(job: Job) -> int:
 
 
 def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
-    """Resuming from a stored state has failed: use the next older one, or the script's top."""
+    """Resuming from a stored state has failed: use the next older one, or the script's top.
+
+    at_s         time of the event, monotonic
+    why          it has failed, for the operator
+    is_refusal   a check has refused the state, and would do so again; False: processes were lost on the way
+    """
     boundary, place = job.rewind_to, job.rewind_place
     job = replace(job, rewind_to=None, rewind_place="")
     if not job.is_resumed:  # why all have gone back is void: only why they could not counts
@@ -191,6 +199,10 @@ def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
 
 def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True) -> Result:
     """Rung "restart": from the state saved now or earlier; otherwise from the top; otherwise the job ends.
+
+    at_s         time of the event, monotonic
+    why          the rungs above do not help, for the operator
+    is_trusted   False: the living ranks' state may be wrong, so it is neither saved nor used
 
     Resuming from a saved state is not counted as a restart, but ends if it brings no progress, or by the limit for
     incidents of one kind. If the script itself resumes from a framework's checkpoint, that is saved first. With

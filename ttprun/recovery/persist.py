@@ -131,14 +131,23 @@ def on_mismatch_to_persist(job: Job, event: MismatchFound) -> Result:
 
 
 def give_up(job: Job, at_s: float, why_not: str) -> Result:
-    """No checkpoint can be written: the job ends, or all resume."""
+    """No checkpoint can be written: the job ends, or all resume.
+
+    at_s      time of the event, monotonic
+    why_not   completes "no checkpoint:"
+    """
     job, notes = keep_nodes(job, why_not)
     job, actions = giving_up(job, why_not, go_on(job, at_s, why_not))
     return job, (*notes, *actions)
 
 
 def giving_up(job: Job, why_not: str, answer: Result) -> Result:
-    """The answer, with the reason for the user who requested the checkpoint; a job that ends reports it at its end."""
+    """Add to an answer the reason for the user who requested the checkpoint; a job that ends reports it at its end.
+
+    job       before the answer
+    why_not   completes "no checkpoint:"
+    answer    returned as it is if the job is ending
+    """
     if job.ending is not None:
         return answer
     after, actions = answer

@@ -39,7 +39,11 @@ def open_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float)
 
 
 def open_resume(job: Job, at_s: float, why: str) -> Job:
-    """A new launch that resumes from a checkpoint: not an incident, unless a rank is lost meanwhile."""
+    """A new launch that resumes from a checkpoint: not an incident, unless a rank is lost meanwhile.
+
+    at_s   time of the event, monotonic
+    why    the incident's reason and cause: from where the run resumes
+    """
     incident = _new_incident(job, at_s, RESUME, why, detect_s=0.0)
     return replace(job, incident=incident, cause=why, is_contradicted=False)
 
@@ -52,7 +56,11 @@ def add_fault(job: Job, fault: str) -> Job:
 
 
 def count_as_incident(job: Job, at_s: float, kind: str) -> Job:
-    """Number the open incident, and count it against the limits."""
+    """Number the open incident, and count it against the limits.
+
+    at_s   time of the event, monotonic; openings more than WINDOW_S before it are forgotten
+    kind   of the fault, on which the limit for incidents of one kind depends
+    """
     recent = (opening for opening in job.openings if opening.at_s > at_s - WINDOW_S)
     openings = (*recent, Opening(at_s=at_s, kind=kind))
     number = job.incident_count + 1
@@ -75,7 +83,12 @@ def _new_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float)
 
 
 def enter(job: Job, phase: Phase, at_s: float, actions: tuple[Action, ...] = (), **incident_changes: Any) -> Result:
-    """Begin a phase; the open incident is recorded, and closed if its outcome is no longer open."""
+    """Begin a phase; the open incident is recorded, and closed if its outcome is no longer open.
+
+    at_s               time of the event, monotonic
+    actions            of the answer, before the order to record the incident
+    incident_changes   fields of the open incident; left out if none is open
+    """
     job = replace(job, phase=phase, phase_since_s=at_s)
     if job.incident is None:
         return job, actions
@@ -87,7 +100,11 @@ def enter(job: Job, phase: Phase, at_s: float, actions: tuple[Action, ...] = (),
 
 
 def deadline_of(job: Job, phase: Phase, extra_s: float = 0.0) -> SetDeadline:
-    """The deadline with which a phase begins."""
+    """The deadline with which a phase begins.
+
+    phase     one that has a deadline (DEADLINE_NAMES)
+    extra_s   added to the limit in the settings
+    """
     name = DEADLINE_NAMES[phase]
     limit_s: float = getattr(job.settings.limits, f"{name}_s")
     return SetDeadline(job.generation, name, limit_s + extra_s)

@@ -207,7 +207,10 @@ def end_transferring(job: Job, at_s: float) -> Result:
 
 
 def why_not_as_sent(job: Job, source: int, to: tuple[int, ...]) -> str:
-    """How the state that a source has sent differs from its frozen state, or from the loaded one; "" if it does not."""
+    """How the state that a source has sent differs from its frozen state, or from the loaded one; "" if it does not.
+
+    to   the ranks that have loaded it
+    """
     member = job.members[source]
     sent = member.sent_digest or "none"
     if member.frozen is not None and not is_as_frozen(job, source):
@@ -244,7 +247,11 @@ def stands_at(job: Job, source: RankFrozen) -> int:
 
 
 def end_loading(job: Job, at_s: float, boundary: int) -> Result:
-    """All have loaded a snapshot: if replicas have equal state, all resume."""
+    """All have loaded a snapshot: if replicas have equal state, all resume.
+
+    at_s       time of the event, monotonic
+    boundary   of the snapshot, from which all resume
+    """
     for ranks in job.alike(job.lost):
         if len({job.members[rank].repaired_digest for rank in ranks}) > 1:
             loaded = ", ".join(f"rank {rank} {job.members[rank].repaired_digest}" for rank in ranks)

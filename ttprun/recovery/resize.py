@@ -111,7 +111,11 @@ def declared_replicas(job: Job, rank: int) -> tuple[ReplicaGroup, ...]:
 
 
 def begin_shrinking(job: Job, at_s: float, why: str) -> Result:
-    """The lost ranks and the rest of their replicas leave; the others freeze, and then connect as a smaller group."""
+    """The lost ranks and the rest of their replicas leave; the others freeze, and then connect as a smaller group.
+
+    at_s   time of the event, monotonic
+    why    for the operator; the ranks that leave are named after it
+    """
     leaving = who_would_leave(job, job.lost)
     newly = tuple(rank for rank in leaving if rank not in job.away)
     kills = tuple(

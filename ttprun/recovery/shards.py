@@ -165,14 +165,23 @@ def plan_repair(
 
 
 def groups_of(groups: Mapping[int, Sequence[ReplicaGroup]], rank: int, world_size: int) -> Sequence[ReplicaGroup]:
-    """What a rank has declared, or else that all ranks hold the same."""
+    """What a rank has declared, or else that all ranks hold the same.
+
+    groups   rank -> the groups that it has declared; a rank without is not in it
+    """
     return groups.get(rank) or (ReplicaGroup(tuple(range(world_size)), world_size),)
 
 
 def plan_dump(
     groups: Mapping[int, Sequence[ReplicaGroup]], living: Sequence[int], world_size: int
 ) -> dict[int, list[tuple[int, tuple[int, ...]]]] | str:
-    """Say who saves what: rank -> [(place of the group among those declared, ranks that save it)]; or why not."""
+    """Say who saves what.
+
+    groups   as for `plan_repair`
+    living   ranks that can save
+    returns  rank -> [(place of the group among those declared, ranks that save it)], or a sentence that says why not: a
+             shard of which no copy is left
+    """
     saves: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
     of_all = {
         (kind, group) for rank in range(world_size) for kind, group in enumerate(groups_of(groups, rank, world_size))

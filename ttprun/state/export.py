@@ -107,7 +107,12 @@ def names_without_wrappers(names: Iterable[str]) -> dict[str, str]:
 
 
 def write_model(tensors: Mapping[str, Tensor], target: Path, form: Format) -> int:
-    """Write a state_dict to `target`, which appears only when it is whole; returns its size in bytes.
+    """Write a state_dict to a file, which appears only when it is whole.
+
+    tensors   of any dtype and shape, on the CPU
+    target    must not exist yet
+    form      "torch": as torch.save writes it, or "safetensors"
+    returns   its size in bytes
 
     Raises ConfigError if it cannot be written, or is there already.
     """

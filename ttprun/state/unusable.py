@@ -29,7 +29,13 @@ logger = logging.getLogger("ttprun")
 
 
 def fingerprint(words: Sequence[str], world_size: int, folders: Sequence[Path]) -> str:
-    """What a note holds for: the command, the number of ranks, the Python files in the user's folders, the versions."""
+    """What a note holds for: the command, the number of ranks, the Python files in the user's folders, the versions.
+
+    words     the script with its arguments, or a module with its own
+    folders   each is searched with its subfolders, up to _MOST_FILES files
+
+    Files that are hidden or installed, or that cannot be read, are left out.
+    """
     versions = [__version__, version("torch"), platform.python_version()]
     digest = xxhash.xxh3_128(json.dumps([list(words), world_size, versions]).encode())
     for folder in folders:

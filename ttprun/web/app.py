@@ -30,7 +30,11 @@ _COME_AGAIN_MS = 2000
 
 
 def build(feed: Feed, token: str | None, is_for_probes: bool = False) -> ASGIApp:
-    """The application, for one run; token and is_for_probes as for `Access`."""
+    """The application that shows one run.
+
+    feed                   what is known of the run; the caller runs its `follow`
+    token, is_for_probes   as for `Access`
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RunCollector(feed))
 

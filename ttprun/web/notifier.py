@@ -102,9 +102,13 @@ class Notifier:
 
 
 def run_command(command: str, given: bytes, limit_s: float) -> int:
-    """Run a command of the shell with that on standard input; returns its exit code.
+    """Run a command of the user's in a shell, with `given` on its standard input; returns its exit code.
 
-    Raises subprocess.TimeoutExpired after `limit_s` seconds; then it and what it has started are killed.
+    command   a line for /bin/sh; its standard output is dropped
+    given     one event: a line of JSON
+
+    Blocks until the command has ended, at most `limit_s` seconds. Raises subprocess.TimeoutExpired after that; then it
+    and what it has started are killed.
     """
     process = subprocess.Popen(
         command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True

@@ -15,6 +15,9 @@ from ttprun.web.notifier import END_LIMIT_S
 def notifying(command: str | None, kinds: Collection[str], run: RunDirectory) -> Iterator[None]:
     """Run a command of the user's for the events of a run that come inside `with`.
 
+    command   a line for the shell; None: nothing is run
+    kinds     of events, as `ttprun.web.kinds` names them; others are left out
+
     At its end waits until the command was run for the last ones, END_LIMIT_S at most. Raises ConfigError if the process
     cannot be started.
     """

@@ -36,7 +36,11 @@ class Server(uvicorn.Server):
 
 
 async def serve(run: RunDirectory, listener: socket.socket, token: str | None, is_for_probes: bool) -> None:
-    """Serve a run until standard input ends."""
+    """Serve a run until standard input ends.
+
+    listener               a bound TCP socket
+    token, is_for_probes   as for `Access`
+    """
     feed = Feed(run)
     config = uvicorn.Config(
         build(feed, token, is_for_probes),

@@ -250,7 +250,12 @@ class CheckpointWriter:
         )
 
     def note_failure(self, boundary: int, cause: str, why_not: str) -> None:
-        """There is no checkpoint, and why."""
+        """There is no checkpoint, and why: for the status, the event log and the console.
+
+        boundary   which it would have held; 0 if that is not known
+        cause      why it was to be taken, as in Manifest
+        why_not    completes "no checkpoint:"
+        """
         self._count += 1
         self.status = CheckpointStatus(
             number=self._count, boundary=boundary, cause=cause, written_at=timestamp(), reason=why_not

@@ -129,7 +129,11 @@ def _say_how(config: Config, launch_config: torch_launcher.LaunchConfig, spares:
 
 
 def why_not_over_nodes(launch_config: torch_launcher.LaunchConfig, is_python: bool, is_elastic: bool) -> str:
-    """Why no rank of a job on several nodes is repaired; "" if they are."""
+    """Why no rank of a job on several nodes is repaired; "" if they are.
+
+    is_python    the ranks run Python: no --no-python
+    is_elastic   --elastic: their number may change
+    """
     if launch_config.min_nodes == 1 and not is_elastic:
         return "with --nnodes 1:N their number is not fixed (--nnodes 2, or 2:3 for a spare)"
     return "" if is_python else "on several nodes the ranks must run Python (not --no-python)"

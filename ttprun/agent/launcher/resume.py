@@ -183,7 +183,12 @@ class Resumption:
         return adapted(stored, paths, self._world_size, what_differs)
 
     def note_unusable(self, place: str, reason: str, is_refused: bool) -> None:
-        """A rank has refused a checkpoint, or ranks were lost on the way to it: see `ttprun.state.unusable`."""
+        """A rank has refused a checkpoint, or ranks were lost on the way to it: see `ttprun.state.unusable`.
+
+        place        path of the checkpoint
+        reason       a sentence
+        is_refused   as for `unusable.note`
+        """
         unusable.note(Path(place), self.fingerprint, reason, is_refused)
 
     @property
@@ -198,7 +203,11 @@ class Resumption:
 
 
 def check_records(stored: Stored, world_size: int, config: Config) -> tuple[str, ...]:
-    """Read the ranks' records as the ranks would read them; returns what they do not hold, a sentence each.
+    """Read the ranks' records as the ranks would read them.
+
+    world_size   of the checkpoint, whose records are all read
+    config       of this launch: limits and what counts as proof
+    returns      what they do not hold, a sentence each
 
     Raises InvalidCheckpointError if a rank would refuse them, as far as they say so.
     """

@@ -141,7 +141,14 @@ class Preloads:
         self._reports, self._plan, self.why_not, self._rounds = {}, None, "", 0
 
     def note(self, local_rank: int, message: Imported, starts: Sequence[dict[str, Any]]) -> None:
-        """A rank has reported after its first step what it has imported; a replacement's report changes nothing."""
+        """A rank has reported after its first step what it has imported; a replacement's report changes nothing.
+
+        local_rank   of the rank
+        message      its report
+        starts       with what each local rank was started: arguments and environment
+
+        When all have reported, it is decided what the copy imports, or why nothing.
+        """
         if self._plan is not None or self.why_not:
             return
         self._reports[local_rank] = message

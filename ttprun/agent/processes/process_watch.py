@@ -58,7 +58,12 @@ class Watch:
     def introduction(
         self, slot: RankSlot, handler: RankHandler, is_replacement: bool
     ) -> tuple[to_rank.Welcome, list[int]]:
-        """The first message to a process of a rank, and the descriptors that come with it."""
+        """The first message to a process of a rank, and the descriptors that come with it.
+
+        slot             of the rank that it becomes
+        handler          of the process; a standby also gets the environment and the outputs of a rank
+        is_replacement   it takes the place of a lost process
+        """
         node = self._node
         config = node.config
         rungs = node.job.settings.rungs

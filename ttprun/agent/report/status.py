@@ -295,7 +295,11 @@ def _protection_of_alone(job: Job) -> str:
 
 
 def write_last_status(run: RunDirectory, exit_code: int, reason: str) -> None:
-    """End the status of a run that had no supervisor."""
+    """End the status of a run that had no supervisor.
+
+    exit_code   of the launcher; 0: the run is done, else it has failed
+    reason      of a failure, a sentence
+    """
     status = read_status(run.status)
     state: RunState = "done" if exit_code == 0 else "failed"
     write_status(run.status, replace(status, state=state, exit_code=exit_code, reason=reason, updated_at=timestamp()))

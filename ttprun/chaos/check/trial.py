@@ -125,7 +125,12 @@ class Trials:
 
 
 def launcher_words(checked: Checked, copy: WorkingCopy, folder: Path, faults: Sequence[Fault]) -> list[str]:
-    """The command of a launch: the user's options, and ours after them, which win."""
+    """The command of a launch: the user's options, and ours after them, which win.
+
+    copy     whose script is run
+    folder   of the trial, for its run directory, checkpoints and logs
+    faults   to be caused in it; empty: none
+    """
     ours = ["--run-dir", str(folder / "run"), "--save-dir", str(folder / "checkpoints"), "--resume", "off"]
     ours += [*_logs(folder), "--allow-faults"]
     for fault in faults:
@@ -134,7 +139,10 @@ def launcher_words(checked: Checked, copy: WorkingCopy, folder: Path, faults: Se
 
 
 def torchrun_words(checked: Checked, copy: WorkingCopy, folder: Path) -> list[str]:
-    """The command of the same launch by torchrun. All is on this machine, so that it finds a free port by itself."""
+    """The command of the same launch by torchrun. All is on this machine, so that it finds a free port by itself.
+
+    copy, folder   as for `launcher_words`
+    """
     options = {name: value for name, value in checked.torchrun.items() if name not in PLACES}
     launcher = [sys.executable, "-m", "torch.distributed.run", *words_of(options), "--standalone"]
     return [*launcher, *_logs(folder), *_command(checked, copy)]

@@ -106,7 +106,11 @@ def essence(reason: str) -> str:
 
 
 def refused(fault: Fault, result: Result, reason: str) -> Row:
-    """A row for a kill that was not tried."""
+    """A row for a kill that was not tried.
+
+    result   "refused" or "not tried"
+    reason   a sentence, from which the row's place and cure are taken
+    """
     return _explained(_new(fault, result, reason))
 
 

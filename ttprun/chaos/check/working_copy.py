@@ -61,7 +61,13 @@ class WorkingCopy:
 
     @classmethod
     def make(cls, source: Path, folder: Path, shared: Collection[str]) -> WorkingCopy:
-        """Copy the folder; what is shared, and folders that nobody trains into, are links to the user's own."""
+        """Copy the folder; what is shared, and folders that nobody trains into, are links to the user's own.
+
+        folder   must not exist yet
+        shared   names in `source` that are linked, not copied
+
+        Raises OSError, shutil.Error.
+        """
         linked = {*shared, *_LINKED}
 
         def leave_out(directory: str, names: list[str]) -> set[str]:

@@ -39,7 +39,10 @@ class Comparison:
 
 
 def compare_twins(scenario: Scenario, disturbed: Twin, undisturbed: Twin) -> list[Comparison]:
-    """Compare all that the scenario names."""
+    """Compare all that the scenario names: its files, and if it says so the output of each rank.
+
+    disturbed, undisturbed   the run with the faults and the one without; both have ended
+    """
     found = [compare_files(name, disturbed.folder, undisturbed.folder) for name in scenario.compare]
     if scenario.compare_output:
         for rank in sorted(disturbed.output.keys() | undisturbed.output.keys()):
@@ -48,7 +51,12 @@ def compare_twins(scenario: Scenario, disturbed: Twin, undisturbed: Twin) -> lis
 
 
 def compare_files(name: str, disturbed: Path, undisturbed: Path, kinds: Kinds = TWINS) -> Comparison:
-    """Compare one file of both twins, or of two other runs that are called so."""
+    """Compare one file of both twins, or of two other runs.
+
+    name                     relative to each run's folder
+    disturbed, undisturbed   these folders
+    kinds                    what both runs are called in a sentence, in this order
+    """
     paths = (disturbed / name, undisturbed / name)
     missing = [kind for kind, path in zip(kinds, paths, strict=True) if not path.is_file()]
     if missing:
@@ -109,7 +117,11 @@ def _feed(digest: Any, value: Any) -> None:
 
 
 def compare_lines(rank: int, disturbed: Iterable[str], undisturbed: Iterable[str], kinds: Kinds = TWINS) -> Comparison:
-    """Compare what one rank printed, line by line."""
+    """Compare what one rank printed, line by line, up to the first line that differs.
+
+    disturbed, undisturbed   its lines in both runs
+    kinds                    what both runs are called in a sentence, in this order
+    """
     what = f"output of rank {rank}"
     number = 0
     for number, (got, expected) in enumerate(zip_longest(disturbed, undisturbed), 1):

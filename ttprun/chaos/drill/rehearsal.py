@@ -73,7 +73,11 @@ def rehearse(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> Re
 
 
 def problems_of(scenario: Scenario, disturbed: Twin, undisturbed: Twin, injections: list[Injection]) -> list[str]:
-    """What has not gone well, apart from differences."""
+    """What has not gone well, apart from differences: a sentence each.
+
+    disturbed, undisturbed   both twins, which have ended
+    injections               the faults of the disturbed one, as paired with its incidents
+    """
     problems = []
     for name, twin in (("undisturbed", undisturbed), ("disturbed", disturbed)):
         if twin.problem:

@@ -103,7 +103,11 @@ def run_launcher(
 
 
 def launcher_words(scenario: Scenario, folder: Path, kind: str) -> list[str]:
-    """The command that runs a twin."""
+    """The command that runs a twin, as a list of words; under ttprun it also writes settings.yaml into `folder`.
+
+    folder   the twin's own, which exists
+    kind     as for `run_twin`
+    """
     words = [sys.executable, "-m", "torch.distributed.run" if kind == "torchrun" else "ttprun"]
     words += words_of(scenario.launch)
     if kind == "torchrun" and not PLACES & scenario.launch.keys():

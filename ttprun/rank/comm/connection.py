@@ -62,12 +62,18 @@ class Exchange:
         self._news = threading.Condition()
 
     def put(self, generation: int, key: str, value: bytes) -> None:
-        """Send a value to all ranks, including this one."""
+        """Send a value to all ranks, including this one.
+
+        key   under which the others wait for it; a later value replaces the first
+        """
         self.deliver(generation, key, value)
         self._channel.send(from_rank.Put(generation, key, value))
 
     def deliver(self, generation: int, key: str, value: bytes) -> None:
-        """Store a value that was received."""
+        """Store a value that the agent has passed on, and wake those that wait for it.
+
+        generation, key, value   as some rank has given them to `put`
+        """
         with self._news:
             self.is_given_up = self.is_given_up or key == _GIVEN_UP
             self._values[generation, key] = value
@@ -90,7 +96,13 @@ class Exchange:
             return (generation, key) in self._values
 
     def get(self, generation: int, key: str, limit_s: float) -> bytes:
-        """Wait for a key. Raises GenerationOverError, GivenUpError, or TimeoutError after `limit_s` seconds."""
+        """Wait until some rank has put a value under this key, at most `limit_s` seconds.
+
+        generation   in which it is put
+
+        Raises TimeoutError after that; GenerationOverError if the generation ends, GivenUpError if some rank makes
+        torch's own groups, before it is there.
+        """
         end = time.monotonic() + limit_s
         with self._news:
             while (generation, key) not in self._values:

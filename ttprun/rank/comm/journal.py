@@ -205,7 +205,10 @@ class Journal:
     def note_agreed(
         self, givers: dict[tuple[str, int], int], received: Mapping[str, Sequence[str]], settled: Mapping[str, int]
     ) -> None:
-        """What all ranks know alike of the operations since the boundary, once a fault is being repaired."""
+        """What all ranks know alike of the operations since the boundary, once a fault is being repaired.
+
+        givers, received, settled   replace the attributes of these names
+        """
         self.givers, self.received, self.settled = givers, received, settled
 
     def note_order(self, entry: Entry) -> None:
@@ -331,6 +334,9 @@ class Journal:
 
     def note_failure(self, entry: Entry, inner: Any, error: Exception) -> None:
         """A future's operation has failed (DDP waits for futures in C++, not in `wait`).
+
+        inner   the backend's work that has failed; an entry that was issued again has another
+        error   of the backend
 
         The future stays pending during a recovery; if none comes within PATIENCE_S, it gets the error.
         """

@@ -32,7 +32,14 @@ class Lanes:
         self._threads: list[threading.Thread] = []
 
     def issue(self, native: Any, op: str, args: tuple[Any, ...]) -> LaneWork:
-        """Issue an operation of torch's process group `native`; returns its work. Raises the backend's error."""
+        """Issue a send or a receive; returns its work, for which a thread of its lane waits.
+
+        native   torch's process group (gloo)
+        op       one of OPERATIONS
+        args     the backend's: ([tensor], peer's rank in the group, tag), without the peer for "recv_anysource"
+
+        Raises the backend's error.
+        """
         work = LaneWork(op, getattr(native, op)(*args), self._limit)
         lane = (op, *args[1:])
         if lane not in self._works:

@@ -84,6 +84,9 @@ class Message(Entry):
 def issue(session: Session, group: Group, op: str, args: tuple[Any, ...]) -> Any:
     """Write a send or a receive to the journal, and issue it; returns its work.
 
+    op     "send", "recv" or "recv_anysource"
+    args   the backend's: ([tensor], peer's rank in the group, tag), without the peer for "recv_anysource"
+
     Raises MismatchError if a replacement sends something else than the lost rank, after reporting it to the agent.
     """
     journal = session[Journal]

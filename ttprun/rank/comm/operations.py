@@ -77,7 +77,11 @@ def with_tensors_replaced(value: Any, replacement: dict[int, torch.Tensor]) -> A
 
 
 def positional(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Arguments in the backend's order; a single tensor stands for a list of one, as in torch's own bindings."""
+    """Arguments in the backend's order; a single tensor stands for a list of one, as in torch's own bindings.
+
+    op             the backend's method
+    args, kwargs   as the method was called
+    """
     full = args + tuple(kwargs.values()) if kwargs else args
     if op in ("allreduce", "broadcast", "reduce") and isinstance(full[0], torch.Tensor):
         if op == "allreduce":

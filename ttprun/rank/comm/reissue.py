@@ -52,8 +52,13 @@ def issue_again(session: Session, entry: Entry) -> Any:
 def call_or_take(session: Session, entry: Entry, args: tuple[Any, ...]) -> Any:
     """Issue an operation with these arguments, or a broadcast from the rank that has its result.
 
+    args      the entry's, or the same with scratch tensors
+    returns   the backend's work
+
     A message that has arrived is not issued at all, nor a collective that all members had completed: a replacement has
     its result in its mirror.
+
+    Raises NotRepairableError if the mirror does not have it, or the backend's error.
     """
     if session[Journal].is_settled(entry):
         if not entry.is_done:

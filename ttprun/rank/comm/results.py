@@ -111,7 +111,13 @@ class Answers:
             left.popleft()
 
     def answer(self, place: str, outputs: list[torch.Tensor], newest_step: int) -> bool:
-        """Fill `outputs` with the newest result of `place` up to step `newest_step`; False if there is none."""
+        """Fill `outputs` with the newest result of a place that is left.
+
+        place         where in the script the collective is called
+        outputs       the call's own, as many and of the same sizes in bytes as the result
+        newest_step   later results are not used
+        returns       False if there is none, or one of other sizes: then nothing is written
+        """
         steps = [step for step, left in self._by_place[place].items() if step <= newest_step and left]
         if not steps:
             return False

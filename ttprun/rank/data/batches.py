@@ -41,7 +41,13 @@ def fingerprints(batch: Any) -> list[bytes]:
 
 
 def note(session: Session, loader: str, batch: Any) -> None:
-    """Note a batch that a DataLoader returns; a replacement compares it with the lost rank's. Raises MismatchError."""
+    """Note a batch that a DataLoader returns; a replacement compares it with the lost rank's.
+
+    loader   by which it is told from other DataLoaders, the same in every rank
+    batch    a list, tuple or dict is noted by its items, all else as one; see `proof.note`
+
+    Raises MismatchError.
+    """
     parts: Any = values_of(batch) if is_a(batch, dict) else batch
     proof.note(session, BATCH, loader, parts if is_a(parts, list | tuple) else [parts])
 

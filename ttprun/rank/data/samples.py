@@ -52,7 +52,11 @@ def share(order: Sequence[int], used: int, rank: int, replicas: int, drops_last:
 
 
 def batches(indices: Iterable[int], size: int, drops_last: bool) -> Iterator[list[int]]:
-    """Batches of `size`; a smaller last one is dropped if `drops_last`."""
+    """Indices of samples, cut into batches.
+
+    size         samples of a batch, at least 1
+    drops_last   a smaller last batch is left out
+    """
     iterator = iter(indices)
     while batch := list(itertools.islice(iterator, size)):
         if len(batch) == size or not drops_last:

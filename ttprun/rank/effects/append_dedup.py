@@ -24,7 +24,13 @@ def key_of(path: str) -> int:
 
 
 def write(session: Session, key: int, data: Any, write_raw: Any) -> int:
-    """Append `data` by `write_raw`, without what the lost rank has appended; returns the bytes written or skipped."""
+    """Append to a file, without what the lost rank has appended.
+
+    key        of its path, as `key_of` makes it
+    data       any object with the buffer protocol, in one piece
+    write_raw  takes a memoryview of bytes, and returns how many it has written
+    returns    bytes written or skipped
+    """
     given = memoryview(data).cast("B")
     skipped = min(_to_skip.get(key, 0), len(given))
     if skipped:

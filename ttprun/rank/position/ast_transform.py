@@ -83,7 +83,14 @@ def _place_of(node: ast.For) -> loops.Place:
 
 
 def compile_followed(source: bytes, filename: str, is_script: bool = False) -> CodeType:
-    """Compile a user's module with its loops followed. Raises SyntaxError as compile() does."""
+    """Compile a user's module with its loops followed.
+
+    source      as in the file
+    filename    that the code and the loops' keys show
+    is_script   the module is the script itself, which is always compiled anew
+
+    Raises SyntaxError as compile() does.
+    """
     followed[filename] = source
     known = _prepared.get(filename)
     if known is not None and known[0] == source and not is_script:

@@ -329,7 +329,13 @@ def enter(key: str) -> Any:
 
 
 def loop(key: str, token: Any, iterable: Iterable[Any]) -> Any:
-    """Called with a loop's EXPR; returns what the `for` runs over."""
+    """Called with a loop's EXPR.
+
+    key        of its site: file:line:column
+    token      what `enter` has returned for it; None: the loop is not followed
+    iterable   the value of EXPR
+    returns    what the `for` runs over
+    """
     if Hooks.is_compiling is not None and Hooks.is_compiling():
         return iterable
     if Hooks.loop is not None:

@@ -46,7 +46,13 @@ _newest: tuple[int, list[list[str | int]]] = (0, [])  # boundary, and the script
 
 
 def note(what: str, cure: str, is_kept: Callable[[], bool], frame: FrameType | None) -> None:
-    """The script makes something, called from this frame."""
+    """The script makes something, which a replay would not make if it skips the iteration.
+
+    what      with its verb: "a process group was made"
+    cure      what the user can do
+    is_kept   called later: whether it still exists
+    frame     that makes it, of the calling thread
+    """
     users = user_frames(frame)
     made = _Made(what, is_kept, frame)
     if not (made.after or made.passes):

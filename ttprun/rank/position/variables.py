@@ -48,7 +48,11 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
 
 
 def set_local(frame: FrameType, name: str, value: object) -> None:
-    """Write a variable of a running frame (module, function or generator)."""
+    """Write a variable of a running frame (module, function or generator).
+
+    frame   of this thread, or of a suspended generator
+    name    one of the frame's code, or of a module's or class body's dictionary
+    """
     if _HAS_PROXIES or not _has_slots(frame):
         frame.f_locals[name] = value
         return

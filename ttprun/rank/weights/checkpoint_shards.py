@@ -107,7 +107,10 @@ def write(path: str, share: int, of: int, frame: FrameType | None, apart: Apart 
 
 
 def copy(memory: Memory, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Share:
-    """Copy one share of this rank's state into shared memory; arguments, result and errors as those of `write`."""
+    """Copy one share of this rank's state into shared memory; arguments, result and errors as those of `write`.
+
+    memory   of the agent; it is extended as needed
+    """
     described, header, tensors = _describe(share, of, frame, apart)
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
     memory.fill(size, chunks(header, tensors))

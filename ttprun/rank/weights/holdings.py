@@ -88,7 +88,13 @@ class Holdings:
     def mark(
         self, stepped: optimizer_registry.Stepped, optimizer: torch.optim.Optimizer | None, boundary: int
     ) -> bytes:
-        """A hash of some bytes of each parameter that may differ between ranks, and of its gradient."""
+        """A hash of some bytes of each parameter that may differ between ranks, and of its gradient.
+
+        stepped     the tensors of all optimizers, at this boundary
+        optimizer   about to make its step, so that its parameters' gradients are hashed too; None: none is
+        boundary    chooses which bytes, and of more than _MOST_SAMPLES parameters which of them
+        returns     8 bytes; b"" if all parameters are reduced over all ranks
+        """
         if stepped is not self._sampled[0]:
             managed = set(map(id, reduced_over_all()))
             self._sampled = stepped, [one for one in stepped.weights if id(one) not in managed]

@@ -126,7 +126,11 @@ class Mirror:
             self._give_up(session, boundary, error)
 
     def complete(self, session: Session, boundary: int, optimizer: torch.optim.Optimizer) -> None:
-        """The step to this boundary is about to begin, and is recorded: keep its gradients, too. Raises nothing."""
+        """The step to this boundary is about to begin, and is recorded: keep its gradients, too. Raises nothing.
+
+        boundary    to which the step leads; the mirror holds the state of the one before
+        optimizer   that makes the step
+        """
         if not self.is_on or self._copying is None:
             return
         try:
@@ -143,7 +147,12 @@ class Mirror:
             self._give_up(session, boundary, error)
 
     def keep_result(self, session: Session, lane: str, number: int, result: torch.Tensor) -> None:
-        """A reduce-scatter of FSDP2 has given this: the other ranks will drop what it was made of. Raises nothing."""
+        """A reduce-scatter of FSDP2 has given this: the other ranks will drop what it was made of. Raises nothing.
+
+        lane     of the journal's entry
+        number   of the entry in its lane, since the boundary
+        result   this rank's part, any dtype, shape and device; copied
+        """
         if not self.is_on:
             return
         try:
@@ -153,7 +162,14 @@ class Mirror:
             self._give_up(session, session.applied, error)
 
     def give_result(self, boundary: int, lane: str, number: int, target: torch.Tensor) -> None:
-        """In a replacement: what a reduce-scatter had given to the lost rank. Raises NotRepairableError."""
+        """In a replacement: what a reduce-scatter had given to the lost rank.
+
+        boundary       at which all ranks stand
+        lane, number   as for `keep_result`
+        target         written; of the same size in bytes as the result
+
+        Raises NotRepairableError.
+        """
         try:
             for parts in self._parts:
                 parts.take(boundary, lane, number, target)

@@ -33,7 +33,15 @@ class ReducedParts:
         self._count = 0  # of this boundary's so far
 
     def keep(self, boundary: int, lane: str, number: int, result: torch.Tensor) -> None:
-        """Copy a result; not again if the lost rank had kept it. Raises OSError, ValueError."""
+        """Copy a result; not again if the lost rank had kept it.
+
+        boundary   after which the operation was issued
+        lane       of the journal's entry
+        number     of the entry in its lane, since the boundary
+        result     any dtype, shape and device
+
+        Raises OSError, ValueError.
+        """
         at, offset = self._next(boundary)
         key = (boundary, _hash_of(lane), number, offset, result.nbytes)
         if self._read(at) == key:
@@ -44,7 +52,13 @@ class ReducedParts:
         self._write(at, key)
 
     def take(self, boundary: int, lane: str, number: int, target: torch.Tensor) -> None:
-        """Fill a tensor with a result of the lost rank. Raises LookupError if it is not there, OSError, ValueError."""
+        """Fill a tensor with a result of the lost rank.
+
+        boundary, lane, number   as for `keep`
+        target                   any dtype, shape and device; of the same size in bytes as the result
+
+        Raises LookupError if it is not there, OSError, ValueError.
+        """
         self._fit(_BEGIN)
         wanted = (boundary, _hash_of(lane), number)
         for at in range(_MOST):

@@ -55,7 +55,12 @@ class Part(NamedTuple):
 
 
 def key_of(optimizer: int, group: int, index: int) -> str:
-    """The key of a parameter, the same in all ranks: numbers of its optimizer and group, and its index there."""
+    """The key of a parameter, the same in all ranks.
+
+    optimizer   number of its optimizer in `optimizer_registry.optimizers()`
+    group       number of its parameter group there
+    index       in this group
+    """
     return f"optimizer.{optimizer}/{group}.{index}"
 
 

@@ -67,7 +67,9 @@ class Snapshots:
     def agree(self, channel: Channel, boundary: int, is_open: bool) -> None:
         """The first rank, before the record of `boundary` is announced: decide whether a snapshot is taken there.
 
-        Without memory for all ranks' parts it is not taken, which is reported. At an open boundary it is postponed.
+        is_open   no run could resume from this boundary: it is postponed, at most MOST_PUT_OFF times
+
+        Without memory for all ranks' parts it is not taken, which is reported.
         """
         asked = self._board.cells[_ASKED]
         if asked == self._seen or (self._every and not self._put_off and boundary % self._every):
@@ -106,7 +108,10 @@ class Snapshots:
         return self._board.cells[_TAKEN_AT] == boundary
 
     def take(self, session: Session, boundary: int, frame: FrameType) -> None:
-        """Copy this rank's part of the boundary that it has just reached, and report to the agent. Raises nothing."""
+        """Copy this rank's part of the boundary that it has just reached, and report to the agent. Raises nothing.
+
+        frame   innermost of the main thread's: its variables name the models
+        """
         started_s = time.monotonic()
         number = self._board.get(LEADER, Field.SNAPSHOT_NUMBER)
         session.touch(Phase.SAVING)

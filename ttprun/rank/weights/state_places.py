@@ -83,10 +83,16 @@ class Values(Protocol):
     address: str
 
     def put(self, generation: int, key: str, value: bytes) -> None:
-        """Send a value to all."""
+        """Send a value to all.
+
+        The arguments are as of `ttprun.rank.comm.connection.Exchange.put`.
+        """
 
     def get(self, generation: int, key: str, limit_s: float) -> bytes:
-        """Wait for a value."""
+        """Wait for a value.
+
+        The arguments are as of `ttprun.rank.comm.connection.Exchange.get`.
+        """
 
 
 class OverNodes:

@@ -27,7 +27,13 @@ def tft_init_controller(
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
-    """Listen. Nothing listens: ranks and agent talk on a line of their own. Raises ValueError for a wrong address."""
+    """Listen: nothing does, since ranks and agent have a connection of their own.
+
+    bind_ip, port          checked, and not used
+    enable_tls, tls_info   not used
+
+    Raises ValueError for a wrong port, for what is no IP address, and for one of all interfaces (0.0.0.0).
+    """
     check_port("tft_start_controller", port)
     if ipaddress.ip_address(bind_ip).is_unspecified:
         raise ValueError(f"tft_start_controller: {bind_ip} is no address of one machine")

@@ -51,7 +51,12 @@ def tft_init_processor(
 
 
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
-    """Connect to the controller. The line to the agent is open already. Raises ValueError for a wrong port."""
+    """Connect to the controller: nothing is done, since the connection to the agent is open already.
+
+    port   checked, and not used; nor are `master_ip` and `local_ip`
+
+    Raises ValueError for a wrong port.
+    """
     check_port("tft_start_processor", port)
     this_rank()
 
@@ -153,7 +158,11 @@ def tft_set_update_end_time(end_time: int | None = None) -> None:
 
 
 def tft_can_do_uce_repair(hbm_error_time: int, start_time: int | None = None, end_time: int | None = None) -> bool:
-    """Whether memory that failed at that time can be repaired."""
+    """Whether memory that failed at that time can be repaired: no kept state can be corrupted.
+
+    hbm_error_time         microseconds, by the clock of the device's error message
+    start_time, end_time   of the newest optimizer step, likewise; None: as this process has noted them
+    """
     return this_rank()[1].times.can_repair(hbm_error_time, start_time, end_time)
 
 
