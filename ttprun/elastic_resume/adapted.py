@@ -32,7 +32,8 @@ from ttprun.rank.effects import files
 from ttprun.rank.position import loops
 from ttprun.rank.records.record import Record
 from ttprun.rank.records.recorder import Recorder
-from ttprun.rank.replay.replay import Replay, difference_of_place
+from ttprun.rank.replay.replay import Replay
+from ttprun.rank.replay.standing import difference_of_place
 from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
 from ttprun.rank.values import CannotRestoreError, Tree, pack
@@ -85,7 +86,7 @@ class Adapted(Replay):
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """The first step begins with the first call of a model that trains: record the variables after the setup."""
-        is_in_loop = bool(self._loops_used) or not any(self._target["loops"])
+        is_in_loop = bool(self._jumps.loops_used) or not any(self._target["loops"])
         if not is_in_loop or not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
             return
         self._forward.remove()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -32,12 +31,14 @@ from ttprun.rank.data import loaders
 from ttprun.rank.effects import files, origins
 from ttprun.rank.effects.output import Diverted
 from ttprun.rank.position import loops, placeholders
-from ttprun.rank.position.frames import place, user_frames
+from ttprun.rank.position.frames import user_frames
 from ttprun.rank.process import random_state
 from ttprun.rank.records import replayable
 from ttprun.rank.records.record import Record
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay import loss_scaling
+from ttprun.rank.replay.jumps import Jumps
+from ttprun.rank.replay.standing import difference_of_batches, difference_of_optimizers, difference_of_place
 from ttprun.rank.session import Session
 from ttprun.rank.values import CannotRestoreError, Restore, restore_loop, room_to_walk
 from ttprun.rank.weights import gradients, mirror, optimizer_registry
@@ -50,15 +51,7 @@ if TYPE_CHECKING:
     from ttprun.rank.comm.entry import Entry
 
 STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may take before it reaches the place where it begins
-_MOST_SKIPS = 100_000  # of one loop: a `while` loop around it may count by itself
-
-
 _MOST_DOUBTS = 5  # that are named
-_EARLY: dict[str, Any] = {}  # a loop inside one that has not come to the lost rank's position: it runs as in a run
-
-
-class _Skip:
-    """Token of a loop that had ended in the lost rank, and would only train again."""
 
 
 class Replay(Mode):
@@ -100,6 +93,7 @@ class Replay(Mode):
         self._began_s = time.monotonic()
         self._target = target
         self._before = before
+        self._jumps = Jumps(target if before is None else before, self.jump, self.refuse)
         self._answers = answers
         self._passed = 0  # newest boundary that the replay has reached
         self._has_arrived = self._before is None
@@ -107,11 +101,6 @@ class Replay(Mode):
         self._steps_passed = 0
         self._steps_left_out = 0  # by a GradScaler
         self.difference = ""
-        self._sites_to_watch = sites_of(before) if before is not None else frozenset()
-        self._entered: Counter[str] = Counter()  # other loops
-        self._loops_used: set[int] = set()
-        self._iterators_used: set[int] = set()
-        self._skipped: dict[Any, int] = {}  # by loop, how often it was skipped
         self._output = Diverted(session)
         self._equal: list[str] = []  # what was equal to the lost rank's
         self._not_proved: list[str] = []
@@ -128,81 +117,14 @@ class Replay(Mode):
     def begin(self) -> None:
         """Take over the loops' hooks; the script may start."""
         if self._before is not None:
-            loops.take_over(self._enter, self._loop)
-
-    # Loops and iterators, up to the place where the replay begins.
+            loops.take_over(self._enter, self._jumps.loop)
 
     def _enter(self, site: loops.Site, frame: FrameType) -> Any:
-        if site.key not in self._sites_to_watch:
-            # Those of a long set-up, mostly: as in a run, they are not followed for ever.
-            self._entered[site.key] += 1
-            return random_state.capture() if self._entered[site.key] <= loops.TRIALS else None
-        recorded = self._loop_to_jump(site, frame)
-        if recorded is None:
-            assert self._before is not None
-            return self._skip(site) if site.key in self._before["has_steps"] else random_state.capture()
-        if recorded is _EARLY:
-            return random_state.capture()
-        if recorded["began_with"] is not None:
-            random_state.restore(recorded["began_with"])
-        return recorded
-
-    def _skip(self, site: loops.Site) -> type[_Skip]:
-        """Skip a training loop that the lost rank had finished; refuses if the script never gets past it."""
-        self._skipped[site.key] = self._skipped.get(site.key, 0) + 1
-        if self._skipped[site.key] > _MOST_SKIPS:
-            self.refuse(
-                f"the replay does not get past the loop at {site.key}, which the lost rank had finished: a `while` "
-                "loop around it depends on its steps; write that one as a `for` loop"
-            )
-        return _Skip
-
-    def _loop_to_jump(self, site: loops.Site, frame: FrameType) -> dict[str, Any] | None:
-        assert self._before is not None
-        frames = user_frames(frame)
-        depth = len(frames) - 1
-        recorded_place = self._before["place"]
-        here = place(frames)
-        candidates: list[dict[str, Any]] = []
-        if (
-            depth < len(recorded_place)
-            and here[:depth] == recorded_place[:depth]
-            and here[depth][:2] == recorded_place[depth][:2]
-        ):
-            candidates += self._before["loops"][depth]
-        candidates += self._before["generator_loops"]
-        for at, candidate in enumerate(candidates):
-            if candidate["site"] == site.key and id(candidate) not in self._loops_used:
-                if _are_early(candidates[:at], frames[-1]):
-                    return _EARLY
-                self._loops_used.add(id(candidate))
-                return candidate
-        return None
-
-    def _loop(self, site: loops.Site, token: Any, iterable: Iterable[Any]) -> Any:
-        if token is _Skip:
-            return loops.Loop(site, None, ())
-        if isinstance(token, dict) and "site" in token:
-            assert self._before is not None
-            if token["site"] in self._before["has_steps"]:
-                site.note_step()
-            site.is_outer = token["item_rng"] is not None
-            return self.jump(site, token, iterable)
-        return iterable if token is None else loops.Loop(site, token, iterable)
+        return self._jumps.enter(site, frame)
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
-        """The record of the lost rank's iterator over the loader of this name, None if it had none."""
-        if self._has_arrived or self._before is None:
-            return None
-        left = [(i, it) for i, it in enumerate(self._before["loaders"]) if i not in self._iterators_used]
-        same_name = [(i, it) for i, it in left if it["name"] == name]
-        same_place = [(i, it) for i, it in left if it["name"][0] == name[0]]
-        chosen = same_name[-1:] or (same_place if len(same_place) == 1 else [])
-        for index, iterator in chosen:
-            self._iterators_used.add(index)
-            found: dict[str, Any] = iterator
-            return found
-        return None
+        """As in Mode: up to the place where the replay begins."""
+        return None if self._has_arrived else self._jumps.iterator_to_make(name)
 
     # Collectives.
 
@@ -313,25 +235,18 @@ class Replay(Mode):
         difference = difference_of_place(record, frame, is_before_target=record is not self._target)
         if difference:
             return difference
-        mine, lost = _by_name(loaders.records()), _by_name(record["loaders"])
-        yielded, expected = ([[it["name"], it["yielded"]] for it in known] for known in (mine, lost))
-        if [count for _, count in yielded] != [count for _, count in expected]:
-            return f"its DataLoaders have yielded {yielded}, the lost rank's {expected}"
-        if record is self._target:
-            before = None if self._before is record else self._before
-            used = {tuple(it["name"]): it["yielded"] for it in before["loaders"]} if before else {}
-            if any(
-                here["batch"] != there["batch"] and there["yielded"] != used.get(tuple(there["name"]))
-                for here, there in zip(mine, lost, strict=True)
-            ):
-                return "a DataLoader has yielded another batch than in the lost rank"
-        is_run_again = record is not self._before or record is self._target
+        is_target = record is self._target
+        before = None if self._before is record else self._before
+        difference = difference_of_batches(record, before, is_target)
+        if difference:
+            return difference
+        is_run_again = record is not self._before or is_target
         return replayable.why_other_numbers(record) if is_run_again else ""
 
     def _restore(self, record: Record, frame: FrameType, returned: Any, is_comparing: bool) -> tuple[Restore, Any]:
         """Write a record into the variables; returns the lost rank's closure result, too."""
-        if is_comparing:
-            self._compare_optimizers(record)
+        if is_comparing and (difference := difference_of_optimizers(record)):
+            self.refuse(difference)
         # Variables that hold optimized tensors are recorded by index, which for parameters is the same here.
         is_alike = optimizer_registry.counts_now() == record["stepped"]
         stepped = optimizer_registry.stepped_tensors() if is_alike else list(optimizer_registry.parameters())
@@ -421,19 +336,6 @@ class Replay(Mode):
             )
         self._not_proved.append(f"{difference}; they were set to the lost rank's")
 
-    def _compare_optimizers(self, record: Record) -> None:
-        """Refuses if the optimizers have other parameters than in the lost rank."""
-        found = [parameters for parameters, _ in optimizer_registry.counts_now()]
-        before = [parameters for parameters, _ in record["stepped"]]
-        if len(found) != len(before):
-            self.refuse(f"the script has made {len(found)} optimizers in the replay, {len(before)} before")
-        for index, (here, lost) in enumerate(zip(found, before, strict=True)):
-            if here != lost:
-                self.refuse(
-                    f"optimizer {index} has {lost} parameters in the lost rank and {here} in the replay, which skips "
-                    "earlier steps: add parameters (add_param_group) before the first step"
-                )
-
     def after_step(self) -> None:
         """Post-hook of Optimizer.step: at the boundary, wait for the tensors and go live."""
         if not self._is_at_target:
@@ -491,46 +393,3 @@ class Replay(Mode):
     def refuse(self, reason: str, is_contradiction: bool = True) -> None:
         """Report that this replay has failed. Does not return. `is_contradiction` is as in from_rank.Mismatch."""
         report_mismatch(self.session.channel, self.session.generation, reason, is_contradiction)
-
-
-def difference_of_place(record: Record, frame: FrameType, is_before_target: bool = False) -> str:
-    """How the positions of the code and its loops differ from a record's, "" if they are the same.
-
-    is_before_target   do not compare items of iterators that are about to be restored, such as a counting generator
-    """
-    frames = user_frames(frame)
-    here = place(frames)
-    if here != record["place"]:
-        return f"it is at {_shown(here)}, the lost rank was at {_shown(record['place'])}"
-    for user_frame, recorded in zip(frames, record["loops"], strict=True):
-        active = loops.of_frame(user_frame)
-        positions = [[loop.site.key, loop.position, loop.current] for loop in active]
-        expected = [[loop["site"], loop["position"], loop["current"]] for loop in recorded]
-        if is_before_target and len(active) == len(recorded):
-            for at, loop in enumerate(recorded):
-                if loop["over"] is not None:
-                    expected[at][2] = positions[at][2]
-        if positions != expected:
-            return f"its loops are at {positions}, the lost rank's at {expected}"
-    return ""
-
-
-def sites_of(record: Record) -> frozenset[str]:
-    """The loops that a replay up to this record jumps into or skips: all others it runs as a run does."""
-    active = [*(loop for of_frame in record["loops"] for loop in of_frame), *record["generator_loops"]]
-    return frozenset([*record["has_steps"], *(loop["site"] for loop in active)])
-
-
-def _are_early(recorded: list[dict[str, Any]], frame: FrameType) -> bool:
-    """Whether one of these loops has still to take items, before the one in which the lost rank has first stepped."""
-    active = {loop.site.key: loop.position for loop in loops.of_frame(frame)}
-    return any(one["lead"] > 1 and active.get(one["site"], one["position"]) < one["position"] for one in recorded)
-
-
-def _by_name(iterators: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sorted, independent of the order in which they were made."""
-    return sorted(iterators, key=lambda it: (it["name"], it["yielded"]))
-
-
-def _shown(where: list[list[Any]]) -> str:
-    return " > ".join(f"{function}:{line}" for _, function, line in where) or "(no user code)"

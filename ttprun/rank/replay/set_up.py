@@ -16,7 +16,8 @@ from ttprun.rank.effects import file_answers, files
 from ttprun.rank.position import loops
 from ttprun.rank.records.record import Record
 from ttprun.rank.records.recorder import Recorder
-from ttprun.rank.replay.replay import Replay, sites_of
+from ttprun.rank.replay.jumps import sites_of
+from ttprun.rank.replay.replay import Replay
 from ttprun.rank.session import Session
 
 if TYPE_CHECKING:
@@ -64,14 +65,14 @@ class SetUp(Replay):
         return self._go_on().before_step(frame, returned)
 
     def _enter(self, site: loops.Site, frame: FrameType) -> Any:
-        return self._go_on()._enter(site, frame) if site.key in self._sites_to_watch else super()._enter(site, frame)
+        return self._go_on()._enter(site, frame) if site.key in self._jumps.sites else super()._enter(site, frame)
 
     def end(self, replay: Replay) -> str:
         """The replay that follows is known; returns why it cannot begin with this set-up, "" if it can."""
         before = replay._before
         if before is None:
             return "the replay begins at the first boundary"
-        if self._entered.keys() & sites_of(before):
+        if self._jumps.entered.keys() & sites_of(before):
             return "a loop of the set-up trains by now"
         if self._made & _loaders_of(before):
             return "a loader of the set-up is trained with by now"
