@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ttprun.recovery.event import Event, RankEvent
 
@@ -33,6 +33,17 @@ class RankExited(RankEvent):
     is_script_error: bool = False
     device_fault: str = ""
     reason: str = ""
+
+    @classmethod
+    def ended(cls, exit_code: int, **fields: Any) -> RankExited:
+        """That of a process which has ended with an exit code, or minus the signal that ended it."""
+        has_code = exit_code >= 0
+        return cls(code=exit_code if has_code else None, signal=None if has_code else -exit_code, **fields)
+
+    @property
+    def exit_code(self) -> int:
+        """The process's, or minus the signal that ended it."""
+        return -self.signal if self.signal is not None else self.code or 0
 
     @property
     def is_finish(self) -> bool:

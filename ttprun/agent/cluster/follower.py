@@ -7,7 +7,6 @@ would have to know is noted in the slots (`succession.py`). Begin with `Follower
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from ttprun.agent.cluster import board_rows
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.local_actuator import LocalActuator
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.outcomes import give_up
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.report.status import StatusPublisher
@@ -91,7 +91,7 @@ class Follower:
                 self.forward(node.slots[rank], from_rank.Unprotected(reason))
             case recovery.RankExited(rank=rank, pid=pid):
                 slot, noted = node.slots[rank], self.noted[rank]
-                noted.exit_code = -event.signal if event.signal is not None else event.code or 0
+                noted.exit_code = event.exit_code
                 noted.cause = event.reason
                 ended = nodes.Ended(
                     rank=rank,
@@ -214,9 +214,7 @@ class Follower:
         if node.verdict is not None:
             return
         node.log("node_given_up", reason=reason)
-        failure = Failure(node.here[0].rank, 0, -signal.SIGTERM, reason)
-        node.first_failure.note(failure, is_new_incident=True)
-        node.conclude(Verdict(kind, reason))
+        give_up(node, reason, kind)
 
     def _conclude(self, order: nodes.Concluded) -> None:
         node = self.node

@@ -18,8 +18,8 @@ from ttprun.agent.cluster.membership import NodeMembership
 from ttprun.agent.cluster.spares import Spares
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.outcomes import give_up, note_failure, report_mismatch
 from ttprun.agent.core.reports import Reports
-from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.chaos.faults import parse_fault
 from ttprun.protocol import channel, nodes
@@ -113,7 +113,7 @@ class Leader:
         if not slots:
             return
         failure = Failure(slots[0].rank, 0, -signal.SIGTERM, f"{peers.name_of(number)} is lost: {why}")
-        node.first_failure.note(failure, is_new_incident=node.job.incident is None)
+        note_failure(node, failure)
         node.advance(
             recovery.NodeLost(
                 at_s=time.monotonic(),
@@ -129,9 +129,7 @@ class Leader:
         """Another agent leads: this one's ranks end, and nothing is saved."""
         node = self.node
         node.log("node_given_up", reason=reason)
-        failure = Failure(node.here[0].rank, 0, -signal.SIGTERM, reason)
-        node.first_failure.note(failure, is_new_incident=True)
-        node.conclude(Verdict("fail", reason))
+        give_up(node, reason)
 
     def take(self, number: int, message: nodes.OfFollower | Refused) -> None:
         """A follower has reported something."""
@@ -155,8 +153,7 @@ class Leader:
             case nodes.Ended():
                 self._take_ended(number, message)
             case nodes.Differs(rank=rank, generation=generation, reason=reason):
-                found = recovery.MismatchFound(at_s=time.monotonic(), rank=rank, generation=generation, reason=reason)
-                node.advance(found)
+                report_mismatch(node, rank, generation, reason)
             case nodes.Records(rank=rank, part=part):
                 self.spares.take_records(rank, part)
             case nodes.EndAsked(reason=reason, signal=signal):
@@ -214,13 +211,12 @@ class Leader:
         slot.script_error, slot.device_fault = "", ended.device_fault
         if slot.is_lost:
             failure = Failure(ended.rank, ended.pid, ended.code, ended.reason, ended.traceback)
-            node.first_failure.note(failure, is_new_incident=node.job.incident is None)
-        event = recovery.RankExited(
+            note_failure(node, failure)
+        event = recovery.RankExited.ended(
+            ended.code,
             at_s=time.monotonic(),
             rank=ended.rank,
             pid=ended.pid,
-            code=ended.code if ended.code >= 0 else None,
-            signal=-ended.code if ended.code < 0 else None,
             boundary=ended.boundary if slot.is_finished else self.own_states.reached(slot, ended.boundary),
             is_script_error=ended.is_script_error,
             device_fault=ended.device_fault,

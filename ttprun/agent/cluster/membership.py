@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from ttprun import recovery
 from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
 from ttprun.agent.cluster.discovery import Discovery
-from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.outcomes import give_up
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.errors import ConfigError
@@ -177,9 +177,7 @@ class NodeMembership:
         why_not = plan.why_not or self._why_not_resumed(order, plan)
         if why_not:
             reason = f"{order.reason}; the group cannot start again: {why_not}"
-            failure = Failure(node.here[0].rank, 0, -signal.SIGTERM, reason)
-            node.first_failure.note(failure, is_new_incident=False)
-            node.conclude(Verdict("fail", reason))
+            give_up(node, reason, is_new_incident=False)
             return
         waiting = [peers.pool.waiting[place] for place in plan.join]
         listeners = [*(peers.listeners[number] for number in plan.stay), *(one.listener for one in waiting)]

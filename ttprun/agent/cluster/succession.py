@@ -318,12 +318,11 @@ class Succession:
 
     def _report_loss(self, one: nodes.Left) -> None:
         self.node.advance(
-            recovery.RankExited(
+            recovery.RankExited.ended(
+                one.code,
                 at_s=time.monotonic(),
                 rank=one.rank,
                 pid=one.pid,
-                code=one.code if one.code >= 0 else None,
-                signal=-one.code if one.code < 0 else None,
                 boundary=one.boundary,
                 reason=one.reason,
             )

@@ -20,6 +20,7 @@ from ttprun.agent.checkpoints.checkpoints import NO_RECORD, own_part
 from ttprun.agent.cluster import record_copies
 from ttprun.agent.cluster.actuators import NodeActuator
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.outcomes import report_mismatch
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.agent.processes import life_locks, stacks
@@ -208,11 +209,7 @@ class LocalActuator(NodeActuator):
             elif mirror.is_step:
                 step_from = mirror.path
         if why_not:
-            node.advance(
-                recovery.MismatchFound(
-                    at_s=time.monotonic(), rank=order.rank, generation=order.generation, reason=why_not
-                )
-            )
+            report_mismatch(node, order.rank, order.generation, why_not)
             return
         replay = to_rank.Replay(
             order.generation,

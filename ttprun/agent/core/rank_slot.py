@@ -162,13 +162,11 @@ class RankSlot:
         self.is_finished = code == 0
         self.is_lost = not self.is_finished
         self.note_leavings(board)
-        signal = -code if code < 0 else None
-        return RankExited(
+        return RankExited.ended(
+            code,
             at_s=time.monotonic(),
             rank=self.rank,
             pid=self.pid,
-            code=code if code >= 0 else None,
-            signal=signal,
             boundary=self.lost_boundary,
             is_script_error=not self.device_fault and (bool(self.script_error) or (code > 0 and not self.is_protected)),
             device_fault=self.device_fault,

@@ -17,6 +17,7 @@ from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.outcomes import note_failure
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.agent.health.protection import Protection
@@ -225,7 +226,7 @@ class Reports:
         slot.lost_boundary = self.own_states.reached(slot, slot.lost_boundary)
         self.comparisons.report_owners(slot)
         failure = Failure(slot.rank, slot.pid, 1, message.error, message.detail)
-        node.first_failure.note(failure, is_new_incident=node.job.incident is None)
+        note_failure(node, failure)
         event = recovery.RankFaulted(
             at_s=time.monotonic(),
             rank=slot.rank,

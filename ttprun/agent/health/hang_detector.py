@@ -17,6 +17,7 @@ from dataclasses import asdict
 from ttprun import recovery
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.outcomes import note_failure
 from ttprun.agent.core.rank_slot import Elsewhere, RankSlot
 from ttprun.agent.health import stack_reports
 from ttprun.agent.health.stack_reports import Target
@@ -288,7 +289,7 @@ class HangDetector:
         logger.warning("rank %d hangs (%s): %s%s", observation.rank, reason, action, stack)
         if not is_only_told:
             failure = Failure(observation.rank, observation.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
-            node.first_failure.note(failure, is_new_incident=node.job.incident is None)
+            note_failure(node, failure)
             if recovery.is_alone(node.job, slot.rank) and slot.is_here:
                 slot.kill()  # it must not keep another state while it is decided to which one it goes back
                 life_locks.let_stop(slot.pid)

@@ -18,6 +18,7 @@ from ttprun.agent.cluster import board_rows
 from ttprun.agent.core.exit_causes import Causes
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.outcomes import note_failure
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.unhooked_ranks import Unseen
 from ttprun.agent.processes import life_locks
@@ -215,10 +216,9 @@ class Watch:
                 logger.warning("rank %d: %s", slot.rank, event.reason)
         else:
             slot.kill()  # its DataLoader workers
-            exit_code = -event.signal if event.signal is not None else event.code or 0
             self._unseen.settle()
-            failure = Failure(slot.rank, event.pid, exit_code, event.reason, slot.traceback)
-            node.first_failure.note(failure, is_new_incident=node.job.incident is None)
+            failure = Failure(slot.rank, event.pid, event.exit_code, event.reason, slot.traceback)
+            note_failure(node, failure)
         node.log(
             "rank_exited",
             rank=slot.rank,

@@ -11,12 +11,12 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.outcomes import report_mismatch
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.report.topology import topology_of
@@ -131,9 +131,7 @@ class Comparisons:
         self._mismatch(slot, reason)
 
     def _mismatch(self, slot: RankSlot, reason: str) -> None:
-        job = self._node.job
-        fields: dict[str, Any] = {"at_s": time.monotonic(), "generation": job.generation, "reason": reason}
-        self._node.advance(recovery.MismatchFound(rank=slot.rank, **fields))
+        report_mismatch(self._node, slot.rank, self._node.job.generation, reason)
 
     def _note_replicas(self, replicas: Replicas, boundary: int) -> None:
         """It is known who is a replica of whom: the machine, the ranks and the operator hear what is new."""

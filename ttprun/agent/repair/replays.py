@@ -6,12 +6,11 @@ A replacement runs the script up to the boundary that the survivors hold, and ge
 
 from __future__ import annotations
 
-import time
-
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.outcomes import report_mismatch
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.repairs import Repairs
@@ -40,7 +39,8 @@ class Replays(Repairs):
             slot.send(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.adapt_for(slot.rank)))
             return
         if action.source == action.rank and slot.divergence:
-            self._refuse(action, f"rank {action.rank} has diverged, and its mirror holds the same")
+            reason = f"rank {action.rank} has diverged, and its mirror holds the same"
+            report_mismatch(node, action.rank, action.generation, reason)
             return
         source = action.rank if action.source is None else action.source
         needs_no_peer = slot.divergence or action.source is None
@@ -54,12 +54,6 @@ class Replays(Repairs):
             is_contradicted=node.job.is_contradicted,
         )
         self._actuators.order(action.rank, order)
-
-    def _refuse(self, action: recovery.Replay, reason: str) -> None:
-        event = recovery.MismatchFound(
-            at_s=time.monotonic(), rank=action.rank, generation=action.generation, reason=reason
-        )
-        self._node.advance(event)
 
     def send_state(self, action: recovery.SendState) -> None:
         """Have the source and the replacements pass the state over."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from ttprun import recovery
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.outcomes import report_mismatch
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.repair.comparisons import Comparisons
@@ -93,9 +93,7 @@ class Rewinds:
                 return
 
     def _refuse(self, rank: int, generation: int, error: Exception) -> None:
-        reason = f"its stored state cannot be used: {error}"
-        event = recovery.MismatchFound(at_s=time.monotonic(), rank=rank, generation=generation, reason=reason)
-        self._node.advance(event)
+        report_mismatch(self._node, rank, generation, f"its stored state cannot be used: {error}")
 
     def _stored(self, action: recovery.Rewind) -> Stored | None:
         """What the ranks go back to; None: they begin anew. Raises if it cannot be used."""

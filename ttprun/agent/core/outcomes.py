@@ -1,0 +1,31 @@
+"""What several parts conclude in the same way: a rank has failed, differs, or this node is given up."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from ttprun import recovery
+from ttprun.agent.core.failures import Failure
+from ttprun.agent.core.node import Node
+from ttprun.agent.launcher.verdict import Verdict
+
+
+def note_failure(node: Node, failure: Failure) -> None:
+    """A rank has failed: the root cause of what the group suffers, if nothing has before it."""
+    node.first_failure.note(failure, is_new_incident=node.job.incident is None)
+
+
+def report_mismatch(node: Node, rank: int, generation: int, reason: str) -> None:
+    """A rank is not what it should be: it cannot be repaired in this way."""
+    node.advance(recovery.MismatchFound(at_s=time.monotonic(), rank=rank, generation=generation, reason=reason))
+
+
+def give_up(node: Node, reason: str, kind: str = "fail", is_new_incident: bool = True) -> None:
+    """This node's ranks end, for a reason that lies with none of them.
+
+    kind   of the verdict
+    """
+    failure = Failure(node.here[0].rank, 0, -signal.SIGTERM, reason)
+    node.first_failure.note(failure, is_new_incident)
+    node.conclude(Verdict(kind, reason))
