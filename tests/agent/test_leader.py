@@ -8,13 +8,13 @@ from typing import Any
 from tests.agent.nodes import part
 from ttprun import recovery
 from ttprun.agent.cluster.leader import Leader
-from ttprun.protocol import nodes
+from ttprun.protocol import meeting
 
 
 class FakePool(list[str]):
     """Launchers that wait."""
 
-    def announce(self, pools: nodes.SparePools) -> None: ...
+    def announce(self, pools: meeting.SparePools) -> None: ...
 
 
 class FakePeers:
@@ -22,8 +22,8 @@ class FakePeers:
 
     def __init__(self) -> None:
         self.pool = FakePool(["10.0.0.3"])
-        self.pools = {number: nodes.Where() for number in range(2)}
-        self.listeners: dict[int, nodes.Where] = {}
+        self.pools = {number: meeting.Where() for number in range(2)}
+        self.listeners: dict[int, meeting.Where] = {}
         self.happened: list[Any] = []
 
     def is_connected(self, node: int) -> bool:
@@ -42,6 +42,6 @@ def test_all_know_of_a_launcher_that_waits_before_anybody_can_see_it_in_the_even
     part(Leader, node, reports=reports, spares=SimpleNamespace(fill=lambda: None)).welcome("10.0.0.3")
 
     first, *_, last = peers.happened
-    assert isinstance(first, nodes.SparePools)
+    assert isinstance(first, meeting.SparePools)
     assert first.waiting == 1
     assert last == "node_waits"

@@ -20,7 +20,7 @@ from ttprun.agent.cluster import rendezvous
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.rendezvous import NotMetError, Place, meet, own_address
 from ttprun.errors import ConfigError
-from ttprun.protocol import nodes
+from ttprun.protocol import node_orders, node_reports
 
 LIMIT_S = 10.0
 
@@ -91,11 +91,11 @@ Meet = Callable[..., list[Any]]
 def test_the_agents_of_three_nodes_meet_and_the_first_one_leads(meet_all: Meet) -> None:
     leader, first, second = meet_all(Store(), place(0, 3), place(1, 3), place(2, 3))
 
-    leader.send(2, nodes.Spawn(4, 1))
-    first.to_leader(nodes.Started(2, 77))
+    leader.send(2, node_orders.Spawn(4, 1))
+    first.to_leader(node_reports.Started(2, 77))
 
-    assert heard(second) == [(0, nodes.Spawn(4, 1))]
-    assert heard(leader) == [(1, nodes.Started(2, 77))]
+    assert heard(second) == [(0, node_orders.Spawn(4, 1))]
+    assert heard(leader) == [(1, node_reports.Started(2, 77))]
     assert [peers.is_follower for peers in (leader, first, second)] == [False, True, True]
 
 

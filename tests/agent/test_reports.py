@@ -22,7 +22,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.reports import Reports
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol import from_rank, nodes, to_rank
+from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import KNOWN, Channel
 from ttprun.protocol.codec import decode
@@ -162,9 +162,9 @@ def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, re
     reports.take(node.slots[1], put)
 
     with theirs, ours:
-        (sent,) = Channel(theirs, {"Broadcast": nodes.Broadcast}).read_available()
+        (sent,) = Channel(theirs, {"Broadcast": node_orders.Broadcast}).read_available()
     assert [handler.told for handler in node.handlers] == [[put], [], [put]]
-    assert sent == nodes.Broadcast(1, put)
+    assert sent == node_orders.Broadcast(1, put)
 
 
 def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_has_reported_it(
@@ -173,7 +173,7 @@ def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_
     put = from_rank.Put(0, "port 1", b"4711")
     follower = part(Follower, node, actuator=part(LocalActuator, node))
 
-    follower.take_order(nodes.Broadcast(1, put))
+    follower.take_order(node_orders.Broadcast(1, put))
 
     assert [handler.told for handler in node.handlers] == [[put], [], [put]]
 

@@ -17,7 +17,7 @@ from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.spare_launcher import Taken, wait_for_slots
 from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys, SparePool
 from ttprun.errors import ConfigError
-from ttprun.protocol import nodes
+from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.channel import Channel
 
 ALIKE = {"ttprun": "1.0", "the script": "abc"}
@@ -83,7 +83,7 @@ def test_who_waits_gets_the_slots_of_a_lost_node_with_the_records_of_its_ranks(l
 
     address = lead.peers.slot(1, anybody)
     for rank in (2, 3):
-        lead.peers.send(1, nodes.Records(rank, f"of rank {rank}"))
+        lead.peers.send(1, node_reports.Records(rank, f"of rank {rank}"))
     taken = waiting.result(LIMIT_S)
 
     assert address == "127.0.0.1"
@@ -102,7 +102,7 @@ def test_who_waits_knows_what_the_ranks_have_imported_whether_it_came_before_or_
     assert pool is not None
     waiting = [wait(lead.where)]
     lead.run(lambda: len(lead.came) == 1)
-    pool.warm_up(nodes.Warmth(["torch.optim"], ["model.py"]))
+    pool.warm_up(meeting.Warmth(["torch.optim"], ["model.py"]))
     waiting.append(wait(lead.where))
 
     lead.run(lambda: len(warm) == 2)
@@ -159,27 +159,27 @@ def test_who_waits_hears_how_the_group_has_ended(lead: Lead, wait: Wait) -> None
     waiting = wait(lead.where)
     lead.run(lambda: bool(lead.came))
 
-    lead.peers.conclude(nodes.Concluded("done", "", True, 0))
+    lead.peers.conclude(meeting.Concluded("done", "", True, 0))
     lead.peers.close(lead.selector)
 
-    assert waiting.result(LIMIT_S) == nodes.Concluded("done", "", True, 0)
+    assert waiting.result(LIMIT_S) == meeting.Concluded("done", "", True, 0)
 
 
 def test_who_waits_goes_to_the_next_leader_if_the_one_that_leads_is_lost(lead: Lead, wait: Wait) -> None:
     following = Lead()
-    pools = {0: nodes.Where(**lead.where), 1: nodes.Where(**following.where)}
+    pools = {0: meeting.Where(**lead.where), 1: meeting.Where(**following.where)}
     waiting = wait(lead.where)
     lead.run(lambda: bool(lead.came))
     pool = lead.peers.pool
     assert pool is not None
-    pool.announce(nodes.SparePools(pools, 1))
+    pool.announce(meeting.SparePools(pools, 1))
 
     lead.peers.close(lead.selector)
     following.run(lambda: bool(following.came))
-    following.peers.conclude(nodes.Concluded("done", "", True, 0))
+    following.peers.conclude(meeting.Concluded("done", "", True, 0))
     following.peers.close(following.selector)
 
-    assert waiting.result(LIMIT_S) == nodes.Concluded("done", "", True, 0)
+    assert waiting.result(LIMIT_S) == meeting.Concluded("done", "", True, 0)
 
 
 def test_who_has_come_through_the_listener_and_said_nothing_yet_is_kept_when_another_answers(lead: Lead) -> None:
@@ -189,7 +189,7 @@ def test_who_has_come_through_the_listener_and_said_nothing_yet_is_kept_when_ano
         lead.run(lambda: bool(pool.listener._newcomers))
         pool.watch(lead.selector, lead.came.append)
         link = Channel(sock, rendezvous.KNOWN)
-        link.send(nodes.Hello(lead.where["token"], -1, "10.0.0.3", ALIKE))
+        link.send(meeting.Hello(lead.where["token"], -1, "10.0.0.3", ALIKE))
 
         lead.run(lambda: lead.came == ["10.0.0.3"])
 
@@ -199,12 +199,12 @@ def test_who_has_come_through_the_listener_and_said_nothing_yet_is_kept_when_ano
 def test_a_node_that_was_given_up_is_not_let_in_again_as_one_of_the_group(lead: Lead) -> None:
     with socket.create_connection((lead.where["address"], lead.where["port"])) as sock:
         link = Channel(sock, rendezvous.KNOWN)
-        link.send(nodes.Hello(lead.where["token"], 1, "10.0.0.2", ALIKE))
+        link.send(meeting.Hello(lead.where["token"], 1, "10.0.0.2", ALIKE))
         pool = ThreadPoolExecutor(1)
         answer = pool.submit(link.receive_with_fds)
         lead.run(answer.done)
 
-    assert isinstance(answer.result()[0], nodes.Deposed)
+    assert isinstance(answer.result()[0], meeting.Deposed)
     assert lead.came == []
     pool.shutdown()
 

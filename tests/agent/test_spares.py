@@ -11,7 +11,7 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.spares import Spares
-from ttprun.protocol import nodes
+from ttprun.protocol import node_orders, node_reports
 from ttprun.recovery import SpawnRank
 
 
@@ -81,7 +81,7 @@ def spares(node: FakeNode) -> Spares:
 def test_a_rank_of_a_node_that_is_there_is_spawned_there(node: FakeNode, spares: Spares) -> None:
     spares.spawn(SpawnRank(4, 1))
 
-    assert node.peers.sent == [(2, nodes.Spawn(4, 1))]
+    assert node.peers.sent == [(2, node_orders.Spawn(4, 1))]
 
 
 def test_ranks_of_a_lost_node_are_spawned_on_the_next_that_comes_once_it_has_their_records(
@@ -97,12 +97,12 @@ def test_ranks_of_a_lost_node_are_spawned_on_the_next_that_comes_once_it_has_the
     spares.take_records(3, "three")
 
     assert before == []
-    assert asked == [(2, nodes.GiveRecords([2, 3]))]
+    assert asked == [(2, node_orders.GiveRecords([2, 3]))]
     assert node.peers.sent[1:] == [
-        (1, nodes.Records(2, "two")),
-        (1, nodes.Records(3, "three")),
-        (1, nodes.Spawn(2, 1)),
-        (1, nodes.Spawn(3, 1)),
+        (1, node_reports.Records(2, "two")),
+        (1, node_reports.Records(3, "three")),
+        (1, node_orders.Spawn(2, 1)),
+        (1, node_orders.Spawn(3, 1)),
     ]
     assert node.events == []
 
@@ -121,7 +121,7 @@ def test_a_node_that_was_lost_a_moment_ago_takes_no_slots_before_its_time_is_ove
     spares.look()
 
     assert before == []
-    assert node.peers.sent == [(2, nodes.GiveRecords([2, 3]))]
+    assert node.peers.sent == [(2, node_orders.GiveRecords([2, 3]))]
 
 
 def test_if_nobody_comes_in_time_no_process_can_be_started(node: FakeNode, spares: Spares) -> None:
@@ -141,7 +141,7 @@ def test_without_a_copy_of_its_records_a_rank_is_not_started_elsewhere(node: Fak
     spares.take_records(3, "three")
 
     assert [getattr(event, "rank", None) for event in node.events] == [2]
-    assert not any(isinstance(message, nodes.Spawn) for _, message in node.peers.sent)
+    assert not any(isinstance(message, node_orders.Spawn) for _, message in node.peers.sent)
 
 
 def test_if_the_node_that_keeps_the_copies_is_lost_too_there_are_none(node: FakeNode, spares: Spares) -> None:

@@ -18,7 +18,7 @@ from ttprun.agent.report.status import StatusPublisher, protection_of
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RankStatus, RunStatus, read_status
-from ttprun.protocol import nodes
+from ttprun.protocol import node_orders
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import open_incident
 from ttprun.recovery.replicas import Replicas
@@ -113,7 +113,7 @@ def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_ar
     names = ("10.0.0.1", "10.0.0.2")
     of_leader = RunStatus("other", "healthy", 3, 2, 1, "", "", protection="on", ranks=ranks, nodes=names)
 
-    publisher.take(nodes.Published("status", of_leader.to_json()))
+    publisher.take(node_orders.Published("status", of_leader.to_json()))
     publisher.publish()
 
     shown = read_status(run.status)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ttprun.agent.processes.rank_processes import kill_session
 from ttprun.chaos.faults import AGENT_KINDS, Fault, parse_fault, seconds_of
 from ttprun.chaos.schedule import Strike, strikes
-from ttprun.protocol import from_rank, nodes, to_rank
+from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
 if TYPE_CHECKING:
@@ -208,10 +208,10 @@ class Injections:
         return done
 
     def _strike(self, number: int, fault: Fault, slot: RankSlot, is_reported: bool) -> None:
-        strike = nodes.Strike(slot.rank, slot.pid, number, str(fault), is_reported)
+        strike = node_orders.Strike(slot.rank, slot.pid, number, str(fault), is_reported)
         self._actuators.order(slot.rank, strike)
 
-    def strike_here(self, strike: nodes.Strike) -> None:
+    def strike_here(self, strike: node_orders.Strike) -> None:
         """Have a fault strike this node. A rank that has reported it has stopped itself, or waits."""
         fault, slot = parse_fault(strike.fault), self._node.slots[strike.rank]
         if fault.kind in AGENT_KINDS:

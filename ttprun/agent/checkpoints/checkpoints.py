@@ -23,7 +23,7 @@ from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.stored_states import rank_file
 from ttprun.errors import ConfigError, in_short
-from ttprun.protocol import nodes, to_rank
+from ttprun.protocol import node_orders, node_reports, to_rank
 from ttprun.protocol.snapshots import Dumped, MirroredShare, Share
 from ttprun.rank.weights.checkpoint_shards import file_of
 from ttprun.recovery.replicas import Replicas
@@ -150,9 +150,9 @@ class Checkpoints:
             else:
                 path = str(writing.draft.path(rank_file(slot.rank)))
                 writing.apart.add(slot.rank)
-                self._actuators.on(holder).carry_out(nodes.StorePart(slot.rank, writing.order.boundary, path))
+                self._actuators.on(holder).carry_out(node_orders.StorePart(slot.rank, writing.order.boundary, path))
 
-    def take_part(self, message: nodes.PartStored) -> None:
+    def take_part(self, message: node_reports.PartStored) -> None:
         """The agent of another node has written what is a rank's own, or could not."""
         writing = self._writing
         if writing is None or message.boundary != writing.order.boundary or message.rank not in writing.apart:

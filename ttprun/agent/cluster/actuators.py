@@ -1,6 +1,6 @@
 """Who carries out what the coordinator orders: one actuator a node, in this process or at the end of a connection.
 
-What they can be ordered is `nodes.Order`; what comes of it comes back as an event or a report. Begin with
+What they can be ordered is `node_orders.Order`; what comes of it comes back as an event or a report. Begin with
 `NodeActuator`; the one of this process is `ttprun.agent.core.local_actuator`.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from ttprun.agent.core.node import Node
-from ttprun.protocol import channel, nodes
+from ttprun.protocol import channel, node_orders
 
 
 class NodeActuator(ABC):
     """Carries out orders on one node."""
 
     @abstractmethod
-    def carry_out(self, order: nodes.Order) -> None:
+    def carry_out(self, order: node_orders.Order) -> None:
         """Carry out one order; returns at once."""
 
     @abstractmethod
@@ -35,16 +35,16 @@ class RemoteActuator(NodeActuator):
         self._node = node
         self._number = number
 
-    def carry_out(self, order: nodes.Order) -> None:
+    def carry_out(self, order: node_orders.Order) -> None:
         node = self._node
         node.peers.send(self._number, order)
         match order:
-            case nodes.Kill(rank=rank, reason=reason):
+            case node_orders.Kill(rank=rank, reason=reason):
                 slot = node.slots[rank]
                 node.log("rank_killed", rank=rank, pid=slot.pid, reason=reason, stack="")
                 slot.is_lost, slot.pid = True, 0  # what it still sends is not heard
                 slot.note_leavings(node.board)
-            case nodes.GoBack(ranks=ranks, boundary=boundary):
+            case node_orders.GoBack(ranks=ranks, boundary=boundary):
                 for rank in ranks:
                     node.go_back(node.slots[rank], boundary)
 
@@ -78,11 +78,11 @@ class Actuators:
         """The one of the node on which a rank is."""
         return self._by_node[self._node.peers.node_of(rank)]
 
-    def order(self, rank: int, order: nodes.Order) -> None:
+    def order(self, rank: int, order: node_orders.Order) -> None:
         """Have the node on which a rank is carry it out."""
         self.of(rank).carry_out(order)
 
-    def order_all(self, order: nodes.Order) -> None:
+    def order_all(self, order: node_orders.Order) -> None:
         """Have all nodes carry it out, this one last: the others do it meanwhile."""
         for actuator in sorted(self._by_node, key=lambda one: not isinstance(one, RemoteActuator)):
             actuator.carry_out(order)

@@ -12,26 +12,26 @@ from collections.abc import Iterable
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.hang_detector import state_of
-from ttprun.protocol import nodes
+from ttprun.protocol import node_reports
 from ttprun.protocol.board import AWAITED, SHARED, Field
 
 _TIMES = (Field.SEEN_NS, Field.PULSE_NS)
 
 
-def row_of(node: Node, slot: RankSlot) -> nodes.Row:
+def row_of(node: Node, slot: RankSlot) -> node_reports.Row:
     """How one rank stands."""
     values = [node.board.get(slot.rank, field) for field in SHARED]
     if slot.elsewhere is not None:
-        return nodes.Row(slot.rank, values, slot.elsewhere.state, slot.elsewhere.cpu_s)
+        return node_reports.Row(slot.rank, values, slot.elsewhere.state, slot.elsewhere.cpu_s)
     with contextlib.suppress(OSError, ValueError, IndexError):
         if slot.pid and not slot.is_buried:
-            return nodes.Row(slot.rank, values, *state_of(slot.pid))
-    return nodes.Row(slot.rank, values)
+            return node_reports.Row(slot.rank, values, *state_of(slot.pid))
+    return node_reports.Row(slot.rank, values)
 
 
-def rows_of(node: Node, slots: Iterable[RankSlot], is_awaited: bool = False) -> nodes.Rows:
+def rows_of(node: Node, slots: Iterable[RankSlot], is_awaited: bool = False) -> node_reports.Rows:
     """How these ranks stand now."""
-    return nodes.Rows(time.monotonic_ns(), [row_of(node, slot) for slot in slots], is_awaited)
+    return node_reports.Rows(time.monotonic_ns(), [row_of(node, slot) for slot in slots], is_awaited)
 
 
 def share(node: Node, slots: Iterable[RankSlot], but: int = -1) -> None:
@@ -43,7 +43,7 @@ def share(node: Node, slots: Iterable[RankSlot], but: int = -1) -> None:
         node.peers.to_all(rows_of(node, slots, is_awaited=True), but)
 
 
-def copy_in(node: Node, rows: Iterable[nodes.Row], now_ns: int) -> None:
+def copy_in(node: Node, rows: Iterable[node_reports.Row], now_ns: int) -> None:
     """Write how other nodes' ranks stand to our board, and wake who waits for it.
 
     now_ns   when they were sent, on the sender's clock

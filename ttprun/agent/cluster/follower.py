@@ -21,7 +21,7 @@ from ttprun.agent.core.outcomes import give_up
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.report.status import StatusPublisher
-from ttprun.protocol import channel, from_rank, nodes, to_rank
+from ttprun.protocol import channel, from_rank, meeting, node_orders, node_reports, to_rank
 from ttprun.protocol.codec import Refused, decode, encode
 from ttprun.recovery.members import Ties
 
@@ -58,7 +58,7 @@ class Follower:
     node: Node
     actuator: LocalActuator
     status: StatusPublisher
-    known: nodes.Known | None = field(default=None, init=False)
+    known: node_orders.Known | None = field(default=None, init=False)
     noted: defaultdict[int, Noted] = field(default_factory=lambda: defaultdict(Noted), init=False)
     _next_s: float = field(default=0.0, init=False)
 
@@ -82,18 +82,18 @@ class Follower:
         peers, node = self.node.peers, self.node
         match event:
             case recovery.RankStarted(rank=rank, pid=pid):
-                peers.to_leader(nodes.Started(rank, pid))
+                peers.to_leader(node_reports.Started(rank, pid))
             case recovery.SpawnFailed(rank=rank, reason=reason):
-                peers.to_leader(nodes.NotStarted(rank, reason))
+                peers.to_leader(node_reports.NotStarted(rank, reason))
             case recovery.MismatchFound(rank=rank, generation=generation, reason=reason):
-                peers.to_leader(nodes.Differs(rank, generation, reason))
+                peers.to_leader(node_reports.Differs(rank, generation, reason))
             case recovery.RankUnprotected(rank=rank, reason=reason):
                 self.forward(node.slots[rank], from_rank.Unprotected(reason))
             case recovery.RankExited(rank=rank, pid=pid):
                 slot, noted = node.slots[rank], self.noted[rank]
                 noted.exit_code = event.exit_code
                 noted.cause = event.reason
-                ended = nodes.Ended(
+                ended = node_reports.Ended(
                     rank=rank,
                     pid=pid,
                     code=noted.exit_code,
@@ -107,7 +107,7 @@ class Follower:
                 )
                 peers.to_leader(ended)
             case recovery.StopAsked(reason=reason):
-                peers.to_leader(nodes.EndAsked(reason, node.ended_by))
+                peers.to_leader(node_reports.EndAsked(reason, node.ended_by))
             case _:
                 node.log("not_reported", what=type(event).__name__)
 
@@ -140,43 +140,43 @@ class Follower:
             case from_rank.Frozen(boundary=boundary):
                 hashed = {boundary: self.actuator.fingerprint(slot.rank, boundary)}
         line = encode(message).decode().rstrip("\n")
-        said = nodes.Said(slot.rank, slot.pid, line, time.monotonic_ns(), board_rows.row_of(node, slot), hashed)
+        said = node_reports.Said(slot.rank, slot.pid, line, time.monotonic_ns(), board_rows.row_of(node, slot), hashed)
         node.peers.to_leader(said)
 
     # Orders.
 
-    def take_order(self, order: nodes.OfLeader | Refused) -> None:
+    def take_order(self, order: node_orders.OfLeader | Refused) -> None:
         """The leader has sent something."""
         node = self.node
         match order:
-            case nodes.Rows(now_ns=now_ns, rows=theirs):
+            case node_reports.Rows(now_ns=now_ns, rows=theirs):
                 board_rows.copy_in(node, theirs, now_ns)
-            case nodes.Begin(generation=generation):
+            case node_orders.Begin(generation=generation):
                 self._note_generation(generation)
                 self.actuator.carry_out(order)
-            case nodes.Spawn(rank=rank, generation=generation):
+            case node_orders.Spawn(rank=rank, generation=generation):
                 self._note_generation(generation)
                 self.noted[rank].is_catching_up = True
                 self.actuator.carry_out(order)
-            case nodes.GoBack(generation=generation):
+            case node_orders.GoBack(generation=generation):
                 self._note_generation(generation)
                 if self.actuator.rewinds.open(order):
                     self.actuator.carry_out(order)
-            case nodes.Tell():
+            case node_orders.Tell():
                 self._tell(order)
-            case nodes.Published():
+            case node_orders.Published():
                 self.status.take(order)
-            case nodes.SparePools():
+            case meeting.SparePools():
                 node.peers.note_pools(order)
-            case nodes.Known():
+            case node_orders.Known():
                 self.known = order
-            case nodes.Master(where=where):
+            case meeting.Master(where=where):
                 node.move_master(where)
-            case nodes.Deposed(reason=reason):
+            case meeting.Deposed(reason=reason):
                 self.give_up(f"{node.peers.leaders_name} goes on without this node: {reason}")
-            case nodes.Concluded():
+            case meeting.Concluded():
                 self._conclude(order)
-            case nodes.Regroup():
+            case meeting.Regroup():
                 node.regroup = order
                 node.log("regroup", nodes=order.size, node=order.node, reason=order.reason)
                 node.conclude(Verdict("resize", order.reason))
@@ -184,7 +184,7 @@ class Follower:
                 node.log("message_refused", reason=reason)
                 logger.warning("a message of the agent that leads is ignored: %s", reason)
             case _:
-                if isinstance(order, nodes.Order):
+                if isinstance(order, node_orders.Order):
                     self.actuator.carry_out(order)
                 else:
                     node.log("message_refused", reason=f"{type(order).__name__} is no order")
@@ -192,7 +192,7 @@ class Follower:
     def _note_generation(self, generation: int) -> None:
         self.node.job = replace(self.node.job, generation=generation)
 
-    def _tell(self, order: nodes.Tell) -> None:
+    def _tell(self, order: node_orders.Tell) -> None:
         node = self.node
         slot = node.slots[order.rank]
         if slot.pid != order.pid or not slot.is_present:
@@ -216,7 +216,7 @@ class Follower:
         node.log("node_given_up", reason=reason)
         give_up(node, reason, kind)
 
-    def _conclude(self, order: nodes.Concluded) -> None:
+    def _conclude(self, order: meeting.Concluded) -> None:
         node = self.node
         if node.verdict is not None:
             return

@@ -22,7 +22,7 @@ from ttprun.agent.core.outcomes import give_up, note_failure, report_mismatch
 from ttprun.agent.core.reports import Reports
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.chaos.faults import parse_fault
-from ttprun.protocol import channel, nodes
+from ttprun.protocol import channel, meeting, node_orders, node_reports
 from ttprun.protocol.board import Field
 from ttprun.protocol.codec import Refused, decode
 from ttprun.recovery.replicas import UNKNOWN, Replicas
@@ -53,7 +53,7 @@ class Leader:
         peers, job = self.node.peers, self.node.job
         waiting = 0 if peers.pool is None else len(peers.pool)
         there = {number: pool for number, pool in sorted(peers.pools.items()) if peers.is_connected(number)}
-        pools = nodes.SparePools(there, waiting, dict(peers.listeners))
+        pools = meeting.SparePools(there, waiting, dict(peers.listeners))
         why_never = self.reports.checkpoints.why_never
         now = (pools, job.incident_count, job.restarts, job.unprotected_reason, why_never, job.saved)
         if now == self._shared and job.replicas is self._shared_replicas:
@@ -131,42 +131,42 @@ class Leader:
         node.log("node_given_up", reason=reason)
         give_up(node, reason)
 
-    def take(self, number: int, message: nodes.OfFollower | Refused) -> None:
+    def take(self, number: int, message: node_reports.OfFollower | Refused) -> None:
         """A follower has reported something."""
         node = self.node
         if node.verdict is not None:
             return
         match message:
-            case nodes.Rows(now_ns=now_ns, rows=theirs):
+            case node_reports.Rows(now_ns=now_ns, rows=theirs):
                 board_rows.copy_in(node, theirs, now_ns)
                 if message.is_awaited:
                     board_rows.share(node, [node.slots[row.rank] for row in theirs], but=number)
-            case nodes.Said():
+            case node_reports.Said():
                 self._take_said(message)
-            case nodes.Started(rank=rank, pid=pid):
+            case node_reports.Started(rank=rank, pid=pid):
                 node.slots[rank].begin_process(pid)
                 node.log("rank_started", rank=rank, pid=pid, node=number)
                 node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=rank, pid=pid))
-            case nodes.NotStarted(rank=rank, reason=reason):
+            case node_reports.NotStarted(rank=rank, reason=reason):
                 node.log("spawn_failed", rank=rank, reason=reason, node=number)
                 node.advance(recovery.SpawnFailed(at_s=time.monotonic(), rank=rank, reason=reason))
-            case nodes.Ended():
+            case node_reports.Ended():
                 self._take_ended(number, message)
-            case nodes.Differs(rank=rank, generation=generation, reason=reason):
+            case node_reports.Differs(rank=rank, generation=generation, reason=reason):
                 report_mismatch(node, rank, generation, reason)
-            case nodes.Records(rank=rank, part=part):
+            case node_reports.Records(rank=rank, part=part):
                 self.spares.take_records(rank, part)
-            case nodes.EndAsked(reason=reason, signal=signal):
+            case node_reports.EndAsked(reason=reason, signal=signal):
                 node.ended_by = node.ended_by or signal
                 stop = recovery.StopAsked(at_s=time.monotonic(), reason=reason)
                 self.standing.ask(lambda: node.advance(stop), is_end=True)
-            case nodes.Leaving(reason=reason):
+            case node_reports.Leaving(reason=reason):
                 self.membership.leave(number, reason)
-            case nodes.PartStored():
+            case node_reports.PartStored():
                 self.reports.checkpoints.take_part(message)
-            case nodes.FaultAsked(fault=fault):
+            case node_reports.FaultAsked(fault=fault):
                 self._order(number, fault)
-            case nodes.Deposed(reason=reason):
+            case meeting.Deposed(reason=reason):
                 self.depose(f"{node.peers.name_of(number)} goes on without this node: {reason}")
             case Refused(reason=reason):
                 self._refuse(number, reason)
@@ -187,7 +187,7 @@ class Leader:
         self.node.log("message_refused", node=number, reason=reason)
         logger.warning("a message of %s is ignored: %s", self.node.peers.name_of(number), reason)
 
-    def _take_said(self, said: nodes.Said) -> None:
+    def _take_said(self, said: node_reports.Said) -> None:
         node = self.node
         slot = node.slots[said.rank]
         board_rows.copy_in(node, [said.row], said.now_ns)
@@ -197,7 +197,7 @@ class Leader:
             slot.elsewhere.fingerprints = said.fingerprints
         self.reports.take(slot, decode(said.line.encode(), channel.KNOWN))
 
-    def _take_ended(self, number: int, ended: nodes.Ended) -> None:
+    def _take_ended(self, number: int, ended: node_reports.Ended) -> None:
         """A process has ended."""
         node = self.node
         slot = node.slots[ended.rank]
@@ -227,10 +227,10 @@ class Leader:
         node.advance(event)
 
 
-def known_of(job: recovery.Job, why_no_checkpoints: str) -> nodes.Known:
+def known_of(job: recovery.Job, why_no_checkpoints: str) -> node_orders.Known:
     """What another leader would have to know of a job, beside what its ranks report."""
     replicas = job.replicas
-    return nodes.Known(
+    return node_orders.Known(
         incidents=job.incident_count,
         restarts=job.restarts,
         unprotected=job.unprotected_reason,

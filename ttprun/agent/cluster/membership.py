@@ -19,7 +19,7 @@ from ttprun.agent.core.outcomes import give_up
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.errors import ConfigError
-from ttprun.protocol import nodes
+from ttprun.protocol import meeting
 from ttprun.protocol.board import LEADER, Field
 from ttprun.recovery.membership import Membership, Observation, Plan
 from ttprun.state.errors import InvalidCheckpointError
@@ -184,7 +184,7 @@ class NodeMembership:
         node.log("regroup", nodes=plan.size, stay=plan.stay, join=[one.address for one in waiting], reason=order.reason)
         logger.warning("all ranks start again on %d node%s: %s", plan.size, "s" * (plan.size > 1), order.reason)
         orders = [
-            nodes.Regroup(
+            meeting.Regroup(
                 node=number,
                 size=plan.size,
                 least=policy.min_nodes,
@@ -205,7 +205,7 @@ class NodeMembership:
         for one, theirs in zip(waiting, orders[len(plan.stay) :], strict=True):
             peers.pool.dismiss(one, theirs)
         for number in plan.leave:
-            peers.send(number, nodes.Concluded("leave", order.reason, True, 0, signal.SIGUSR1))
+            peers.send(number, meeting.Concluded("leave", order.reason, True, 0, signal.SIGUSR1))
         node.conclude(Verdict("resize" if peers.node in plan.stay else "leave", order.reason))
 
     def _why_not_resumed(self, order: recovery.Regroup, plan: Plan) -> str:

@@ -2,7 +2,7 @@
 
 The agent of the group's first node leads: the state machine runs there, and its slots are those of all ranks. Every
 other agent is a follower (`follower.py`); `leader.py` is the other end. A job on one node has no peers. What crosses
-nodes is in `ttprun.protocol.nodes`. Begin with `Peers.watch`.
+nodes is in `ttprun.protocol.meeting`, `node_reports` and `node_orders`. Begin with `Peers.watch`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ttprun.agent.cluster.spare_pool import HUNG_UP, SparePool
-from ttprun.protocol import nodes
+from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import encode
 from ttprun.protocol.patience import Patience
@@ -60,7 +60,7 @@ class Peers:
         """`links`: on the leader those of all followers, on a follower that of the leader.
 
         pool     of launchers that wait for slots; on a follower it is not open
-        master   see `nodes.RankSlots`
+        master   see `meeting.RankSlots`
         """
         self.node = node
         self.address = address
@@ -71,16 +71,16 @@ class Peers:
         self._heard_s = dict.fromkeys(self._links, time.monotonic())
         self._waits: dict[int, Patience] = {}  # for nodes to be heard again
         self.leader = leader
-        self.pools: dict[int, nodes.Where] = {}
+        self.pools: dict[int, meeting.Where] = {}
         self.waiting = 0
         self.has_lost = False
         self._out_of_reach_s: list[float] = []
         self.pool = pool
         self.without_save_dir: list[int] = []
-        self.listeners: dict[int, nodes.Where] = {}
+        self.listeners: dict[int, meeting.Where] = {}
         self._listen: Callable[[int], None] = lambda node: None
         self.master = master
-        self._last_word: nodes.Concluded | None = None
+        self._last_word: meeting.Concluded | None = None
 
     @property
     def is_follower(self) -> bool:
@@ -134,7 +134,7 @@ class Peers:
 
         return read
 
-    def note_pools(self, known: nodes.SparePools) -> None:
+    def note_pools(self, known: meeting.SparePools) -> None:
         """The leader says where all agents listen."""
         self.has_lost = self.has_lost or any(known.pools.get(number) != pool for number, pool in self.pools.items())
         self.pools, self.listeners = known.pools, known.listeners
@@ -143,7 +143,7 @@ class Peers:
 
     def hang_up(self, node: int, selector: selectors.BaseSelector, why: str) -> None:
         """A node is lost: nothing that it may still send is heard. If its agent lives, it learns why."""
-        self.send(node, nodes.Deposed(why))
+        self.send(node, meeting.Deposed(why))
         self.has_lost = True
         self._waits.pop(node, None)
         link = self._links.pop(node, None)
@@ -175,7 +175,7 @@ class Peers:
         self.names[node] = found.address
         self.pools[node], self.listeners[node] = found.pool, found.listener
         self._heard_s[node] = time.monotonic()
-        self.send(node, nodes.RankSlots(node, self.size, self.ranks_per_node, self.names, self.master, self.leader))
+        self.send(node, meeting.RankSlots(node, self.size, self.ranks_per_node, self.names, self.master, self.leader))
         self._listen(node)
         return found.address
 
@@ -194,9 +194,9 @@ class Peers:
         self._heard_s |= dict.fromkeys(links, time.monotonic())
         self._waits.clear()
         if self.pool is not None:
-            self.pools[self.node] = nodes.Where(**self.pool.listener.where)
+            self.pools[self.node] = meeting.Where(**self.pool.listener.where)
 
-    def conclude(self, last_word: nodes.Concluded) -> None:
+    def conclude(self, last_word: meeting.Concluded) -> None:
         """The group has come to its end; if this agent leads, whoever waits hears it when it hangs up."""
         if not self.is_follower:
             self._last_word = last_word
@@ -243,11 +243,11 @@ class Peers:
         """The node whose agent leads, for people."""
         return self.name_of(self.leader)
 
-    def to_leader(self, message: nodes.OfFollower) -> None:
+    def to_leader(self, message: node_reports.OfFollower) -> None:
         """Send to the leader."""
         self.send(self.leader, message)
 
-    def to_all(self, message: nodes.OfFollower | nodes.OfLeader, but: int = -1) -> None:
+    def to_all(self, message: node_reports.OfFollower | node_orders.OfLeader, but: int = -1) -> None:
         """Send to all agents that this one is connected to, or to all but one: the followers, or the leader."""
         for node in list(self._links):
             if node != but:
@@ -258,7 +258,7 @@ class Peers:
         """The nodes to whose agents this one is connected: all others, or the leader's."""
         return list(self._links)
 
-    def send(self, node: int, message: nodes.OfFollower | nodes.OfLeader) -> None:
+    def send(self, node: int, message: node_reports.OfFollower | node_orders.OfLeader) -> None:
         """Send to the agent of a node; what is for one that is lost is dropped."""
         link = self._links.get(node)
         if link is not None:
@@ -304,7 +304,7 @@ class RemoteChannel:
         """Send one message. If the process has ended meanwhile, its agent drops it."""
         line = encode(message).decode().rstrip("\n")
         rank = self._slot.rank
-        self._peers.send(self._peers.node_of(rank), nodes.Tell(rank, self._slot.pid, line))
+        self._peers.send(self._peers.node_of(rank), node_orders.Tell(rank, self._slot.pid, line))
 
     def flush(self) -> None:
         """Nothing is kept here."""

@@ -25,7 +25,7 @@ from typing import Any, get_args
 from ttprun.agent.cluster.peers import Peers, ready
 from ttprun.agent.cluster.spare_pool import Listener, SparePool
 from ttprun.errors import ConfigError
-from ttprun.protocol import nodes
+from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.channel import Channel
 
 LIMIT_S = 60.0  # the agents come out of the same rendezvous
@@ -33,7 +33,7 @@ _FOLLOWER_LIMIT_S = LIMIT_S + 15.0  # by then the leader has said why not
 _LOOK_AGAIN_S = 0.5
 CLOCK_LIMIT_S = 60.0  # checkpoints and logs of several nodes are put in order by their times
 _LEADER, _OFF = "ttprun/leader", "ttprun/off"
-KNOWN = {kind.__name__: kind for kind in (*get_args(nodes.OfFollower), *get_args(nodes.OfLeader))}
+KNOWN = {kind.__name__: kind for kind in (*get_args(node_reports.OfFollower), *get_args(node_orders.OfLeader))}
 _SIOCGIFADDR = 0x8915
 
 
@@ -62,7 +62,7 @@ class Place:
     alike: Mapping[str, str]
     master: str = ""
     save_dir: str = ""
-    listener: nodes.Where | None = None
+    listener: meeting.Where | None = None
 
 
 def meet(store: Any, place: Place) -> Peers:
@@ -77,14 +77,14 @@ def meet(store: Any, place: Place) -> Peers:
 
 
 def _lead(store: Any, place: Place) -> Peers:
-    found: dict[int, tuple[Channel, nodes.Hello]] = {}
+    found: dict[int, tuple[Channel, meeting.Hello]] = {}
     ahead_s: dict[int, float] = {}
     ends_s = time.monotonic() + LIMIT_S
     listener = Listener(place.address, KNOWN)
     with selectors.DefaultSelector() as selector, _seen_file(place) as seen, contextlib.ExitStack() as undone:
         undone.callback(listener.close)
 
-        def came(link: Channel, hello: nodes.Hello) -> None:
+        def came(link: Channel, hello: meeting.Hello) -> None:
             if 0 < hello.node < place.size:
                 found[hello.node] = link, hello
                 ahead_s[hello.node] = hello.at_s - time.time()
@@ -103,7 +103,7 @@ def _lead(store: Any, place: Place) -> Peers:
         listener.shut()  # from now on those are let in who wait for slots
         reason, cure = _why_unfit(place, [hello for _, hello in found.values()], ahead_s)
         for link, _ in found.values():
-            link.send(nodes.Rejected(reason, cure) if reason else nodes.Accepted())
+            link.send(meeting.Rejected(reason, cure) if reason else meeting.Accepted())
         if reason:
             for link, _ in found.values():
                 link.close()
@@ -114,15 +114,15 @@ def _lead(store: Any, place: Place) -> Peers:
     own = address_for_ranks(place.address)
     pool = SparePool(listener, place.alike, sees_needed=place.listener is not None)
     peers = Peers(place.number, own, place.ranks, links, names, place.size, pool, place.master)
-    peers.pools = {0: nodes.Where(**listener.where)} | {number: hello.pool for number, (_, hello) in found.items()}
+    peers.pools = {0: meeting.Where(**listener.where)} | {number: hello.pool for number, (_, hello) in found.items()}
     peers.without_save_dir = sorted(number for number, (_, hello) in found.items() if not hello.shares)
     peers.listeners = listeners_of(place, [hello for _, hello in found.values()])
     return peers
 
 
-def listeners_of(place: Place, others: list[nodes.Hello]) -> dict[int, nodes.Where]:
+def listeners_of(place: Place, others: list[meeting.Hello]) -> dict[int, meeting.Where]:
     """Where each agent would listen if it led the next group, by node."""
-    return {0: place.listener or nodes.Where()} | {hello.node: hello.listener for hello in others}
+    return {0: place.listener or meeting.Where()} | {hello.node: hello.listener for hello in others}
 
 
 @contextlib.contextmanager
@@ -143,7 +143,7 @@ def _seen_file(place: Place) -> Iterator[str]:
             path.unlink(missing_ok=True)
 
 
-def _why_unfit(place: Place, others: list[nodes.Hello], ahead_s: Mapping[int, float]) -> tuple[str, str]:
+def _why_unfit(place: Place, others: list[meeting.Hello], ahead_s: Mapping[int, float]) -> tuple[str, str]:
     """What differs between nodes, and what to do; ("", "") if they fit each other.
 
     ahead_s   by how much the clock of each node is ahead of ours
@@ -196,18 +196,18 @@ def _connect(place: Place, where: dict[str, Any], limit_s: float, listener: List
     link = Channel(sock, KNOWN)
     try:
         shares = bool(where["seen"]) and os.path.exists(where["seen"])
-        next_listener, alike, now_s = place.listener or nodes.Where(), dict(place.alike), time.time()
-        own = nodes.Where(**listener.where)
-        hello = nodes.Hello(where["token"], place.number, place.address, alike, shares, now_s, next_listener, own)
+        next_listener, alike, now_s = place.listener or meeting.Where(), dict(place.alike), time.time()
+        own = meeting.Where(**listener.where)
+        hello = meeting.Hello(where["token"], place.number, place.address, alike, shares, now_s, next_listener, own)
         link.send(hello)
         answer: Any = link.receive_with_fds()[0]
     except (OSError, EOFError):
         link.close()
         raise
-    if isinstance(answer, nodes.Rejected):
+    if isinstance(answer, meeting.Rejected):
         link.close()
         raise ConfigError(answer.reason, answer.cure)
-    if not isinstance(answer, nodes.Accepted):
+    if not isinstance(answer, meeting.Accepted):
         link.close()
         raise OSError(f"an answer that is none: {answer}")
     names, links = {0: where["address"], place.number: place.address}, {0: ready(link)}

@@ -23,7 +23,7 @@ from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standby_watch import StandbyWatch
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.faults import Fault
-from ttprun.protocol import from_rank, nodes
+from ttprun.protocol import from_rank, node_reports
 from ttprun.protocol.channel import Message
 
 
@@ -50,7 +50,7 @@ class Leading(Role):
     def hear(self, slot: RankSlot, message: Message) -> None:
         self.reports.take(slot, message)
 
-    def answer(self, report: nodes.Records | nodes.PartStored) -> None:
+    def answer(self, report: node_reports.Records | node_reports.PartStored) -> None:
         self.leader.take(self.node.peers.node, report)
 
     def take(self, number: int, message: Any) -> None:
@@ -107,7 +107,7 @@ class Following(Role):
             self.reports.note_script_error(slot, message)
         self.follower.forward(slot, message)
 
-    def answer(self, report: nodes.Records | nodes.PartStored) -> None:
+    def answer(self, report: node_reports.Records | node_reports.PartStored) -> None:
         self.node.peers.to_leader(report)
 
     def take(self, number: int, message: Any) -> None:
@@ -130,8 +130,8 @@ class Following(Role):
         self.standby_watch.look()
 
     def leave(self, reason: str) -> None:
-        self.node.peers.to_leader(nodes.Leaving(reason))
+        self.node.peers.to_leader(node_reports.Leaving(reason))
 
     def inject(self, fault: Fault) -> str:
-        self.node.peers.to_leader(nodes.FaultAsked(str(fault)))
+        self.node.peers.to_leader(node_reports.FaultAsked(str(fault)))
         return f"ordered from {self.node.peers.leaders_name}, whose event log says what has come of it"

@@ -18,7 +18,7 @@ from ttprun.agent.cluster.peers import Peers, ready
 from ttprun.agent.cluster.rendezvous import KNOWN, address_for_ranks
 from ttprun.agent.cluster.spare_pool import Listener, SparePool, keep_alive
 from ttprun.errors import ConfigError
-from ttprun.protocol import nodes
+from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.channel import Channel
 
 _POOL_LIMIT_S = 10.0  # to be let in
@@ -38,7 +38,7 @@ class Taken:
 
 
 WarmUp = Callable[[list[str], list[str]], None]
-Outcome = Taken | nodes.Regroup | nodes.Concluded
+Outcome = Taken | meeting.Regroup | meeting.Concluded
 
 
 def wait_for_slots(
@@ -46,7 +46,7 @@ def wait_for_slots(
     address: str,
     alike: Mapping[str, str],
     warm_up: WarmUp,
-    listener: nodes.Where | None = None,
+    listener: meeting.Where | None = None,
 ) -> Outcome | None:
     """Wait in the spare pool of a group until slots become free, or until the group starts again with this node.
 
@@ -63,8 +63,8 @@ def wait_for_slots(
     pool = SparePool(Listener(address, KNOWN), alike)
     try:
         shares = bool(where.get("seen")) and os.path.exists(where["seen"])
-        own = nodes.Where(**pool.listener.where)
-        hello = nodes.Hello("", -1, address, dict(alike), shares, listener=listener or nodes.Where(), pool=own)
+        own = meeting.Where(**pool.listener.where)
+        hello = meeting.Hello("", -1, address, dict(alike), shares, listener=listener or meeting.Where(), pool=own)
         found = _Waiting(hello, pool, warm_up).wait(where)
     except BaseException:
         pool.listener.close()
@@ -81,11 +81,11 @@ class _Waiting:
     pool    of its own, if it leads later
     """
 
-    def __init__(self, hello: nodes.Hello, pool: SparePool, warm_up: WarmUp) -> None:
+    def __init__(self, hello: meeting.Hello, pool: SparePool, warm_up: WarmUp) -> None:
         self._hello = hello
         self._pool = pool
         self._warm_up = warm_up
-        self._others: Iterator[nodes.Where] = iter(())  # who may lead next
+        self._others: Iterator[meeting.Where] = iter(())  # who may lead next
 
     def wait(self, where: Mapping[str, Any]) -> Outcome | None:
         """As `wait_for_slots`."""
@@ -110,25 +110,25 @@ class _Waiting:
             raise
 
     def _read(self, link: Channel, token: str) -> Outcome:
-        slots: nodes.RankSlots | None = None
+        slots: meeting.RankSlots | None = None
         records: dict[int, str] = {}
         while slots is None or len(records) < slots.ranks:
             message: Any = link.receive_with_fds()[0]
             match message:
-                case nodes.Accepted():
+                case meeting.Accepted():
                     link.sock.settimeout(None)
-                case nodes.Rejected(reason=reason, cure=cure):
+                case meeting.Rejected(reason=reason, cure=cure):
                     raise ConfigError(reason, cure)
-                case nodes.Concluded() | nodes.Regroup():
+                case meeting.Concluded() | meeting.Regroup():
                     link.close()
                     return message
-                case nodes.Warmth(modules=modules, files=files):
+                case meeting.Warmth(modules=modules, files=files):
                     self._warm_up(modules, files)
-                case nodes.SparePools(pools=pools):
+                case meeting.SparePools(pools=pools):
                     self._others = iter([pool for _, pool in sorted(pools.items()) if pool.token != token])
-                case nodes.RankSlots():
+                case meeting.RankSlots():
                     slots = message
-                case nodes.Records(rank=rank, part=part):
+                case node_reports.Records(rank=rank, part=part):
                     records[rank] = part
         own, links, size = address_for_ranks(self._hello.address), {slots.leader: ready(link)}, slots.size
         peers = Peers(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ttprun.protocol import nodes
+from ttprun.protocol import meeting
 from ttprun.protocol.channel import Channel
 
 _POOL, _ARRIVALS = "ttprun/spare-pool", "ttprun/arrivals"
@@ -28,7 +28,7 @@ HUNG_UP = (errno.ECONNRESET, errno.EPIPE)  # the other end's kernel has said so:
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 
 
-Came = Callable[[Channel, nodes.Hello], None]
+Came = Callable[[Channel, meeting.Hello], None]
 
 
 class Listener:
@@ -80,7 +80,7 @@ class Listener:
         if not messages:
             return
         hello = messages[0]
-        is_ours = isinstance(hello, nodes.Hello) and hmac.compare_digest(hello.token.encode(), self._token.encode())
+        is_ours = isinstance(hello, meeting.Hello) and hmac.compare_digest(hello.token.encode(), self._token.encode())
         if not is_ours:
             self._hang_up(link)
             return
@@ -125,9 +125,9 @@ class Waiting:
 
     link: Channel
     address: str
-    listener: nodes.Where
+    listener: meeting.Where
     since_s: float
-    pool: nodes.Where
+    pool: meeting.Where
 
 
 class SparePool:
@@ -144,13 +144,13 @@ class SparePool:
         self._sees_needed = sees_needed
         self._alike = dict(alike)
         self._waiting: list[Waiting] = []
-        self._pools: nodes.SparePools | None = None
+        self._pools: meeting.SparePools | None = None
         self._came: Callable[[str], None] = lambda address: None
         self._selector: selectors.BaseSelector | None = None
-        self._warmth: nodes.Warmth | None = None
+        self._warmth: meeting.Warmth | None = None
         self.out_of_reach_s: list[float] = []
 
-    def warm_up(self, warmth: nodes.Warmth) -> None:
+    def warm_up(self, warmth: meeting.Warmth) -> None:
         """Let all who wait know what their standbys should have imported; also those who come later."""
         self._warmth = warmth
         for one in self._waiting:
@@ -164,33 +164,33 @@ class SparePool:
         self._selector, self._came = selector, came
         self.listener.open(selector, self.let_in)
 
-    def let_in(self, link: Channel, hello: nodes.Hello) -> None:
+    def let_in(self, link: Channel, hello: meeting.Hello) -> None:
         """A launcher has come through the listener."""
         assert self._selector is not None
         if hello.node >= 0:
-            link.send(nodes.Deposed("its node was given up, and another one may have its slots"))
+            link.send(meeting.Deposed("its node was given up, and another one may have its slots"))
             link.close()
             return
         differs = [name for name, mine in self._alike.items() if hello.alike.get(name, "") != mine]
         if differs:
             reason = f"the job and this node ({hello.address}) differ in {differs[0]}"
-            link.send(nodes.Rejected(reason, "start the same on every node"))
+            link.send(meeting.Rejected(reason, "start the same on every node"))
             link.close()
             return
         if self._sees_needed and not hello.shares:
             reason = f"this node ({hello.address}) does not see the save directory of the job"
-            link.send(nodes.Rejected(reason, "name one that all nodes share (--save-dir)"))
+            link.send(meeting.Rejected(reason, "name one that all nodes share (--save-dir)"))
             link.close()
             return
         self._waiting.append(Waiting(link, hello.address, hello.listener, time.monotonic(), hello.pool))
         self._selector.register(link.sock, selectors.EVENT_READ, lambda: self._hear(link))
-        link.send(nodes.Accepted())
+        link.send(meeting.Accepted())
         for message in (self._warmth, self._pools):
             if message is not None:
                 link.send(message)
         self._came(hello.address)
 
-    def announce(self, pools: nodes.SparePools) -> None:
+    def announce(self, pools: meeting.SparePools) -> None:
         """Let all who wait know where to go if this agent is lost; also those who come later."""
         self._pools = pools
         for one in self._waiting:
@@ -233,12 +233,12 @@ class SparePool:
         self._forget(first.link)
         return first
 
-    def dismiss(self, one: Waiting, order: nodes.Regroup) -> None:
+    def dismiss(self, one: Waiting, order: meeting.Regroup) -> None:
         """Who waits takes part in the next group."""
         one.link.send(order)
         self._leave(one.link)
 
-    def close(self, last_word: nodes.Concluded | None) -> None:
+    def close(self, last_word: meeting.Concluded | None) -> None:
         """The group has ended: report that to whoever waits, who then waits for another group, or for none."""
         for one in list(self._waiting):
             if last_word is not None:

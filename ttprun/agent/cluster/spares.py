@@ -14,7 +14,7 @@ from ttprun import recovery
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.membership import NodeMembership
 from ttprun.agent.core.node import Node
-from ttprun.protocol import nodes
+from ttprun.protocol import node_orders, node_reports
 
 logger = logging.getLogger("ttprun")
 
@@ -65,7 +65,7 @@ class Spares:
         number = peers.node_of(action.rank)
         vacancy = self._vacant.get(number)
         if vacancy is None and peers.is_connected(number):
-            self._actuators.on(number).carry_out(nodes.Spawn(action.rank, action.generation))
+            self._actuators.on(number).carry_out(node_orders.Spawn(action.rank, action.generation))
             return
         if vacancy is None:
             vacancy = self._vacant[number] = Vacancy(time.monotonic())
@@ -96,7 +96,7 @@ class Spares:
         peers = self._node.peers
         keeper = (number + 1) % peers.size
         if peers.is_connected(keeper):
-            self._actuators.on(keeper).carry_out(nodes.GiveRecords(ranks))
+            self._actuators.on(keeper).carry_out(node_orders.GiveRecords(ranks))
         else:
             for rank in ranks:
                 self.take_records(rank, "")
@@ -108,7 +108,7 @@ class Spares:
         vacancy = self._vacant.get(number)
         if vacancy is None or vacancy.due is None:
             return  # another node has been lost meanwhile
-        peers.send(number, nodes.Records(rank, part))
+        peers.send(number, node_reports.Records(rank, part))
         vacancy.due.discard(rank)
         if not part:
             self._fail(vacancy, rank, "no copy of its records has reached another node")
@@ -117,9 +117,9 @@ class Spares:
         del self._vacant[number]
         source = self._node.job.source
         if source is not None:
-            self._actuators.on(number).carry_out(nodes.VoidBeyond(source.boundary))
+            self._actuators.on(number).carry_out(node_orders.VoidBeyond(source.boundary))
         for action in vacancy.spawns.values():
-            self._actuators.on(number).carry_out(nodes.Spawn(action.rank, action.generation))
+            self._actuators.on(number).carry_out(node_orders.Spawn(action.rank, action.generation))
 
     def look(self) -> None:
         """Time has passed: who waits may train by now, and nobody waits for ever."""

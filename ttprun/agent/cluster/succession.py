@@ -1,8 +1,9 @@
 """The agent that leads is lost: the next one leads, and the others connect to it.
 
 Next is the lowest node whose agent is not known to be lost. It waits for what the others report of their ranks
-(`nodes.Remains`), makes a job of that (`recovery.succeed`), and answers the loss of the old leader's node like that of
-any other. Until then no orders are given: a replacement that has not caught up is ended, since its orders are lost.
+(`node_reports.Remains`), makes a job of that (`recovery.succeed`), and answers the loss of the old leader's node like
+that of any other. Until then no orders are given: a replacement that has not caught up is ended, since its orders are
+lost.
 
 Two never lead. An agent whose listener does not answer has ended. Of all others who were there, launchers that wait
 among them, the next leader must reach more than half, and one that has lost nodes at least half; else it ends its
@@ -34,7 +35,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.role import Role
 from ttprun.agent.repair.comparisons import Comparisons
-from ttprun.protocol import nodes
+from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.patience import Patience
@@ -57,7 +58,7 @@ class _Heir:
     """
 
     link: Channel
-    remains: nodes.Remains
+    remains: node_reports.Remains
     later: list[Any]
 
 
@@ -77,7 +78,7 @@ class Succession:
     _lost: dict[int, str] = field(default_factory=dict, init=False)
     _expected: set[int] = field(default_factory=set, init=False)
     _heirs: dict[int, _Heir] = field(default_factory=dict, init=False)
-    _early: list[tuple[Channel, nodes.Hello]] = field(default_factory=list, init=False)
+    _early: list[tuple[Channel, meeting.Hello]] = field(default_factory=list, init=False)
     _gathers: Patience | None = field(default=None, init=False)
     _ended: set[int] = field(default_factory=set, init=False)  # lost agents that have ended for sure
     _probe_again: dict[int, float] = field(default_factory=dict, init=False)
@@ -137,7 +138,7 @@ class Succession:
         noted = self.follower.noted[slot.rank]
         noted.exit_code, noted.cause = -9, "it had not caught up when the agent that led was lost"
         noted.is_catching_up = False
-        self.follower.actuator.carry_out(nodes.Kill(slot.rank, noted.cause))
+        self.follower.actuator.carry_out(node_orders.Kill(slot.rank, noted.cause))
 
     def _follow_next(self) -> None:
         node, peers = self.node, self.node.peers
@@ -157,28 +158,28 @@ class Succession:
 
         self._dials.append(Dial(node.selector, listener.address, listener.port, _CONNECT_LIMIT_S, done))
 
-    def _report_to(self, following: int, sock: socket.socket, listener: nodes.Where) -> None:
+    def _report_to(self, following: int, sock: socket.socket, listener: meeting.Where) -> None:
         """Connected to the next leader: it hears how the ranks here stand."""
         node, peers = self.node, self.node.peers
         link = Channel(sock, KNOWN)
         peers.follow(following, link)
-        peers.to_leader(nodes.Hello(listener.token, peers.node, listener.address, {}))
+        peers.to_leader(meeting.Hello(listener.token, peers.node, listener.address, {}))
         peers.to_leader(self._remains())
         if node.ended_by:
-            peers.to_leader(nodes.EndAsked(f"ended by signal {node.ended_by}", node.ended_by))
+            peers.to_leader(node_reports.EndAsked(f"ended by signal {node.ended_by}", node.ended_by))
         node.log("leader_followed", node=following)
 
-    def _remains(self) -> nodes.Remains:
+    def _remains(self) -> node_reports.Remains:
         node = self.node
         found = [self._left(slot) for slot in node.here]
         every = [board_rows.row_of(node, slot) for slot in node.here]
-        return nodes.Remains(node.job.generation, found, time.monotonic_ns(), every)
+        return node_reports.Remains(node.job.generation, found, time.monotonic_ns(), every)
 
-    def _left(self, slot: RankSlot) -> nodes.Left:
+    def _left(self, slot: RankSlot) -> node_reports.Left:
         """How a rank of this node stands."""
         noted = self.follower.noted[slot.rank]
         is_lost = slot.is_lost or self.follower.actuator.awaits_order(slot)
-        return nodes.Left(
+        return node_reports.Left(
             rank=slot.rank,
             pid=slot.pid,
             is_present=slot.is_present,
@@ -204,7 +205,7 @@ class Succession:
         pool.listener.open(self.node.selector, self._came)
         self.look()
 
-    def _came(self, link: Channel, hello: nodes.Hello) -> None:
+    def _came(self, link: Channel, hello: meeting.Hello) -> None:
         if hello.node not in self._expected:
             self._early.append((link, hello))  # it waits for slots
             self.look()
@@ -230,7 +231,7 @@ class Succession:
 
     def _take(self, number: int, link: Channel, messages: list[Any]) -> None:
         remains, *later = messages
-        if not isinstance(remains, nodes.Remains):
+        if not isinstance(remains, node_reports.Remains):
             link.close()
             return
         self._heirs[number] = _Heir(link, remains, later)
@@ -289,7 +290,7 @@ class Succession:
         master = f"{peers.address} {self._store.port}"
         peers.lead({number: heir.link for number, heir in heirs.items()})
         node.move_master(master)
-        peers.to_all(nodes.Master(master))
+        peers.to_all(meeting.Master(master))
         node.log("leads", node=peers.node, generation=generation, followers=sorted(heirs))
         logger.warning("%s leads from now on", peers.name_of(peers.node))
         node.role = self.leading
@@ -316,7 +317,7 @@ class Succession:
         for link, hello in early:
             pool.let_in(link, hello)
 
-    def _report_loss(self, one: nodes.Left) -> None:
+    def _report_loss(self, one: node_reports.Left) -> None:
         self.node.advance(
             recovery.RankExited.ended(
                 one.code,
@@ -329,7 +330,7 @@ class Succession:
         )
 
 
-def _note(slot: RankSlot, left: nodes.Left | None, has_finished: bool) -> None:
+def _note(slot: RankSlot, left: node_reports.Left | None, has_finished: bool) -> None:
     """What the leader's slot of a rank of another node must know."""
     if left is None:
         slot.is_finished, slot.pid = has_finished, 0
@@ -340,7 +341,7 @@ def _note(slot: RankSlot, left: nodes.Left | None, has_finished: bool) -> None:
     slot.is_lost, slot.lost_boundary = left.is_lost, left.boundary
 
 
-def _remaining(slot: RankSlot, left: nodes.Left | None) -> recovery.Remaining:
+def _remaining(slot: RankSlot, left: node_reports.Left | None) -> recovery.Remaining:
     """A rank of a node whose agent is lost has a process that is not known any more."""
     if left is None:
         return recovery.Remaining(rank=slot.rank, pid=None if slot.is_finished else 0, is_finished=slot.is_finished)
@@ -354,7 +355,7 @@ def _remaining(slot: RankSlot, left: nodes.Left | None) -> recovery.Remaining:
     )
 
 
-def _inherited(known: nodes.Known | None, left: Any) -> recovery.Inherited:
+def _inherited(known: node_orders.Known | None, left: Any) -> recovery.Inherited:
     reasons = (f"rank {one.rank} cannot take part in a repair ({one.unprotected})" for one in left if one.unprotected)
     unprotected = next(reasons, "")
     if known is None:

@@ -21,7 +21,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.agent.repair.rewinds import Rewinds
-from ttprun.protocol import nodes, to_rank
+from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
 logger = logging.getLogger("ttprun")
@@ -103,7 +103,7 @@ class Coordinator:
             case recovery.SetDeadline():
                 self.deadlines.set(action)
             case recovery.KillRank(rank=rank, reason=reason):
-                self.actuators.order(rank, nodes.Kill(rank, reason))
+                self.actuators.order(rank, node_orders.Kill(rank, reason))
             case recovery.RecordIncident(incident=incident):
                 self.record_incident(incident)
             case recovery.RestartGroup(reason=reason):
@@ -152,4 +152,4 @@ class Coordinator:
             for slot in self.node.slots:
                 slot.journal = {}
                 slot.divergence = ""
-            self.actuators.order_all(nodes.Recovered())
+            self.actuators.order_all(node_orders.Recovered())

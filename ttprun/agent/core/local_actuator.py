@@ -33,7 +33,7 @@ from ttprun.agent.repair import fingerprints
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.rewinds import Rewinds
 from ttprun.chaos.injections import Injections
-from ttprun.protocol import channel, nodes, to_rank
+from ttprun.protocol import channel, node_orders, node_reports, to_rank
 from ttprun.protocol.board import Field
 from ttprun.state.files import FileEntry, write_file
 
@@ -81,36 +81,36 @@ class LocalActuator(NodeActuator):
             if slot.is_spawn_due:
                 self._spawn(slot)
 
-    def carry_out(self, order: nodes.Order) -> None:
+    def carry_out(self, order: node_orders.Order) -> None:
         node = self.node
         match order:
-            case nodes.Begin(is_resumed=is_resumed):
+            case node_orders.Begin(is_resumed=is_resumed):
                 for slot in node.here:
                     self.watch.welcome(slot, is_replacement=is_resumed)
-            case nodes.Spawn(rank=rank):
+            case node_orders.Spawn(rank=rank):
                 self._begin_process(node.slots[rank])
-            case nodes.Kill(rank=rank, reason=reason):
+            case node_orders.Kill(rank=rank, reason=reason):
                 self._kill(node.slots[rank], reason)
-            case nodes.VoidEvidence(rank=rank):
+            case node_orders.VoidEvidence(rank=rank):
                 node.recorder_of(node.slots[rank]).evidence.clear()
-            case nodes.Replay():
+            case node_orders.Replay():
                 self._replay(order)
-            case nodes.VoidBeyond(boundary=boundary):
+            case node_orders.VoidBeyond(boundary=boundary):
                 node.void_beyond(boundary)
-            case nodes.Broadcast(rank=rank, put=put):
+            case node_orders.Broadcast(rank=rank, put=put):
                 for slot in node.here:
                     if slot.rank != rank:
                         slot.send_if_present(put)
-            case nodes.StorePart():
+            case node_orders.StorePart():
                 self._store_part(order)
-            case nodes.GiveRecords(ranks=ranks):
+            case node_orders.GiveRecords(ranks=ranks):
                 for rank in ranks:
-                    node.role.answer(nodes.Records(rank, record_copies.give(node, rank)))
-            case nodes.GoBack():
+                    node.role.answer(node_reports.Records(rank, record_copies.give(node, rank)))
+            case node_orders.GoBack():
                 self.rewinds.go_back(order)
-            case nodes.Strike():
+            case node_orders.Strike():
                 self.injections.strike_here(order)
-            case nodes.Recovered():
+            case node_orders.Recovered():
                 node.first_failure.forget()
                 self.standby_watch.refill()
             case _:
@@ -197,7 +197,7 @@ class LocalActuator(NodeActuator):
         else:
             kill("")
 
-    def _replay(self, order: nodes.Replay) -> None:
+    def _replay(self, order: node_orders.Replay) -> None:
         """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
         node, slot = self.node, self.node.slots[order.rank]
         why_not = fingerprints.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
@@ -220,7 +220,7 @@ class LocalActuator(NodeActuator):
         )
         self.tell(order.rank, replay)
 
-    def _store_part(self, order: nodes.StorePart) -> None:
+    def _store_part(self, order: node_orders.StorePart) -> None:
         """Write what the records have of a rank, dead or alive."""
         node = self.node
         entry, why_not = FileEntry(bytes=0, xxh3="0" * 32), ""
@@ -230,4 +230,4 @@ class LocalActuator(NodeActuator):
             why_not = NO_RECORD
         except OSError as error:
             why_not = f"{order.path} cannot be written on {node.peers.name_of(node.peers.node)}: {error}"
-        node.role.answer(nodes.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))
+        node.role.answer(node_reports.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))

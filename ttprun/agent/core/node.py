@@ -24,7 +24,7 @@ from ttprun.agent.processes import stacks
 from ttprun.config import Config
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol import nodes
+from ttprun.protocol import meeting
 from ttprun.protocol.board import FIELDS, Board, Field
 from ttprun.rank.position import remembered
 from ttprun.rank.process import children
@@ -80,7 +80,7 @@ class Node:
         self.first_failure = FirstFailure()
         self.ended_by = 0
         self.attempt = 0
-        self.regroup: nodes.Regroup | None = None
+        self.regroup: meeting.Regroup | None = None
         self._events = EventLog(run.events)
         self._log_lock = threading.Lock()
         self._stepped = 0
@@ -140,7 +140,7 @@ class Node:
         self.verdict = verdict
         self.is_settled.set()
         code = 1 if self.first_failure.found is None else self.first_failure.found.exit_code
-        self.peers.conclude(nodes.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code, self.ended_by))
+        self.peers.conclude(meeting.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code, self.ended_by))
 
     def advance(self, event: recovery.Event) -> None:
         """Something has happened that is decided on, here or by the agent that leads; within a decision it is next."""

@@ -28,7 +28,7 @@ from ttprun.agent.repair.own_state import OwnStates
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.injections import Injections
 from ttprun.observe.cures import with_cure
-from ttprun.protocol import from_rank, mindio, nodes
+from ttprun.protocol import from_rank, meeting, mindio, node_orders
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
@@ -78,7 +78,7 @@ class Reports:
             case from_rank.ModulesOfTorch(modules=modules, files=files):
                 self.standbys.warm_up(modules, files)
                 if node.peers.pool is not None:
-                    node.peers.pool.warm_up(nodes.Warmth(modules, files))
+                    node.peers.pool.warm_up(meeting.Warmth(modules, files))
                 self.standby_watch.start()
             case from_rank.Imported():
                 starts = [other.handler.start for other in node.here]
@@ -275,12 +275,12 @@ class Reports:
         slot.reported_in = put.generation
         present = self.node.job.generation
         self._broadcasts = [one for one in [*self._broadcasts, (slot.rank, put)] if one[1].generation >= present]
-        self.actuators.order_all(nodes.Broadcast(slot.rank, put))
+        self.actuators.order_all(node_orders.Broadcast(slot.rank, put))
 
     def _on_frozen(self, slot: RankSlot, message: from_rank.Frozen) -> None:
         """A survivor has quiesced at a boundary."""
         slot.journal = message.journal
-        self.actuators.order_all(nodes.VoidBeyond(message.boundary))
+        self.actuators.order_all(node_orders.VoidBeyond(message.boundary))
         self._compare_journals(slot, message.generation)
         self.node.advance(
             recovery.RankFrozen(
@@ -313,7 +313,7 @@ class Reports:
         hung = []  # all known by their present processes, before the first one's is ended
         for odd in (self.node.slots[rank] for rank in found.ranks):
             boundary = self.node.board.get(odd.rank, Field.APPLIED)
-            self.actuators.order(odd.rank, nodes.VoidEvidence(odd.rank))
+            self.actuators.order(odd.rank, node_orders.VoidEvidence(odd.rank))
             hung.append(
                 recovery.RankHung(rank=odd.rank, pid=odd.pid, boundary=boundary, detected_after_s=0.0, **fields)
             )

@@ -11,7 +11,7 @@ from typing import Any
 from ttprun import recovery
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.chaos.faults import Fault
-from ttprun.protocol import nodes
+from ttprun.protocol import node_reports
 from ttprun.protocol.channel import Message
 
 
@@ -32,7 +32,7 @@ class Role(ABC):
         """A rank of this node reports something."""
 
     @abstractmethod
-    def answer(self, report: nodes.Records | nodes.PartStored) -> None:
+    def answer(self, report: node_reports.Records | node_reports.PartStored) -> None:
         """This node's actuator has done what it was ordered."""
 
     @abstractmethod

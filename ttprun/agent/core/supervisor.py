@@ -29,7 +29,7 @@ from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.processes.rank_processes import RankHandler
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol import nodes
+from ttprun.protocol import meeting, node_orders
 from ttprun.protocol.board import LEADER, Field
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.state.store import CheckpointStore
@@ -64,7 +64,7 @@ class Supervisor:
         self.node = Node(config, run, is_python, recovery.new_job(settings))
         self._resumption = resumption
         self._resume_from = resumption.find() if is_python and not resumption.is_of_leader else ()
-        self._resized: nodes.Regroup | None = None
+        self._resized: meeting.Regroup | None = None
         self.parts = Parts(self.node, store, resumption, elasticity)
         self._is_stopping = False
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
@@ -104,7 +104,7 @@ class Supervisor:
         ranks: list[tuple[int, int]],
         replace_handler: Callable[[int, RankHandler], None],
         peers: Peers,
-        order: nodes.Regroup,
+        order: meeting.Regroup,
         on_lead: Callable[[], None],
     ) -> None:
         """The same for a group that starts again on other nodes; the number of ranks is another one from now on."""
@@ -210,7 +210,7 @@ class Supervisor:
             elif resized is not None:
                 self.node.advance(recovery.GroupResized(at_s=now, saved=(), replicas=UNKNOWN, reason=resized.reason))
             self.parts.injections.begin()
-            self.parts.actuators.order_all(nodes.Begin(node.job.generation, is_resumed))
+            self.parts.actuators.order_all(node_orders.Begin(node.job.generation, is_resumed))
             self.parts.leader.share()
             node.watch_peers()
         except Exception as error:

@@ -32,7 +32,7 @@ from ttprun.agent.core.supervisor import Supervisor
 from ttprun.agent.launcher.signals import Signals
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.processes.rank_processes import RankHandler
-from ttprun.protocol.nodes import Regroup, Where
+from ttprun.protocol.meeting import Regroup, Where
 from ttprun.torch_versions import GRACE_S
 
 logger = logging.getLogger("ttprun")

@@ -22,7 +22,7 @@ from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.report.topology import topology_of
 from ttprun.errors import in_short
 from ttprun.observe.topology import Loss, write_topology
-from ttprun.protocol import from_rank, nodes, to_rank
+from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.rank.checks.verification import PROOF_STEPS
 from ttprun.recovery.ladder import may_rewind
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
@@ -179,7 +179,7 @@ class Comparisons:
         topology = topology_of(self._looks.replicas, groups, len(node.slots), otherwise)
         with contextlib.suppress(OSError):  # the status says already that the run's files cannot be written
             write_topology(node.run.topology, topology)
-        node.peers.to_all(nodes.Published("topology", topology.to_json()))
+        node.peers.to_all(node_orders.Published("topology", topology.to_json()))
 
     def names_of(self, keys: Iterable[str]) -> str:
         """What the script calls these parameters, the first few."""

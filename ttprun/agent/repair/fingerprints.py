@@ -9,7 +9,7 @@ import msgpack
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.protocol import nodes
+from ttprun.protocol import node_orders
 
 _NAMES = ("weights", "held", "stepped")
 
@@ -29,7 +29,7 @@ def _ordered(value: Any) -> Any:
     return [_ordered(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def why_not_alike(order: nodes.Replay, mine: str) -> str:
+def why_not_alike(order: node_orders.Replay, mine: str) -> str:
     """Why a lost rank's record shows that it was no replica of its source; "" if it was.
 
     mine   the fingerprint of the lost rank's record

@@ -14,7 +14,7 @@ from ttprun.agent.core.outcomes import report_mismatch
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.repairs import Repairs
-from ttprun.protocol import nodes, to_rank
+from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.from_rank import GroupJournal
 
 
@@ -44,7 +44,7 @@ class Replays(Repairs):
             return
         source = action.rank if action.source is None else action.source
         needs_no_peer = slot.divergence or action.source is None
-        order = nodes.Replay(
+        order = node_orders.Replay(
             action.rank,
             action.generation,
             action.boundary,

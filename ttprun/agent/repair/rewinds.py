@@ -18,7 +18,7 @@ from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.agent.repair.stored_states import Origin, Stored, open_checkpoint
 from ttprun.errors import ConfigError
-from ttprun.protocol import nodes, to_rank
+from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.board import LEADER, Field
 from ttprun.rank.records.recorder import RecordTooLargeError
 from ttprun.state.checkpoint import inspect
@@ -67,10 +67,10 @@ class Rewinds:
         is_adapted = stored is not None and stored.origin is not None
         for number, ranks in by_node.items():
             trusted = [rank for rank in ranks if self._is_trusted(node.slots[rank])]
-            order = nodes.GoBack(ranks, node.job.generation, action.boundary, action.place, is_adapted, trusted)
+            order = node_orders.GoBack(ranks, node.job.generation, action.boundary, action.place, is_adapted, trusted)
             self._actuators.on(number).carry_out(order)
 
-    def open(self, order: nodes.GoBack) -> bool:
+    def open(self, order: node_orders.GoBack) -> bool:
         """What another agent orders this node's ranks to go back to; returns whether it can be used."""
         try:
             stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
@@ -83,7 +83,7 @@ class Rewinds:
             self._node.slots[rank].stored = stored
         return True
 
-    def go_back(self, order: nodes.GoBack) -> None:
+    def go_back(self, order: node_orders.GoBack) -> None:
         """Put what was stored of ranks of this node in the place of what they have recorded since."""
         for slot in (self._node.slots[rank] for rank in order.ranks):
             try:

@@ -30,7 +30,7 @@ from ttprun.observe.status import (
     write_status,
 )
 from ttprun.observe.topology import write_topology_json
-from ttprun.protocol import nodes
+from ttprun.protocol import node_orders
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.recovery import Job, cost_of_a_loss, cost_of_a_loss_alone, is_elastic
 from ttprun.recovery import Phase as JobPhase
@@ -113,9 +113,9 @@ class StatusPublisher:
         write_status(self._node.run.status, status)
         self._history.note(status.step)
         if status.is_leading and len(slots) <= _MOST_RANKS_FOR_ALL:
-            self._node.peers.to_all(nodes.Published("status", status.to_json()))
+            self._node.peers.to_all(node_orders.Published("status", status.to_json()))
 
-    def take(self, published: nodes.Published) -> None:
+    def take(self, published: node_orders.Published) -> None:
         """The leader has published something: `ttprun` shows the whole job here too."""
         with contextlib.suppress(OSError, ValueError):  # it comes again, or the disk is full, which the status says
             if published.name == "topology":

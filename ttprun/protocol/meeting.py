@@ -1,0 +1,181 @@
+"""How the agents of several nodes meet, and how slots, nodes and the lead pass from one to another.
+
+This file, `node_reports.py` and `node_orders.py` have what they send each other: one class per message, one line of
+JSON each (`codec.py`).
+
+One agent leads: the state machine runs there. Every other agent is a *follower*: it reports what happens to the ranks
+of its node, and carries out the leader's orders for them. In `agent/cluster`, `peers.py` has the connections,
+`leader.py` and `follower.py` handle the messages.
+
+What crosses nodes: the messages of ranks and to ranks (`line`, as in `channel.py`); the rows of the board; starts and
+exits of processes. What does not: records, stacks, standbys, logs. Words and units are as in `from_rank.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where an agent listens; "" and 0: nowhere."""
+
+    address: str = ""
+    port: int = 0
+    token: str = ""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A follower has connected.
+
+    token     of the listener that it has come to, from the rendezvous store or from SparePools
+    node      its number in the group; -1: it waits for slots of a lost node
+    address   of the node
+    alike     what must be the same on all nodes, by its name for people
+    shares    this node sees the file that the leader has written next to its checkpoints
+    at_s      time of the node's clock, seconds since 1970
+    listener      where this agent would listen if it led the next group
+    pool      where this agent listens if the one that leads is lost
+    """
+
+    token: str
+    node: int
+    address: str
+    alike: dict[str, str]
+    shares: bool = False
+    at_s: float = 0.0
+    listener: Where = Where()
+    pool: Where = Where()
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """All nodes of the group are there, and fit each other.
+
+    node     number of the receiver in a group that has met again; -1: the one that it has
+    size     nodes of that group
+    master   address and port for the script's environment there
+    """
+
+    node: int = -1
+    size: int = 0
+    master: str = ""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """The nodes do not fit each other: nothing is started.
+
+    reason   what differs
+    cure     what to do
+    """
+
+    reason: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Warmth:
+    """What the ranks have imported of torch by their first step, and the files of the user's modules.
+
+    Whoever waits for slots has its standbys import and compile the same.
+    """
+
+    modules: list[str]
+    files: list[str]
+
+
+@dataclass(frozen=True)
+class RankSlots:
+    """Take the slots of a lost node; the records of each of its ranks follow, and then Spawn.
+
+    node     its number
+    size     nodes of the group
+    ranks    local ranks
+    names    addresses of the nodes, by number
+    master   address and port for the script's environment
+    leader   number of the node whose agent leads
+    """
+
+    node: int
+    size: int
+    ranks: int
+    names: dict[int, str]
+    master: str
+    leader: int = 0
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """Take part in a group that starts again on other nodes.
+
+    node        number in it, if all come
+    size        nodes
+    least       so many must come
+    where       its leader listens
+    attempt     number of the attempt, as torch counts restarts
+    generation  of the group before
+    place       of the checkpoint from which all resume; "": from the script's top
+    boundary    of that
+    reason      which nodes join or leave
+    """
+
+    node: int
+    size: int
+    least: int
+    where: Where
+    attempt: int
+    generation: int
+    place: str
+    boundary: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SparePools:
+    """Where the agents listen: if the one that leads is lost, the next one does, and the others connect to it.
+
+    pools    of the agents that are there, by node, the leader's among them
+    waiting  launchers that wait for slots
+    listeners    as in Hello, by node
+    """
+
+    pools: dict[int, Where]
+    waiting: int
+    listeners: dict[int, Where] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Master:
+    """Processes that are started from now on find their store elsewhere.
+
+    where   address and port for the script's environment
+    """
+
+    where: str
+
+
+@dataclass(frozen=True)
+class Deposed:
+    """The sender's node goes on with another leader, or has given the receiver's node up: it must end.
+
+    reason   for people
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Concluded:
+    """The group has come to its end, as in `Verdict`.
+
+    exit_code   of the rank that has caused it, or minus a signal
+    ended_by    the signal to a launcher that has ended the job; 0: none has
+    """
+
+    kind: str
+    reason: str
+    has_progress: bool
+    exit_code: int
+    ended_by: int = 0

@@ -1,0 +1,209 @@
+"""What the agent that leads orders on one node (`Order`), or lets the agents of the others know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ttprun.protocol import meeting, node_reports
+from ttprun.protocol.from_rank import Put
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Welcome the ranks, in this generation.
+
+    is_resumed   they resume from a checkpoint, and wait for orders
+    """
+
+    generation: int
+    is_resumed: bool = False
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Forward a message to a rank, if it still has this process."""
+
+    rank: int
+    pid: int
+    line: str
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Forward what a rank reports to all others, to the ranks of this node.
+
+    rank   who has reported it
+    """
+
+    rank: int
+    put: Put
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Give a lost rank a process; the answer is Started or NotStarted."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End a rank's process."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class VoidEvidence:
+    """What a rank gave to its newest step was wrong: its replacement must not be measured against that."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Order a replacement to run the script in replay, if its record fits that of its source; else Differs.
+
+    source       the rank that sends the state; the rank itself: its mirror has it
+    fingerprint  of the source's record of the boundary; None: they need not be alike
+    is_joining, is_contradicted   as in to_rank.Replay
+    """
+
+    rank: int
+    generation: int
+    boundary: int
+    source: int
+    fingerprint: str | None
+    is_joining: bool
+    is_contradicted: bool
+
+
+@dataclass(frozen=True)
+class VoidBeyond:
+    """What lost ranks have recorded beyond this boundary is void."""
+
+    boundary: int
+
+
+@dataclass(frozen=True)
+class StorePart:
+    """Write a rank's own part of a checkpoint to this file; the answer is PartStored."""
+
+    rank: int
+    boundary: int
+    path: str
+
+
+@dataclass(frozen=True)
+class GoBack:
+    """Put what was stored of these ranks in the place of what they have recorded; else Differs.
+
+    place       of the checkpoint; "": what the agent itself keeps, or nothing: they start anew
+    is_adapted  it is of other ranks or arguments: the ranks have no past
+    trusted     those of which nothing says that their state was wrong: they must do again what they have done since
+    """
+
+    ranks: list[int]
+    generation: int
+    boundary: int
+    place: str
+    is_adapted: bool
+    trusted: list[int]
+
+
+@dataclass(frozen=True)
+class GiveRecords:
+    """Send what this node keeps of the records of these lost ranks."""
+
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Cause a fault in this node now, one that comes from outside.
+
+    pid          the process of the rank that it is meant for
+    number       of the strike
+    is_reported  the rank has reported it, and waits for the agent's part in it
+    """
+
+    rank: int
+    pid: int
+    number: int
+    fault: str
+    is_reported: bool
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """An incident has ended well: standbys are to be refilled."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """How the whole job stands: what the leader has just written to its own run directory.
+
+    name   status or topology
+    text   the file's content
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the leader knows of the whole job, for the one that may have to lead next.
+
+    incidents       so far
+    unprotected     why no rank can be replaced any more; "" if they can
+    compared_at     boundary at which the ranks were last compared in full; None: they were not
+    parted, shards, names   as in `recovery.Replicas`
+    why_no_checkpoints      in this job; "" if they can be written
+    saved           checkpoints from which all can resume, by their directories, in the order of preference: boundaries
+    """
+
+    incidents: int
+    restarts: int
+    unprotected: str
+    compared_at: int | None
+    parted: dict[str, list[int]]
+    shards: dict[str, list[int]]
+    names: dict[str, str]
+    why_no_checkpoints: str
+    saved: dict[str, int] = field(default_factory=dict)
+
+
+Order = (
+    Begin | Spawn | Kill | VoidEvidence | Replay | VoidBeyond | Broadcast | StorePart | GiveRecords | GoBack | Strike
+) | Recovered
+OfLeader = (
+    meeting.Accepted
+    | meeting.Rejected
+    | Begin
+    | Tell
+    | Broadcast
+    | VoidEvidence
+    | Spawn
+    | Kill
+    | Replay
+    | VoidBeyond
+    | StorePart
+    | GoBack
+    | Published
+    | Strike
+    | Recovered
+    | meeting.Concluded
+    | node_reports.Rows
+    | meeting.Warmth
+    | meeting.RankSlots
+    | meeting.Regroup
+    | GiveRecords
+    | node_reports.Records
+    | meeting.SparePools
+    | Known
+    | meeting.Master
+    | meeting.Deposed
+)

@@ -1,0 +1,199 @@
+"""What followers report to the agent that leads: what happens to the ranks of their nodes, and what was asked there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ttprun.protocol import meeting
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a rank of the sender's node stands.
+
+    values   columns of its row of the board, as in `board.SHARED`
+    state    letter of its process in /proc/PID/stat; "": there is none
+    cpu_s    processor time of its process
+    """
+
+    rank: int
+    values: list[int]
+    state: str = ""
+    cpu_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How ranks stand: a few times a second, and so the sender's sign of life. The leader sends those of all others.
+
+    is_awaited   something has changed for which ranks of other nodes wait
+    """
+
+    now_ns: int
+    rows: list[Row]
+    is_awaited: bool = False
+
+
+@dataclass(frozen=True)
+class Started:
+    """A rank has a process, which was welcomed."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    """A rank has got no process."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Said:
+    """A message of a rank.
+
+    line    the message
+    now_ns  time.monotonic_ns() of the sender, for the times in the row
+    fingerprints   boundary -> what replicas have alike in their records of it, hashed; only with some messages
+    """
+
+    rank: int
+    pid: int
+    line: str
+    now_ns: int
+    row: Row
+    fingerprints: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process has ended.
+
+    code             its exit code, or minus the signal that ended it
+    is_script_error  as in `RankExited`
+    traceback        as in `Failure`
+    """
+
+    rank: int
+    pid: int
+    code: int
+    boundary: int
+    is_script_error: bool
+    device_fault: str
+    reason: str
+    traceback: str
+    now_ns: int
+    row: Row
+
+
+@dataclass(frozen=True)
+class Differs:
+    """The record that a lost rank has left is not that of the rank which would repair it."""
+
+    rank: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndAsked:
+    """The launcher of this node has got a signal that ends the job."""
+
+    reason: str
+    signal: int
+
+
+@dataclass(frozen=True)
+class FaultAsked:
+    """`ttprun inject-fault` has asked for a fault on this node."""
+
+    fault: str
+
+
+@dataclass(frozen=True)
+class PartStored:
+    """What this node's agent has of a rank's own is written for a checkpoint.
+
+    bytes, xxh3   of the file
+    why_not       why there is none; "" if there is
+    """
+
+    rank: int
+    boundary: int
+    bytes: int
+    xxh3: str
+    why_not: str
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a lost rank has recorded, packed (`agent/cluster/record_copies.py`); "" if there is no copy."""
+
+    rank: int
+    part: str
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The launcher of this node has got a signal: it leaves, and the others train on."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """How one rank of the sender's node stands after the leader was lost.
+
+    pid         of its newest process, which may have ended
+    boundary    of one that is lost: the newest that it has recorded
+    code        of one that is lost: the exit code of its process, or minus the signal that ended it
+    membership  value of `recovery.members.Ties`
+    unprotected, hindrance   why it cannot be replaced, or not now; "" if it can
+    """
+
+    rank: int
+    pid: int
+    is_present: bool
+    is_protected: bool
+    is_finished: bool
+    is_lost: bool
+    boundary: int
+    code: int
+    reason: str
+    membership: str
+    unprotected: str
+    hindrance: str
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a follower reports to the next leader, before anything else.
+
+    generation   the newest that it knows of
+    rows         of its ranks
+    """
+
+    generation: int
+    ranks: list[Left]
+    now_ns: int
+    rows: list[Row]
+
+
+OfFollower = (
+    meeting.Hello
+    | Started
+    | NotStarted
+    | Said
+    | Ended
+    | Rows
+    | Differs
+    | EndAsked
+    | FaultAsked
+    | PartStored
+    | Records
+    | Leaving
+    | Remains
+    | meeting.Deposed
+)
