@@ -33,7 +33,7 @@ def publish(exchange: Exchange, connection: Connection, name: str, rank: int) ->
     exchange     by which the others get it, in the connection's generation
     connection   that has just been made
     name         of the group; the key is "group <name>/callers <rank>"
-    rank         this rank, global
+    rank         this rank's, in the group
     """
     called = {
         sock.getsockname()[1]: peer

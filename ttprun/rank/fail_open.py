@@ -131,7 +131,15 @@ def call_original(owner: str, original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def run(owner: str, ours: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ours; if it fails, return or raise what the original does. The caller is a gate (signal_handlers.py)."""
+    """Call ours; if it fails, return or raise what the original does. The caller is a gate (signal_handlers.py).
+
+    owner          names the call, in the report of a failure and in `call_original`
+    ours           a wrapper that calls the original by `call_original`, or not at all
+    original       called here if ours has failed before it has
+    args, kwargs   of both
+
+    Raises what the original raises, and what of ours is meant for the script (`is_meant`).
+    """
     outer = _newest.call
     call = _newest.call = _Call(owner)
     try:

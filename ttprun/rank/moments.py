@@ -25,7 +25,13 @@ class Listener(Protocol):
         """
 
     def connected(self, exchange: Any, connection: Any, group_name: str, rank: int) -> None:
-        """A process group has a new connection; `rank` is this process's rank in it."""
+        """A process group has a new connection.
+
+        exchange     the Exchange by which ranks tell each other of it
+        connection   the Connection that was just made
+        group_name   the same in all ranks of the group
+        rank         this rank's, in the group
+        """
 
 
 listener: Listener | None = None

@@ -153,7 +153,10 @@ def _gate(function: Any, is_from_c: bool) -> Any:
 
 @leads_through
 def call_through(original: Any, args: Any, kwargs: Any) -> Any:
-    """Call what is the script's, or a library's, from inside a gate."""
+    """Call what is the script's, or a library's, from inside a gate; signals that came meanwhile reach it first.
+
+    args, kwargs   of the original
+    """
     if waiting:
         deliver()
     return original(*args, **kwargs)

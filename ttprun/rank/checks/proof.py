@@ -51,7 +51,11 @@ class Proof:
 
     @classmethod
     def of(cls, session: Session, step: int, is_of_all: bool = False) -> Proof | None:
-        """The comparison from this boundary on; None, which is reported, if the lost rank has left nothing."""
+        """The comparison from this boundary on; None, which is reported, if the lost rank has left nothing.
+
+        step        the boundary at which the replacement goes live
+        is_of_all   as in the class
+        """
         proof = cls(session, step, is_of_all)
         if proof._left:
             return proof
@@ -121,7 +125,11 @@ def _counted(kind: int, count: int) -> str:
 
 
 def report(session: Session, equal: list[str], not_proved: list[str]) -> None:
-    """Report what was compared with the lost rank and found equal, and what is not proved."""
+    """Report what the comparison with the lost rank has shown, if anything.
+
+    equal        what was found equal: a noun with its number, "3 losses in step 7"
+    not_proved   what is not proved, and why: a sentence each
+    """
     if equal or not_proved:
         session.channel.send(from_rank.Compared(equal, not_proved))
 

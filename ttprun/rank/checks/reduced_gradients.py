@@ -73,7 +73,12 @@ def _sampled(tensor: torch.Tensor, boundary: int, is_whole: bool) -> torch.Tenso
 
 
 def has_nan(tensor: torch.Tensor, boundary: int, is_whole: bool) -> bool:
-    """Whether an element is NaN; of a large tensor a sample is checked, another one each step, unless `is_whole`."""
+    """Whether an element is NaN.
+
+    tensor     any dtype, shape and device; one that is not floating has none
+    boundary   says which elements are the sample of a large tensor
+    is_whole   check all elements instead
+    """
     if not tensor.is_floating_point():
         return False
     found = _sampled(tensor, boundary, is_whole)

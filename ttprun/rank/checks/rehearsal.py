@@ -40,7 +40,13 @@ class Rehearsal:
         self._reading: Iterator[None] | None = None
 
     def note(self, recorder: Recorder, record: dict[str, Any], head: bytes, is_strict: bool) -> None:
-        """A record has been written, of which `head` is the packed part: begin to read it, if that is due."""
+        """A record has been written: begin to read it as a replacement would, if that is due.
+
+        recorder    holds the record
+        record      its fields
+        head        its packed part
+        is_strict   --proof strict: what is not recorded refuses a replacement
+        """
         names = [[*scope, scope.get(values.FIXED)] for scope in (*record["variables"], *record["modules"].values())]
         boundary: int = record["boundary"]
         self._is_due |= self._count < _FIRST or names != self._names

@@ -67,7 +67,14 @@ class Expected:
 
 
 def report_mismatch(channel: Channel, generation: int, reason: str, is_contradiction: bool = True) -> None:
-    """Report why this rank must not continue, and wait until the agent kills the process. Raises MismatchError."""
+    """Report why this rank must not continue, and wait until the agent kills the process, _KILL_LIMIT_S at most.
+
+    generation         the session's
+    reason             a sentence
+    is_contradiction   as in from_rank.Mismatch
+
+    Raises MismatchError, if it has not been killed by then.
+    """
     channel.send(from_rank.Mismatch(generation, reason, is_contradiction=is_contradiction))
     threading.Event().wait(_KILL_LIMIT_S)
     raise MismatchError(reason)

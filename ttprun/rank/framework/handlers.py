@@ -66,6 +66,9 @@ class Handlers:
     def register(self, name: str, function: Callable[..., Any], ctx: Any) -> None:
         """Register a callback; it replaces an earlier one of the same name.
 
+        name       one of NAMES or OF_SIZE
+        ctx        any object of the framework's, handed back to the callback
+
         Raises ValueError if callbacks have no such name, TypeError if it is no function.
         """
         if name not in (*NAMES, *OF_SIZE):
@@ -131,7 +134,15 @@ class Handlers:
     def repair(
         self, step: int, needs_rebuild: bool, error_ranks: list[int], info: dict[str, Any], size: Size = UNCHANGED
     ) -> bool:
-        """Do this rank's part of a repair, which `info` describes; False if the framework has no handler."""
+        """Do this rank's part of a repair.
+
+        step            boundary at which all ranks stand
+        needs_rebuild   this rank's state has to be made first
+        error_ranks     ranks that are repaired
+        info            the part, as MindIO describes it to the callback
+        size            of the group, if that changes
+        returns         False if the framework has no handler
+        """
         found = self._of_upgrade(UPGRADE_REPAIR, REPAIR, size)
         if found is None:
             return False

@@ -7,7 +7,12 @@ PORTS = range(1024, 65536)
 
 
 def check_rank(who: str, rank: int, world_size: int) -> None:
-    """Raise ValueError unless the rank is in the world, and the world is not too large."""
+    """Raise ValueError unless the rank is in the world, and the world is not too large.
+
+    who          MindIO's function, for the message
+    rank         0 to world_size - 1
+    world_size   1 to MOST_RANKS
+    """
     if not 0 < world_size <= MOST_RANKS:
         raise ValueError(f"{who}: world_size is {world_size}; give 1 to {MOST_RANKS}")
     if not 0 <= rank < world_size:

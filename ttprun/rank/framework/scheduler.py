@@ -54,6 +54,10 @@ def prepare(action: str, ranks: Mapping[int, int]) -> int:
 
 
 def notify(what: str, ranks: Mapping[int, int] | None = None, timeout_s: float | None = None, params: str = "") -> int:
-    """Send a request to the agent; returns RET_OK. See SchedulerAsked for the arguments."""
+    """Send a request of the scheduler to the agent; returns RET_OK.
+
+    what                       in MindIO's words, one of `mindio.Asked`
+    ranks, timeout_s, params   as in SchedulerAsked
+    """
     this_rank()[0].channel.send(mindio.SchedulerAsked(cast(mindio.Asked, what), dict(ranks or {}), timeout_s, params))
     return RET_OK

@@ -68,7 +68,13 @@ class Memory:
         return torch.frombuffer(self._map, dtype=like.dtype, count=like.numel(), offset=at).view(like.shape)
 
     def copy(self, at: int, address: int, size_bytes: int) -> None:
-        """Copy `size_bytes` from an address to offset `at` of the file, which `fit` has made large enough."""
+        """Copy memory of this process into the file, which `fit` has made large enough.
+
+        at        offset in the file, in bytes
+        address   of the first byte, on the CPU
+
+        Raises ValueError if the file is too small.
+        """
         if at + size_bytes > self._size:
             raise ValueError(f"more than {self._size} bytes for {self._path}")
         ctypes.memmove(self._address + at, address, size_bytes)  # releases the GIL

@@ -200,7 +200,11 @@ def comparable(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def is_close(one: bytes, other: bytes, dtype: torch.dtype) -> bool:
-    """Whether two samples differ by rounding alone, as sums of several threads do."""
+    """Whether two samples differ by rounding alone, as sums of several threads do.
+
+    one, other   bytes of the same elements of both tensors
+    dtype        of both; only floating ones can be close
+    """
     if not (dtype.is_floating_point and one) or len(one) != len(other) or len(one) % dtype.itemsize:
         return False
     here, there = (torch.frombuffer(bytearray(sample), dtype=dtype).double() for sample in (one, other))

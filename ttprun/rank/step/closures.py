@@ -48,7 +48,12 @@ class Watch:
 def watch(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], by: Watch
 ) -> Arguments | None:
-    """The arguments of `step` (the optimizer first) with the closure watched; None if they contain no closure."""
+    """The arguments of `Optimizer.step` with the closure watched.
+
+    args, kwargs   of the call, the optimizer first
+    by             notes the calls of the closure
+    returns        both as they are to be used; None if they contain no closure
+    """
     if callable(kwargs.get(_NAME)):
         return args, kwargs | {_NAME: by.over(kwargs[_NAME])}
     if len(args) > 1 and callable(args[1]) and _is_closure(optimizer, args[1]):

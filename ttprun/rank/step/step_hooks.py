@@ -75,7 +75,11 @@ def forget() -> None:
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> closures.Arguments | None:
-    """The last pre-hook of Optimizer.step; its result, if any, replaces the arguments."""
+    """The last pre-hook of Optimizer.step; its result, if any, replaces the arguments.
+
+    args, kwargs   of the call, the optimizer first
+    returns        both with the closure watched; None if there is none, or nothing of this step is followed
+    """
     global _running, _closure
     session = current()
     if session is None or _is_inside_another(optimizer):
@@ -185,7 +189,10 @@ def _check_given_results(session: Session) -> None:
 
 @unseen
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Global post-hook of Optimizer.step: the boundary has been reached."""
+    """Global post-hook of Optimizer.step: the boundary has been reached.
+
+    args, kwargs   of the call, as torch's hooks get them; not used
+    """
     global _running
     session = current()
     if session is None or _running is not optimizer:
