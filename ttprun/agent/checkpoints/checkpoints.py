@@ -308,7 +308,9 @@ class Checkpoints:
 def own_part(node: Node, slot: RankSlot, boundary: int) -> bytes:
     """What a checkpoint has of a rank alone: of this node, or of the one before it, whose records this one keeps.
 
-    returns   msgpack of its records and counts of output lines
+    slot       of the rank
+    boundary   of the checkpoint
+    returns    msgpack of its records and counts of output lines
 
     Raises KeyError if there is no record of the boundary.
     """

@@ -30,7 +30,11 @@ def row_of(node: Node, slot: RankSlot) -> node_reports.Row:
 
 
 def rows_of(node: Node, slots: Iterable[RankSlot], is_awaited: bool = False) -> node_reports.Rows:
-    """How these ranks stand now."""
+    """How these ranks stand now.
+
+    slots        of ranks of any node
+    is_awaited   something has changed for which ranks of other nodes wait
+    """
     return node_reports.Rows(time.monotonic_ns(), [row_of(node, slot) for slot in slots], is_awaited)
 
 

@@ -142,7 +142,12 @@ class Peers:
         self.waiting = known.waiting
 
     def hang_up(self, node: int, selector: selectors.BaseSelector, why: str) -> None:
-        """A node is lost: nothing that it may still send is heard. If its agent lives, it learns why."""
+        """A node is lost: nothing that it may still send is heard. If its agent lives, it learns why.
+
+        node       its number
+        selector   of this agent, in which its connection is registered
+        why        a sentence
+        """
         self.send(node, meeting.Deposed(why))
         self.has_lost = True
         self._waits.pop(node, None)

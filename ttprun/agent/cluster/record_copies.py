@@ -27,7 +27,13 @@ def kept_of(node: Node, rank: int) -> Recorder:
 
 
 def restore(node: Node, slot: RankSlot, part: str) -> None:
-    """Let a slot of this node be as the lost rank has left it. Raises RecordTooLargeError."""
+    """Let a slot of this node be as the lost rank has left it.
+
+    slot   which has been given to this node
+    part   as `give` of the node that keeps the copies returns it, not ""
+
+    Raises RecordTooLargeError.
+    """
     recorder = node.new_recorder(slot)
     recorder.restore(msgpack.unpackb(zlib.decompress(base64.b64decode(part)), strict_map_key=False))
     newest = recorder.newest

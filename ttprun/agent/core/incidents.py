@@ -45,7 +45,11 @@ class Incidents:
         _say(incident)
 
     def note_compared(self, rank: int, equal: Sequence[str], not_proved: Sequence[str]) -> None:
-        """A rank was compared with the one whose place it takes."""
+        """A rank was compared with the one whose place it takes; its newest incident gets the result.
+
+        equal        what was found equal, a noun each
+        not_proved   what is not proved, a sentence each
+        """
         found = next((one for one in reversed(self._incidents.values()) if rank in one.ranks), None)
         number = None if found is None else found.id
         self._node.log("compared", incident=number, rank=rank, equal=equal, not_proved=not_proved)

@@ -17,7 +17,12 @@ def note_failure(node: Node, failure: Failure) -> None:
 
 
 def report_mismatch(node: Node, rank: int, generation: int, reason: str) -> None:
-    """A rank is not what it should be: it cannot be repaired in this way."""
+    """A rank is not what it should be: it cannot be repaired in this way.
+
+    rank         global
+    generation   in which that was found; of an older one it counts no more
+    reason       which check has failed, and the two values
+    """
     node.advance(recovery.MismatchFound(at_s=time.monotonic(), rank=rank, generation=generation, reason=reason))
 
 

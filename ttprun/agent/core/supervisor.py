@@ -107,7 +107,14 @@ class Supervisor:
         order: meeting.Regroup,
         on_lead: Callable[[], None],
     ) -> None:
-        """The same for a group that starts again on other nodes; the number of ranks is another one from now on."""
+        """The same for a group that starts again on other nodes; the number of ranks is another one from now on.
+
+        peers   the agents of the new group's nodes
+        order   by which the leader has started it; the other arguments are as for `begin_group`
+
+        Blocks until the supervisor's thread has begun it, _START_LIMIT_S at most. Raises TimeoutError after that, and
+        what that thread has raised.
+        """
         done: Future[None] = Future()
 
         def begin() -> None:

@@ -15,7 +15,10 @@ _NAMES = ("weights", "held", "stepped")
 
 
 def of(node: Node, slot: RankSlot, boundary: int) -> str:
-    """That of a rank of this node; "" if it has left no record of the boundary."""
+    """A hash of what replicas have alike in a rank's record; "" if it has left no record of the boundary.
+
+    slot   of a rank of this node
+    """
     record = node.recorded(slot, boundary)
     if not record:
         return ""

@@ -35,6 +35,10 @@ _HEARD_LIMIT_S = 30.0
 def is_transient(error: BaseException, diagnosis: Diagnosis, patterns: list[str]) -> bool:
     """Whether running the script again may help: the device is still usable, or the user says so (`retry_on`).
 
+    error       that has ended the script
+    diagnosis   of the error
+    patterns    regular expressions of `retry_on`, searched for in "type: message"
+
     `retry_on` cannot overrule the meaning of a known device error: after some of them every operation fails.
     """
     if diagnosis.is_known:

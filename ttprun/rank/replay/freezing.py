@@ -97,10 +97,15 @@ def break_connections(session: Session, issued_again: Issued) -> None:
 def settle(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[], None]) -> None:
     """Bring all survivors to one boundary.
 
+    order             names the survivors, and the boundary that all have recorded
+    check_overtaken   called while this waits; its exception ends the wait
+
     Each has stopped before its next commit. If one of them has stepped already, every rank had recorded that boundary,
     so those that wait before it may step too. The lost rank may be the one that has stepped: if the survivors stayed
     where they are, it would have to take that step again, without the gradients of a step of several optimizers, which
     are in no record.
+
+    Blocks until this rank is at that boundary, or `check_overtaken` raises.
     """
     board = session.board
     board.announce(session.rank, Field.HELD, session.generation)

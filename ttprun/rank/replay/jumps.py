@@ -95,7 +95,12 @@ class Jumps:
         return None
 
     def loop(self, site: loops.Site, token: Any, iterable: Iterable[Any]) -> Any:
-        """The loop itself: skipped, begun in its middle, or as in a run."""
+        """The loop itself: skipped, begun in its middle, or as in a run.
+
+        token      what `enter` has returned for it; None: it runs as if it were not followed
+        iterable   the value of the `for`'s EXPR
+        returns    what the `for` runs over
+        """
         if token is _Skip:
             return loops.Loop(site, None, ())
         if isinstance(token, dict) and "site" in token:

@@ -28,7 +28,13 @@ from ttprun.rank.weights import (
 
 
 def send_state(session: Session, order: to_rank.SendState, check_overtaken: Callable[[], None]) -> None:
-    """Serve this rank's state; `check_overtaken` is called now and then, and its exception ends the order."""
+    """Serve this rank's state to those that it repairs, waiting `order.limit_s` for each at most.
+
+    order             says to how many, and where they meet
+    check_overtaken   called now and then, and its exception ends the order
+
+    Raises NotRepairableError, TimeoutError, OSError.
+    """
     moments.reached("transfer")
     digest = state_transfer.serve(_place_of(session, order), order.receivers, order.limit_s, check_overtaken)
     session.channel.send(from_rank.StateSent(order.generation, digest))

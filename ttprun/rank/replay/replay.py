@@ -107,7 +107,13 @@ class Replay(Mode):
 
     @classmethod
     def of_lost(cls, session: Session, number: int, skip_lines: tuple[int, int]) -> Replay:
-        """The replay of a lost rank's recorder. Raises KeyError."""
+        """The replay of a lost rank's recorder.
+
+        number       the boundary up to which the script is replayed
+        skip_lines   lines of stdout and stderr that the lost rank had printed
+
+        Raises KeyError if there is no record of that boundary.
+        """
         records = replayable.records_up_to(session[Recorder], number)
         target, is_first = records[-1], len(records) == 1 and not records[-1]["is_straight"]
         before = None if is_first else records[0]

@@ -85,7 +85,11 @@ def _connect_up_to(session: Session, newest: Group | None) -> None:
 
 
 def go_live(session: Session, replay: Replay, order: to_rank.Resume) -> None:
-    """The replay has ended, and the tensors are loaded: connect, and let the main thread continue."""
+    """The replay has ended, and the tensors are loaded: connect, and let the main thread continue.
+
+    replay   of this rank, whose main thread waits at the boundary
+    order    of the agent, for this generation
+    """
     for group in groups_of(session):
         group.links.connect_in(session.generation)
         group.links.is_joined = True

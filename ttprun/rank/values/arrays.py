@@ -27,7 +27,10 @@ from ttprun.rank.values.snapshot import Snapshot
 
 
 def record_array(snapshot: Snapshot, value: numpy.ndarray[Any, Any], depth: int) -> Any:
-    """An array of numpy's own type, or a memory map."""
+    """An array of numpy's own type, or a memory map: a small one with its bytes, a large one as data.
+
+    value   any dtype, shape and strides; of objects only if dtype is object itself
+    """
     if value.dtype.hasobject:
         if value.dtype != object:
             return [Tag.REFUSED, "is an array of records with objects in them"]
@@ -109,7 +112,10 @@ def _place(value: numpy.ndarray[Any, Any], base: Any) -> list[Any] | None:
 
 
 def record_other_array(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """Matrices, masked and record arrays: compared."""
+    """Matrices, masked and record arrays: compared, by dtype, shape and digest.
+
+    value   of a subclass of numpy.ndarray, any dtype but objects
+    """
     plain = numpy.ndarray.view(value, numpy.ndarray)
     if plain.dtype.hasobject:
         return [Tag.REFUSED, f"is a {type(value).__name__} of objects"]
@@ -120,7 +126,10 @@ def record_other_array(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 
 def restore_array(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """In place if the live array is alike, else a new one."""
+    """In place if the live array is alike, else a new one.
+
+    live   anything; written if its dtype, shape and place in memory are the recorded ones
+    """
     _, number, text, shape, raw, order, base_node, place = node
     dtype = dtype_of(text)
     is_map = type(live) is numpy.memmap and live.flags.writeable  # what is written into it stands in a file
@@ -155,7 +164,7 @@ def restore_array(restore: Restore, live: Any, node: list[Any], name: str) -> An
 
 
 def restore_object_array(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """An array of objects."""
+    """An array of dtype object, item by item."""
     _, number, shape, nodes = node
     is_alike = type(live) is numpy.ndarray and live.dtype == object and list(live.shape) == shape
     items = restore.items(live.reshape(-1).tolist() if is_alike else [], nodes, name)

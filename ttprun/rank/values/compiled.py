@@ -30,9 +30,11 @@ class Pair:
         self._get, self._put = get, put
 
     def record(self, value: Any) -> Any:
+        """The state of an object."""
         return getattr(value, self._get)()
 
     def restore(self, value: Any, state: Any) -> None:
+        """Set the state of an object. Raises ValueError if it has another one then."""
         getattr(value, self._put)(state)
         if self.record(value) != state:
             raise ValueError(f"{self._put} has not set the state")

@@ -30,7 +30,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tensor_of(dtype: str, shape: list[int], raw: bytes | memoryview) -> torch.Tensor:
-    """A new tensor from recorded bytes."""
+    """A new tensor from recorded bytes.
+
+    dtype     torch's name without "torch.", such as "float32"
+    raw       its elements, contiguous; empty: the elements are not set
+    returns   a contiguous tensor on the CPU, of this shape
+    """
     kind = getattr(torch, dtype)
     if not len(raw):
         return torch.empty(shape, dtype=kind)
@@ -45,7 +50,11 @@ def _form(value: Any) -> tuple[str, list[int]] | None:
 
 
 def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool) -> list[Any]:
-    """A large tensor or array, with the result of `follow`."""
+    """A large tensor or array: by its digest, or in a blob if the script changes it.
+
+    value                 any dtype, shape and device
+    digest, is_changing   as `follow` returns them
+    """
     dtype, shape = _form(value) or ("", [])
     if not is_changing:
         return [Tag.DATA, dtype, shape, digest]
@@ -61,7 +70,7 @@ def _bytes_of(array: Any) -> Any:
 
 
 def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """Compare what the replay has loaded again."""
+    """Compare what the replay has loaded again, by dtype, shape and digest; it stays in any case."""
     _, dtype, shape, expected = node
     if not restore.is_comparing:
         return live
@@ -78,7 +87,10 @@ def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any
 
 
 def restore_changed_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """Restore what the script changes from the record's blobs, in place if the live one has the same form."""
+    """Restore what the script changes from the record's blobs, in place if the live one has the same form.
+
+    live   a tensor or array of any device, or anything else; a new one is on the CPU
+    """
     _, number, dtype, shape, index, first = node
     raw = restore.blob(index)
     is_tensor = dtype[0].isalpha()

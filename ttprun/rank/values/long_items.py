@@ -105,7 +105,13 @@ class Kept:
         return self._digest
 
     def take_up(self, container: Any, items: list[Any], snapshot: Snapshot) -> bool:
-        """Know the nodes of these items; False if they cannot be kept, or change too often for it to be worth it."""
+        """Know the nodes of these items.
+
+        container   whose items they are, or whose keys or values
+        items       all of them now, at least MIN_ITEMS
+        snapshot    the walk that has met the container
+        returns     False if they cannot be kept, or change too often for it to be worth it
+        """
         if self._walks_left and len(items) <= MAX_ITEMS:
             self._walks_left -= 1
             return False

@@ -255,7 +255,10 @@ def _is_stepped(tensor: torch.Tensor, snapshot: Snapshot) -> bool:
 
 
 def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any:
-    """A module with all its parts, those left out that were met before."""
+    """A module with all its parts, those left out that were met before.
+
+    value   its buffers, and weights that no optimizer updates, become blobs; any dtype, shape and device
+    """
     layout = _layouts.get(id(value))
     if layout is None and _is_of(value, _WRAPPERS) and len(value._modules) == 1:
         (inner,) = value._modules.values()
@@ -288,7 +291,10 @@ def record_traced(snapshot: Snapshot, value: torch.jit.ScriptModule, depth: int)
 
 
 def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """Write tensors and attributes into the replacement's module."""
+    """Write tensors and attributes into the replacement's module.
+
+    live   refused unless it has the recorded type, and parts and tensors of the same paths, types and shapes
+    """
     _, number, kind, packed, attributes, first, wrapped = node
     if live is MISSING and wrapped is None:
         live = made_when_needed(kind, attributes.get("", {}) | unpack(packed)["attributes"].get("", {}))

@@ -16,7 +16,10 @@ UNTOLD = "it can change, and does not show its state"
 
 
 def record_not_proved(snapshot: Snapshot, value: Any, why: str = UNTOLD) -> list[Any]:
-    """The node of an object of which only the type is known."""
+    """The node of an object of which only the type is known.
+
+    why   completes the variable's name in a sentence: "it is nested too deep"
+    """
     kind = name_of(type(value))
     snapshot.not_proved.append(kind)
     return [Tag.NOT_PROVED, kind, why]

@@ -23,6 +23,15 @@ from ttprun.rank.values.nodes import MISSING, CannotRestoreError, name_of, short
 from ttprun.rank.values.snapshot import FIXED, Snapshot, is_hidden
 from ttprun.rank.weights.optimizer_registry import places
 
+# Restores a value from one kind of node: restore_... with these four arguments.
+#
+#   restore  the walk, which knows the counterparts of numbers
+#   live     what the replacement has there, MISSING if nothing; changed in place where that is possible
+#   node     [tag, ...], see Tag
+#   name     of the variable, with the way into it ("model.layers[0]"), for reasons
+#   returns  what is to be there; `live` itself if that stays
+#
+# Raises CannotRestoreError by way of `Restore.refuse`.
 Restorer = Callable[["Restore", Any, list[Any], str], Any]
 RESTORERS: dict[Any, Restorer] = {}
 
@@ -64,7 +73,13 @@ class Restore:
     def frame(
         self, frame: types.FrameType, recorded: dict[str, Any], where: str, dead: Container[str] = frozenset()
     ) -> None:
-        """Write a frame's variables but the dead ones; mutable ones are changed in place."""
+        """Write a frame's variables but the dead ones; mutable ones are changed in place.
+
+        frame      a function's or generator's, of the replacement
+        recorded   variable -> node, of the same frame in the lost rank
+        where      goes before each variable's name in a reason
+        dead       variables that the script sets again before it reads them
+        """
         scope = variables_of(frame)
         written, gone = self._changes(scope, recorded, where, dead)
         for name, value in written.items():
@@ -74,7 +89,11 @@ class Restore:
                 self.refuse(None, f"{where}{name} is set here, and was not in the lost rank")
 
     def module(self, scope: dict[str, Any], recorded: dict[str, Any], where: str) -> None:
-        """Write the variables of a module that has no frame on the stack."""
+        """Write the variables of a module that has no frame on the stack.
+
+        scope             the module's dictionary, changed in place
+        recorded, where   as for `frame`
+        """
         written, gone = self._changes(scope, recorded, where)
         scope.update(written)
         for name in gone:
@@ -118,7 +137,11 @@ class Restore:
             self._is_strict = was_strict
 
     def value(self, live: Any, node: Any, name: str) -> Any:
-        """The value that replaces `live`; `live` itself if it was changed in place or is left as it is."""
+        """The value that replaces `live`; `live` itself if it was changed in place or is left as it is.
+
+        live   MISSING if the variable is not set
+        name   of the variable, with the way into it ("model.layers[0]"), for reasons
+        """
         if node.__class__ is not list:
             return node
         return RESTORERS[node[0]](self, live, node, name)
@@ -137,14 +160,22 @@ class Restore:
         return storage
 
     def claim_or_refuse(self, number: int, value: Any, name: str) -> bool:
-        """The same where there is no other candidate. Refuses if `value` is the counterpart of another one already."""
+        """The same where there is no other candidate. Refuses if `value` is the counterpart of another one already.
+
+        number   of the object in the record
+        name     as for `value`
+        """
         if self.claim(number, value):
             return True
         self.refuse(value, f"{name} is an object of its own in the lost rank, and shared with another name here")
         return False
 
     def known(self, number: int, live: Any, name: str) -> Any:
-        """The counterpart of an earlier object of the record."""
+        """The counterpart of an earlier object of the record.
+
+        number       of the object in the record
+        live, name   as for `value`
+        """
         if number in self._objects:
             return self._objects[number]
         return self.refuse(live, f"{name} holds an object that could not be restored elsewhere")
@@ -154,7 +185,12 @@ class Restore:
         return self._objects.get(number, MISSING)
 
     def items(self, live: Any, nodes: Any, name: str) -> list[Any]:
-        """Values of a container's items, each set over its counterpart in `live`."""
+        """Values of a container's items, each set over its counterpart in `live`.
+
+        live    the container's items here, in order; fewer or more are no error
+        nodes   a list of nodes, or the same packed
+        name    of the container
+        """
         if not isinstance(nodes, list):
             nodes = list(unpack_items(nodes))
         values = [
@@ -185,12 +221,20 @@ class Restore:
         return Snapshot(self._places, [id(live)], is_apart=True).node(live, 0)
 
     def is_same(self, condition: bool, name: str, what: str) -> None:
-        """A doubt unless `condition` holds."""
+        """A doubt unless `condition` holds.
+
+        what   completes the sentence that begins with the name
+        """
         if self.is_comparing and not self._is_dead and not condition:
             self.doubts.append(f"{name} {what}")
 
     def refuse(self, live: Any, why: str, is_unrecorded: bool = False) -> Any:
-        """This value does not match: `live` stays, or CannotRestoreError is raised."""
+        """This value does not match: `live` stays, or CannotRestoreError is raised.
+
+        live            returned
+        why             a sentence that begins with the variable's name
+        is_unrecorded   the lost rank has named it as what it cannot record
+        """
         if self.is_comparing and not self._is_dead:
             if self._is_strict:
                 raise CannotRestoreError(why)

@@ -20,7 +20,7 @@ from ttprun.rank.weights.sharded import is_distributed, local_of
 
 
 def record_sharded(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """Any DTensor."""
+    """Any DTensor: what optimizers update by its place, else by what this rank holds of it."""
     local = local_of(value)
     index = snapshot.stepped.get(local.untyped_storage().data_ptr())
     if index is not None and local.untyped_storage().data_ptr():
@@ -32,7 +32,10 @@ def record_sharded(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 
 def restore_sharded(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """Write what this rank holds into the replacement's tensor."""
+    """Write what this rank holds into the replacement's tensor.
+
+    live   a DTensor of the recorded shape and placements, on a mesh of the recorded shape, else it is refused
+    """
     _, number, local, layout, is_computed = node
     if not isinstance(live, torch.Tensor) or not is_distributed(live) or _layout(live) != layout:
         return restore.refuse(

@@ -32,6 +32,14 @@ _HIDDEN = """
 HIDDEN = frozenset(_HIDDEN.split())
 FIXED = ""  # the name of the packed nodes, in a scope's record, that are the same at each boundary
 
+# Makes the node of a value, as its type needs it: record_... with these three arguments.
+#
+#   snapshot  the walk that has met it, which gives numbers and gathers blobs
+#   value     met for the first time in this walk; not changed
+#   depth     of the value: 0 for a variable, one more for each container or object around it
+#   returns   a scalar or [tag, ...], see Tag
+#
+# What it raises makes a REFUSED node.
 Handler = Callable[["Snapshot", Any, int], Any]
 HANDLERS: dict[type, Handler] = {}
 _choosers: list[Callable[[type], Handler]] = []
@@ -256,7 +264,12 @@ class Snapshot:
         return [self.node(value, depth + 1) for value in values]
 
     def attributes(self, scope: Mapping[str, Any], depth: int, without: frozenset[str] = frozenset()) -> dict[str, Any]:
-        """Nodes of an object's attributes."""
+        """Nodes of an object's attributes.
+
+        scope     the object's dictionary, or the same made from its slots; only names that are a str count
+        depth     of the object
+        without   names that are left out
+        """
         return {
             name: value if type(value) in SETTLED else self.node(value, depth + 1)
             for name, value in scope.items()
@@ -264,7 +277,11 @@ class Snapshot:
         }
 
     def lasting_attributes(self, scope: dict[str, Any], depth: int, without: frozenset[str]) -> dict[str, Any]:
-        """The same for the object's own dictionary, which is not walked again while it is unchanged."""
+        """The same for the object's own dictionary, which is not walked again while it is unchanged.
+
+        scope            the object's own __dict__, known by its id
+        depth, without   as for `attributes`; the same frozenset each time
+        """
         known = _attributes.get(id(scope))
         if known is not None and known[0] is without and known[2].holds():
             return known[1]

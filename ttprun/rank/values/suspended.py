@@ -74,7 +74,11 @@ def restore_generator(restore: Restore, live: Any, node: list[Any], name: str) -
 
 
 def restore_loop(restore: Restore, loop: loops.Loop, fields: dict[str, Any]) -> None:
-    """Write what an active loop iterates over, from the loop's record."""
+    """Write what an active loop iterates over.
+
+    loop     of the replacement, at the recorded place
+    fields   its record; "over" is the node
+    """
     live, node = iterables.over(loop), fields["over"]
     is_within = type(live) is tuple or (node.__class__ is list and node[0] == Tag.TUPLE)
     if is_within:

@@ -51,7 +51,10 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
-    """Any tensor."""
+    """Any tensor: what optimizers update by its place, a small one with its bytes, a large one as data.
+
+    value   any dtype, shape, strides and device; sparse and "meta" ones are only compared, quantized ones refused
+    """
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
         return _record_unusual(value)
     try:
@@ -215,7 +218,10 @@ def restore_activation(restore: Restore, live: Any, node: list[Any], name: str) 
 
 
 def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """In place where the live tensor lies in memory as the recorded one, else a new one; with its gradient."""
+    """In place where the live tensor lies in memory as the recorded one, else a new one; with its gradient.
+
+    live   anything; written if its dtype, shape and device are the recorded ones
+    """
     found = _restored(restore, live, node, name)
     if node[_FLAGS] & _LEAF and restore.is_comparing:
         _restore_gradient(found, tensor_of(node[2], node[3], node[9]) if isinstance(node[9], bytes) else node[9])
@@ -348,7 +354,10 @@ def _flagged(tensor: torch.Tensor, flags: int, name: str) -> torch.Tensor:
 
 
 def restore_weight(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """What optimizers update: nothing is written, but it must be the same one of them."""
+    """What optimizers update: nothing is written, but it must be the same one of them.
+
+    live      if it is not, the weight itself or a view of it takes its place
+    """
     _, index, dtype, shape, stride, offset, is_itself, is_computed = node
     is_alike = isinstance(live, torch.Tensor) and dtype_name(live.dtype) == dtype and list(live.shape) == shape
     if index >= len(restore.stepped):

@@ -54,7 +54,7 @@ class InDirectory:
         return True
 
     def connect(self, end_s: float) -> socket.socket:
-        """A receiver's end."""
+        """A receiver's end. Raises TimeoutError, OSError."""
         with self._address() as path:
             while True:
                 connection = socket.socket(socket.AF_UNIX)
