@@ -91,7 +91,11 @@ def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
 
 
 def chunks(header: bytes, tensors: list[Tensor]) -> Iterator[memoryview]:
-    """The content of what `lay_out` has laid out."""
+    """The content of what `lay_out` has laid out.
+
+    header    the file's first bytes
+    tensors   in this order; each is copied to the CPU when its turn comes, unless it is there and contiguous
+    """
     yield memoryview(header)
     for tensor in tensors:
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)

@@ -65,7 +65,9 @@ class Proof:
     def compare(self, place: Place, noted: Noted, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Compare what this rank is about to use. Raises MismatchError, after reporting it to the agent.
 
-        what   which one it is, for a person
+        place, noted   as `Evidence.note` returns them
+        tensors        that were noted: dense, any dtype, shape and device; at least one
+        what           which one it is, for a person
         """
         lost = self._left.pop(place, None)
         if lost is None:
@@ -196,6 +198,8 @@ def is_measured(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a collective's input may be a measurement (a time, memory in use) or a pickled object, not a gradient.
 
     These differ between two runs, and training does not depend on them.
+
+    tensors   any dtype, shape and device: a few elements, or bytes, may be a measurement
     """
     if _going_backward or any(
         tensor is parameter.grad for tensor in tensors for parameter in optimizer_registry.parameters()

@@ -125,7 +125,10 @@ class Bucket:
         return self.size_bytes >= max(FROM_BYTES, FROM_BYTES_A_GRADIENT * len(self._parameters))
 
     def set_tensor(self, flat: torch.Tensor) -> None:
-        """`flat` is its tensor from now on: DDP keeps it as long as the model."""
+        """`flat` is its tensor from now on: DDP keeps it as long as the model.
+
+        flat   [n]  n = elements of all its parameters, of their dtype, any device
+        """
         self.pointer = flat.data_ptr()
         if not flat.is_cpu:
             return
@@ -137,7 +140,10 @@ class Bucket:
         return list(map(_GRADIENT, self._parameters))
 
     def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """(gradient, its view of `flat`), each of the parameter's shape; None if one of them is unknown."""
+        """(gradient, its view of `flat`), each of the parameter's shape; None if one of them is unknown.
+
+        flat   [n]  as for `set_tensor`; another dtype than a gradient's makes that unknown
+        """
         found, at = [], 0
         for parameter in self._parameters:
             gradient = parameter.grad
@@ -148,7 +154,10 @@ class Bucket:
         return found if self.is_alive else None
 
     def fill(self, flat: torch.Tensor) -> bool:
-        """Write all gradients as DDP does; False if one is unknown."""
+        """Write all gradients as DDP does; False if one is unknown.
+
+        flat   [n]  as for `set_tensor`; gets the gradients divided by the number of ranks
+        """
         parts = self.parts(flat)
         with torch.no_grad():
             for gradient, place in parts or ():

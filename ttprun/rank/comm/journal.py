@@ -115,6 +115,8 @@ class Journal:
         """Copy the inputs into spare buffers; False if the journal's limit is reached (nothing is copied then).
 
         Inputs that are lent are not copied. The outputs count too: the entry keeps them alive.
+
+        inputs   any dtype, shape, layout and device; a copy is on the same device
         """
         size = sum(map(size_of, inputs))
         if entry.outputs and not (inputs and inputs[0] is entry.outputs[0]):

@@ -52,7 +52,10 @@ class Message(Entry):
         self._bytes = tensor.nbytes
 
     def digest_of(self, tensor: torch.Tensor) -> str:
-        """By which the sender and the receiver compare its content."""
+        """A digest of its content, by which the sender and the receiver compare it: 16 hexadecimal digits.
+
+        tensor   sent or received; dense, any dtype, shape and device
+        """
         return f"{sampled((tensor.detach(),), self.number)[0]:016x}"
 
     def note_copy(self) -> None:

@@ -275,6 +275,8 @@ class ManagedGroup(ProcessGroup):
         While the journal is frozen, the recovery's thread issues it.
 
         Raises EndedError once the run of the script is over.
+
+        inputs   of the operation that this rank gives, [] if it only receives
         """
         session = self.session
         journal = session[Journal]

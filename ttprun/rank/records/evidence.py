@@ -100,8 +100,10 @@ class Evidence:
     def note(self, step: int, kind: int, name: str, tensors: Sequence[torch.Tensor]) -> tuple[Place, Noted]:
         """Note one batch, loss or input; returns its place in the step, and what was noted.
 
-        step   the boundary that it follows
-        name   of the loader or group
+        step      the boundary that it follows
+        kind      BATCH, LOSS or INPUT
+        name      of the loader or group
+        tensors   dense, any dtype, shape and device; of the first _MOST_TENSORS
 
         The note of an older process at the same place of the same step is kept.
         """
@@ -146,7 +148,8 @@ class Evidence:
 def sampled(tensors: Sequence[torch.Tensor], salt: int) -> tuple[int, bytes]:
     """(digest of the tensors, or of parts of large ones; first bytes of the first one).
 
-    salt   selects the parts: others in each step, the same in each process
+    tensors   dense, any dtype, shape and device; those after the first _MOST_TENSORS are left out
+    salt      selects the parts: others in each step, the same in each process
     """
     state = xxhash.xxh3_64()
     sample = b""

@@ -414,6 +414,10 @@ def look(frame: FrameType) -> values.Tree:
 
 
 def tree_of(packed: bytes, tensors: list[torch.Tensor]) -> values.Tree:
-    """A record as another process would read it."""
+    """A record as another process would read it.
+
+    packed    its plain part
+    tensors   its blobs, dense, any dtype, shape and device
+    """
     found = Record.of(packed, b"".join(map(bytes, map(bytes_of, tensors))))
     return values.Tree(found.fields, found.blobs)

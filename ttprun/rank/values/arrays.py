@@ -69,7 +69,10 @@ def _memory_of(value: numpy.ndarray[Any, Any]) -> Any:
 
 
 def is_changing(snapshot: Snapshot, value: numpy.ndarray[Any, Any]) -> bool:
-    """Whether a large array is one that the script is known to change."""
+    """Whether a large array is one that the script is known to change.
+
+    value   any dtype and shape
+    """
     return is_followed(value) and _followed(snapshot, value)[1]
 
 

@@ -35,13 +35,20 @@ class _NotRecorded(torch.autograd.Function):
 
 
 def without_history(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The tensor as one that was computed with gradients; backward() through it raises UnrecordedTensorError."""
+    """The tensor as one that was computed with gradients; backward() through it raises UnrecordedTensorError.
+
+    tensor   floating or complex, any shape and device; the result shares its memory
+    name     of the variable, for the error
+    """
     made: torch.Tensor = _NotRecorded.apply(torch.empty(0, requires_grad=True), [tensor], name)  # type: ignore[no-untyped-call]
     return made
 
 
 def forget_gradient(tensor: torch.Tensor) -> None:
-    """Make a gradient that is not recorded NaN, so that its use is noticed: see gradients.py."""
+    """Make a gradient that is not recorded NaN, so that its use is noticed: see gradients.py.
+
+    tensor   any; changed only if it is a leaf with a gradient
+    """
     if tensor.is_leaf and tensor.grad is not None:
         local_of(tensor.grad).detach().fill_(float("nan"))
 

@@ -139,5 +139,8 @@ def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def are_of_replay(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the input of a collective is made of gradients of the replay, whose optimizer has not stepped since."""
+    """Whether the input of a collective is made of gradients of the replay, whose optimizer has not stepped since.
+
+    tensors   dense, any dtype, shape and device; a NaN in one of them is what shows it
+    """
     return bool(_poisoned) and any(bool(torch.isnan(elements_of(tensor)).any()) for tensor in tensors)

@@ -347,11 +347,22 @@ class Stored:
         self.forms: list[tuple[str, list[int], list[Any] | None]] = content["forms"]
 
     def tensor(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """What is at an offset, of the form of another tensor."""
+        """What is at an offset, of the form of another tensor.
+
+        like     gives dtype and shape
+        offset   in bytes, as in `state`, `gradients` and `before`
+        returns  a view of the slot's memory, on the CPU
+
+        Raises ValueError if the slot is too small.
+        """
         return self._memory.tensor(self._start + offset, like)
 
     def copy_to(self, tensor: torch.Tensor, offset: int) -> None:
-        """Fill a tensor with what is at an offset."""
+        """Fill a tensor with what is at an offset.
+
+        tensor   written; any dtype, shape and device
+        offset   as for `tensor`
+        """
         with torch.no_grad():
             tensor.copy_(self.tensor(tensor, offset))
 

@@ -257,6 +257,8 @@ def places(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     """Index in the sequence by the address of each tensor's storage, and of its first element.
 
     If tensors share a storage (parts of one flat buffer), its address maps to the first of them.
+
+    tensors   any dtype, shape and device; of a DTensor the part that this rank holds counts
     """
     held = list(map(local_of, tensors))
     found: dict[int, int] = {}

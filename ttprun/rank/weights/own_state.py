@@ -172,7 +172,10 @@ def held_now() -> list[tuple[tuple[Any, ...], torch.Tensor | None]]:
 
 
 def forms_of(held: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[Any, ...]]:
-    """Of these, the forms alone."""
+    """Of these, the forms alone.
+
+    held   as `held_now` returns them
+    """
     return [form for form, _ in held]
 
 

@@ -36,7 +36,10 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor in this rank's memory; the tensor itself if it is not a DTensor."""
+    """The part of a tensor in this rank's memory; the tensor itself if it is not a DTensor.
+
+    tensor   any dtype, shape and device
+    """
     if not is_distributed(tensor):
         return waited_for(tensor)
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -68,7 +71,10 @@ def place_of(tensor: torch.Tensor) -> str | None:
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """How the whole is cut, which must be the same in all ranks whose parts make one whole."""
+    """How the whole is cut, which must be the same in all ranks whose parts make one whole.
+
+    tensor   a DTensor that is not the same in all ranks
+    """
     whole: Any = tensor
     cut = [at for at, placement in enumerate(whole.placements) if not placement.is_replicate()]
     return f"{list(whole.shape)}: {', '.join(f'{whole.device_mesh.size(at)} by {whole.placements[at]}' for at in cut)}"
