@@ -31,7 +31,7 @@ from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.bootstrap.framework_hooks import wrap_process_group_name
 from ttprun.rank.framework import randomness
-from ttprun.rank.framework.framework import Framework, Place
+from ttprun.rank.framework.framework import Framework, MainThread
 from ttprun.rank.framework.handlers import CallbackFailedError
 from ttprun.rank.framework.recovery import CallbackRecovery
 from ttprun.rank.records.recorder import Recorder
@@ -92,7 +92,7 @@ def test_what_a_callback_puts_in_the_place_of_an_argument_is_what_the_function_g
 
 
 def test_an_update_is_not_begun_once_a_recovery_has(session: Session, framework: Framework) -> None:
-    framework.place = Place.TRAINING
+    framework.place = MainThread.TRAINING
     framework.order_stop("recover")
 
     with pytest.raises(RuntimeError, match=r"^FORCE STOP"):
@@ -148,7 +148,7 @@ def test_failed_memory_is_reported_and_waited_out(session: Session, framework: F
 
 def test_a_replacement_knows_that_it_is_one_and_does_not_train_before_its_repair(session: Session) -> None:
     session.framework = Framework(session, joins_at=9, reboot_type="hot switch")
-    session.framework.place = Place.TRAINING
+    session.framework.place = MainThread.TRAINING
 
     assert tft_is_reboot_node()
     assert tft_get_reboot_type() == "hot switch"
@@ -157,7 +157,7 @@ def test_a_replacement_knows_that_it_is_one_and_does_not_train_before_its_repair
 
 
 def test_all_wait_behind_the_step_that_the_first_rank_was_about_to_make(session: Session, framework: Framework) -> None:
-    framework.place = Place.TRAINING
+    framework.place = MainThread.TRAINING
     tft_start_updating_os()
     session.board.set(0, Field.PAUSE_ASKED, 7)  # too late for step 1
     tft_end_updating_os(1)

@@ -22,7 +22,7 @@ from ttprun.rank.weights.holdings import Holdings
 from ttprun.rank.weights.mirror import Mirror
 from ttprun.rank.weights.own_state import OwnState
 from ttprun.rank.weights.post_step_weights import KeptWeights
-from ttprun.rank.weights.snapshots import Snapshots
+from ttprun.rank.weights.snapshots import SnapshotPart
 
 RECORD_BYTES = 1 << 20
 
@@ -61,7 +61,7 @@ def make_session(
         channel=line,
         board=page,
         parts={
-            Snapshots: Snapshots(page, 0, [], 0, recorder),
+            SnapshotPart: SnapshotPart(page, 0, [], 0, recorder),
             Recorder: known.pop("recorder", recorder),
             Journal: journal,
             Holdings: Holdings(),

@@ -49,7 +49,7 @@ def test_the_closure_is_watched_and_what_it_returns_is_what_its_end_gives_back(
 ) -> None:
     optimizer: Any = kind(parameters())
     ended: list[float] = []
-    watch = closures.Watch(lambda returned: ended.append(returned) or 2.0, lambda: None)  # type: ignore[func-returns-value]
+    watch = closures.ClosureWatch(lambda returned: ended.append(returned) or 2.0, lambda: None)  # type: ignore[func-returns-value]
 
     found = closures.watch(optimizer, (optimizer, *args), kwargs, watch)
 
@@ -63,13 +63,13 @@ def test_the_closure_is_watched_and_what_it_returns_is_what_its_end_gives_back(
 def test_a_step_without_a_closure_is_left_alone(args: tuple[Any, ...]) -> None:
     optimizer = Plain(parameters())
 
-    assert closures.watch(optimizer, (optimizer, *args), {}, closures.Watch(print, print)) is None
+    assert closures.watch(optimizer, (optimizer, *args), {}, closures.ClosureWatch(print, print)) is None
 
 
 def test_what_an_optimizer_takes_in_place_of_a_closure_is_left_alone() -> None:
     optimizer = OfModel(parameters())
 
-    assert closures.watch(optimizer, (optimizer, model), {}, closures.Watch(print, print)) is None
+    assert closures.watch(optimizer, (optimizer, model), {}, closures.ClosureWatch(print, print)) is None
 
 
 def _session(**known: Any) -> Session:

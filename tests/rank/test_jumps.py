@@ -15,7 +15,7 @@ from ttprun.rank.process import random_state
 
 
 def new_site(key: str = "script:1:0") -> loops.Site:
-    return loops.Site(key, loops.Place((7, 0), (7, 9), (8, 4), (8, 8)))
+    return loops.Site(key, loops.Extent((7, 0), (7, 9), (8, 4), (8, 8)))
 
 
 def begin_at(iterable: Iterable[Any], stop_at: int) -> tuple[dict[str, Any], list[Any]]:

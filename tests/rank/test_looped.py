@@ -98,7 +98,7 @@ def batches_behind(passed_over: int) -> Items:
 def stand(made: Callable[[Items], Any], items: int) -> QuiesceSchedule:
     """A loop over what is made of a loader's iterator, behind some items."""
     loop = loops.Loop(
-        loops.Site("train.py:7:0", loops.Place((7, 0), (7, 9), (8, 4), (8, 8))), None, made(batches_behind(0))
+        loops.Site("train.py:7:0", loops.Extent((7, 0), (7, 9), (8, 4), (8, 8))), None, made(batches_behind(0))
     )
     following = iter(loop)
     for _ in range(items):
@@ -121,7 +121,7 @@ def stand_again(made: Callable[[Items], Any], recorded: dict[str, Any], before: 
     """
     passed_over = recorded["position"] - 1 - before
     loop = loops.Jump(
-        loops.Site("train.py:7:0", loops.Place((7, 0), (7, 9), (8, 4), (8, 8))),
+        loops.Site("train.py:7:0", loops.Extent((7, 0), (7, 9), (8, 4), (8, 8))),
         recorded,
         made(batches_behind(passed_over)),
     )

@@ -15,7 +15,7 @@ from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.comm.results import Answers
 from ttprun.rank.position import ast_transform, whose
 from ttprun.rank.records.record import Record
-from ttprun.rank.replay.replay import Replay
+from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.step import step_hooks
 from ttprun.rank.values import pack
 
@@ -59,7 +59,7 @@ def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tupl
             made.append((pack(fields), [bytes(blob.numpy()) for blob in blobs]))
         else:
             known = Record.of(record[0], b"".join(record[1]))
-            Replay(session, 1, (0, 0), known, None, Answers({}, [])).before_step(frame)
+            ReplayRun(session, 1, (0, 0), known, None, Answers({}, [])).before_step(frame)
 
     scope: dict[str, Any] = {"__name__": "script", "train": train, "is_lost": record is None}
     exec(ast_transform.compile_followed(SCRIPT.encode(), f"{directory}/script.py"), scope)

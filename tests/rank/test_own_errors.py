@@ -19,7 +19,7 @@ from ttprun.rank.comm.results import Answers
 from ttprun.rank.data import loaders
 from ttprun.rank.position import whose
 from ttprun.rank.records.record import Record
-from ttprun.rank.replay.replay import Replay
+from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.step import step_hooks
 from ttprun.rank.weights.post_step_weights import KeptWeights
 
@@ -95,7 +95,7 @@ def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(replay_guard, "_KILL_LIMIT_S", 0.0)
     session = make_session(str(tmp_path))
     target: Any = Record({"boundary": 2}, [])
-    replay = Replay(session, 2, (0, 0), target, None, Answers((), ()))
+    replay = ReplayRun(session, 2, (0, 0), target, None, Answers((), ()))
 
     with pytest.raises(replay_guard.MismatchError):
         replay.before_step(sys._getframe())

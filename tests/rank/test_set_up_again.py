@@ -12,7 +12,7 @@ from tests.rank.fakes import make_session
 from ttprun.rank.comm.results import Answers
 from ttprun.rank.position import ast_transform, loops
 from ttprun.rank.records.record import Record
-from ttprun.rank.replay.replay import Replay
+from ttprun.rank.replay.replay import ReplayRun
 
 SCRIPT = """
 for number in range(100):
@@ -41,7 +41,7 @@ def test_a_replay_follows_the_loops_of_a_set_up_no_longer_than_a_run_does(
 ) -> None:
     session = make_session(str(tmp_path))
     before = Record({"boundary": 1, "place": [], "loops": [], "generator_loops": [], "has_steps": []}, [])
-    replay = Replay(session, 2, (0, 0), before, before, Answers((), ()))
+    replay = ReplayRun(session, 2, (0, 0), before, before, Answers((), ()))
     replay.begin()
 
     in_replay = followed_loops(monkeypatch)

@@ -12,14 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.rank.fakes import RECORD_BYTES
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.snapshots import SnapshotTaken
 from ttprun.rank.process.shared_memory import Memory
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.weights import checkpoint_shards, replicated, snapshots
 from ttprun.rank.weights.open_boundaries import MOST_PUT_OFF
 from ttprun.rank.weights.optimizer_registry import forget, wrap_optimizer_init
 from ttprun.rank.weights.replicated import NotRepairableError
-from ttprun.rank.weights.snapshots import Snapshots
+from ttprun.rank.weights.snapshots import SnapshotPart
 from ttprun.state.files import read_entry
 
 SHARES = 3
@@ -265,11 +267,15 @@ def agree(monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, held: int = 0
     if held:
         Memory(buffers[1][1]).fill(held, [])
     monkeypatch.setattr(snapshots, "free_bytes", lambda: free_bytes)
-    first = Snapshots(board, 0, buffers, every=20)
+    first = SnapshotPart(board, 0, buffers, every=20, recorder=recorder())
     board.set(0, Field.SNAPSHOT_ASKED, 1)
     for number in (39, 40):
         first.agree(channel, number, is_open=False)  # type: ignore[arg-type]
     return board, channel
+
+
+def recorder() -> Recorder:
+    return Recorder(Recorder.create(RECORD_BYTES), RECORD_BYTES)
 
 
 def test_a_snapshot_is_taken_where_there_is_memory_for_the_shares_of_all_ranks(
@@ -289,7 +295,7 @@ def test_a_snapshot_is_put_off_from_an_open_boundary_to_the_next_that_is_not(
 ) -> None:
     monkeypatch.setattr(snapshots, "free_bytes", lambda: None)
     board = Board.create(2)[1]
-    first = Snapshots(board, 0, [[memory_file()[1], memory_file()[1]]], every=20)
+    first = SnapshotPart(board, 0, [[memory_file()[1], memory_file()[1]]], every=20, recorder=recorder())
     taken_at = []
 
     for asked, boundary, is_open in ((1, 40, True), (1, 41, False), (2, 42, False), (2, 60, False)):
@@ -305,7 +311,7 @@ def test_where_every_boundary_is_open_a_snapshot_is_taken_all_the_same(
 ) -> None:
     monkeypatch.setattr(snapshots, "free_bytes", lambda: None)
     board = Board.create(2)[1]
-    first = Snapshots(board, 0, [[memory_file()[1], memory_file()[1]]], every=20)
+    first = SnapshotPart(board, 0, [[memory_file()[1], memory_file()[1]]], every=20, recorder=recorder())
     board.set(0, Field.SNAPSHOT_ASKED, 1)
 
     for boundary in range(40, 60):

@@ -9,7 +9,7 @@ from ttprun.rank.position import loops
 
 
 def new_site() -> loops.Site:
-    return loops.Site("script:1:0", loops.Place((7, 0), (7, 9), (8, 4), (8, 8)))
+    return loops.Site("script:1:0", loops.Extent((7, 0), (7, 9), (8, 4), (8, 8)))
 
 
 def test_a_step_that_is_taken_while_an_item_is_made_is_met_again_in_making_that_item() -> None:

@@ -32,7 +32,7 @@ from ttprun.rank.effects import files
 from ttprun.rank.position import loops
 from ttprun.rank.records.record import Record
 from ttprun.rank.records.recorder import Recorder
-from ttprun.rank.replay.replay import Replay
+from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.replay.standing import difference_of_place
 from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
@@ -40,7 +40,7 @@ from ttprun.rank.values import CannotRestoreError, Tree, pack
 from ttprun.rank.values.nodes import Tag
 
 
-class Adapted(Replay):
+class Adapted(ReplayRun):
     """The setup of one rank of the new run, up to the old run's boundary.
 
     adapt   the old ranks whose variables it takes

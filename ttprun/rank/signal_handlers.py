@@ -54,7 +54,7 @@ class Now:
     in_c = (0, 0)
 
 
-class Place(Enum):
+class Interrupted(Enum):
     """Where a signal finds the main thread."""
 
     SCRIPT = 1
@@ -74,11 +74,11 @@ class Wrapped:
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         waiting.add(number)  # at first, for another handler may end this function with an exception
         place = _place_of(frame)
-        if place is Place.SCRIPT or Now.is_ending():
+        if place is Interrupted.SCRIPT or Now.is_ending():
             waiting.discard(number)
             Now.in_c = (0, 0)
             return self.handler(number, frame)
-        if place is not Place.GATE:
+        if place is not Interrupted.GATE:
             _come_again()
         return None
 
@@ -171,9 +171,9 @@ def leave(is_from_c: bool = False) -> None:
         return
     frame = sys._getframe(1).f_back
     place = _place_of(frame)
-    if place is Place.GATE:
+    if place is Interrupted.GATE:
         return
-    if is_from_c or place is not Place.SCRIPT:
+    if is_from_c or place is not Interrupted.SCRIPT:
         outside = _frame_of_script(frame)
         Now.in_c = (0, 0) if outside is None else (id(outside), outside.f_lasti)
         _come_again()
@@ -187,7 +187,7 @@ def deliver() -> None:
 
 
 def _deliver(frame: FrameType | None) -> None:
-    if threading.current_thread() is not threading.main_thread() or _place_of(frame) is not Place.SCRIPT:
+    if threading.current_thread() is not threading.main_thread() or _place_of(frame) is not Interrupted.SCRIPT:
         return
     while waiting:
         number = min(waiting)
@@ -219,21 +219,21 @@ def _come_again() -> None:
     _ = [*again, *then]
 
 
-def _place_of(frame: FrameType | None) -> Place:
+def _place_of(frame: FrameType | None) -> Interrupted:
     outside = _frame_of_script(frame)
     passed = 0  # functions that lead through a gate further out
     while frame is not None:
         code = frame.f_code
         if code in _gates:
             if not passed:
-                return Place.GATE
+                return Interrupted.GATE
             passed -= 1
         elif code in _through:
             passed += 1
         elif code is Now.around_steps and Now.is_stepping and not passed:
-            return Place.STEP
+            return Interrupted.STEP
         frame = frame.f_back
-    return Place.C if outside is not None and _is_in_c(outside) else Place.SCRIPT
+    return Interrupted.C if outside is not None and _is_in_c(outside) else Interrupted.SCRIPT
 
 
 def _is_in_c(frame: FrameType) -> bool:

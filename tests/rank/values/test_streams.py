@@ -62,7 +62,7 @@ def test_a_file_is_read_on_where_the_lost_rank_had_read_to(text: Path, kind: str
 def test_a_file_below_a_table_that_a_loop_reads_is_named_by_the_loop(text: Path, read: Callable[[Any], Any]) -> None:
     with text.open() as lost, text.open() as here:
         tables = [read(lost), read(here)]
-        loop = loops.Loop(loops.Site("key", loops.Place((7, 0), (7, 9), (8, 4), (8, 8))), None, tables[0])
+        loop = loops.Loop(loops.Site("key", loops.Extent((7, 0), (7, 9), (8, 4), (8, 8))), None, tables[0])
         for table in tables:
             next(table)
         snapshot = Snapshot({}, iterables.followed([loop]))

@@ -36,7 +36,7 @@ from ttprun.rank.position import loops, torch_compile
 from ttprun.rank.process import random_state
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay.recovery import Recovery
-from ttprun.rank.replay.replay import Replay
+from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.replay.set_up import SetUp
 from ttprun.rank.session import Session, begin, leave_in_children
 from ttprun.rank.step import step_hooks
@@ -46,7 +46,7 @@ from ttprun.rank.weights.holdings import Holdings
 from ttprun.rank.weights.mirror import Mirror
 from ttprun.rank.weights.own_state import OwnState
 from ttprun.rank.weights.post_step_weights import KeptWeights
-from ttprun.rank.weights.snapshots import Snapshots
+from ttprun.rank.weights.snapshots import SnapshotPart
 
 
 def install(presence: Presence) -> None:
@@ -106,8 +106,8 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     _listen(presence, session)
 
 
-def _replay_of(session: Session, order: to_rank.Replay) -> Replay:
-    replay = Replay.of_lost(session, order.boundary, order.skip_lines)
+def _replay_of(session: Session, order: to_rank.Replay) -> ReplayRun:
+    replay = ReplayRun.of_lost(session, order.boundary, order.skip_lines)
     replay.step_from, replay.is_joining = order.step_from, order.is_joining
     replay.is_contradicted = order.is_contradicted
     return replay
@@ -136,7 +136,7 @@ def _run_ahead(presence: Presence, session: Session, ahead: Ahead) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         raise SystemExit
 
-    def go_on() -> Replay:
+    def go_on() -> ReplayRun:
         if has_children():
             leave("it has started other processes")
         presence.channel.send(from_rank.SetUpDone("", time.monotonic() - began_s))
@@ -225,7 +225,9 @@ def make_session(presence: Presence) -> Session:
             ),
             Holdings: Holdings(),
             Rehearsal: Rehearsal(),
-            Snapshots: Snapshots(board, welcome.local_rank, options.buffers, options.snapshot_every_steps, recorder),
+            SnapshotPart: SnapshotPart(
+                board, welcome.local_rank, options.buffers, options.snapshot_every_steps, recorder
+            ),
             KeptWeights: KeptWeights(optimizer_registry.newest, note),
             OwnState: OwnState(board, welcome.rank, options.own_state, recorder),
             Mirror: Mirror(board, welcome.rank, options.mirror),

@@ -47,7 +47,7 @@ Noted = tuple[list[int], bytes | torch.Tensor]
 
 
 @dataclass(slots=True)
-class Held:
+class BucketInput:
     """An input that was not copied.
 
     bucket    that held it
@@ -233,7 +233,7 @@ class Buckets:
     def __init__(self, group: Any) -> None:
         self._group = weakref.ref(group)
         self._buckets: list[Bucket] = []
-        self._held: list[tuple[Entry, Held]] = []  # since the newest boundary
+        self._held: list[tuple[Entry, BucketInput]] = []  # since the newest boundary
         self._unseen: list[Entry] = []  # not yet searched for NaN
         self._is_to_look = False  # an input was in no known bucket
         self._looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -253,7 +253,7 @@ class Buckets:
             bucket.is_refused = True
             return False
         bucket.is_used = True
-        entry.held = held = Held(bucket, flat, bucket.note(flat), flat._version)
+        entry.held = held = BucketInput(bucket, flat, bucket.note(flat), flat._version)
         self._held.append((entry, held))
         return True
 

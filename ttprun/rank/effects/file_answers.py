@@ -145,7 +145,7 @@ def end() -> None:
     _log = _Log()
 
 
-class Place(NamedTuple):
+class Question(NamedTuple):
     """A question, and where the script asks it.
 
     number  of both
@@ -188,7 +188,7 @@ def _is_of_user(filename: str) -> bool:
         _looking.is_on = False
 
 
-def place_of(kind: str, path: Any, caller: FrameType) -> Place | None:
+def place_of(kind: str, path: Any, caller: FrameType) -> Question | None:
     """The place of a question; None if its answer is not to be kept.
 
     kind   of the question
@@ -208,14 +208,14 @@ def place_of(kind: str, path: Any, caller: FrameType) -> Place | None:
         _stop_at(line, shown)
         _log.stopped.add((frame.f_code, frame.f_lineno))
         return None
-    return Place(_number(f"{kind}|{named}|{frame.f_lineno}|{location_key()}"), line, shown)
+    return Question(_number(f"{kind}|{named}|{frame.f_lineno}|{location_key()}"), line, shown)
 
 
 def _number(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode(errors="surrogateescape"))
 
 
-def find(place: Place) -> Any:
+def find(place: Question) -> Any:
     """The lost rank's answer at this place; MISSING if it had none, or if it is not to be given again."""
     if _log.asked_first is not None:
         _log.asked_first.add(place.number)
@@ -245,7 +245,7 @@ def find(place: Place) -> Any:
     return next((entry[2] for entry in reversed(of_step) if entry[1] <= which), of_step[0][2])
 
 
-def was_last_answered(place: Place, answer: list[Any]) -> bool:
+def was_last_answered(place: Question, answer: list[Any]) -> bool:
     """Whether this is the lost rank's last answer at this place, of whichever step; true at the first question alone.
 
     Who asks again may wait for the file.
@@ -267,14 +267,14 @@ def _is_answered_again(step: int) -> bool:
     return _log.runs_again[step] % 2 == 0
 
 
-def _count_question(place: Place, step: int) -> int:
+def _count_question(place: Question, step: int) -> int:
     """How often this was asked in this step before."""
     asked = _log.asked.setdefault(place.number, [step, -1])
     asked[:] = (step, asked[1] + 1) if asked[0] == step else (step, 0)
     return asked[1]
 
 
-def note(place: Place, answer: Any) -> None:
+def note(place: Question, answer: Any) -> None:
     """The script is answered so. In a replay nothing is kept: it is all there."""
     session = fail_open.session_now()
     if session is not None and session.mode.is_alone:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ttprun.rank import fail_open
 from ttprun.rank.effects import file_answers
-from ttprun.rank.effects.file_answers import MISSING, Place, is_called_by_user
+from ttprun.rank.effects.file_answers import MISSING, Question, is_called_by_user
 from ttprun.rank.signal_handlers import call_through, gate
 
 ASKING = ("stat", "lstat", "access", "readlink", "listdir", "scandir")
@@ -123,7 +123,7 @@ class _Call:
         self.session = fail_open.session_now()
         self.is_replay = self.session is not None and not self.session.mode.is_live
 
-    def _find_place(self) -> Place | None:
+    def _find_place(self) -> Question | None:
         if any(key.endswith("dir_fd") and value is not None for key, value in self.kwargs.items()):
             return None
         others = [*self.args[1:], *(value for key, value in self.kwargs.items() if key != "path")]
@@ -220,7 +220,7 @@ def _is_of_kind_alone(caller: FrameType) -> bool:
     return frame is not None and frame.f_code.co_name in _KIND_ALONE and str(frame.f_globals.get("__name__")) in _PATHS
 
 
-def _is_of_gap(place: Place, path: Any) -> bool:
+def _is_of_gap(place: Question, path: Any) -> bool:
     """Whether the file was not there for the lost rank, which wrote it in the step that is run again now."""
     if was_written_in_gap is None or not was_written_in_gap(path):
         return False

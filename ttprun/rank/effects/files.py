@@ -130,7 +130,7 @@ def _open_for_reading(original: Any, caller: FrameType, file: Any, mode: str, *a
         os.close(descriptor)
 
 
-def _note_read(original: Any, place: file_answers.Place, file: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
+def _note_read(original: Any, place: file_answers.Question, file: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
     global _kept_bytes
     try:
         opened = original(file, mode, *args, **kwargs)

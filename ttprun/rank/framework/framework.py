@@ -38,7 +38,7 @@ _LOOK_AGAIN_S = 0.1
 _ORDER_LIMIT_S = 30.0  # for the agent's order after a fault that this rank has reported or noticed
 
 
-class Place(Enum):
+class MainThread(Enum):
     """Where the main thread is."""
 
     OUTSIDE = "outside the train function"
@@ -72,7 +72,7 @@ class Framework:
         self.reboot_type = reboot_type
         self.is_stopping = False
         self.settled_in = -1
-        self.place = Place.OUTSIDE
+        self.place = MainThread.OUTSIDE
         self.is_past_setup = False
         self.device_index: int | None = None
         self.fault = ReportState.RS_NORMAL
@@ -117,7 +117,7 @@ class Framework:
     def wait_until_stopped(self, check_overtaken: Callable[[], None]) -> None:
         """Block until the main thread waits in the decorator, or `check_overtaken` raises."""
         with self._session.changed:
-            while self.place is not Place.WAITING:
+            while self.place is not MainThread.WAITING:
                 self._session.changed.wait(_LOOK_AGAIN_S)
                 check_overtaken()
 
@@ -138,8 +138,8 @@ class Framework:
             self.fault = ReportState.RS_NORMAL
             self.joins_at = None
             self.loaded_step = 0
-            if self.place is Place.WAITING:
-                self.place = Place.TRAINING
+            if self.place is MainThread.WAITING:
+                self.place = MainThread.TRAINING
             session.changed.notify_all()
 
     def _set_step(self, step: int) -> None:
@@ -163,12 +163,12 @@ class Framework:
         """
         if threading.get_ident() == self._callback_thread:
             self._check_overtaken()
-        elif self.is_stopping and self.place is not Place.OUTSIDE:
+        elif self.is_stopping and self.place is not MainThread.OUTSIDE:
             raise RuntimeError(f"{FORCE_STOP}. A recovery has begun (ttprun)")
-        elif self.has_uce and self.place is Place.TRAINING:
+        elif self.has_uce and self.place is MainThread.TRAINING:
             self.has_uce = False
             raise RuntimeError("UCE ERROR. The scheduler reports that this rank's device memory has failed (ttprun)")
-        elif self.is_joining and self.place is Place.TRAINING:
+        elif self.is_joining and self.place is MainThread.TRAINING:
             raise RuntimeError(f"{ARF_FINISH}. A replacement has reached the train function (ttprun)")
 
     def may_connect_again(self) -> bool:
@@ -286,7 +286,7 @@ class Framework:
     def _enter(self) -> None:
         session = self._session
         with session.changed:
-            self.place = Place.TRAINING
+            self.place = MainThread.TRAINING
             self.is_past_setup = True
             self.device_index = accelerator.current_index()
             session.changed.notify_all()
@@ -294,7 +294,7 @@ class Framework:
 
     def _leave(self) -> None:
         with self._session.changed:
-            self.place = Place.OUTSIDE
+            self.place = MainThread.OUTSIDE
 
     def _wait_for_all(self) -> None:
         """After the train function: wait until it is over in every rank, since until then each may be needed to repair
@@ -348,7 +348,7 @@ class Framework:
             case _:
                 return False
         with session.changed:
-            self.place = Place.WAITING
+            self.place = MainThread.WAITING
             self.is_stopping = True
             if state is not ReportState.RS_NORMAL:
                 self.fault = state
@@ -379,7 +379,7 @@ class Framework:
         """Block until stop and clean are over; EXIT if the state is being saved because the job ends."""
         session = self._session
         with session.changed:
-            while not self.was_cleaned and self.place is Place.WAITING:
+            while not self.was_cleaned and self.place is MainThread.WAITING:
                 session.changed.wait(_LOOK_AGAIN_S)
         return Action.EXIT if self.repair_type == "dump" else Action.RETRY
 
@@ -387,7 +387,7 @@ class Framework:
         """Block until the repair is over; if there is none, the agent kills the process."""
         session = self._session
         with session.changed:
-            while self.place is Place.WAITING:
+            while self.place is MainThread.WAITING:
                 session.changed.wait(_LOOK_AGAIN_S)
         return Action.RETRY
 

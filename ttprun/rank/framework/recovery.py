@@ -32,7 +32,7 @@ from ttprun.rank.comm.process_group import groups_of
 from ttprun.rank.framework import randomness, scheduler
 from ttprun.rank.framework.codes import RET_NO_REBUILD, ReportState
 from ttprun.rank.framework.errors import FORCE_STOP
-from ttprun.rank.framework.framework import Framework, Place
+from ttprun.rank.framework.framework import Framework, MainThread
 from ttprun.rank.framework.handlers import Size
 from ttprun.rank.replay import freezing
 from ttprun.rank.replay.recovery import JoinsTraining, Ordered, Recovery
@@ -142,7 +142,7 @@ class CallbackRecovery(Recovery):
     def _why_not(self) -> str:
         """Why this rank cannot take part in a repair; "" if it can."""
         place = self._framework.place
-        if place is Place.OUTSIDE:
+        if place is MainThread.OUTSIDE:
             return "it is not in the function that tft_exception_handler decorates"
         return "" if self._session.applied else "it has not completed an update of the optimizer yet"
 

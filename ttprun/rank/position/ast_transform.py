@@ -71,10 +71,10 @@ def _wrap(node: ast.For, filename: str, is_generator: bool) -> None:
     node.iter = ast.fix_missing_locations(ast.copy_location(begun, node.iter))
 
 
-def _place_of(node: ast.For) -> loops.Place:
+def _place_of(node: ast.For) -> loops.Extent:
     first, last = node.body[0], node.body[-1]
     begin = min([first, *getattr(first, "decorator_list", ())], key=lambda one: (one.lineno, one.col_offset))
-    return loops.Place(
+    return loops.Extent(
         start=(node.lineno, node.col_offset),
         over=(node.iter.lineno, node.iter.col_offset),
         body=(begin.lineno, begin.col_offset),
@@ -106,7 +106,7 @@ def compile_named(source: bytes, filename: str) -> CodeType:
     if known is not None:
         code, places = known
         for place in places:
-            loops.new_site(filename, loops.Place(*place))
+            loops.new_site(filename, loops.Extent(*place))
         return code
     code = _compile(source, filename, is_script=False)
     kept.write(code, [tuple(site.place) for site in loops.sites.values() if site.filename == filename])

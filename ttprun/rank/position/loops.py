@@ -44,7 +44,7 @@ TRIALS = 8  # times that a loop is followed before it is assumed to have no step
 _READ_ON = (GeneratorType, io.IOBase, type(csv.reader(())), csv.DictReader)
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Where a `for` statement stands in its file; lines begin at 1, columns (in bytes) at 0.
 
     start              of the statement
@@ -78,7 +78,7 @@ class Site:
 
     __slots__ = ("began", "has_steps", "is_outer", "key", "place")
 
-    def __init__(self, key: str, place: Place) -> None:
+    def __init__(self, key: str, place: Extent) -> None:
         self.key = key
         self.place = place
         self.began = 0
@@ -101,7 +101,7 @@ sites: dict[str, Site] = {}  # by their keys
 keys_with_steps: list[str] = []  # of the sites that have any
 
 
-def new_site(filename: str, place: Place) -> str:
+def new_site(filename: str, place: Extent) -> str:
     """Register a loop; returns the key that the compiled code calls it by."""
     key = "{}:{}:{}".format(filename, *place.start)
     sites[key] = Site(key, place)

@@ -26,11 +26,11 @@ from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import REPORT_AFTER_S, Journal
 from ttprun.rank.comm.links import cut_all
 from ttprun.rank.replay import freezing, repairing, resuming
-from ttprun.rank.replay.replay import Replay
+from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
 from ttprun.rank.weights import replicated
 from ttprun.rank.weights.mirror import Mirror
-from ttprun.rank.weights.snapshots import Snapshots
+from ttprun.rank.weights.snapshots import SnapshotPart
 
 _DOING: dict[type, str] = {
     to_rank.Freeze: "stopped",
@@ -118,7 +118,7 @@ class Recovery:
                 with session.changed:
                     session.changed.notify_all()
             case to_rank.NotAlike(owners=owners):
-                session[Snapshots].owners = owners
+                session[SnapshotPart].owners = owners
             case to_rank.NoneAlike():
                 session[Journal].may_settle = True
             case to_rank.KeepMirror():
@@ -232,7 +232,7 @@ class Recovery:
     def _resume(self, order: to_rank.Resume) -> None:
         session = self._session
         moments.reached("rebuild")
-        if isinstance(session.mode, Replay):
+        if isinstance(session.mode, ReplayRun):
             resuming.go_live(session, session.mode, order)
             return
         self._issued_again = []

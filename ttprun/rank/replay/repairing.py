@@ -48,7 +48,7 @@ def fetch_state(session: Session, order: to_rank.FetchState) -> None:
     session.channel.send(from_rank.Repaired(order.generation, digest))
 
 
-def _place_of(session: Session, order: to_rank.SendState | to_rank.FetchState) -> state_places.Place:
+def _place_of(session: Session, order: to_rank.SendState | to_rank.FetchState) -> state_places.MeetingPlace:
     """Where the source and the receivers meet."""
     if not session.address:
         return state_places.InDirectory(session.run_dir, order.name)

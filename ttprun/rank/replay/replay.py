@@ -54,7 +54,7 @@ STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may take before it rea
 _MOST_DOUBTS = 5  # that are named
 
 
-class Replay(Mode):
+class ReplayRun(Mode):
     """The state of a replay.
 
     boundary    the boundary N to reach
@@ -106,7 +106,7 @@ class Replay(Mode):
         self._not_proved: list[str] = []
 
     @classmethod
-    def of_lost(cls, session: Session, number: int, skip_lines: tuple[int, int]) -> Replay:
+    def of_lost(cls, session: Session, number: int, skip_lines: tuple[int, int]) -> ReplayRun:
         """The replay of a lost rank's recorder.
 
         number       the boundary up to which the script is replayed

@@ -19,7 +19,7 @@ from ttprun.rank.comm.process_group import groups_of
 from ttprun.rank.comm.reissue import issue_again
 from ttprun.rank.context import Group
 from ttprun.rank.replay.freezing import LOOK_AGAIN_S, all_groups
-from ttprun.rank.replay.replay import Replay
+from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
 
 
@@ -84,7 +84,7 @@ def _connect_up_to(session: Session, newest: Group | None) -> None:
             group.links.connect_in(session.generation)
 
 
-def go_live(session: Session, replay: Replay, order: to_rank.Resume) -> None:
+def go_live(session: Session, replay: ReplayRun, order: to_rank.Resume) -> None:
     """The replay has ended, and the tensors are loaded: connect, and let the main thread continue.
 
     replay   of this rank, whose main thread waits at the boundary

@@ -17,14 +17,14 @@ from ttprun.rank.position import loops
 from ttprun.rank.records.record import Record
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay.jumps import sites_of
-from ttprun.rank.replay.replay import Replay
+from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
 
 if TYPE_CHECKING:
     from ttprun.rank.comm.entry import Entry
 
 
-class SetUp(Replay):
+class SetUp(ReplayRun):
     """A replay of which only the set-up is run.
 
     sample   any record of the rank
@@ -35,7 +35,7 @@ class SetUp(Replay):
     newest_step = 0
 
     def __init__(
-        self, session: Session, sample: Record, go_on: Callable[[], Replay], leave: Callable[[str], NoReturn]
+        self, session: Session, sample: Record, go_on: Callable[[], ReplayRun], leave: Callable[[str], NoReturn]
     ) -> None:
         super().__init__(session, sample["boundary"], (0, 0), sample, sample, Answers(session[Recorder].read_log(), []))
         self._go_on = go_on
@@ -44,30 +44,30 @@ class SetUp(Replay):
         self._made: set[str] = set()  # places of loaders of which iterators were made
 
     def refuse(self, reason: str, is_contradiction: bool = True) -> NoReturn:
-        """As in Replay."""
+        """As in ReplayRun."""
         self._leave(reason)
 
     def answer(self, entry: Entry) -> None:
-        """As in Replay."""
+        """As in ReplayRun."""
         if entry.place:
             self._asked.append(entry.place)
         super().answer(entry)
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
-        """As in Replay."""
+        """As in ReplayRun."""
         if name[0] in _loaders_of(self._target):
             return self._go_on().iterator_to_make(loader, name)
         self._made.add(name[0])
         return None
 
     def before_step(self, frame: FrameType, returned: Any = None) -> Any:
-        """As in Replay."""
+        """As in ReplayRun."""
         return self._go_on().before_step(frame, returned)
 
     def _enter(self, site: loops.Site, frame: FrameType) -> Any:
         return self._go_on()._enter(site, frame) if site.key in self._jumps.sites else super()._enter(site, frame)
 
-    def end(self, replay: Replay) -> str:
+    def end(self, replay: ReplayRun) -> str:
         """The replay that follows is known; returns why it cannot begin with this set-up, "" if it can."""
         before = replay._before
         if before is None:

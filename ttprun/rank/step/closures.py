@@ -19,7 +19,7 @@ _NAME = "closure"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Watch:
+class ClosureWatch:
     """The closure of one step.
 
     ended    called with the result of the first call; its own result is returned to the optimizer
@@ -46,7 +46,7 @@ class Watch:
 
 
 def watch(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], by: Watch
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], by: ClosureWatch
 ) -> Arguments | None:
     """The arguments of `Optimizer.step` with the closure watched.
 

@@ -41,11 +41,11 @@ from ttprun.rank.weights.holdings import Holdings
 from ttprun.rank.weights.mirror import Mirror
 from ttprun.rank.weights.own_state import OwnState
 from ttprun.rank.weights.post_step_weights import KeptWeights
-from ttprun.rank.weights.snapshots import Snapshots
+from ttprun.rank.weights.snapshots import SnapshotPart
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
 _running: torch.optim.Optimizer | None = None
-_closure: closures.Watch | None = None  # of the running step
+_closure: closures.ClosureWatch | None = None  # of the running step
 _AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(
     len
 ).__code__  # torch's wrapper of `step`, which calls the hooks
@@ -87,7 +87,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> clo
     _running = optimizer
     signal_handlers.Now.is_stepping = False  # the step before may have failed
     frame = fail_open.caller()
-    _closure = closures.Watch(partial(_end_closure, session, optimizer), partial(_refuse_second_call, session))
+    _closure = closures.ClosureWatch(partial(_end_closure, session, optimizer), partial(_refuse_second_call, session))
     watched = closures.watch(optimizer, args, kwargs, _closure)
     if watched is None:
         _closure = None
@@ -214,8 +214,8 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         session[Mirror].begin(session, session.applied + 1)
     else:  # there is nothing to read back
         session.row[Field.REHEARSED] = session.applied + 1
-    if not session.trains_alone and session[Snapshots].is_due(session.applied + 1):
-        session[Snapshots].take(session, session.applied + 1, fail_open.caller())
+    if not session.trains_alone and session[SnapshotPart].is_due(session.applied + 1):
+        session[SnapshotPart].take(session, session.applied + 1, fail_open.caller())
     pass_boundary(session)
     session[Verifier].stop_if_divergent()
     moments.reached("after_step")
@@ -247,7 +247,7 @@ def pass_boundary(session: Session) -> None:
         _look_at_state(session)
         for_standbys.report(session)
         if not session.unprotected:
-            session[Snapshots].report_size(session.channel)
+            session[SnapshotPart].report_size(session.channel)
 
 
 def _look_at_state(session: Session) -> None:
@@ -289,7 +289,7 @@ def _write_record(
         fail_open.raise_if_meant(error)
         session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
     if session.local_rank == LEADER and not session.trains_alone:
-        session[Snapshots].agree(session.channel, boundary, is_open)
+        session[SnapshotPart].agree(session.channel, boundary, is_open)
     if is_open and not session.trains_alone:
         open_boundaries.come_to(session, boundary)
     if not session.unprotected:

@@ -33,7 +33,7 @@ _ASKED = LEADER * ROW_FIELDS + Field.SNAPSHOT_ASKED
 _TAKEN_AT = LEADER * ROW_FIELDS + Field.SNAPSHOT_AT
 
 
-class Snapshots:
+class SnapshotPart:
     """A rank's part in snapshots.
 
     buffers   for each place where a snapshot can be kept, the paths for this rank's records and for its share

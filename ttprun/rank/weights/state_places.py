@@ -1,4 +1,4 @@
-"""Where the source of a state and those that it repairs meet: on one node, or over nodes. Read `Place` first."""
+"""Where the source of a state and those that it repairs meet: on one node, or over nodes. Read `MeetingPlace` first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Protocol
 _TOKEN_BYTES = 32
 
 
-class Place(Protocol):
+class MeetingPlace(Protocol):
     """Where a source and those that it repairs meet."""
 
     def listen(self, backlog: int) -> AbstractContextManager[socket.socket]:

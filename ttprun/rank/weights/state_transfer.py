@@ -16,14 +16,14 @@ import torch
 
 from ttprun.rank.weights import sharded
 from ttprun.rank.weights.replicated import NotRepairableError, describe, digest, digest_of_shards, take_over
-from ttprun.rank.weights.state_places import Place, exactly, receive_into
+from ttprun.rank.weights.state_places import MeetingPlace, exactly, receive_into
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
 _LENGTH = struct.Struct("<q")
 _LOOK_AGAIN_S = 0.05
 
 
-def serve(place: Place, receivers: int, limit_s: float, check: Callable[[], None]) -> str:
+def serve(place: MeetingPlace, receivers: int, limit_s: float, check: Callable[[], None]) -> str:
     """Send this rank's state to `receivers` ranks, one after the other; returns its digest.
 
     check    called while it waits for a receiver; its exception ends the wait
@@ -42,7 +42,7 @@ def serve(place: Place, receivers: int, limit_s: float, check: Callable[[], None
     return digest()
 
 
-def _accept(place: Place, listener: socket.socket, limit_s: float, check: Callable[[], None]) -> socket.socket:
+def _accept(place: MeetingPlace, listener: socket.socket, limit_s: float, check: Callable[[], None]) -> socket.socket:
     end_s = time.monotonic() + limit_s
     while True:
         try:
@@ -58,7 +58,7 @@ def _accept(place: Place, listener: socket.socket, limit_s: float, check: Callab
         connection.close()
 
 
-def fetch(place: Place, limit_s: float) -> str:
+def fetch(place: MeetingPlace, limit_s: float) -> str:
     """Load a survivor's state; returns the digest of this rank's state then.
 
     Raises NotRepairableError if this rank's parameters do not match the survivor's, TimeoutError, OSError.
