@@ -23,6 +23,8 @@ from ttprun.recovery.members import Life
 from ttprun.recovery.phases import open_incident
 from ttprun.recovery.replicas import Replicas
 
+NOW = "2026-01-31T12:00:00.000+00:00"
+
 
 def publishing(tmp_path: Path) -> tuple[RunDirectory, StatusPublisher, recovery.Incident, Incidents]:
     """A run of one rank that is lost: its folder, publisher, and incident, which is not in its list yet."""
@@ -111,7 +113,7 @@ def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_ar
     publisher = StatusPublisher(node, Incidents(node), *parts)
     ranks = (RankStatus(0, 0, 71, "running", 9, node=0), RankStatus(1, 0, 72, "running", 8, node=1))
     names = ("10.0.0.1", "10.0.0.2")
-    of_leader = RunStatus("other", "healthy", 3, 2, 1, "", "", protection="on", ranks=ranks, nodes=names)
+    of_leader = RunStatus("other", "healthy", 3, 2, 1, NOW, NOW, protection="on", ranks=ranks, nodes=names)
 
     publisher.take(node_orders.Published("status", of_leader.to_json()))
     publisher.publish()

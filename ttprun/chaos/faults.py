@@ -109,6 +109,7 @@ DRAWN_PHASES = ("backward", "collective", "before_step", "in_step", "after_step"
 # Kinds without an incident: the run continues, or ends at once.
 WITHOUT_INCIDENT = ("slow", "standby-kill", "stall", "agent-kill", "preempt", "leave")
 RANDOM = "random"
+_LONGEST = 300  # characters
 USAGE = "write KIND:rank=R[,step=N][,phase=P]"
 
 
@@ -183,6 +184,8 @@ def parse_fault(text: str) -> Fault:
 
     Raises ValueError with one line that says what is wrong and what would be right.
     """
+    if len(text) > _LONGEST or not text.strip().isprintable():
+        raise ValueError(f"{text[:80]!r} is no fault; {USAGE}")
     kind, _, rest = text.strip().partition(":")
     values: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):

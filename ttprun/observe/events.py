@@ -60,7 +60,7 @@ def read_events(path: str | Path) -> Iterator[dict[str, object]]:
         for line in lines:
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict):
                 yield event

@@ -51,7 +51,7 @@ class History:
 def read_history(path: Path, since_unix_s: float = 0.0) -> list[Point]:
     """The points that are not older, in order; lines that were cut off are left out. Empty without a file."""
     points = []
-    with suppress(OSError), open(path, encoding="utf-8", errors="replace", newline="") as lines:
+    with suppress(OSError, csv.Error), open(path, encoding="utf-8", errors="replace", newline="") as lines:
         for row in csv.reader(lines):
             with suppress(ValueError):
                 unix_s, step = row

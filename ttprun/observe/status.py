@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 RunState = Literal["starting", "healthy", "recovering", "restarting", "done", "failed"]
 logger = logging.getLogger(__name__)
 
-StatusT = TypeVar("StatusT", "RankStatus", "IncidentStatus", "CheckpointStatus", "ResumeStatus", "RunStatus")
 ENDED: frozenset[str] = frozenset({"done", "failed"})
 
 
@@ -227,35 +227,31 @@ def read_status(path: str | Path) -> RunStatus:
 
 
 def parse_status(text: str) -> RunStatus:
-    """The status of which `to_json` gave this. Raises ValueError if it is something else."""
+    """The status of which `to_json` gave this; fields that this version does not know are left out.
+
+    Raises ValueError if it is something else.
+    """
     try:
-        raw = json.loads(text)
-        ranks = tuple(_build(RankStatus, rank) for rank in raw.get("ranks", ()))
-        incidents = tuple(
-            _build(IncidentStatus, incident | _tuples(incident, "ranks", "equal", "not_proved"))
-            for incident in raw.get("incidents", ())
-        )
-        checkpoint = _build(CheckpointStatus, raw["checkpoint"]) if raw.get("checkpoint") else None
-        resume = _build(ResumeStatus, raw["resume"]) if raw.get("resume") else None
-        parts = {"ranks": ranks, "incidents": incidents, "checkpoint": checkpoint, "resume": resume}
-        parts |= _tuples(raw, "away", "not_proved", "nodes")
-        return _build(RunStatus, raw | parts)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"it is not the status of a run: {error}") from error
+        status = _adapter().validate_json(text)
+        for moment in (status.started_at, status.updated_at):
+            datetime.fromisoformat(moment).timestamp()
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"it is not the status of a run: {where[:80]}: {first['msg'][:80]}") from None
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"it is not the status of a run: {str(error)[:160]}") from None
+    return status
+
+
+@cache
+def _adapter() -> TypeAdapter[RunStatus]:
+    return TypeAdapter(RunStatus)
 
 
 @cache
 def _warn_once(target: Path, reason: str | None) -> None:
     logger.warning("the status is not written to %s (%s); the job continues", target, reason)
-
-
-def _tuples(raw: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: tuple(raw.get(name, ())) for name in names}
-
-
-def _build(kind: type[StatusT], raw: Mapping[str, Any]) -> StatusT:
-    """Make a dataclass of JSON; fields that this version does not know are left out."""
-    return kind(**{known.name: raw[known.name] for known in fields(kind) if known.name in raw})
 
 
 def _is_agent_alive(status: RunStatus) -> bool:

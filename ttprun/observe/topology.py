@@ -75,5 +75,5 @@ def read_topology(path: Path) -> Topology:
         ranks = tuple(RankTopology(**rank) for rank in raw["ranks"])
         groups = {name: tuple(members) for name, members in raw["groups"].items()}
         return Topology(raw["boundary"], groups, tuple(map(tuple, raw["replicas"])), tuple(raw["apart"]), ranks)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not the topology of a run: {error}") from error

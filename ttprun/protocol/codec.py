@@ -149,7 +149,10 @@ def _read_scalar(kind: type, value: Any) -> Any:
 def _read_float(value: Any) -> float:
     if type(value) not in (float, int):
         raise _unfit("float", value)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise _unfit("float", "an integer that is too large") from None
 
 
 def _read_bytes(value: Any) -> bytes:

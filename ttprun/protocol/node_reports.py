@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ttprun.protocol import meeting
+from ttprun.protocol.board import SHARED, Field
+
+_LARGEST = 1 << 63  # what a cell of the board cannot hold
+_LATEST_NS = 1 << 62  # of a time, which is moved to the receiver's clock
+_TIMES = [SHARED.index(one) for one in (Field.SEEN_NS, Field.PULSE_NS)]
 
 
 @dataclass(frozen=True)
@@ -197,3 +203,25 @@ OfFollower = (
     | Remains
     | meeting.Deposed
 )
+
+
+def why_unfit(message: Any, world_size: int) -> str:
+    """Why a message of another agent cannot be of a job with so many ranks; "" if it can."""
+    fields = vars(message)
+    rows = [*fields.get("rows", ()), *([fields["row"]] if "row" in fields else ())]
+    named = fields.get("ranks", ())
+    named = named if isinstance(named, list) else ()  # of RankSlots it is their number
+    ranks = [one if isinstance(one, int) else one.rank for one in (*named, *rows)]
+    ranks += [fields["rank"]] if "rank" in fields else []
+    odd = next((rank for rank in ranks if not 0 <= rank < world_size), None)
+    if odd is not None:
+        return f"it names rank {str(odd)[:20]}, and there are {world_size} ranks"
+    if any(len(row.values) != len(SHARED) for row in rows):
+        return "a row of the board has another number of columns"
+    times = [fields.get("now_ns", 0), *(row.values[at] for row in rows for at in _TIMES)]
+    is_in_range = all(-_LARGEST <= value < _LARGEST for row in rows for value in row.values)
+    if not is_in_range or not all(-_LATEST_NS < time < _LATEST_NS for time in times):
+        return "a number of a row is out of range"
+    if not 0 <= fields.get("signal", 0) < 65 or not -65 < fields.get("code", 0) < 256:
+        return "there is no such signal or exit code"
+    return ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 SETTLE_S = 3.0  # newcomers are waited for, so that several that come together cost one pause
 COOLDOWN_S = 10.0  # of a host whose node was lost for the first time
 MOST_COOLDOWN_S = 3600.0
+_SHOWN = 80  # characters of what is refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,6 @@ def parse_hosts(text: str, ranks_per_node: int) -> dict[str, int]:
             continue
         host, colon, slots = words.partition(":")
         if colon and not slots.strip().isdecimal():
-            raise ValueError(f"'{words}' is not 'host' or 'host:slots'")
+            raise ValueError(f"'{words[:_SHOWN]}' is not 'host' or 'host:slots'")
         found.setdefault(host.strip(), int(slots) // ranks_per_node if colon else 1)
     return found

@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise InvalidCheckpointError(f"{MANIFEST_NAME} cannot be read ({error.strerror})") from None
-    except ValueError as error:  # of JSON, and of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON, and of UTF-8
         raise InvalidCheckpointError(f"{MANIFEST_NAME} is not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise InvalidCheckpointError(f"{MANIFEST_NAME} is not a JSON object")

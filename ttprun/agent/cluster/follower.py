@@ -148,6 +148,9 @@ class Follower:
     def take_order(self, order: node_orders.OfLeader | Refused) -> None:
         """The leader has sent something."""
         node = self.node
+        why_unfit = node_reports.why_unfit(order, len(node.slots))
+        if why_unfit:
+            order = Refused(f"{type(order).__name__}: {why_unfit}")
         match order:
             case node_reports.Rows(now_ns=now_ns, rows=theirs):
                 board_rows.copy_in(node, theirs, now_ns)

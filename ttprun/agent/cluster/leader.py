@@ -136,6 +136,10 @@ class Leader:
         node = self.node
         if node.verdict is not None:
             return
+        why_unfit = node_reports.why_unfit(message, len(node.slots))
+        if why_unfit:
+            self._refuse(number, f"{type(message).__name__}: {why_unfit}")
+            return
         match message:
             case node_reports.Rows(now_ns=now_ns, rows=theirs):
                 board_rows.copy_in(node, theirs, now_ns)

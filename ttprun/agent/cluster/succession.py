@@ -231,7 +231,7 @@ class Succession:
 
     def _take(self, number: int, link: Channel, messages: list[Any]) -> None:
         remains, *later = messages
-        if not isinstance(remains, node_reports.Remains):
+        if not isinstance(remains, node_reports.Remains) or node_reports.why_unfit(remains, len(self.node.slots)):
             link.close()
             return
         self._heirs[number] = _Heir(link, remains, later)

@@ -102,9 +102,12 @@ class ControlSocket:
         client.sock.close()
 
     def _reply(self, line: bytes) -> Reply:
-        request = json.loads(line)
+        try:
+            request = json.loads(line)
+        except (ValueError, RecursionError):  # nested too deeply
+            request = None
         if not isinstance(request, dict):
-            return Rejected("a request is a JSON object")
+            return Rejected("a request is a JSON object in one line")
         token = str(request.get("token", "")).encode(errors="surrogatepass")
         if not hmac.compare_digest(token, self._token.encode()):
             return Rejected("the token is wrong")

@@ -90,10 +90,10 @@ class Stored:
 def open_checkpoint(checkpoint: Checkpoint, checked_s: float) -> Stored:
     """A checkpoint on disk. Raises InvalidCheckpointError if nothing may be loaded from it."""
     manifest = checkpoint.valid_manifest()
-    state = unpack(_read(checkpoint.file(STATE_FILE)))
+    state = _unpacked(checkpoint.file(STATE_FILE), ("arguments", "header"))
 
     def rank_part(rank: int) -> dict[str, Any]:
-        return unpack(_read(checkpoint.file(rank_file(rank))))
+        return _unpacked(checkpoint.file(rank_file(rank)), ("records", "log"))
 
     tensors = (str(checkpoint.file(name)) for name in manifest.files if name.endswith(".safetensors"))
     arguments, files = tuple(state["arguments"]), tuple(tensors)
@@ -111,8 +111,14 @@ def open_checkpoint(checkpoint: Checkpoint, checked_s: float) -> Stored:
     )
 
 
-def _read(path: Path) -> bytes:
+def _unpacked(path: Path, needed: tuple[str, ...]) -> dict[str, Any]:
+    """A file of a checkpoint. Raises InvalidCheckpointError if it cannot be read, or lacks one of these keys."""
     try:
-        return path.read_bytes()
+        found: Any = unpack(path.read_bytes())
     except OSError as error:
         raise InvalidCheckpointError(f"{path.name} cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, RecursionError):
+        found = {}
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), list) for key in needed):
+        raise InvalidCheckpointError(f"{path.name} is damaged: it is not what was packed")
+    return found

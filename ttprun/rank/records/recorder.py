@@ -6,7 +6,8 @@ run's first record (a resume on other ranks needs what has changed since), a log
 which a replay answers its calls, the evidence of the current step (evidence.py), a ring of the random states of
 DataLoader workers, and the bytes appended to each file.
 
-A record becomes valid when its header is written, last; a rank killed while it writes leaves the older ones.
+A record becomes valid when its header is written, last; a rank killed while it writes leaves the older ones. Records
+and entries of the log have digests: after a stray write of the rank's process they are not there, instead of wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import xxhash
 
 from ttprun.rank.records.evidence import REGION_BYTES, Evidence
 
@@ -34,9 +36,9 @@ _WORKER = struct.Struct("<iiiii")  # iterator, epoch, worker, batch, bytes
 APPENDED_FILES = 1024
 _APPENDED = struct.Struct("<Qqqq")  # path's key, boundary, bytes since, bytes between the boundary before and it
 APPENDED_BYTES = APPENDED_FILES * _APPENDED.size
-_SLOT_CELLS = 3  # of the header: boundary, bytes of the head, bytes of the blobs
+_SLOT_CELLS = 4  # of the header: boundary, bytes of the head, bytes of the blobs, digest of both
 _LOG = struct.Struct("<q")  # bytes used
-_ENTRY = struct.Struct("<i")  # bytes of one log entry
+_ENTRY = struct.Struct("<iI")  # bytes of one log entry, digest
 _LOG_AT = HEADER_BYTES - 64
 NO_BOUNDARY = -1
 
@@ -121,6 +123,7 @@ class Recorder:
             at += size
         cells[cell + 1] = head_bytes
         cells[cell + 2] = blob_bytes
+        cells[cell + 3] = self._digest(start, end + blob_bytes, boundary)
         cells[cell] = boundary
         if self._changed is not None:
             self._changed += ((start, head_bytes + blob_bytes), (cell * 8, _SLOT_CELLS * 8))
@@ -133,8 +136,8 @@ class Recorder:
     def read_head(self, boundary: int) -> bytes:
         """A copy of a record's packed part. Raises KeyError if it is not there."""
         cell = boundary % SLOTS * _SLOT_CELLS
-        known, head_bytes, _ = self._cells[cell : cell + _SLOT_CELLS]
-        if known != boundary:
+        known, head_bytes, *_ = self._cells[cell : cell + _SLOT_CELLS]
+        if known != boundary or not 0 <= head_bytes <= self._slot_bytes:
             raise KeyError(boundary)
         at = HEADER_BYTES + boundary % SLOTS * self._slot_bytes
         return bytes(self._view[at : at + head_bytes])
@@ -145,12 +148,20 @@ class Recorder:
 
     def _read(self, slot: int) -> tuple[int, bytes, bytes] | None:
         cell = slot * _SLOT_CELLS
-        boundary, head_bytes, blob_bytes = self._cells[cell : cell + _SLOT_CELLS]
-        if boundary == NO_BOUNDARY:
+        boundary, head_bytes, blob_bytes, digest = self._cells[cell : cell + _SLOT_CELLS]
+        if boundary == NO_BOUNDARY or head_bytes < 0 or not 0 <= head_bytes + blob_bytes <= self._slot_bytes:
             return None
         at = HEADER_BYTES + slot * self._slot_bytes
-        middle = at + head_bytes
-        return boundary, bytes(self._view[at:middle]), bytes(self._view[middle : middle + blob_bytes])
+        middle, end = at + head_bytes, at + head_bytes + blob_bytes
+        if middle > end or digest != self._digest(at, end, boundary):
+            return None
+        return boundary, bytes(self._view[at:middle]), bytes(self._view[middle:end])
+
+    def _digest(self, start: int, end: int, boundary: int) -> int:
+        """Of a part of the memory, as a signed cell; of each boundary another one."""
+        seed = boundary & 0xFFFFFFFF
+        found: int = xxhash.xxh3_64_intdigest(self._view[start:end], seed)
+        return found - (1 << 63)
 
     def export(self, boundary: int) -> dict[str, Any]:
         """All that a replay up to `boundary` needs, for `restore`. Raises KeyError if it is not recorded."""
@@ -171,7 +182,8 @@ class Recorder:
     @property
     def newest(self) -> int:
         """The newest boundary of which there is a record; NO_BOUNDARY if there is none."""
-        return max(self._cells[slot * _SLOT_CELLS] for slot in range(SLOTS))
+        known = [self._cells[slot * _SLOT_CELLS] for slot in range(SLOTS)]
+        return max((one for slot, one in enumerate(known) if one % SLOTS == slot and one >= 0), default=NO_BOUNDARY)
 
     def take_changes(self, all_of_it: bool) -> list[tuple[int, bytes]]:
         """(offset, bytes) of what was written since the last call, but for the evidence.
@@ -209,7 +221,8 @@ class Recorder:
             head = bytes(self._view[at : at + _WORKER.size])
             if head != self._worker_heads.get(at):
                 self._worker_heads[at] = head
-                yield at, bytes(self._view[at : at + _WORKER.size + _WORKER.unpack(head)[-1]])
+                size = min(max(0, _WORKER.unpack(head)[-1]), WORKER_ENTRY_BYTES - _WORKER.size)
+                yield at, bytes(self._view[at : at + _WORKER.size + size])
             at += WORKER_ENTRY_BYTES
 
     def _written_parts(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
@@ -242,10 +255,10 @@ class Recorder:
         """Append an entry to the log of results; False when it is full."""
         (used,) = _LOG.unpack_from(self._map, _LOG_AT)
         need = _ENTRY.size + len(entry)
-        if used + need > LOG_BYTES:
+        if not 0 <= used <= LOG_BYTES - need:
             return False
         at = self._log_start + used
-        _ENTRY.pack_into(self._map, at, len(entry))
+        _ENTRY.pack_into(self._map, at, len(entry), xxhash.xxh32_intdigest(entry))
         self._map[at + _ENTRY.size : at + need] = entry
         _LOG.pack_into(self._map, _LOG_AT, used + need)
         if self._changed is not None:
@@ -253,14 +266,17 @@ class Recorder:
         return True
 
     def read_log(self) -> Iterator[bytes]:
-        """The log's entries, oldest first."""
+        """The log's entries, oldest first, up to one that is damaged."""
         (used,) = _LOG.unpack_from(self._map, _LOG_AT)
         at = self._log_start
-        end = at + used
-        while at < end:
-            (size,) = _ENTRY.unpack_from(self._map, at)
+        end = at + min(used, LOG_BYTES)
+        while at + _ENTRY.size <= end:
+            size, digest = _ENTRY.unpack_from(self._map, at)
             at += _ENTRY.size
-            yield bytes(self._view[at : at + size])
+            entry = bytes(self._view[at : at + size]) if 0 <= size <= end - at else b""
+            if len(entry) != size or xxhash.xxh32_intdigest(entry) != digest:
+                return
+            yield entry
             at += size
 
     def _worker_at(self, place: tuple[int, int, int, int]) -> int:
