@@ -291,8 +291,8 @@ def option_name(key: str) -> str:
 def resolve(files: Sequence[Source], environment: Mapping[str, str], options: Mapping[str, object]) -> Config:
     """Merge all sources, the later the stronger: built-in defaults, `files` in order, TTPRUN_* variables, options.
 
-    environment   variables that do not begin with TTPRUN_ are left out
-    options       key of Config, or of torchrun's options (underscores) -> value; a str is read like a variable's
+    environment   all variables; only TTPRUN_* and MindIO's are read
+    options       key of Config -> value as given on the command line
 
     With `mindio`, MindIO's own variables come after all others.
 

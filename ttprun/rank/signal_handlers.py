@@ -23,12 +23,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _set_handler, _handler_of = signal.signal, signal.getsignal
 _trip: Callable[[int], None] = _thread.interrupt_main  # type: ignore[assignment]  # its stub knows no number
@@ -152,7 +153,7 @@ def _gate(function: Any, is_from_c: bool) -> Any:
 
 
 @leads_through
-def call_through(original: Any, args: Any, kwargs: Any) -> Any:
+def call_through(original: Callable[..., T], args: Iterable[Any], kwargs: Mapping[str, Any]) -> T:
     """Call what is the script's, or a library's, from inside a gate; signals that came meanwhile reach it first.
 
     args, kwargs   of the original

@@ -202,7 +202,7 @@ def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True) -> Res
 
     at_s         time of the event, monotonic
     why          the rungs above do not help, for the operator
-    is_trusted   False: the living ranks' state may be wrong, so it is neither saved nor used
+    is_trusted   False: the living ranks' state may be wrong: it is not saved, and no saved state is resumed from
 
     Resuming from a saved state is not counted as a restart, but ends if it brings no progress, or by the limit for
     incidents of one kind. If the script itself resumes from a framework's checkpoint, that is saved first. With

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
@@ -43,7 +42,7 @@ class FileEntry(BaseModel):
     xxh3: str = Field(pattern=r"^[0-9a-f]{32}$")
 
 
-def new_digest() -> Any:
+def new_digest() -> xxhash.xxh3_128:
     """The hash of all our files: fed by `update`, read by `hexdigest`. It finds damage, it does not keep out malice."""
     return xxhash.xxh3_128()
 
@@ -86,7 +85,7 @@ def _create(path: Path) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _fill_whole(buffer: memoryview, fill: Fill, digest: Any) -> int:
+def _fill_whole(buffer: memoryview, fill: Fill, digest: xxhash.xxh3_128) -> int:
     """Fill a buffer as far as there is content, hash it slice by slice; returns the bytes that it has now."""
     at = 0
     while at < len(buffer) and (count := fill(buffer[at : at + _SLICE_BYTES])):

@@ -64,7 +64,7 @@ def _backends(backend: Any, device_id: Any = None) -> dict[str, str]:
     return {device_type: str(name) for device_type, name in config.get_device_backend_map().items()}
 
 
-def device_of(device_id: Any) -> torch.device | None:
+def device_of(device_id: torch.device | int | None) -> torch.device | None:
     """The device that `device_id` of a group's names; None if it names none."""
     if isinstance(device_id, int):
         accelerator = torch.accelerator.current_accelerator()

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import ProcessGroup
 
 OPERATIONS = frozenset({"send", "recv", "recv_anysource"})
 
@@ -31,7 +32,7 @@ class Lanes:
         self._works: dict[tuple[Any, ...], queue.SimpleQueue[LaneWork | None]] = {}  # by operation, peer and tag
         self._threads: list[threading.Thread] = []
 
-    def issue(self, native: Any, op: str, args: tuple[Any, ...]) -> LaneWork:
+    def issue(self, native: ProcessGroup, op: str, args: tuple[Any, ...]) -> LaneWork:
         """Issue a send or a receive; returns its work, for which a thread of its lane waits.
 
         native   torch's process group (gloo)

@@ -74,7 +74,9 @@ def forget() -> None:
     signal_handlers.Now.is_stepping = False
 
 
-def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> closures.Arguments | None:
+def before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> closures.Arguments | None:
     """The last pre-hook of Optimizer.step; its result, if any, replaces the arguments.
 
     args, kwargs   of the call, the optimizer first
@@ -188,7 +190,7 @@ def _check_given_results(session: Session) -> None:
 
 
 @unseen
-def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Global post-hook of Optimizer.step: the boundary has been reached.
 
     args, kwargs   of the call, as torch's hooks get them; not used
