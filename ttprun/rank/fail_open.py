@@ -114,7 +114,10 @@ class LikeBuiltin:
 
 
 def call_original(owner: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Called by ours: call the original, and note its outcome in the newest call of this owner."""
+    """Called by ours: call the original, and note its outcome in the newest call of this owner.
+
+    owner   as ours was given it by `run`; calls of others are only passed on
+    """
     call = _newest.call
     if call is None or call.owner != owner:
         return original(*args, **kwargs)
@@ -179,7 +182,10 @@ def caller() -> FrameType:
 
 
 def give_up(where: str, error: BaseException) -> None:
-    """Switch protection off after an error of ours. In a replay: raises what ends it."""
+    """Switch protection off after an error of ours. In a replay: raises what ends it.
+
+    where   ours that has failed, for the reason
+    """
     session = session_now()
     if session is None:
         return

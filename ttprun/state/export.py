@@ -47,6 +47,7 @@ def load_model(checkpoint: Checkpoint, model: Mapping[str, tuple[str, str]]) -> 
     """Read a model's tensors; names that are the same tensor in the file (tied weights) get the same one here, and one
     that was sharded over the ranks is put together.
 
+    model    as `choose_model` returns it
     returns  names without wrappers -> tensors on the CPU
 
     Raises InvalidCheckpointError, or ConfigError if a file does not hold what the manifest says.

@@ -80,7 +80,12 @@ def pieces_of(paths: Sequence[str]) -> dict[str, list[Piece]]:
 
 
 def assemble(key: str, pieces: Sequence[Piece]) -> Tensor:
-    """A whole tensor, on the CPU. Raises CannotReshardError if a part of it is in no file, and OSError."""
+    """A whole tensor, on the CPU. Raises CannotReshardError if a part of it is in no file, and OSError.
+
+    key      of the tensor in the files
+    pieces   of one tensor; several may be the same part
+    returns  of its dtype and shape
+    """
     if not pieces:
         raise CannotReshardError(f"{key} is in none of the files")
     first, parts = pieces[0], [piece for i, piece in enumerate(pieces) if not any(map(piece.is_same_part, pieces[:i]))]

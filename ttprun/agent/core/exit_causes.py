@@ -37,7 +37,11 @@ class Causes:
         self._oom_kills = self._count_oom_kills()
 
     def of_signal(self, number: int, pid: int) -> str:
-        """Why a signal has ended a process, "" if that is not known."""
+        """Why a signal has ended a process, "" if that is not known.
+
+        number   of the signal
+        pid      of the process, which has ended; of SIGKILL it is asked whether memory was short
+        """
         if number == signal.SIGKILL:
             return self._of_memory(pid)
         with contextlib.suppress(ValueError):

@@ -57,7 +57,10 @@ class FirstFailure:
         self.found: Failure | None = None
 
     def note(self, failure: Failure, is_new_incident: bool) -> None:
-        """A rank has failed; an incident that is over is no cause of a new one."""
+        """A rank has failed; an incident that is over is no cause of a new one.
+
+        is_new_incident   no incident is open: what was noted before is over
+        """
         if self.found is None or is_new_incident or (self.found.is_collateral and not failure.is_collateral):
             self.found = failure
 

@@ -128,7 +128,11 @@ class StatusPublisher:
         return self._spares.waited_for or self._membership.waits
 
     def end(self, exit_code: int, reason: str) -> None:
-        """Write the last status of the run."""
+        """Write the last status of the run.
+
+        exit_code   of the launcher; 0: the run is done, else it has failed
+        reason      of a failure, a sentence
+        """
         state: RunState = "done" if exit_code == 0 else "failed"
         status = self._compose(state, exit_code, reason)
         if exit_code == 0 and self._protection_in_run:  # what ranks mirror and snapshots hold ends with them

@@ -130,7 +130,11 @@ def _cure_in(reason: str) -> str:
 
 
 def blamed(rows: Sequence[Row], found: Iterable[Difference]) -> list[Row]:
-    """The rows, where what differs after a step is laid at the door of the last kill before it."""
+    """The rows, where what differs after a step is laid at the door of the last kill before it.
+
+    rows    in the order of their steps
+    found   differences from the undisturbed run, each with the boundary at which it was seen first
+    """
     changed = list(rows)
     for one in found:
         before = [at for at, row in enumerate(changed) if row.step < one.boundary and row.result != "not tried"]
@@ -187,7 +191,11 @@ def compare_with_torchrun(trial: Trial, by_torchrun: Trial) -> list[Difference]:
 
 
 def unlike(found: Iterable[Difference], by_itself: Iterable[Difference]) -> list[Difference]:
-    """The differences that a script does not have by itself. Names may hold a time or a pid, other ones each time."""
+    """The differences that a script does not have by itself. Names may hold a time or a pid, other ones each time.
+
+    found       between a disturbed run and an undisturbed one
+    by_itself   between two undisturbed ones
+    """
     known = {_NUMBER.sub("", one.what) for one in by_itself}
     return [one for one in found if _NUMBER.sub("", one.what) not in known]
 

@@ -91,7 +91,10 @@ def rest_of(iterator: dict[str, Any]) -> dict[str, int]:
 
 
 def check(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Compare a loader's source in the old run with that in the new one. Raises CannotDistributeError."""
+    """Compare a loader's source in the old run with that in the new one. Raises CannotDistributeError.
+
+    then, now   as `source_of` returns them
+    """
     if then["kind"] != now["kind"]:
         kinds = {DISTRIBUTED: "has a DistributedSampler", OWN: "has a sampler of torch's that is not distributed"}
         raise CannotDistributeError(f"it {kinds.get(now['kind'], now['kind'])}, and had another sampler before")
@@ -105,7 +108,11 @@ def check(then: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def batches_of(loader: DataLoader[Any], rest: dict[str, int]) -> Iterator[list[int]]:
-    """The dummies, then the batches that are left for this rank."""
+    """The dummies, then the batches that are left for this rank, as indices.
+
+    loader   of the new run, with a sampler as in the old one
+    rest     "before": samples of the epoch that are used up; "dummies": batches that nobody trains on
+    """
     sampler: Any = loader.batch_sampler
     inner: Any = sampler.sampler
     length = source_of(loader)["length"]

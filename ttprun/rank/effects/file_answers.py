@@ -121,7 +121,11 @@ def are_newer(newest_step: int) -> bool:
 
 
 def go_on(known: Iterable[Kept], keep: Callable[[Kept], int]) -> None:
-    """The rank is lost: its answers, of which the set-up has had the first ones, are all known now."""
+    """The rank is lost: its answers, of which the set-up has had the first ones, are all known now.
+
+    known   the lost rank's answers, oldest first
+    keep    keeps an answer of this process, and returns its size in bytes
+    """
     _log.lost.clear()
     _log.runs_again.clear()
     _log.count = 0

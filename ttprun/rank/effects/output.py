@@ -140,7 +140,10 @@ class Diverted:
         return ""
 
     def end(self, skip_out: int, skip_err: int) -> None:
-        """Restore the output, and skip the lines that the lost rank has printed."""
+        """Restore the output, and skip the lines that the lost rank has printed.
+
+        skip_out, skip_err   lines of stdout and of stderr
+        """
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for fd, saved in zip((1, 2), self._saved, strict=True):

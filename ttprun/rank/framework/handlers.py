@@ -164,7 +164,13 @@ class Handlers:
         return self._registered.get(otherwise)
 
     def save(self, step: int, save_info: list[dict[str, Any]]) -> None:
-        """Write this rank's part of a checkpoint. Raises CallbackFailedError if the framework cannot do that."""
+        """Write this rank's part of a checkpoint.
+
+        step        its boundary
+        save_info   who writes what, as MindIO describes it: [{type, ranks}]
+
+        Raises CallbackFailedError if the framework cannot do that.
+        """
         if not self.has(SAVE):
             raise CallbackFailedError("no save_ckpt handler is registered, so nothing can be saved")
         function, ctx = self._registered[SAVE]

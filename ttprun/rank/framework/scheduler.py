@@ -23,7 +23,10 @@ _callbacks: dict[str, Callable[..., Any]] = {}
 
 
 def register(action: str, function: Callable[..., Any]) -> int:
-    """Register a callback; RET_ERROR if there is no such action, or it is not a function."""
+    """Register a callback; RET_ERROR if there is no such action, or it is not a function.
+
+    action   one of ACTIONS
+    """
     if action not in ACTIONS or not callable(function):
         return RET_ERROR
     _callbacks[action] = function
@@ -32,7 +35,11 @@ def register(action: str, function: Callable[..., Any]) -> int:
 
 
 def call(action: str, arguments: list[Any]) -> None:
-    """Pass a report of the agent to its callback, on a thread of its own, since a callback may block."""
+    """Pass a report of the agent to its callback, on a thread of its own, since a callback may block.
+
+    action      one of ACTIONS; nothing is done if it has no callback
+    arguments   from JSON: keys that are ranks become numbers again
+    """
     function = _callbacks.get(action)
     if function is not None:
         with_ranks = [_with_ranks_as_numbers(argument) for argument in arguments]
@@ -45,7 +52,11 @@ def _with_ranks_as_numbers(argument: Any) -> Any:
 
 
 def prepare(action: str, ranks: Mapping[int, int]) -> int:
-    """Request a hot switch of some ranks, or cancel it; RET_ERROR if that is impossible."""
+    """Request a hot switch of some ranks, or cancel it; RET_ERROR if that is impossible.
+
+    action   SWITCH or NO_SWITCH, which cancels it
+    ranks    some, but not all of the job -> kind of fault; not used by NO_SWITCH
+    """
     session = this_rank()[0]
     if action == NO_SWITCH:
         return notify(action)

@@ -306,7 +306,11 @@ class Hooks:
 
 
 def take_over(enter: Callable[[Site, FrameType], Any], loop: Callable[[Site, Any, Iterable[Any]], Any]) -> None:
-    """A replay begins, and decides how loops begin until its first boundary."""
+    """A replay begins, and decides how loops begin until its first boundary.
+
+    enter   called before a loop's EXPR is evaluated; what it returns is handed to `loop`
+    loop    called with that and the value of EXPR; returns what the `for` runs over
+    """
     Hooks.enter, Hooks.loop, Way.is_open = enter, loop, True
 
 

@@ -18,7 +18,10 @@ LOCK_BYTES = 48  # of pthread_mutex_t; 40 on most machines
 
 
 def hold(board: Board, row: int) -> None:
-    """Take the lock; main thread only. If a C library other than glibc refuses, there is none."""
+    """Take the lock; main thread only. If a C library other than glibc refuses, there is none.
+
+    row   of this rank on its node's board
+    """
     libc = ctypes.CDLL(None)
     address = board.address_of(row, Field.LIFE)
     lock, attributes = ctypes.c_void_p(address), ctypes.create_string_buffer(64)

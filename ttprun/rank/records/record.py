@@ -20,7 +20,11 @@ class Record:
 
     @classmethod
     def of(cls, head: bytes, blobs: bytes) -> Record:
-        """Unpack a record as a recorder returns it."""
+        """Unpack a record as a recorder returns it.
+
+        head    the packed plain part
+        blobs   all of them, one after the other
+        """
         fields = unpack(head)
         found, at = [], 0
         for size in fields["blobs"]:

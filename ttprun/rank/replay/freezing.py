@@ -58,7 +58,10 @@ def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_
 
 
 def let_step_end(session: Session, check_overtaken: Callable[[], None]) -> None:
-    """Wait for the end of the running optimizer step, if there is one."""
+    """Wait for the end of the running optimizer step, if there is one.
+
+    check_overtaken   called while this waits; its exception ends the wait
+    """
     with session.changed:
         while session.is_applying:
             session.changed.wait(LOOK_AGAIN_S)

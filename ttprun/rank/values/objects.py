@@ -44,7 +44,11 @@ _LEFT_OUT: list[tuple[type, frozenset[str]]] = []
 
 
 def leave_out(base: type, names: str) -> None:
-    """Attributes of a class's objects that are neither recorded nor changed."""
+    """Attributes of a class's objects that are neither recorded nor changed.
+
+    base    the class, whose subclasses are meant too
+    names   separated by spaces
+    """
     _LEFT_OUT.append((base, frozenset(names.split())))
 
 

@@ -227,7 +227,10 @@ class Snapshot:
         return number
 
     def node(self, value: Any, depth: int) -> Any:
-        """The node of one value."""
+        """The node of one value.
+
+        depth   as for a Handler
+        """
         kind = type(value)
         if kind in SETTLED:
             return value
@@ -258,7 +261,10 @@ class Snapshot:
         return Snapshot(self.stepped, is_apart=True).node(value, depth)
 
     def items(self, values: Any, depth: int) -> list[Any]:
-        """Nodes of a container's items, fast where all are scalars."""
+        """Nodes of a container's items, fast where all are scalars.
+
+        depth   of the container
+        """
         if set(map(type, values)) <= SETTLED:
             return list(values)
         return [self.node(value, depth + 1) for value in values]

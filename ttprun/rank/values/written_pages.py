@@ -107,7 +107,11 @@ class Watched:
 
 
 def watch(at: int, size: int) -> Watched | None:
-    """Watch a range of memory; None if it cannot be watched."""
+    """Watch a range of memory; None if it cannot be watched.
+
+    at     address of its first byte
+    size   in bytes
+    """
     global _is_refused
     if _is_refused or len(_watched) >= _MOST:
         return None

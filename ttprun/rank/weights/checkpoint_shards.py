@@ -78,7 +78,12 @@ def file_of(share: int) -> str:
 
 
 def divide(sizes: list[int], of: int) -> list[int]:
-    """The share to which each tensor goes: the largest first, each to the share that is smallest so far."""
+    """The share to which each tensor goes: the largest first, each to the share that is smallest so far.
+
+    sizes    bytes of each tensor
+    of       number of shares
+    returns  for each tensor the number of its share, from 0
+    """
     filled = [0] * of
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):

@@ -62,6 +62,8 @@ def fetch(place: MeetingPlace, limit_s: float) -> str:
     """Load a survivor's state; returns the digest of this rank's state then.
 
     Raises NotRepairableError if this rank's parameters do not match the survivor's, TimeoutError, OSError.
+
+    limit_s   for the connection, and for each wait for data
     """
     with place.connect(time.monotonic() + limit_s) as connection:
         connection.settimeout(limit_s)
