@@ -193,8 +193,8 @@ def compare_with_torchrun(trial: Trial, by_torchrun: Trial) -> list[Difference]:
 def unlike(found: Iterable[Difference], by_itself: Iterable[Difference]) -> list[Difference]:
     """The differences that a script does not have by itself. Names may hold a time or a pid, other ones each time.
 
-    found       between a disturbed run and an undisturbed one
-    by_itself   between two undisturbed ones
+    found       between two runs that are to be alike
+    by_itself   between two runs of the same kind, without faults
     """
     known = {_NUMBER.sub("", one.what) for one in by_itself}
     return [one for one in found if _NUMBER.sub("", one.what) not in known]

@@ -70,7 +70,7 @@ class Exchange:
         self._channel.send(from_rank.Put(generation, key, value))
 
     def deliver(self, generation: int, key: str, value: bytes) -> None:
-        """Store a value that the agent has passed on, and wake those that wait for it.
+        """Store a value of this rank, or one that the agent has passed on, and wake those that wait for it.
 
         generation, key, value   as some rank has given them to `put`
         """
