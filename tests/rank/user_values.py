@@ -52,6 +52,18 @@ class State:
     history: list[float] = field(default_factory=list)
 
 
+class SlotsNamedTwice:
+    """Has a place for each name of the list."""
+
+    __slots__ = ["best", "best", "step"]
+
+    def __init__(self, step: int, best: float) -> None:
+        self.step, self.best = step, best
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
 @dataclass(frozen=True)
 class FrozenState:
     step: int = 0

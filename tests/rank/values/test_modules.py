@@ -24,7 +24,7 @@ from tests.rank.values.carrying import (
 from ttprun import frameworks
 from ttprun.rank import values
 from ttprun.rank.values import CannotRestoreError, Restore, unchanged
-from ttprun.rank.weights import gradients
+from ttprun.rank.weights import checkpoint_shards, gradients
 
 
 def trained(steps: int) -> Net:
@@ -49,6 +49,41 @@ def test_buffers_of_a_module_come_back_and_its_weights_are_left_to_the_repair() 
     assert all(torch.equal(a, b) for a, b in zip(live.buffers(), lost.buffers(), strict=True))
     assert torch.equal(live.inner.weight, weights)
     assert (live.calls, list(live.recent)) == (5, [3, 4, 5])
+
+
+class Around(torch.nn.Module):
+    """Holds a part that torch.jit has compiled."""
+
+    def __init__(self, steps: int, compile_part: Callable[[torch.nn.Module], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(steps)
+        self.part = compile_part(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)))
+        for _ in range(steps):
+            self.part(torch.randn(4, 3))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(
+    "compile_part", [lambda net: torch.jit.trace(net, torch.ones(2, 3)), torch.jit.script], ids=["traced", "scripted"]
+)
+def test_a_compiled_part_of_a_module_comes_back_with_its_buffers_and_mode(compile_part: Callable[..., Any]) -> None:
+    lost, live = Around(5, compile_part), Around(1, compile_part)
+    lost.eval()
+
+    doubts = carry({"model": lost}, {"model": live})
+
+    assert not doubts
+    assert not live.part.training
+    assert all(torch.equal(a, b) for a, b in zip(live.state_dict().values(), lost.state_dict().values(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_compiled_part_of_a_module_is_among_the_tensors_of_its_checkpoint() -> None:
+    model = Around(1, lambda net: torch.jit.trace(net, torch.ones(2, 3)))
+
+    found = dict(checkpoint_shards.tensors_of(model))
+
+    assert found.keys() == model.state_dict().keys()
 
 
 def test_an_averaged_copy_of_a_model_comes_back_with_its_weights() -> None:

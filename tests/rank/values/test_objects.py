@@ -36,6 +36,7 @@ from tests.rank.user_values import (
     FrozenState,
     Meter,
     NamedCounts,
+    SlotsNamedTwice,
     SlottedState,
     Stage,
     State,
@@ -98,6 +99,14 @@ def test_a_dataclass_of_any_kind_comes_back_or_is_refused(lost: Any, live: Any) 
     refused = is_refused({"state": lost}, here)
 
     assert refused or here["state"] == lost
+
+
+def test_an_object_whose_class_names_a_slot_twice_comes_back() -> None:
+    live = SlotsNamedTwice(1, 0.5)
+
+    carry({"state": SlotsNamedTwice(6, 0.25)}, {"state": live})
+
+    assert (live.step, live.best) == (6, 0.25)
 
 
 def test_a_frozen_object_that_is_shared_does_not_change_under_its_other_name() -> None:

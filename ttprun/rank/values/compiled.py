@@ -60,5 +60,7 @@ def _own_bytes(kind: Any) -> int:
     held = dictionary_of_class(kind)
     names = held.get("__slots__", ())
     slots = [one for one in held.values() if type(one).__name__ == "member_descriptor"] if names else []
-    expected = len(slots) + ("__dict__" in held) + ("__weakref__" in held)
+    # A name that is there twice has two places.
+    repeated = len(names) - len(set(names)) if isinstance(names, list | tuple) else 0
+    expected = len(slots) + repeated + ("__dict__" in held) + ("__weakref__" in held)
     return int(size_of_objects(kind) - size_of_objects(base_of_class(kind)) - _POINTER * expected)

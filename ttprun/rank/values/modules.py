@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -73,6 +73,22 @@ def _made_by_itself(kind: type) -> frozenset[str]:
     )
 
 
+class _ModeOfCompiled(Mapping[str, Any]):
+    """`training` of a module that torch.jit has compiled, which keeps it in C++; nothing else of it is recorded."""
+
+    def __init__(self, part: torch.jit.ScriptModule) -> None:
+        self._part = part
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("training",))
+
+    def __len__(self) -> int:
+        return 1
+
+
 class _Layout:
     """What of a module is as it was at the boundary before.
 
@@ -96,7 +112,7 @@ class _Layout:
         self.sharded: list[str] = []
         self._met: set[int] = set()
         self.parameters: list[torch.nn.Parameter] = []
-        self.moving: list[tuple[str, dict[str, Any], list[str]]] = []
+        self.moving: list[tuple[str, Mapping[str, Any], list[str]]] = []
         self.settled: list[tuple[dict[str, Any], Callable[[Any], Any]]] = []
         hook_tables = _hook_tables(part for _, part in self.modules)
         self.scopes = [tables_of(part) for _, part in self.modules]
@@ -119,15 +135,16 @@ class _Layout:
         self.values = self.settled_values()
         self.learnt = list(map(_HOOKED, self.parameters))
         of_parameters = [table for _, *tables in self.learnt for table in tables if table is not None]
-        of_parts = [where for _, part in self.modules for where in (part._modules, part._parameters, part._buffers)]
+        of_parts = [scope[name] for scope in self.scopes for name in ("_modules", "_parameters", "_buffers")]
         self.structure = Unchanged([*of_parts, *hook_tables, *of_parameters])
         self.packed = pack(described)
 
     def _tensors(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> list[Any]:
         found = []
-        self.parameters += [item for item in part._parameters.values() if item is not None]
-        for where in (part._buffers, part._parameters):
-            for name, tensor in where.items():
+        held = tables_of(part)
+        self.parameters += [item for item in held["_parameters"].values() if item is not None]
+        for where in ("_buffers", "_parameters"):
+            for name, tensor in held[where].items():
                 if tensor is None or _is_stepped(tensor, snapshot):
                     continue
                 if id(tensor) in snapshot.numbers:
@@ -144,6 +161,9 @@ class _Layout:
 
     def _attributes(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> dict[str, Any]:
         """Nodes of the settled attributes; notes where they and the others are."""
+        if is_a(part, torch.jit.ScriptModule):
+            self.moving.append((path, _ModeOfCompiled(part), ["training"]))
+            return {}
         without = left_out_by_framework(type(part))
         own = [name for name in part.__dict__ if name not in _INTERNALS and not name.startswith(_COMPOSABLE)]
         names = ["training"] if _is_of(part, _WRAPPERS) else [name for name in own if name not in without]
@@ -324,7 +344,7 @@ def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> A
         if restore.is_comparing:
             forget_gradient(tensor)
     told_parts = [parts[path] for path, _ in described["modules"]]
-    learnt = [item for part in told_parts for item in part._parameters.values() if item is not None]
+    learnt = [item for part in told_parts for item in tables_of(part)["_parameters"].values() if item is not None]
     hooks = _count_hooks(_hook_tables(told_parts), learnt)
     if described["hooks"] != hooks:
         where = _first_other(described, hooks)
@@ -338,7 +358,11 @@ def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> A
         if parameter.requires_grad != requires_grad:
             parameter.requires_grad_(requires_grad)
     for path, nodes in described["attributes"].items():
-        restore_attributes(restore, parts[path], nodes | attributes.get(path, {}), _dotted(name, path), keep=None)
+        own = nodes | attributes.get(path, {})
+        if is_a(parts[path], torch.jit.ScriptModule):
+            parts[path].training = own["training"]
+        else:
+            restore_attributes(restore, parts[path], own, _dotted(name, path), keep=None)
     return live
 
 
@@ -349,7 +373,9 @@ def _dotted(name: str, path: str) -> str:
 def _tensor_at(parts: dict[str, torch.nn.Module], path: str) -> torch.Tensor | None:
     prefix, _, leaf = path.rpartition(".")
     owner = parts.get(prefix)
-    return None if owner is None else owner._buffers.get(leaf, owner._parameters.get(leaf))
+    held = tables_of(owner) if owner is not None else {"_buffers": {}, "_parameters": {}}
+    found: torch.Tensor | None = held["_buffers"].get(leaf, held["_parameters"].get(leaf))
+    return found
 
 
 def _fill(tensor: torch.Tensor, raw: memoryview) -> None:

@@ -224,7 +224,7 @@ def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Pa
     known_parameters = replicated.keys_of_parameters()
     for variable, module in modules_in(frame):
         names: dict[str, str] = {}
-        for name, value in _tensors_of(module):
+        for name, value in tensors_of(module):
             if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
                 continue
             tensor = sharded.local_of(value).detach()
@@ -240,7 +240,7 @@ def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Pa
     return models, own
 
 
-def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """The tensors of the module's state_dict, by name.
 
     state_dict() itself is not called: it may be the script's own, it reshards what FSDP2 has gathered, and another

@@ -10,12 +10,21 @@ from typing import Any
 
 import torch
 
-from ttprun.rank.process.looks import dictionary_of
+from ttprun.rank.process.looks import dictionary_of, is_a
+
+_IN_C = ("_modules", "_parameters", "_buffers")
 
 
 def tables_of(part: torch.nn.Module) -> dict[str, Any]:
-    """The attributes that a module itself holds, among them `_modules`, `_parameters` and `_buffers`."""
-    return dictionary_of(part) or {}
+    """The attributes that a module itself holds, among them `_modules`, `_parameters` and `_buffers`.
+
+    One that torch.jit has compiled keeps those three in C++, and what it answers about them is a copy.
+    """
+    held = dictionary_of(part) or {}
+    if not is_a(part, torch.jit.ScriptModule):
+        return held
+    held = dictionary_of(held.get("_actual_script_module", part)) or {}  # a traced one is a shell around it
+    return held | {name: dict(held[name].items()) for name in _IN_C if name in held}
 
 
 def parts_of(root: torch.nn.Module, with_repeated: bool = False) -> Iterator[tuple[str, torch.nn.Module]]:
