@@ -128,7 +128,7 @@ def judged(plain: Launched, killed: Launched, kills: int) -> dict[str, Any]:
     """How the run with kills compares: exact, or why not."""
     incidents = killed.status.get("incidents", [])
     recovery_s = [one["total_s"] for one in incidents if one["total_s"] is not None]
-    row = {
+    row: dict[str, Any] = {
         "incidents": [one["rung"] for one in incidents],
         "recovery_s": [round(one, 1) for one in recovery_s],
         "steps_lost": sum(one["steps_lost"] or 0 for one in incidents),
@@ -145,7 +145,8 @@ def judged(plain: Launched, killed: Launched, kills: int) -> dict[str, Any]:
     if lossy:
         ends = {rank: (trace[-1:], killed.digests.get(rank, [])[-1:]) for rank, trace in plain.digests.items()}
         same = all(one == other for one, other in ends.values())
-        return row | {"result": "steps lost, same end" if same else "differs", "reason": reason}
+        cost = "steps lost" if row["steps_lost"] else "all started again, no step lost"
+        return row | {"result": f"{cost}, same end" if same else "differs", "reason": reason}
     off = [rank for rank, trace in plain.digests.items() if not is_covered(trace, killed.traces.get(rank, []))]
     return row | ({"result": "differs", "reason": f"the steps of rank {off[0]}"} if off else {"result": "exact"})
 
