@@ -1,7 +1,7 @@
 """A follower: the agent of a node that does not lead. It reports what happens to its ranks, and carries out orders.
 
 Processes, standbys, records and logs are each node's own; what is decided comes from the leader. What another leader
-would have to know is noted in the slots (`succession.py`). Begin with `Follower.take_order` and `Follower.forward`.
+would have to know it notes (`succession.py`). Begin with `Follower.take_order` and `Follower.forward`.
 """
 
 from __future__ import annotations
