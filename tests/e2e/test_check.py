@@ -69,8 +69,8 @@ def test_a_script_that_differs_from_itself_is_not_called_exact(tmp_path: Path) -
     code, report = check(tmp_path / "project", "unreplayable.py")
 
     assert "exact" not in {row["result"] for row in report["rows"]}, report
-    assert "cannot be compared with itself" in report["problem"], report
-    assert "differs between two runs under torchrun" in report["problem"], report
+    assert "the script is not reproducible by itself" in report["problem"], report
+    assert "differs between two runs under plain torchrun" in report["problem"], report
     assert code == 1
 
 

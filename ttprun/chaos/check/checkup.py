@@ -25,7 +25,7 @@ from ttprun.rank.position import remembered
 
 MOST_ENDED = 2  # launches that a kill may end; the rest is not tried then
 _TAIL_LINES = 12
-_NOT_COMPARABLE = "the script cannot be compared with itself"
+_NOT_COMPARABLE = "the script is not reproducible by itself"
 
 
 @dataclass
@@ -174,7 +174,7 @@ class _Checkup:
         first = next((one for one in found if one.boundary != AT_END), None)
         if first is not None:
             report.problem = (
-                f"{_NOT_COMPARABLE}, as it is not reproducible by itself: {first.what} differs between {of}, "
+                f"{_NOT_COMPARABLE}, so nothing can be compared: {first.what} differs between {of}, "
                 f"{first.detail}; seed whatever it draws (also default_rng(), time, os.urandom)"
             )
 
