@@ -8,6 +8,7 @@ import builtins
 import collections
 import datetime
 import decimal
+import enum
 import functools
 import io
 import math
@@ -423,3 +424,27 @@ def test_a_reason_says_what_is_there_instead_of_a_function(live: Any, here: str)
     reason = unlike("draw", "builtins:function", live, "the function m:draw:3")
 
     assert reason == f"draw is the function m:draw:3 in the lost rank, and the replacement has {here}"
+
+
+def members_of_a_local_class() -> tuple[enum.Enum, enum.Enum, enum.Flag]:
+    """Such a class cannot be looked up by its name."""
+
+    class Local(enum.Enum):
+        FIRST = 1
+        SECOND = 2
+
+    class Flags(enum.Flag):
+        A = 1
+        B = 2
+
+    return Local.FIRST, Local.SECOND, Flags.A | Flags.B
+
+
+def test_a_member_of_an_enum_that_a_function_makes_is_restored_in_the_replacements_own() -> None:
+    lost, here = members_of_a_local_class(), members_of_a_local_class()
+    scope = {"unchanged": here[0], "changed": here[0], "flags": here[2]}
+
+    doubts = carry({"unchanged": lost[0], "changed": lost[1], "flags": lost[2]}, scope)
+
+    assert doubts == []
+    assert scope == {"unchanged": here[0], "changed": here[1], "flags": here[2]}

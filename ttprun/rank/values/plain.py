@@ -21,7 +21,7 @@ from typing import Any
 import numpy
 import torch
 
-from ttprun.rank.process.looks import dictionary_of, plain_of
+from ttprun.rank.process.looks import dictionary_of, is_a, plain_of
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, Tag, look_up, look_up_type, name_of
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
@@ -179,10 +179,18 @@ def record_plain(kind: str) -> Any:
     return handle
 
 
+def _member_again(live: enum.Enum, node: list[Any]) -> Any:
+    """The recorded member, of the class of `live` if it has that name: one that a function makes is not found."""
+    if node[1] != "enum" or decode(node[2]) != name_of(type(live)):
+        return decode(node)
+    member, value = map(decode, node[3:])
+    return type(live)(value) if member is None else type(live).__members__[member]
+
+
 def restore_plain(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """The value again; `live` itself if it is the same, since others may hold it."""
     try:
-        value = decode(node)
+        value = _member_again(live, node) if is_a(live, enum.Enum) else decode(node)
     except CannotRestoreError as error:
         return restore.refuse(live, f"{name} cannot be restored: {error}")
     if live is value:
