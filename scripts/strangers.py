@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ttprun
 RESULTS = HERE / "results.json"
 PAGE = REPOSITORY / "ttprun" / "guide" / "frameworks.md"
 HEADER = "| program | steps | without a fault | two ranks killed | recovery |\n|---|---|---|---|---|\n"
+BELOW = "\n\nThe seconds are those of a busy machine"  # begins what follows the table and its reasons
+MOST_OF_REASON = 300  # characters; the whole is in the results
 LIMIT_S = 400.0  # of one launch
 FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 # Without a device, a hub, a tracker or a screen.
@@ -109,19 +112,26 @@ def try_program(name: str, program: Mapping[str, Any], place: Path) -> dict[str,
 
 
 def renewed(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The guide's page with a table of these results."""
+    """The guide's page with a table of these results, and below it why a program was not exact."""
     before, _, rest = page.partition(HEADER)
-    _, gap, after = rest.partition("\n\n")
-    return before + HEADER + "\n".join(line_of(name, row) for name, row in results.items()) + gap + after
+    _, _, after = rest.partition(BELOW)
+    lines = [line_of(name, row) for name, row in results.items()]
+    reasons = [reason_of(name, row) for name, row in results.items() if row.get("reason")]
+    return before + HEADER + "\n".join([*lines, "", *reasons]) + BELOW + after
 
 
 def line_of(name: str, row: Mapping[str, Any]) -> str:
     """A program's line of the table."""
     equal = {True: "equal", False: "not equal"}.get(row.get("equal without a fault"), "")
-    reason = row.get("reason", "").replace("|", "/")
-    result = row["result"] + (f": {reason}" if reason else "")
+    origin = row["of"].split()[0].rstrip(",")
     recovery = ", ".join(f"{seconds} s" for seconds in row.get("recovery_s", ()))
-    return f"| {name} (`{row['of']}`) | {row['steps']} | {equal} | {result} | {recovery} |"
+    return f"| {name} (`{origin}`) | {row['steps']} | {equal} | {row['result']} | {recovery} |"
+
+
+def reason_of(name: str, row: Mapping[str, Any]) -> str:
+    """An item of the list below the table, in short lines."""
+    shown = textwrap.shorten(row["reason"], MOST_OF_REASON, placeholder=" ...")
+    return textwrap.fill(f"* {name}: {shown}", 118, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def judged(plain: Launched, killed: Launched, kills: int) -> dict[str, Any]:
@@ -145,7 +155,7 @@ def judged(plain: Launched, killed: Launched, kills: int) -> dict[str, Any]:
     if lossy:
         ends = {rank: (trace[-1:], killed.digests.get(rank, [])[-1:]) for rank, trace in plain.digests.items()}
         same = all(one == other for one, other in ends.values())
-        cost = "steps lost" if row["steps_lost"] else "all started again, no step lost"
+        cost = "steps lost" if row["steps_lost"] else "all restarted"
         return row | {"result": f"{cost}, same end" if same else "differs", "reason": reason}
     off = [rank for rank, trace in plain.digests.items() if not is_covered(trace, killed.traces.get(rank, []))]
     return row | ({"result": "differs", "reason": f"the steps of rank {off[0]}"} if off else {"result": "exact"})

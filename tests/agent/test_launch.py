@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,12 @@ def launch(tmp_path: Path) -> Iterator[Callable[[], int]]:
     """Launches a job named night, which saves to tmp_path/save."""
     config = Config(save_dir=str(tmp_path / "save"), run_id="night")
     run = RunDirectory.create("night", tmp_path / "run")
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     yield lambda: module.launch(config, LaunchConfig(1, 1, 1), "python", ["-u", "train.py"], run, True, True)
     run.release()
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 def test_nobody_else_writes_to_the_save_directory_while_a_checkpoint_is_chosen_and_anybody_may_after_a_failed_launch(
