@@ -12,7 +12,7 @@ are those that the others must have, bit for bit.
 
 What a step costs is each run's own, so that a load of the machine that changes from run to run falls out.
 
-torchrun restarts all ranks, and the script goes on from its newest checkpoint. It has
+torchrun restarts all ranks, and the script resumes from its newest checkpoint. It has
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it mostly fails to restart. Begin with measure().
 """
 

@@ -238,27 +238,20 @@ class HangDetector:
         if slot.is_here:
             target, take_others = Target.of(node, slot), stack_reports.take_all(node, without=slot.rank)
 
-            def take() -> tuple[RankStack, ...]:
+            def take() -> tuple[tuple[RankStack, ...], list[str]]:
                 text = stacks.take(target.pid, target.fd, observation.is_stopped)
-                return target.stack(text), *take_others()
+                taken = (target.stack(text), *take_others())
+                return taken, stack_reports.flight_records([one.rank for one in taken], time.time() - hung.for_s)
 
-            def conclude(taken: tuple[RankStack, ...]) -> None:
-                self._log_groups(hung, taken)
+            def conclude(found: tuple[tuple[RankStack, ...], list[str]]) -> None:
+                taken, records = found
+                groups = [asdict(group) for group in groups_of(taken)]
+                node.log("stacks", because_of=observation.rank, groups=groups, flight_records=records)
                 self._conclude(hung, taken[0].all_threads, is_only_told)
 
             node.aside(take, conclude)
         else:
             self._conclude(hung, "", is_only_told)
-
-    def _log_groups(self, hung: Hung, taken: tuple[RankStack, ...]) -> None:
-        """Where all ranks of this node stand while one of them hangs."""
-        ranks = [stack.rank for stack in taken]
-        self._node.log(
-            "stacks",
-            because_of=hung.observation.rank,
-            groups=[asdict(group) for group in groups_of(taken)],
-            flight_records=stack_reports.flight_records(ranks, time.time() - hung.for_s),
-        )
 
     def _conclude(self, hung: Hung, text: str, is_only_told: bool) -> None:
         """A rank that hangs, and its stack, as far as it could be had."""

@@ -130,7 +130,7 @@ def _cure_in(reason: str) -> str:
 
 
 def blamed(rows: Sequence[Row], found: Iterable[Difference]) -> list[Row]:
-    """The rows, where what differs after a step is laid at the door of the last kill before it.
+    """The rows, where what differs after a step is attributed to the last kill before it.
 
     rows    in the order of their steps
     found   differences from the undisturbed run, each with the boundary at which it was seen first
