@@ -42,7 +42,7 @@ from runs import (  # noqa: E402
 )
 
 from ttprun import __version__  # noqa: E402
-from ttprun.chaos.drill.rehearsal import Rehearsal, rehearse  # noqa: E402
+from ttprun.chaos.drill.rehearsal import DrillReport, rehearse  # noqa: E402
 from ttprun.chaos.drill.scenario import Scenario  # noqa: E402
 
 # Before a script has saved anything with which it would begin.
@@ -89,7 +89,7 @@ def count_devices(device: str) -> int:
 
 def break_one(
     style: str, options: argparse.Namespace, ranks: int, root: Path, backend: str, fault: str = KILL
-) -> Rehearsal:
+) -> DrillReport:
     """Run a style twice, undisturbed and with its last rank broken."""
     script, arguments = STYLES[style]
     backends = [f"--backend={backend}"] if backend != "gloo" else []
@@ -106,7 +106,7 @@ def break_one(
     return rehearse(scenario, root / f"{Path(script).stem}-{backend}-{fault.partition(':')[0]}", lambda text: None)
 
 
-def faults_of(shown: Rehearsal, is_strict: bool) -> Iterator[str]:
+def faults_of(shown: DrillReport, is_strict: bool) -> Iterator[str]:
     """What is wrong with a rehearsal, a sentence each.
 
     is_strict   the rank must have been repaired, and the output be the same: else that is only reported

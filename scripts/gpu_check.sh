@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
 python=${PYTHON:-python3}
-if ! "$python" -c 'import torch, pydantic, msgpack, xxhash' 2>/dev/null; then
+if ! "$python" -c 'import torch, pydantic, msgpack, msgspec, xxhash' 2>/dev/null; then
     prepare_venv
     python=.venv/bin/python
 fi

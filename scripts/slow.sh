@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The slow tests (tests/e2e/slow.txt), which CI runs in turns: ./scripts/slow.sh [options] [arguments of pytest]
 #
-#   ./scripts/slow.sh                               all of them, some hours on two cores
+#   ./scripts/slow.sh -n 3                          all of them, three at a time
 #   ./scripts/slow.sh --record -k test_nodes        some, and write what came of each to tests/results/slow.json
 #   ./scripts/slow.sh --turn auto --limit-s 720     the part of this commit (or --turn 3), for at most 12 minutes
 set -euo pipefail

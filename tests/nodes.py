@@ -90,7 +90,7 @@ class Nodes:
         size   --nnodes; "": all of them
         host   the node that has the store
 
-        Host names do not tell namespaces apart, so c10d must be told who is the host.
+        Host names do not tell namespaces apart, so c10d must know who is the host.
         """
         meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.addresses[host]}:29400", "--rdzv-id", "nodes"]
         host = ["--rdzv-conf", f"is_host={int(number == host)}", "--local-addr", self.addresses[number]]

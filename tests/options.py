@@ -1,4 +1,4 @@
-"""What a rank of a test is told of the configuration. No torch."""
+"""What a rank of a test knows of the configuration. No torch."""
 
 from __future__ import annotations
 

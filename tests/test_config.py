@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.config import Config, Source, read_config_file, resolve
+from ttprun.config import Config
+from ttprun.config_sources import ConfigSource, read_config_file, resolve
 from ttprun.errors import ConfigError
 
 
@@ -190,11 +191,13 @@ def test_an_installed_package_finds_the_presets_that_are_packed_with_it(tmp_path
     root = Path(__file__).parents[1]
     package = tmp_path / "site" / "ttprun"
     shutil.copytree(root / "configs", package / "configs")
-    for module in ("config.py", "errors.py"):
+    for module in ("config.py", "config_sources.py", "errors.py", "yaml_files.py"):
         shutil.copy(root / "ttprun" / module, package)
     for part in ("chaos", "device"):
         shutil.copytree(root / "ttprun" / part, package / part)
-    program = "from ttprun.config import read_config_file; print(read_config_file('debug').values['allow_faults'])"
+    program = (
+        "from ttprun.config_sources import read_config_file; print(read_config_file('debug').values['allow_faults'])"
+    )
 
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -211,7 +214,7 @@ def test_an_installed_package_finds_the_presets_that_are_packed_with_it(tmp_path
 def test_of_a_file_with_a_ttprun_section_only_that_section_is_ours(tmp_path: Path) -> None:
     file = write(tmp_path / "job.yaml", "lr: 0.1\nttprun: {standbys: 3}")
 
-    assert read_config_file(file) == Source("file", file, {"standbys": 3})
+    assert read_config_file(file) == ConfigSource("file", file, {"standbys": 3})
 
 
 def test_a_range_of_nodes_is_not_read_as_a_number_of_minutes(tmp_path: Path) -> None:
@@ -244,3 +247,20 @@ def test_configuration_and_observation_import_no_torch() -> None:
     )
 
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"), [("buddy: on", "on"), ("buddy: true", "on"), ("buddy: off", "off"), ("buddy: auto", "auto")]
+)
+def test_whether_mirrors_are_kept_is_a_word_that_yaml_may_read_as_true_or_false(
+    tmp_path: Path, text: str, mode: str
+) -> None:
+    config = resolve([read_config_file(write(tmp_path / "a.yaml", text))], {}, {})
+
+    assert config.buddy == mode
+    assert resolve([read_config_file(write(tmp_path / "b.yaml", config.to_yaml()))], {}, {}) == config
+
+
+def test_an_unknown_mode_of_mirrors_is_refused_with_what_was_meant() -> None:
+    with pytest.raises(ConfigError, match="--buddy: 'atuo' is not auto, on or off; did you mean 'auto'"):
+        resolve([], {}, {"buddy": "atuo"})

@@ -18,7 +18,8 @@ FLOORS = {
     "rank": {"chaos", "device", "elastic_resume", "errors", "frameworks", "protocol", "state"}
     | {"text_hashes", "torch_versions"},
     "elastic_resume": {"agent", "errors", "protocol", "rank", "state"},
-    "chaos": {"agent", "config", "device", "errors", "observe", "protocol", "rank", "text_hashes"},
+    "chaos": {"agent", "config", "config_sources", "device", "errors", "observe", "protocol", "rank", "text_hashes"}
+    | {"yaml_files"},
     "shim": {"rank"},
     "mindio": {"errors", "protocol", "rank"},
     "state": {"__version__", "errors"},
@@ -36,12 +37,13 @@ FLOORS = {
     }
     | {"__version__", "state", "text_hashes", "torch_versions"},
     "web": {"__version__", "errors", "observe"},
-    "cli": {"agent", "chaos", "config", "device", "errors", "mindio", "observe", "protocol", "rank"}
-    | {"__version__", "frameworks", "state", "torch_versions", "web"},
+    "cli": {"agent", "chaos", "config", "config_sources", "device", "errors", "mindio", "observe", "protocol", "rank"}
+    | {"yaml_files", "__version__", "frameworks", "state", "torch_versions", "web"},
 }
 # What runs inside a rank, room by room: each imports only from those before it, for annotations too.
 ROOMS = [
     ("rank.context", "rank.session", "rank.fail_open", "rank.moments", "rank.signal_handlers"),
+    ("rank.records.boundary_record", "rank.records.module_description", "rank.records.nodes", "rank.records.packing"),
     ("rank.process",),
     ("rank.position",),
     ("rank.weights",),

@@ -10,7 +10,7 @@ from ttprun.chaos.faults import DRAWN_PHASES, ENDING_KINDS, KINDS, parse_fault, 
 from ttprun.chaos.schedule import DRAWN_STEPS, strikes
 
 
-def told(text: str, ranks: int = 4, running_step: int = 0, count: int = 9) -> list[tuple[float | None, str]]:
+def reported(text: str, ranks: int = 4, running_step: int = 0, count: int = 9) -> list[tuple[float | None, str]]:
     """Seconds and text of an order's first strikes."""
     return [(one.after_s, str(one.fault)) for one in islice(strikes(parse_fault(text), ranks, running_step), count)]
 
@@ -29,15 +29,15 @@ def told(text: str, ranks: int = 4, running_step: int = 0, count: int = 9) -> li
     ],
 )
 def test_an_order_comes_to_these_strikes(order: str, coming: list[tuple[float | None, str]]) -> None:
-    assert told(order, running_step=7) == coming
+    assert reported(order, running_step=7) == coming
 
 
 def test_a_period_without_a_count_has_no_end() -> None:
-    assert len(told("kill:rank=1,every=5s", count=1000)) == 1000
+    assert len(reported("kill:rank=1,every=5s", count=1000)) == 1000
 
 
 def test_keys_of_one_kind_are_not_given_to_another() -> None:
-    drawn = told("kill,exit:rank=1,seed=1,count=8,code=4")
+    drawn = reported("kill,exit:rank=1,seed=1,count=8,code=4")
 
     assert {"code=4" in text for _, text in drawn if text.startswith("exit")} == {True}
     assert {"code=4" in text for _, text in drawn if text.startswith("kill")} == {False}

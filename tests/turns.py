@@ -1,7 +1,7 @@
 """The slow list in turns: each commit runs one part of it, so that any eight successive commits run all of it.
 
     pytest -p tests.turns -m slow tests/e2e --turn auto --limit-s 720     the part of this commit, for 12 minutes
-    pytest -p tests.turns -m slow tests/e2e --record                      all of it, and write down what came of it
+    pytest -p tests.turns -m slow tests/e2e --record -n 3                 all of it, and write down what came of it
 
 What was seen is in tests/results/slow.json: of each case how long it took, when it was last green and with what. A case
 that was never seen green, and one that not_green.yaml names, is run, and its failure reported, but blocks no change:
@@ -14,7 +14,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +143,9 @@ class Turn:
         self._left.append(case_of(item))
         return True
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[Any]:
-        """Note what came of a case, of its fixtures, too."""
-        report: pytest.TestReport = yield
-        case = case_of(item)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note what came of a case, of its fixtures, too; with workers, here come those of all of them."""
+        case = f"{Path(report.nodeid.partition('::')[0]).name}::{report.nodeid.partition('::')[2]}"
         self._seconds[case] = self._seconds.get(case, 0.0) + report.duration
         outcome = report.outcome
         if hasattr(report, "wasxfail"):
@@ -156,7 +154,6 @@ class Turn:
             self._outcomes[case] = outcome
         if report.when == "teardown" and self._is_recorded:
             self._record(case)
-        return report
 
     def _record(self, case: str) -> None:
         # Read anew each time: another run may have written, and this one may be ended at any moment.
@@ -200,4 +197,8 @@ def pytest_configure(config: pytest.Config) -> None:
     turn = None if asked is None else turn_of_head() if asked == "auto" else int(asked) - 1
     if turn is not None and not 0 <= turn < TURNS:
         raise pytest.UsageError(f"--turn {asked}: not one of 1 to {TURNS}, and not auto")
-    config.pluginmanager.register(Turn(turn, config.getoption("--limit-s"), config.getoption("--record")))
+    limit_s, workers = config.getoption("--limit-s"), config.getoption("numprocesses", None)
+    if limit_s is not None and workers:
+        raise pytest.UsageError(f"--limit-s goes with -n 0 only, not with -n {workers}")
+    is_worker = hasattr(config, "workerinput")
+    config.pluginmanager.register(Turn(turn, limit_s, config.getoption("--record") and not is_worker))

@@ -8,7 +8,6 @@ no torch.
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from typing import Any
 
 OLDEST = (2, 6)  # in which a killed rank was seen to be replaced; so for all in TRIED
@@ -31,11 +30,6 @@ GRACE_S = 30  # torch's default grace period for the ranks of a job that ends
 def launch_option(options: Any, name: str) -> Any:
     """An option of torchrun, or a field of its LaunchConfig; in a release that has none, what that does anyway."""
     return getattr(options, name, _DEFAULTS[name])
-
-
-def has_option(torchrun: Namespace, name: str) -> bool:
-    """Whether this release's torchrun has an option."""
-    return hasattr(torchrun, name)
 
 
 def release_of(version: str) -> tuple[int, int]:

@@ -210,9 +210,9 @@ def stalls(name: str, steps_s: dict[int, float], saves: list[int], first: int, o
     saves = [step for step in saves if step in steps_s]
     if len(saves) <= FRESH:
         raise BenchmarkError(f"'{name}' has saved {len(saves)} times only, in {len(steps_s)} steps")
-    apart = set(saves) | set(others)
+    excluded = set(saves) | set(others)
     rest = set(range(saves[FRESH - 1] + 1, max(steps_s) + 1)).difference(others)
-    without = median(seconds for step, seconds in steps_s.items() if step not in apart and step > first + WARM_UP)
+    without = median(seconds for step, seconds in steps_s.items() if step not in excluded and step > first + WARM_UP)
     return {
         f"{name}_step_s": without,
         f"{name}_mean_step_s": mean(steps_of(steps_s, rest)),

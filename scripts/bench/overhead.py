@@ -13,7 +13,7 @@ machine disturb the processor time of a step less than its wall time. Begin with
 
 A framework's loop with steps of about 50 ms: both launchers in one run, in turns of --block steps; see turns.py.
 
-    python scripts/bench/overhead.py --layout fsdp fsdp+buddy hsdp tp pp
+    python scripts/bench/overhead.py --layout fsdp fsdp+unmirrored hsdp tp pp
 
 The same with sharded parameters or a pipeline, and what a rank's memory peaks at (hsdp with --ranks 4); see layouts.py
 and pipelined.py.
@@ -250,11 +250,11 @@ def measure_all(options: argparse.Namespace, sizes: list[Size], root: Path) -> l
 def measure_loop(name: str, options: argparse.Namespace, root: Path) -> dict[str, Any]:
     """Pairs of blocks with the loop of a framework, or with a large dataset; prints ratios. Raises BenchmarkError."""
     script, arguments = (FRAMEWORKS[name], ()) if name in FRAMEWORKS else (HELD_SCRIPT, (f"--held={name}",))
-    layout, _, ours = name.partition("+")
+    layout, is_unmirrored, _ = name.partition("+")
     if layout in LAYOUTS:
         script, arguments = LAYOUTS[layout]
     found: dict[str, Any] = {"loop": name}
-    of_ttprun = (f"--{ours}",) if ours else ()
+    of_ttprun = ("--buddy", "off") if is_unmirrored else ()
     pairs = list(measure_pairs(script, options.ranks, options.blocks, options.block, root / name, arguments, of_ttprun))
     rows = [[f"{name}, {len(pairs)} pairs of {options.block} steps: median (quartiles)", *LAUNCHERS, "ratio", "more"]]
     for label, figure in (("median step, ms", "step_s"), ("processor time of a step, ms", "cpu_step_s")):
@@ -298,7 +298,7 @@ def main() -> int:
         "--layout",
         nargs="+",
         default=[],
-        choices=[*LAYOUTS, *(f"{one}+buddy" for one in LAYOUTS)],
+        choices=[*LAYOUTS, *(f"{one}+unmirrored" for one in LAYOUTS)],
         help="sharded models",
     )
     parser.add_argument("--blocks", type=positive, default=30, help="pairs of blocks with these (default 30)")

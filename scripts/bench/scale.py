@@ -25,7 +25,7 @@ from ttprun.recovery import (
     Event,
     Freeze,
     Job,
-    Phase,
+    JobPhase,
     RankExited,
     RankFrozen,
     RankJoined,
@@ -83,7 +83,7 @@ class Story:
             heard, waiting = waiting, []
             for event in heard:
                 waiting += self.answers(self.hear(event))
-        if self.job.phase is not Phase.RUNNING or self.job.lost:
+        if self.job.phase is not JobPhase.RUNNING or self.job.lost:
             raise RuntimeError(f"the job is {self.job.phase}, with ranks {self.job.lost} lost")
 
     def hear(self, event: Event) -> tuple[Action, ...]:

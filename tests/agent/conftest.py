@@ -14,7 +14,7 @@ import pytest
 from tests.agent.starting import LIMIT_S, start_of
 from tests.options import OPTIONS
 from ttprun.agent.processes import stacks
-from ttprun.agent.processes.rank_processes import Copy, RankHandler, Standby, StandbyHandler, kill_session
+from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyCopy, StandbyHandler, kill_session
 from ttprun.protocol.board import Board
 from ttprun.protocol.to_rank import Resume, Welcome
 
@@ -41,7 +41,7 @@ def become_rank(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
     """`become_rank(process, script, **variables)`: it runs the script as a rank; exit code, and what it has written."""
     fds: list[int] = []
 
-    def become(process: Standby | Copy, script: str, **variables: str) -> tuple[int, str]:
+    def become(process: Standby | StandbyCopy, script: str, **variables: str) -> tuple[int, str]:
         (tmp_path / "script.py").write_text(script)
         words = [str(tmp_path / "script.py"), "--lr", "1"]
         handler = StandbyHandler(start_of(tmp_path, "-u", *words, is_redirected=True), process)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +25,36 @@ class Asked:
 
     def __init__(self, advance: Callable[[recovery.Event], None]) -> None:
         self.advance = advance
+
+
+class Store:
+    """What is used of a rendezvous store."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._news = threading.Condition()
+
+    def add(self, key: str, amount: int) -> int:
+        with self._news:
+            number = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(number).encode()
+            return number
+
+    def set(self, key: str, value: str) -> None:
+        with self._news:
+            self._values[key] = value.encode()
+            self._news.notify_all()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], limit: timedelta) -> None:
+        with self._news:
+            if not self._news.wait_for(lambda: self.check(keys), limit.total_seconds()):
+                raise RuntimeError("wait timeout")
 
 
 def node_of(directory: Path, *slots: Any, advance: Callable[[recovery.Event], None] = ignore, **config: Any) -> Node:

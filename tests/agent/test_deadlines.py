@@ -94,7 +94,7 @@ def test_a_scheduler_that_ends_the_job_waits_for_nobodys_work(played: Played) ->
 
 def test_a_deadline_of_an_older_generation_is_forgotten(played: Played) -> None:
     played.deadlines.set(played.order)
-    played.job = SimpleNamespace(generation=played.order.generation + 1, phase=recovery.Phase.RUNNING)  # type: ignore[assignment]
+    played.job = SimpleNamespace(generation=played.order.generation + 1, phase=recovery.JobPhase.RUNNING)  # type: ignore[assignment]
 
     played.now_s += 1000.0
     played.deadlines.pass_time()

@@ -1,4 +1,4 @@
-"""What torch's agent is told of its ranks."""
+"""What is reported to torch's agent of its ranks."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_where_nothing_can_be_read_nothing_is_claimed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "reported"),
     [
         (signal.SIGSEGV, "SIGSEGV, crashed in native code"),
         (signal.SIGABRT, "SIGABRT, aborted by native code"),
@@ -55,8 +55,8 @@ def test_where_nothing_can_be_read_nothing_is_claimed(tmp_path: Path) -> None:
         (250, ""),
     ],
 )
-def test_a_signal_is_named(tmp_path: Path, number: int, told: str) -> None:
-    assert Causes(tmp_path, tmp_path / "none").of_signal(number, 1) == told
+def test_a_signal_is_named(tmp_path: Path, number: int, reported: str) -> None:
+    assert Causes(tmp_path, tmp_path / "none").of_signal(number, 1) == reported
 
 
 def test_a_process_finds_its_own_control_group(tmp_path: Path) -> None:

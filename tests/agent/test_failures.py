@@ -1,4 +1,4 @@
-"""The root cause is told from what followed from it."""
+"""The root cause is distinguished from what followed from it."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def test_a_failure_that_was_repaired_is_no_cause_of_a_later_one() -> None:
 
 
 def test_torch_reports_the_traceback_of_the_cause(tmp_path: Path) -> None:
-    told = CAUSE.as_torch_tells_it(0, str(tmp_path / "error.json"))
+    reported = CAUSE.as_torch_reports_it(0, str(tmp_path / "error.json"))
 
-    assert told.message["extraInfo"]["py_callstack"] == "Traceback: ..."  # type: ignore[index]
-    assert (told.exitcode, told.pid) == (1, 101)
+    assert reported.message["extraInfo"]["py_callstack"] == "Traceback: ..."  # type: ignore[index]
+    assert (reported.exitcode, reported.pid) == (1, 101)
 
 
 def test_an_error_file_that_record_has_written_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text(json.dumps({"message": {"message": "by record", "extraInfo": {"timestamp": "5"}}}))
 
-    told = CAUSE.as_torch_tells_it(0, str(path))
+    reported = CAUSE.as_torch_reports_it(0, str(path))
 
-    assert told.message["message"] == "by record"  # type: ignore[index]
+    assert reported.message["message"] == "by record"  # type: ignore[index]
 
 
 def test_a_failure_of_which_nothing_is_known_is_reported_all_the_same(tmp_path: Path) -> None:
-    told = Failure(0, 0, 1, "the ranks differ").as_torch_tells_it(0, str(tmp_path / "error.json"))
+    reported = Failure(0, 0, 1, "the ranks differ").as_torch_reports_it(0, str(tmp_path / "error.json"))
 
-    assert told.error_file == "<N/A>"
+    assert reported.error_file == "<N/A>"

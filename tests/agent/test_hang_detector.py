@@ -257,14 +257,14 @@ class FakeNode:
         self.config = SimpleNamespace(hang_timeout_s="auto")
         self.job = new_job(Settings(world_size=2))
         self.slots: list[Any] = []
-        self.told: list[Any] = []
+        self.reported: list[Any] = []
         self.here: list[Any] = []
 
     def log(self, event: str, **fields: Any) -> None:
         pass
 
     def advance(self, event: Any) -> None:
-        self.told.append(event)
+        self.reported.append(event)
 
 
 def hang_detector_of(node: Any, kind: type[HangDetector] = HangDetector) -> HangDetector:
@@ -296,11 +296,11 @@ def test_only_a_device_that_has_lost_a_link_of_its_own_speaks_against_its_rank(
 ) -> None:
     node: Any = FakeNode()
     slot: Any = SimpleNamespace(rank=1)
-    told = Broken(generation=0, reason="allreduce: it broke", after_s=1.0, device_fault=fault)
+    reported = Broken(generation=0, reason="allreduce: it broke", after_s=1.0, device_fault=fault)
 
-    hang_detector_of(node, BlindLookout).take_broken(slot, told)
+    hang_detector_of(node, BlindLookout).take_broken(slot, reported)
 
-    (event,) = node.told
+    (event,) = node.reported
     assert (event.rank, event.kind, event.boundary, event.reason) == (rank, kind, 7, "rank 1: allreduce: it broke")
 
 
@@ -315,11 +315,11 @@ def test_connections_that_break_by_a_ranks_end_are_no_fault_of_their_own(started
 
     hang_detector_of(node, BlindLookout).take_broken(reporter, broken)
 
-    assert node.told == []
+    assert node.reported == []
 
 
 class NodeThatGoesBack(FakeNode):
-    """Two ranks hang; whatever it is told, all get new processes, and have done nothing yet."""
+    """Two ranks hang; whatever is reported, all get new processes, and have done nothing yet."""
 
     def __init__(self, lost: Sequence[RankHandler], fresh: Sequence[RankHandler]) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ class NodeThatGoesBack(FakeNode):
         super().advance(event)
         self._sit(self._fresh)
 
-    def aside(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+    def in_background(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         then(work())
 
     def board_row(self, slot: RankSlot) -> list[int]:
@@ -343,7 +343,7 @@ class NodeThatGoesBack(FakeNode):
 
     def _sit(self, handlers: Sequence[RankHandler]) -> None:
         for slot, handler in zip(self.slots, handlers, strict=True):
-            slot.sit(handler)
+            slot.assign(handler)
 
 
 def test_of_two_ranks_that_hang_the_second_ones_new_process_is_not_taken_for_the_old_one(
@@ -359,5 +359,5 @@ def test_of_two_ranks_that_hang_the_second_ones_new_process_is_not_taken_for_the
     for observation in observations:
         hang_detector._act(Hung(observation=observation, way=Way.IDLE, for_s=60.0, limit_s=10.0, awaited=None))
 
-    assert [(event.rank, event.pid) for event in node.told] == [(0, lost[0].proc.pid)]
+    assert [(event.rank, event.pid) for event in node.reported] == [(0, lost[0].proc.pid)]
     assert [handler.proc.poll() for handler in fresh] == [None, None]

@@ -8,7 +8,9 @@ from typing import Any
 from tests.agent.nodes import part
 from ttprun import recovery
 from ttprun.agent.cluster.leader import Leader
-from ttprun.protocol import meeting
+from ttprun.agent.cluster.roles import Leading
+from ttprun.protocol import meeting, node_orders
+from ttprun.recovery.replicas import Replicas
 
 
 class FakePool(list[str]):
@@ -33,6 +35,16 @@ class FakePeers:
         self.happened.append(message)
 
 
+class FakeCoordinator:
+    """The machine alone."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+    def advance(self, event: recovery.Event) -> None:
+        self.node.job, _ = recovery.advance(self.node.job, event)
+
+
 def test_all_know_of_a_launcher_that_waits_before_anybody_can_see_it_in_the_event_log() -> None:
     peers = FakePeers()
     job = recovery.new_job(recovery.Settings(world_size=2))
@@ -45,3 +57,15 @@ def test_all_know_of_a_launcher_that_waits_before_anybody_can_see_it_in_the_even
     assert isinstance(first, meeting.SparePools)
     assert first.waiting == 1
     assert last == "node_waits"
+
+
+def test_who_is_a_replica_is_known_to_all_agents_as_soon_as_the_one_that_leads_knows_it() -> None:
+    peers = FakePeers()
+    node = SimpleNamespace(peers=peers, job=recovery.new_job(recovery.Settings(world_size=2)))
+    reports = SimpleNamespace(checkpoints=SimpleNamespace(why_never=""))
+    role = part(Leading, node, coordinator=FakeCoordinator(node), leader=part(Leader, node, reports=reports))
+
+    role.advance(recovery.RanksCompared(at_s=1.0, replicas=Replicas(compared_at=4)))
+
+    (known,) = [one for one in peers.happened if isinstance(one, node_orders.Known)]
+    assert known.compared_at == 4

@@ -35,10 +35,10 @@ BIG = "memory = b'x' * (1 << 30)"
 
 @dataclass
 class Watched:
-    """A process that holds the lock and waits for a line, and what is told of it."""
+    """A process that holds the lock and waits for a line, and what is reported of it."""
 
     process: subprocess.Popen[str]
-    told: queue.Queue[tuple[float, int]] = field(default_factory=queue.Queue)
+    reported: queue.Queue[tuple[float, int]] = field(default_factory=queue.Queue)
 
     def go_on(self) -> None:
         """Let it come to `what`."""
@@ -49,7 +49,7 @@ class Watched:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Watched]]:
-    """`start(what, memory="")`: a process that does `what` once it is told to go on."""
+    """`start(what, memory="")`: a process that does `what` once it is ordered to go on."""
     started: list[Watched] = []
     board_fd, board = Board.create(2)
 
@@ -66,7 +66,7 @@ def start() -> Iterator[Callable[..., Watched]]:
         started.append(watched)
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
-        life_locks.watch(board, 1, process.pid, lambda code: watched.told.put((time.monotonic(), code)))
+        life_locks.watch(board, 1, process.pid, lambda code: watched.reported.put((time.monotonic(), code)))
         return watched
 
     yield start_process
@@ -94,7 +94,7 @@ def test_how_a_process_ends_is_reported_as_its_parent_will_hear(
 
     watched.go_on()
 
-    assert watched.told.get(timeout=LIMIT_S)[1] == code
+    assert watched.reported.get(timeout=LIMIT_S)[1] == code
     assert watched.process.wait(LIMIT_S) == code
 
 
@@ -108,9 +108,9 @@ def test_an_end_is_reported_before_a_big_memory_is_given_back(start: Callable[..
     ended.poll(LIMIT_S * 1000)
     gone_s = time.monotonic()
 
-    told_s, code = watched.told.get(timeout=LIMIT_S)
+    reported_s, code = watched.reported.get(timeout=LIMIT_S)
     assert code == -signal.SIGKILL
-    assert told_s < gone_s
+    assert reported_s < gone_s
     os.close(pidfd)
 
 
@@ -124,10 +124,10 @@ def test_a_process_that_executes_another_program_is_not_said_to_end(start: Calla
     assert watched.process.stdout is not None
     assert watched.process.stdout.readline() == "1\n"
     with pytest.raises(queue.Empty):
-        watched.told.get(timeout=0.5)
+        watched.reported.get(timeout=0.5)
     watched.process.kill()
     assert watched.process.wait(LIMIT_S) == -signal.SIGKILL
-    assert watched.told.empty()
+    assert watched.reported.empty()
 
 
 def test_a_forked_child_that_ends_is_not_the_process(start: Callable[..., Watched]) -> None:
@@ -140,18 +140,18 @@ def test_a_forked_child_that_ends_is_not_the_process(start: Callable[..., Watche
     assert watched.process.stdout is not None
     assert watched.process.stdout.readline() == "1\n"
     with pytest.raises(queue.Empty):
-        watched.told.get(timeout=0.5)
+        watched.reported.get(timeout=0.5)
 
 
 def test_a_process_without_the_lock_is_left_to_its_pidfd() -> None:
     fd, board = Board.create(1)
-    told: queue.Queue[int] = queue.Queue()
+    reported: queue.Queue[int] = queue.Queue()
     process = subprocess.Popen(["sleep", "60"])
 
-    life_locks.watch(board, 0, process.pid, told.put)
+    life_locks.watch(board, 0, process.pid, reported.put)
     process.kill()
     process.wait()
 
     with pytest.raises(queue.Empty):
-        told.get(timeout=0.3)
+        reported.get(timeout=0.3)
     os.close(fd)

@@ -18,8 +18,7 @@ from tests.waits import becomes_ready
 from ttprun.agent.processes import preloads as preloads_module
 from ttprun.agent.processes.preloads import Preloaded, Preloads, plan_of
 from ttprun.agent.processes.rank_processes import Standby
-from ttprun.protocol.from_rank import Imported
-from ttprun.protocol.plan import Plan
+from ttprun.protocol.standbys import Imported, PreloadPlan
 
 SAY = "import os\nopen(os.path.join({folder!r}, 'imported'), 'a').write(f'{{__name__}}\\n')\n"
 
@@ -318,7 +317,7 @@ def test_only_what_all_ranks_have_imported_from_the_same_file_is_imported_and_th
 
     plan = plan_of([report(logger, shared, moved), report(theirs, ("yaml", "/b", {}))], [start(0), start(1)])
 
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PreloadPlan)
     assert plan.modules == (("wandb", "", {}), ("numpy", "/n", {"HOME": "/r"}), ("yaml", "", {}))
     assert {"RANK", "COLOUR", "SEED"} <= set(plan.own)
     assert "HOME" not in plan.own

@@ -17,7 +17,7 @@ class FakeNode:
     """What the decisions look at: a job that runs and can be saved, and a board."""
 
     def __init__(self) -> None:
-        self.job: Any = SimpleNamespace(phase=recovery.Phase.RUNNING)
+        self.job: Any = SimpleNamespace(phase=recovery.JobPhase.RUNNING)
         self.slots: list[Any] = [SimpleNamespace(local_rank=rank) for rank in range(2)]
         self.board = Board.create(2)[1]
 
@@ -35,24 +35,24 @@ class Job:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(recovery, "may_persist", lambda job: self.may_persist)
         self.node = FakeNode()
-        self.standing = QuiesceSchedule(self.node)  # type: ignore[arg-type]
+        self.quiesce_schedule = QuiesceSchedule(self.node)  # type: ignore[arg-type]
         self.given: list[str] = []
 
     def ask(self, what: str, is_end: bool = True) -> None:
         def give() -> None:
             self.given.append(what)
-            self.node.job.phase = recovery.Phase.PERSISTING
+            self.node.job.phase = recovery.JobPhase.PERSISTING
 
-        self.standing.ask(give, is_end)
+        self.quiesce_schedule.ask(give, is_end)
 
     def stand(self, applied: int, open_at: int) -> None:
         self.node.board.set(0, Field.APPLIED, applied)
         self.node.board.set(0, Field.OPEN_AT, open_at)
-        self.standing.look()
+        self.quiesce_schedule.look()
 
     @property
     def is_leader_told(self) -> bool:
-        return self.node.board.get(0, Field.STAND_ASKED) != 0
+        return self.node.board.get(0, Field.QUIESCE_ASKED) != 0
 
 
 @pytest.fixture
@@ -73,10 +73,10 @@ def test_at_an_open_boundary_the_ranks_train_on_to_the_next(job: Job, applied: i
     job.stand(applied, open_at)
 
     job.ask("end")
-    before, is_told = list(job.given), job.is_leader_told
+    before, is_reported = list(job.given), job.is_leader_told
     job.stand(applied=42, open_at=41)
 
-    assert (before, is_told) == ([], True)
+    assert (before, is_reported) == ([], True)
     assert job.given == ["end"]
 
 
@@ -84,10 +84,10 @@ def test_the_first_rank_is_held_back_until_the_job_runs_again(job: Job) -> None:
     """Before it has heard that it is to quiesce, it must not be released."""
     job.ask("checkpoint", is_end=False)
 
-    job.standing.look()
+    job.quiesce_schedule.look()
     while_saving = job.is_leader_told
-    job.node.job.phase = recovery.Phase.RUNNING
-    job.standing.look()
+    job.node.job.phase = recovery.JobPhase.RUNNING
+    job.quiesce_schedule.look()
 
     assert (while_saving, job.is_leader_told) == (True, False)
 
@@ -113,7 +113,7 @@ def test_who_asks_again_and_again_does_not_put_off_what_waits_already(job: Job) 
     job.ask("checkpoint", is_end=False)
     early = list(job.given)
     job.now_s += 1
-    job.standing.look()
+    job.quiesce_schedule.look()
 
     assert (early, job.given) == ([], ["end", "checkpoint"])
 
@@ -123,13 +123,13 @@ def test_the_end_does_not_wait_for_a_repair_and_a_checkpoint_that_was_asked_for_
     job.ask("checkpoint", is_end=False)
     job.ask("end")
 
-    job.node.job.phase = recovery.Phase.FREEZING
-    job.standing.look()
-    in_repair, is_told = list(job.given), job.is_leader_told
-    job.node.job.phase = recovery.Phase.RUNNING
+    job.node.job.phase = recovery.JobPhase.FREEZING
+    job.quiesce_schedule.look()
+    in_repair, is_reported = list(job.given), job.is_leader_told
+    job.node.job.phase = recovery.JobPhase.RUNNING
     job.stand(applied=42, open_at=41)
 
-    assert (in_repair, is_told) == (["end"], True)
+    assert (in_repair, is_reported) == (["end"], True)
     assert job.given == ["end", "checkpoint"]
 
 

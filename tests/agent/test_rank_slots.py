@@ -29,7 +29,7 @@ def test_a_slot_reports_how_its_process_ended_and_what_it_leaves(started: Callab
     ends = {}
     for how, command in {"killed": "kill -9 $$", "failed": "exit 3", "done": "exit 0"}.items():
         slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
-        slot.sit(started("-c", command, entry="/bin/sh", is_python=False))
+        slot.assign(started("-c", command, entry="/bin/sh", is_python=False))
         slot.is_protected = how == "failed"
         board.set(0, Field.RECORDED, 7)
         event = slot.leave(slot.bury(), board, lambda number, pid: "")
@@ -46,7 +46,7 @@ def test_a_slot_holds_the_newest_order_till_its_process_greets(
     started: Callable[..., RankHandler],
 ) -> None:
     slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
-    slot.sit(started("-c", "exec sleep 600", entry="/bin/sh", is_python=False))
+    slot.assign(started("-c", "exec sleep 600", entry="/bin/sh", is_python=False))
     theirs = slot.handler.channel
     sent: list[Any] = []
     theirs.send = lambda message, fds=(): sent.append(message)  # type: ignore[method-assign]
@@ -55,7 +55,7 @@ def test_a_slot_holds_the_newest_order_till_its_process_greets(
     slot.send_if_present(Put(2, "a", ""))
     slot.send(RESUME)
     before = list(sent)
-    slot.greet()
+    slot.greet(main_thread=1)
     slot.send(AGAIN)
 
     assert before == []
@@ -84,7 +84,7 @@ def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_fr
     started: Callable[..., RankHandler], tmp_path: Path
 ) -> None:
     slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
-    slot.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+    slot.assign(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
     lost = slot.pid
     node, welcomed = node_of(tmp_path, slot), Welcomed()
     slot.is_dying = True
@@ -108,7 +108,7 @@ def test_a_process_that_cannot_be_started_is_an_event_and_does_not_end_the_agent
     started: Callable[..., RankHandler], tmp_path: Path
 ) -> None:
     slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
-    slot.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+    slot.assign(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
     slot.leave(slot.bury(), Board.create(1)[1], lambda number, pid: "")
     slot.handler.start["entrypoint"] = str(tmp_path / "nothing")
     events, welcomed = list[Event](), Welcomed()
@@ -130,7 +130,7 @@ def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault
     standbys.refill(watched.append, {})
     slots = [RankSlot(rank, rank, handler=None, record_fd=-1) for rank in range(2)]  # type: ignore[arg-type]
     for slot in slots:
-        slot.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+        slot.assign(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
         slot.leave(slot.bury(), Board.create(2)[1], lambda number, pid: "")
     node, welcomed = node_of(tmp_path, *slots), Welcomed()
     actuator = actuator_of(node, standbys, welcomed)

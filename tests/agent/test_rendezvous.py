@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.agent.nodes import Store
 from ttprun.agent.cluster import rendezvous
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.rendezvous import NotMetError, Place, meet, own_address
@@ -23,30 +24,6 @@ from ttprun.errors import ConfigError
 from ttprun.protocol import node_orders, node_reports
 
 LIMIT_S = 10.0
-
-
-class Store:
-    """What is used of a rendezvous store."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._news = threading.Condition()
-
-    def set(self, key: str, value: str) -> None:
-        with self._news:
-            self._values[key] = value.encode()
-            self._news.notify_all()
-
-    def get(self, key: str) -> bytes:
-        return self._values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def wait(self, keys: list[str], limit: timedelta) -> None:
-        with self._news:
-            if not self._news.wait_for(lambda: self.check(keys), limit.total_seconds()):
-                raise RuntimeError("wait timeout")
 
 
 def place(number: int, size: int = 2, **alike: str) -> Place:
@@ -102,9 +79,9 @@ def test_the_agents_of_three_nodes_meet_and_the_first_one_leads(meet_all: Meet) 
 def test_nodes_with_different_scripts_are_refused_on_each_of_them_with_what_differs(meet_all: Meet) -> None:
     answers = meet_all(Store(), place(0, 3), place(1, 3), place(2, 3, **{"the script": "xyz"}))
 
-    told = "node 0 (127.0.0.1) and node 2 (127.0.0.1) differ in the script: abc and xyz"
+    reported = "node 0 (127.0.0.1) and node 2 (127.0.0.1) differ in the script: abc and xyz"
     assert [type(answer) for answer in answers] == [ConfigError] * 3
-    assert {str(answer).partition(";")[0] for answer in answers} == {told}
+    assert {str(answer).partition(";")[0] for answer in answers} == {reported}
 
 
 def test_nodes_whose_clocks_differ_are_refused_on_each_of_them(meet_all: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +101,9 @@ def test_the_leader_learns_who_does_not_share_its_save_directory(
 
     shared, _ = meet_all(Store(), first, place(1))
     monkeypatch.setattr(rendezvous.os.path, "exists", lambda path: False)
-    apart, _ = meet_all(Store(), first, place(1))
+    separate, _ = meet_all(Store(), first, place(1))
 
-    assert (shared.without_save_dir, apart.without_save_dir) == ([], [1])
+    assert (shared.without_save_dir, separate.without_save_dir) == ([], [1])
     assert list(tmp_path.iterdir()) == []
 
 

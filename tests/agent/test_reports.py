@@ -29,21 +29,22 @@ from ttprun.protocol.codec import decode
 from ttprun.recovery.replicas import Replicas
 
 N_RANKS = 3
+NO_MIRRORS = SimpleNamespace(why_off="it is switched off", share_out=lambda weights: False, order_for=lambda slot: None)
 SCRIPT_ERROR = from_rank.ScriptError("no file", traceback="no file caf\udce9\n", detail="", device_fault="")
 
 
 class FakeHandler:
-    """A rank's process and line: notes what it is told."""
+    """A rank's process and line: notes what it is sent."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.reported: list[Any] = []
 
     @property
     def channel(self) -> FakeHandler:
         return self
 
     def send(self, message: Any) -> None:
-        self.told.append(message)
+        self.reported.append(message)
 
 
 class FakeNode:
@@ -57,7 +58,7 @@ class FakeNode:
         self.slots = [RankSlot(rank, rank, handler, record_fd=-1) for rank, handler in enumerate(self.handlers)]  # type: ignore[arg-type]
         self.job = recovery.new_job(recovery.Settings(world_size=N_RANKS))
         self.here = self.slots
-        self.config = SimpleNamespace(snapshot_every="auto", buddy=False)
+        self.config = SimpleNamespace(snapshot_every="auto", buddy="off")
         for slot in self.slots:
             slot.pid, slot.is_present = 100 + slot.rank, True
             self.advance(recovery.RankStarted(at_s=0.0, rank=slot.rank, pid=slot.pid))
@@ -93,8 +94,9 @@ def node(tmp_path: Path) -> FakeNode:
 def reports(node: FakeNode) -> Reports:
     """Its ranks have held the same weights at boundary 1."""
     nobody: Any = None
-    mirrors = SimpleNamespace(is_on=False)
-    comparisons = Comparisons(node, SimpleNamespace(is_off=True), nobody, mirrors)  # type: ignore[arg-type]
+    comparisons = Comparisons(
+        node, SimpleNamespace(is_off=True, most_lost="at most some 2 s of work"), nobody, NO_MIRRORS
+    )  # type: ignore[arg-type]
     comparisons.begin_group()
     found = part(Reports, node, actuators=node.actuators(), comparisons=comparisons, injections=NoFaults())
     found.begin_group()
@@ -114,23 +116,23 @@ def hold(reports: Reports, node: FakeNode, boundary: int, digests: str) -> None:
         )
 
 
-def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_reported_again_after_the_next_comparison(
+def test_a_diverged_rank_that_stopped_while_a_checkpoint_was_written_is_reported_again_after_the_next_comparison(
     node: FakeNode, reports: Reports
 ) -> None:
     odd, line = node.slots[1], node.handlers[1]
     hold(reports, node, 2, "aba")
     hold(reports, node, 3, "aba")  # on its way: it is not told twice
-    told_once, training = list(line.told), node.job
+    reported_once, training = list(line.reported), node.job
 
     node.advance(recovery.CheckpointAsked(at_s=1.0))
-    reports.take(odd, from_rank.SteppedAside())
+    reports.take(odd, from_rank.StoppedDivergent())
     survivors = node.job.survivors
     node.job = training  # the checkpoint is there, and all go on
     hold(reports, node, 4, "aba")
 
     assert survivors == (0, 1, 2)
-    assert told_once == [to_rank.StandAside()]
-    assert line.told == [to_rank.StandAside()] * 2
+    assert reported_once == [to_rank.StopDivergent()]
+    assert line.reported == [to_rank.StopDivergent()] * 2
 
 
 def test_a_replacement_is_given_what_others_have_sent_in_its_generation_while_there_was_no_process(
@@ -139,18 +141,18 @@ def test_a_replacement_is_given_what_others_have_sent_in_its_generation_while_th
     teller, slot, line = node.slots[1], node.slots[0], node.handlers[0]
     put = from_rank.Put(1, "port 1", "")
     reports.take(teller, from_rank.Put(0, "port 1", ""))
-    line.told.clear()
+    line.reported.clear()
 
     slot.leave(-9, node.board, lambda number, pid: "")
     node.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
     reports.take(teller, put)
     reports.take(slot, put)  # of its own, for the others
-    before = list(line.told)
+    before = list(line.reported)
     reports.take(slot, from_rank.Present(pid=200, main_thread=1))
 
     assert node.job.generation == 1
     assert before == []
-    assert line.told == [put]
+    assert line.reported == [put]
 
 
 def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, reports: Reports) -> None:
@@ -163,7 +165,7 @@ def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, re
 
     with theirs, ours:
         (sent,) = Channel(theirs, {"Broadcast": node_orders.Broadcast}).read_available()
-    assert [handler.told for handler in node.handlers] == [[put], [], [put]]
+    assert [handler.reported for handler in node.handlers] == [[put], [], [put]]
     assert sent == node_orders.Broadcast(1, put)
 
 
@@ -175,7 +177,7 @@ def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_
 
     follower.take_order(node_orders.Broadcast(1, put))
 
-    assert [handler.told for handler in node.handlers] == [[put], [], [put]]
+    assert [handler.reported for handler in node.handlers] == [[put], [], [put]]
 
 
 def ready_pair(sock: socket.socket) -> Channel:
@@ -240,7 +242,7 @@ def test_before_the_first_snapshot_the_console_says_what_really_happens_to_a_ran
     if rungs is not None:
         node.job = replace(node.job, settings=replace(node.job.settings, rungs=frozenset(rungs)))
     times: Any = SimpleNamespace(is_off=is_off, why_off="", take_one_at_once=lambda: None)
-    comparisons = Comparisons(node, times, nobody, SimpleNamespace(is_on=False))  # type: ignore[arg-type]
+    comparisons = Comparisons(node, times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
     comparisons.begin_group()
 
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
@@ -257,4 +259,36 @@ def test_from_the_first_snapshot_on_the_console_promises_it(
 
     comparisons.note_snapshot()
 
-    assert "the first snapshot is taken: if a rank is lost, all ranks go back to the snapshot of step 4" in caplog.text
+    cost = "all ranks go back to the snapshot of step 4, and the steps since then are lost: at most some 2 s of work"
+    assert f"the first snapshot is taken: if a rank is lost, {cost}" in caplog.text
+
+
+MIRRORED = from_rank.StateMirrored(2, 1 << 20, why_no_step="a gradient is sparse")
+SLOW = from_rank.StateMirrored(9, why_not="a copy takes 7 ms, and a step 16 ms")
+
+
+def test_the_console_says_what_mirrors_take_once_all_have_reported_and_again_only_what_is_new(
+    node: FakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    nobody: Any = None
+    times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
+    mirrors: Any = SimpleNamespace(
+        why_off="", share_out=lambda weights: True, order_for=lambda slot: None, limit_of=lambda ranks: 0
+    )
+    comparisons = Comparisons(node, times, nobody, mirrors)  # type: ignore[arg-type]
+    comparisons.begin_group()
+    hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
+    reports = [(0, MIRRORED), (1, MIRRORED), (2, MIRRORED), (2, MIRRORED), (1, SLOW)]
+
+    said = []
+    for rank, report in reports:
+        comparisons.note_mirrored(node.slots[rank], report)
+        said.append(len(caplog.records))
+
+    assert said == [0, 0, 2, 2, 3]
+    first, no_step, second = [record.message for record in caplog.records]
+    assert "ranks 0, 1, 2 each hold what no other rank holds: mirrored in 3.0 MiB of this node's memory" in first
+    assert no_step.startswith("inside its step a rank is not replaced: a gradient is sparse")
+    assert "ranks 0, 2 each hold what no other rank holds: mirrored in 2.0 MiB" in second
+    assert "rank 1 holds what no other rank holds, not mirrored: a copy takes 7 ms, and a step 16 ms; " in second
+    assert node.job.replicas.mirrored == {0, 2}

@@ -31,14 +31,14 @@ def requests_of(job: recovery.Job, **differing: Any) -> Requests:
 def test_who_asks_too_early_hears_who_is_not_ready() -> None:
     job = recovery.new_job(recovery.Settings(world_size=2))
 
-    told = requests_of(job).answer(SaveNow())
+    reported = requests_of(job).answer(SaveNow())
 
-    assert told == Rejected("the hooks of ranks 0, 1 have not reported yet")
+    assert reported == Rejected("the hooks of ranks 0, 1 have not reported yet")
 
 
 def test_who_asks_when_nobody_decides_any_more_hears_so() -> None:
     job = recovery.new_job(recovery.Settings(world_size=1))
 
-    told = requests_of(job, is_broken=True).answer(SaveNow())
+    reported = requests_of(job, is_broken=True).answer(SaveNow())
 
-    assert told == Rejected("ttprun's supervisor has failed: the job runs as under torchrun")
+    assert reported == Rejected("ttprun's supervisor has failed: the job runs as under torchrun")

@@ -6,23 +6,25 @@ from typing import Any
 
 import pytest
 
+from tests.rank.records import record_of
 from ttprun.agent.launcher.resume import check_records
 from ttprun.agent.repair.stored_states import Stored
 from ttprun.config import Config
-from ttprun.rank import values
-from ttprun.rank.values.nodes import Tag
+from ttprun.rank.records.boundary_record import LoopRecord
+from ttprun.rank.records.nodes import RefusedNode
+from ttprun.rank.records.packing import pack
 from ttprun.state.errors import InvalidCheckpointError
 
-GENERATOR = [Tag.REFUSED, "is the generator stream, which does not show the positions of its loops"]
+GENERATOR = RefusedNode("is the generator stream, which does not show the positions of its loops")
+LOOP = LoopRecord(
+    site="train.py:2:0", position=3, lead=1, began_with=None, item_rng=None, current=None, bounds=None, is_inside=False,
+    over=GENERATOR,
+)  # fmt: skip
 
 
 def check(proof: str, **fields: Any) -> tuple[str, ...]:
     """Read a checkpoint of one rank with such a record; returns what it lacks, and last why it is refused."""
-    record: dict[str, Any] = {
-        "boundary": 1, "place": [["train.py", "main", 3]], "dead": [[]], "modules": {}, "loops": [[]], "variables": [{}],
-        "optimizers": [], "returned": None, "unfollowed": "", "entropy": 0, "is_straight": False, "blobs": [],
-    }  # fmt: skip
-    held = (1, values.pack(record | fields), b"")
+    held = (1, pack(record_of(place=[["train.py", "main", 3]], **fields)), b"")
     part = {"records": [held], "first": held, "log": [], "workers": [], "appended": b""}
     stored = Stored(1, "step-1", ("train.py",), [], (), lambda rank: part)
     try:
@@ -35,7 +37,7 @@ def check(proof: str, **fields: Any) -> tuple[str, ...]:
     ("proof", "fields", "found"),
     [
         ("evidence", {}, ("",)),
-        ("evidence", {"loops": [[{"over": GENERATOR}]]}, ("rank 0: the iterable of loop 1 around the step cannot be",)),
+        ("evidence", {"loops": [[LOOP]]}, ("rank 0: the iterable of loop 1 around the step cannot be",)),
         ("evidence", {"unfollowed": "a loop is not followed"}, ("rank 0: a loop is not followed",)),
         ("evidence", {"variables": [{"batches": GENERATOR}]}, ("main: batches cannot be recorded", "")),
         ("strict", {"variables": [{"batches": GENERATOR}]}, ("rank 0: main: batches cannot be recorded",)),

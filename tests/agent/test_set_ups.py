@@ -16,9 +16,9 @@ from tests.agent.starting import start_of, wait_for_end
 from tests.options import OPTIONS
 from ttprun import recovery
 from ttprun.agent.processes import set_ups as module
-from ttprun.agent.processes.rank_processes import Copy
+from ttprun.agent.processes.rank_processes import StandbyCopy
 from ttprun.agent.processes.set_ups import SetUps
-from ttprun.protocol import channel, from_rank, to_rank
+from ttprun.protocol import channel, from_rank, standbys, to_rank
 from ttprun.protocol.board import Board, Field
 
 RANKS = 2
@@ -31,11 +31,11 @@ class FakeStandbys:
         self.are_settled = True
         self.copies: list[tuple[Any, Any, Any]] = []  # process, its end of the line, and ours
 
-    def copy(self) -> Copy:
+    def copy(self) -> StandbyCopy:
         ours, theirs = channel.pair()
         process = subprocess.Popen(["sleep", "60"], start_new_session=True)
         self.copies.append((process, theirs, ours))
-        return Copy(process, ours)  # type: ignore[arg-type]
+        return StandbyCopy(process, ours)  # type: ignore[arg-type]
 
 
 class FakeWatch:
@@ -57,7 +57,7 @@ class Ranks:
     def __init__(self, folder: Path, **config: Any) -> None:
         self.config = SimpleNamespace(**{"standby_depth": "setup", "mindio": False, "standbys": 1} | config)
         self.peers = SimpleNamespace(address=config.pop("address", ""))
-        self.job: Any = SimpleNamespace(phase=recovery.Phase.RUNNING)
+        self.job: Any = SimpleNamespace(phase=recovery.JobPhase.RUNNING)
         self.board = Board.create(RANKS)[1]
         self.selector = selectors.DefaultSelector()
         self.logged: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ class Ranks:
         self.set_ups.begin_group()
         self.pass_boundary(3)
 
-    def aside(self, work: Callable[[], Any]) -> None:
+    def in_background(self, work: Callable[[], Any]) -> None:
         work()
 
     def log(self, event: str, **fields: Any) -> None:
@@ -99,7 +99,7 @@ class Ranks:
         """Each rank has a set-up that waits."""
         for number in range(RANKS):
             self.look()
-            self.say(number, from_rank.SetUpDone("", took_s=1.0))
+            self.say(number, standbys.SetUpDone("", took_s=1.0))
 
     def has_ended(self, number: int) -> bool:
         return wait_for_end(self.standbys.copies[number][0].pid)
@@ -133,9 +133,9 @@ def test_one_set_up_is_run_at_a_time_until_each_rank_has_one(begin: Callable[...
     ranks = begin()
 
     first = ranks.look(times=3)
-    ranks.say(0, from_rank.SetUpDone("", took_s=1.0))
+    ranks.say(0, standbys.SetUpDone("", took_s=1.0))
     second = ranks.look(times=3)
-    ranks.say(1, from_rank.SetUpDone("", took_s=1.0))
+    ranks.say(1, standbys.SetUpDone("", took_s=1.0))
 
     assert (first, second, ranks.look(times=3)) == (1, 2, 2)
     assert ranks.set_ups.state == "set-ups run ahead: 2 of 2"
@@ -165,7 +165,7 @@ def test_none_is_begun_before_a_replay_would_begin_in_the_loop_in_a_recovery_or_
 ) -> None:
     early, recovering, unsettled = begin(), begin(), begin()
     early.pass_boundary(2)
-    recovering.job.phase = recovery.Phase.REPLAYING
+    recovering.job.phase = recovery.JobPhase.REPLAYING
     unsettled.standbys.are_settled = False
 
     assert [one.look() for one in (early, recovering, unsettled)] == [0, 0, 0]
@@ -182,7 +182,7 @@ def test_none_is_begun_where_memory_is_short(begin: Callable[..., Ranks], monkey
 @pytest.mark.parametrize(
     ("message", "why_not"),
     [
-        (from_rank.SetUpDone("a device is used", took_s=1.0), "rank 0: a device is used"),
+        (standbys.SetUpDone("a device is used", took_s=1.0), "rank 0: a device is used"),
         (from_rank.Unprotected("the script starts a process"), "rank 0: the script starts a process"),
         (from_rank.ScriptError("no file", "", "", ""), "rank 0: no file"),
     ],

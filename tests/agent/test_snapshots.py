@@ -31,7 +31,7 @@ NO_ROOM = "it takes 1024 MiB of shared memory, and less than that is free"
 
 
 class FakeCheckpoints:
-    """Takes snapshots to write, and is done with each when it is told so."""
+    """Takes snapshots to write, and is done with each when it is ordered so."""
 
     def __init__(self) -> None:
         self.is_busy = False
@@ -53,7 +53,7 @@ class FakeComparisons:
 
     def __init__(self) -> None:
         self.looked: list[int] = []
-        self.told = self.firsts = 0
+        self.reported = self.firsts = 0
 
     def names_of(self, keys: Sequence[str]) -> str:
         return ", ".join(keys)
@@ -62,7 +62,7 @@ class FakeComparisons:
         self.looked.append(boundary)
 
     def report_owners(self, slot: Any) -> None:
-        self.told += 1
+        self.reported += 1
 
     def note_snapshot(self) -> None:
         self.firsts += 1
@@ -74,7 +74,7 @@ class FakeNode:
     def __init__(self, every: str) -> None:
         self.config = SimpleNamespace(snapshot_every=every)
         self.job: Any = SimpleNamespace(
-            phase=recovery.Phase.RUNNING,
+            phase=recovery.JobPhase.RUNNING,
             unprotected_reason="",
             are_alone=False,
             incident_count=0,
@@ -97,7 +97,7 @@ class FakeNode:
 
 
 class Job:
-    """Snapshots of two ranks, which take part when they are told to.
+    """Snapshots of two ranks, which take part when they are ordered to.
 
     now_s   the clock
     """
@@ -122,26 +122,26 @@ class Job:
         self.snapshots.look()
         return self.asked
 
-    def tell(self, rank: int, boundary: int, **differing: Any) -> None:
+    def report(self, rank: int, boundary: int, **differing: Any) -> None:
         """A rank has put its part of the snapshot that is asked for where it belongs."""
         buffer = self.snapshots.buffers[self.asked % 2]
         os.pwrite(buffer.records[rank], msgpack.packb({"records": [[boundary, b"", b""]], "lines": [0, 0]}), 0)
-        apart = version_of(self.node.job.replicas.parted)
-        share = Share(rank, bytes=10, xxh3="", header_xxh3="h", digests={"w": "same"}, apart=apart)
+        known = version_of(self.node.job.replicas.differing)
+        share = Share(rank, bytes=10, xxh3="", header_xxh3="h", digests={"w": "same"}, differing=known)
         share = replace(share, **differing)
-        self.report(rank, SnapshotTaken(self.asked, boundary, "", share, records_bytes=5, took_s=0.25))
+        self.take_report(rank, SnapshotTaken(self.asked, boundary, "", share, records_bytes=5, took_s=0.25))
 
     def fail(self, rank: int, boundary: int, why_not: str) -> None:
         """A rank could not do so."""
-        self.report(rank, SnapshotTaken(self.asked, boundary, why_not))
+        self.take_report(rank, SnapshotTaken(self.asked, boundary, why_not))
 
-    def report(self, rank: int, taken: SnapshotTaken) -> None:
+    def take_report(self, rank: int, taken: SnapshotTaken) -> None:
         self.snapshots.take(self.node.slots[rank], taken)  # type: ignore[arg-type]
 
     def take(self, boundary: int) -> None:
         """All ranks take part."""
         for rank in range(RANKS):
-            self.tell(rank, boundary)
+            self.report(rank, boundary)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.node.logged if event["event"] == name]
@@ -192,7 +192,7 @@ def test_where_it_is_the_only_source_it_is_taken_as_often_as_costs_one_hundredth
     job: Callable[[str], Job],
 ) -> None:
     one = job("auto")
-    one.node.job.replicas = Replicas(compared_at=1, parted={"w": (0, 1)})
+    one.node.job.replicas = Replicas(compared_at=1, differing={"w": (0, 1)})
 
     one.now_s += 2
     assert one.look() == 1
@@ -218,7 +218,7 @@ def test_never_is_never(job: Callable[[str], Job]) -> None:
 
 
 @pytest.mark.parametrize(
-    "differing", [{"phase": recovery.Phase.FREEZING}, {"unprotected_reason": "the ranks do not step together"}]
+    "differing", [{"phase": recovery.JobPhase.FREEZING}, {"unprotected_reason": "the ranks do not step together"}]
 )
 def test_nothing_is_asked_for_while_the_ranks_cannot_take_it_together(
     job: Callable[[str], Job], differing: dict[str, Any]
@@ -232,11 +232,11 @@ def test_nothing_is_asked_for_while_the_ranks_cannot_take_it_together(
 def test_one_that_was_asked_for_before_a_rank_was_lost_is_asked_for_anew_afterwards(job: Callable[[str], Job]) -> None:
     one = job("20steps")
     one.look()
-    one.tell(0, 20)
+    one.report(0, 20)
 
-    one.node.job.phase = recovery.Phase.FREEZING
+    one.node.job.phase = recovery.JobPhase.FREEZING
     one.look()
-    one.node.job.phase = recovery.Phase.RUNNING
+    one.node.job.phase = recovery.JobPhase.RUNNING
 
     assert one.look() == 2
     assert one.snapshots.newest is None
@@ -246,9 +246,9 @@ def test_a_complete_one_is_what_all_ranks_go_back_to_and_is_written_to_disk(job:
     one = job("20steps")
     one.look()
 
-    one.tell(1, 20)
+    one.report(1, 20)
     assert one.snapshots.newest is None
-    one.tell(0, 20)
+    one.report(0, 20)
 
     assert (one.snapshots.newest.boundary, one.snapshots.newest.as_stored().place) == (20, "shared memory")
     assert [type(event) for event in one.node.advanced] == [recovery.SnapshotTaken]
@@ -299,8 +299,8 @@ def test_ranks_that_hold_different_parameters_have_no_snapshots_and_the_reason_i
     one = job("20steps")
     one.look()
 
-    one.tell(0, 20)
-    one.tell(1, 20, header_xxh3="another")
+    one.report(0, 20)
+    one.report(1, 20, header_xxh3="another")
 
     why_not = "the ranks hold different parameters, of which there is no replica"
     assert one.events("snapshot_failed") == [
@@ -330,8 +330,8 @@ def test_parts_that_do_not_belong_together_are_no_snapshot(job: Callable[[str], 
     one = job("20steps")
     one.look()
 
-    one.tell(0, 20)
-    one.tell(1, 40)
+    one.report(0, 20)
+    one.report(1, 40)
 
     reasons = [event["reason"] for event in one.events("snapshot_failed")]
     assert reasons == ["the ranks have taken it at different steps"]
@@ -343,8 +343,8 @@ def test_replicas_that_differ_share_no_snapshot_and_are_looked_at_in_full(job: C
     one.now_s += 90
     one.look()
 
-    one.tell(0, 20)
-    one.tell(1, 20, digests={"w": "others"})
+    one.report(0, 20)
+    one.report(1, 20, digests={"w": "others"})
 
     reason = "ranks that were replicas of each other hold different values of w"
     assert [(event["reason"], event["is_off"]) for event in one.events("snapshot_failed")] == [(reason, False)]
@@ -354,15 +354,15 @@ def test_replicas_that_differ_share_no_snapshot_and_are_looked_at_in_full(job: C
 
 def test_what_each_rank_holds_for_itself_is_in_its_own_share(job: Callable[[str], Job]) -> None:
     one = job("20steps")
-    one.node.job.replicas = Replicas(compared_at=1, parted={"w": (0, 1)})
+    one.node.job.replicas = Replicas(compared_at=1, differing={"w": (0, 1)})
     one.look()
 
-    one.tell(0, 20)
-    one.tell(1, 20, digests={"w": "others"}, header=["its own"])
+    one.report(0, 20)
+    one.report(1, 20, digests={"w": "others"}, header=["its own"])
 
     assert one.snapshots.newest is not None
     stored = one.snapshots.newest.as_stored()
-    assert stored.replicas.parted == {"w": (0, 1)}
+    assert stored.replicas.differing == {"w": (0, 1)}
     assert (stored.header_of(0), stored.header_of(1)) == ([], ["its own"])
 
 
@@ -371,11 +371,11 @@ def test_a_snapshot_by_ranks_that_did_not_know_what_they_hold_alone_is_taken_aga
     one.now_s += 90
     one.look()
 
-    one.tell(0, 20)
-    one.tell(1, 20, apart="of before")
+    one.report(0, 20)
+    one.report(1, 20, differing="of before")
 
     assert one.snapshots.newest is None
-    assert one.comparisons.told == RANKS
+    assert one.comparisons.reported == RANKS
     assert one.look() == 2
 
 
@@ -474,9 +474,9 @@ def test_what_a_rank_says_of_an_older_snapshot_is_void(job: Callable[[str], Job]
     one.take(20)
     one.look()
 
-    share = Share(0, bytes=10, xxh3="", header_xxh3="h", digests={}, apart="")
+    share = Share(0, bytes=10, xxh3="", header_xxh3="h", digests={}, differing="")
     for rank in range(RANKS):
-        one.report(rank, SnapshotTaken(1, 20, "", share))
+        one.take_report(rank, SnapshotTaken(1, 20, "", share))
 
     assert one.snapshots.newest is not None
     assert (one.snapshots.newest.boundary, len(one.events("snapshot_taken"))) == (20, 1)

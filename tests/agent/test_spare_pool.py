@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.agent.nodes import Store
 from ttprun.agent.cluster import rendezvous
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.spare_launcher import Taken, wait_for_slots
@@ -210,7 +210,7 @@ def test_a_node_that_was_given_up_is_not_let_in_again_as_one_of_the_group(lead: 
 
 
 def test_a_launcher_knows_by_the_rendezvous_store_how_many_came_before_and_where_to_wait() -> None:
-    store = FakeStore()
+    store = Store()
     rendezvous_keys = RendezvousKeys(store, "job 7")
 
     before = rendezvous_keys.announced()
@@ -222,26 +222,3 @@ def test_a_launcher_knows_by_the_rendezvous_store_how_many_came_before_and_where
     assert RendezvousKeys(store, "job 8").arrive() == 1
     assert rendezvous_keys.announced() == {"address": "10.0.0.1", "port": 1, "token": "t"}
     assert RendezvousKeys(store, "job 8").announced() is None
-
-
-class FakeStore:
-    """What is used of a rendezvous store."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    def add(self, key: str, amount: int) -> int:
-        with self._lock:
-            number = int(self._values.get(key, b"0")) + amount
-            self._values[key] = str(number).encode()
-            return number
-
-    def set(self, key: str, value: str) -> None:
-        self._values[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self._values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)

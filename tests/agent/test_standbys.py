@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.starting import LIMIT_S, ROOT, wait_until_ready
-from ttprun.agent.processes.rank_processes import Copy, Standby, kill_session
+from ttprun.agent.processes.rank_processes import Standby, StandbyCopy, kill_session
 from ttprun.agent.processes.standbys import Standbys
 
 
@@ -183,7 +183,7 @@ def test_a_standby_that_gives_no_copy_is_killed_and_another_one_is_taken(tmp_pat
 
     taken = standbys.take()
 
-    assert isinstance(taken, Copy)
+    assert isinstance(taken, StandbyCopy)
     assert taken.process.pid not in [standby.process.pid for standby in watched]
     assert watched[0].process.wait(LIMIT_S) is not None
     kill_session(taken.process.pid)

@@ -23,6 +23,14 @@ from ttprun.recovery.members import Life
 from ttprun.recovery.phases import open_incident
 from ttprun.recovery.replicas import Replicas
 
+PARTS: tuple[Any, ...] = (
+    Standbys(0, ""),
+    SimpleNamespace(state=""),
+    SimpleNamespace(status=None),
+    SimpleNamespace(newest=None),
+    SimpleNamespace(waited_for=""),
+    SimpleNamespace(waits="", quarantined=tuple),
+)
 NOW = "2026-01-31T12:00:00.000+00:00"
 
 
@@ -32,16 +40,8 @@ def publishing(tmp_path: Path) -> tuple[RunDirectory, StatusPublisher, recovery.
     job = open_incident(recovery.new_job(recovery.Settings(world_size=1)), 10.0, "signal 9", "rank 0 was ended", 0.0)
     node = Node(Config(), run, True, job)
     incidents = Incidents(node)
-    parts: tuple[Any, ...] = (
-        Standbys(0, ""),
-        SimpleNamespace(state=""),
-        SimpleNamespace(status=None),
-        SimpleNamespace(newest=None),
-        SimpleNamespace(waited_for=""),
-        SimpleNamespace(waits=""),
-    )
     assert job.incident is not None
-    return run, StatusPublisher(node, incidents, *parts), job.incident, incidents
+    return run, StatusPublisher(node, incidents, *PARTS), job.incident, incidents
 
 
 def test_an_incident_that_goes_on_is_open_in_the_status_as_in_the_event_log(tmp_path: Path) -> None:
@@ -77,15 +77,7 @@ def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(
     sharded = Replicas(compared_at=1, shards={"w": (0, 1)}, mirrored=frozenset((0, 1)))
     job = replace(recovery.new_job(recovery.Settings(world_size=2)), replicas=sharded)
     node = Node(Config(), run, True, job)
-    parts: tuple[Any, ...] = (
-        Standbys(0, ""),
-        SimpleNamespace(state=""),
-        SimpleNamespace(status=None),
-        SimpleNamespace(newest=None),
-        SimpleNamespace(waited_for=""),
-        SimpleNamespace(waits=""),
-    )
-    publisher = StatusPublisher(node, Incidents(node), *parts)
+    publisher = StatusPublisher(node, Incidents(node), *PARTS)
     publisher.publish()
 
     job = job.with_member(0, life=Life.FINISHED).with_member(1, life=Life.FINISHED)
@@ -102,15 +94,7 @@ def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_ar
     job = recovery.new_job(recovery.Settings(world_size=2))
     node = Node(Config(), run, True, job)
     node.begin_group([(1, 0)], Peers(1, "10.0.0.2", 1, {}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2))
-    parts: tuple[Any, ...] = (
-        Standbys(0, ""),
-        SimpleNamespace(state=""),
-        SimpleNamespace(status=None),
-        SimpleNamespace(newest=None),
-        SimpleNamespace(waited_for=""),
-        SimpleNamespace(waits=""),
-    )
-    publisher = StatusPublisher(node, Incidents(node), *parts)
+    publisher = StatusPublisher(node, Incidents(node), *PARTS)
     ranks = (RankStatus(0, 0, 71, "running", 9, node=0), RankStatus(1, 0, 72, "running", 8, node=1))
     names = ("10.0.0.1", "10.0.0.2")
     of_leader = RunStatus("other", "healthy", 3, 2, 1, NOW, NOW, protection="on", ranks=ranks, nodes=names)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ import pytest
 from tests.agent.starting import LIMIT_S, wait_for_end
 from ttprun import recovery
 from ttprun.agent.cluster.membership import Elasticity
+from ttprun.agent.core import rank_slot
+from ttprun.agent.core.new_group import NewGroup
 from ttprun.agent.core.supervisor import Supervisor
 from ttprun.agent.launcher.resume import Resumption
+from ttprun.agent.processes import stacks
 from ttprun.agent.processes.rank_processes import RankHandler
 from ttprun.agent.repair.stored_states import Stored
 from ttprun.config import Config
@@ -76,7 +80,7 @@ def supervisor(make: Callable[..., Supervisor]) -> Supervisor:
 
 
 def begin_group(supervisor: Supervisor, *ranks: int) -> None:
-    supervisor.begin_group([(rank, local_rank) for local_rank, rank in enumerate(ranks)], lambda *_: None)
+    supervisor.begin_group(NewGroup([(rank, local) for local, rank in enumerate(ranks)], lambda *_: None))
 
 
 def begin(supervisor: Supervisor, handlers: list[RankHandler], is_restart: bool = False) -> None:
@@ -87,7 +91,7 @@ def begin(supervisor: Supervisor, handlers: list[RankHandler], is_restart: bool 
 
 def sit(supervisor: Supervisor, handlers: list[RankHandler], is_restart: bool = False) -> None:
     for local_rank, handler in enumerate(handlers):
-        supervisor.sit(local_rank, handler)
+        supervisor.assign(local_rank, handler)
     supervisor.group_started(is_restart)
 
 
@@ -262,3 +266,30 @@ def test_what_a_finished_rank_has_started_ends_with_it_and_who_has_got_its_numbe
     assert has_ended
     assert stays.proc.wait(LIMIT_S) == -signal.SIGKILL
     assert other.proc.poll() is None
+
+
+def test_the_supervisor_never_looks_at_a_group_that_is_only_half_begun(
+    make: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = make()
+    has_looked, is_past, look = threading.Event(), threading.Event(), supervisor.parts.look
+
+    def note_look() -> None:
+        try:
+            look()
+        finally:
+            has_looked.set()
+
+    def create_after_a_look() -> int:
+        supervisor.node.wake()
+        has_looked.wait(0.5)
+        return stacks.create()
+
+    monkeypatch.setattr(supervisor.parts, "look", note_look)
+    monkeypatch.setattr(rank_slot, "stacks", SimpleNamespace(create=create_after_a_look))
+
+    begin_group(supervisor, 0, 1)
+    supervisor.node.call(is_past.set)
+
+    assert is_past.wait(LIMIT_S)
+    assert not supervisor.node.is_broken

@@ -15,7 +15,7 @@ import pytest
 
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health import unhooked_ranks
-from ttprun.agent.health.unhooked_ranks import Unseen
+from ttprun.agent.health.unhooked_ranks import UnhookedRanks
 from ttprun.agent.processes.rank_processes import SHIM, StandbyHandler
 from ttprun.protocol.board import Board, Field
 
@@ -99,11 +99,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
         started.process.communicate("")
 
 
-def look(started: Started, monkeypatch: pytest.MonkeyPatch) -> tuple[Unseen, FakeNode]:
+def look(started: Started, monkeypatch: pytest.MonkeyPatch) -> tuple[UnhookedRanks, FakeNode]:
     """Look several times."""
     monkeypatch.setattr(unhooked_ranks, "EVERY_S", 0.0)
     node = FakeNode(started.slot)
-    found = Unseen(node, node)  # type: ignore[arg-type]
+    found = UnhookedRanks(node, node)  # type: ignore[arg-type]
     if started.slot.is_present:
         found.note_present(started.slot)
     for _ in range(3):

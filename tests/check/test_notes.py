@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ttprun.chaos.check.notes import AT_END, Difference, OfRank, differing_values
+from ttprun.chaos.check.notes import AT_END, OfRank, RunDifference, differing_values
 from ttprun.chaos.check.verdict import unlike
 
 DIGEST, OTHER = "0" * 32, "1" * 32
@@ -12,7 +12,7 @@ def test_the_first_value_that_is_not_as_under_torchrun_is_named_with_both() -> N
     ours = {1: OfRank(values=[{"lr": "0.1", "weight": f"float32 [2] {DIGEST}"}, {"lr": "0.2", "weight": "x"}])}
     theirs = {1: OfRank(values=[{"lr": "0.1", "weight": f"float32 [2] {DIGEST}"}, {"lr": "0.3", "weight": "y"}])}
 
-    assert differing_values(ours, theirs) == [Difference(2, "lr in rank 1")]
+    assert differing_values(ours, theirs) == [RunDifference(2, "lr in rank 1")]
     assert differing_values(ours, theirs)[0].detail == "after step 1: 0.2 instead of 0.3"
 
 
@@ -27,7 +27,7 @@ def test_steps_that_one_of_them_has_not_noted_are_not_compared() -> None:
 
 
 def test_files_whose_names_hold_a_time_or_a_pid_differ_by_themselves() -> None:
-    found = [Difference(AT_END, "file runs/events.171.4a2"), Difference(AT_END, "file out/final.pt")]
-    by_itself = [Difference(AT_END, "file runs/events.169.77f")]
+    found = [RunDifference(AT_END, "file runs/events.171.4a2"), RunDifference(AT_END, "file out/final.pt")]
+    by_itself = [RunDifference(AT_END, "file runs/events.169.77f")]
 
-    assert unlike(found, by_itself) == [Difference(AT_END, "file out/final.pt")]
+    assert unlike(found, by_itself) == [RunDifference(AT_END, "file out/final.pt")]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ttprun.chaos.check.plan import APART, plan
+import pytest
+
+from ttprun.chaos.check.plan import LEAST_GAP, plan
 
 PHASES = ("forward", "backward", "collective", "before_step", "in_step", "after_step")
 
@@ -15,7 +17,7 @@ def seen(steps: int, *more: tuple[str, int]) -> dict[int, set[tuple[str, int]]]:
 
 
 def test_each_phase_of_a_step_is_tried_once_and_one_of_them_late_again() -> None:
-    launches, missed = plan(seen(16), 16)
+    launches, missed = plan(seen(16), 16, [0, 1])
 
     assert [[(one.phase, one.step, one.rank) for one in kills] for kills in launches] == [
         [
@@ -33,17 +35,17 @@ def test_each_phase_of_a_step_is_tried_once_and_one_of_them_late_again() -> None
 
 
 def test_kills_that_could_overlap_go_to_another_launch() -> None:
-    launches, _ = plan(seen(6), 6)
+    launches, _ = plan(seen(6), 6, [0, 1])
 
     steps = [[one.step or 0 for one in kills] for kills in launches]
     gaps = [after - before for kills in steps for before, after in pairwise(kills)]
     assert len(launches) == 3
-    assert min(gaps) == APART
+    assert min(gaps) == LEAST_GAP
     assert max(max(kills) for kills in steps) <= 4
 
 
 def test_validation_and_checkpoints_are_tried_where_the_steps_come_to_them() -> None:
-    launches, missed = plan(seen(16, ("validation", 7), ("checkpoint", 7)), 16)
+    launches, missed = plan(seen(16, ("validation", 7), ("checkpoint", 7)), 16, [0, 1])
 
     tried = {(one.phase, one.step) for kills in launches for one in kills}
     assert {("validation", 7), ("checkpoint", 7)} <= tried
@@ -51,13 +53,32 @@ def test_validation_and_checkpoints_are_tried_where_the_steps_come_to_them() -> 
 
 
 def test_one_rank_alone_is_killed_itself() -> None:
-    launches, missed = plan({0: seen(16)[0] - {("collective", step) for step in range(16)}}, 16)
+    launches, missed = plan({0: seen(16)[0] - {("collective", step) for step in range(16)}}, 16, [0])
 
     assert {one.rank for kills in launches for one in kills} == {0}
     assert "collective" in missed
 
 
+@pytest.mark.parametrize("ranks", [[0, 3, 1, 2], [0, 7, 1, 2, 3, 4, 5, 6]])
+def test_each_rank_that_is_named_is_killed(ranks: list[int]) -> None:
+    moments = dict.fromkeys(ranks, seen(16)[0])
+
+    launches, _ = plan(moments, 16, ranks)
+
+    kills = [one for planned in launches for one in planned]
+    assert {one.rank for one in kills} == {*ranks}
+    assert {one.phase for one in kills} == {"setup", *PHASES}
+
+
+def test_a_rank_that_alone_validates_is_killed_there() -> None:
+    moments = seen(16)[0]
+
+    launches, _ = plan({0: moments, 3: moments, 1: moments | {("validation", 7)}}, 16, [0, 3, 1])
+
+    assert [one.rank for planned in launches for one in planned if one.phase == "validation"] == [1]
+
+
 def test_a_script_that_takes_no_step_has_no_moment() -> None:
-    launches, _ = plan({}, 16)
+    launches, _ = plan({}, 16, [0])
 
     assert launches == []

@@ -19,8 +19,8 @@ def events_of(*faults: Fault) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for number, fault in enumerate(faults, 1):
         at_s, pid = 10.0 * number, 100 + number
-        told = {"fault": str(fault), "kind": "kill", "rank": 1, "phase": "backward", "step": fault.step}
-        found.append({"event": "fault_injected", "number": number, "pid": pid, "at_s": at_s, **told})
+        reported = {"fault": str(fault), "kind": "kill", "rank": 1, "phase": "backward", "step": fault.step}
+        found.append({"event": "fault_injected", "number": number, "pid": pid, "at_s": at_s, **reported})
         found.append({"event": "rank_exited", "rank": 1, "pid": pid, "code": None, "at_s": at_s + 0.01})
         incident = {"event": "incident", "id": 2 * number - 1, "ranks": [1], "opened_at_s": at_s, "at_s": at_s + 1}
         found.append({**incident, "rung": "replace", "outcome": "recovered", "total_s": 1.0})
@@ -28,8 +28,8 @@ def events_of(*faults: Fault) -> list[dict[str, object]]:
 
 
 def trial(faults: list[Fault], *incidents: IncidentStatus) -> Trial:
-    told = {"run_id": "r", "state": "done", "generation": 1, "world_size": 2, "agent_pid": 1}
-    status = RunStatus(**told, started_at="", updated_at="", incidents=incidents)  # type: ignore[arg-type]
+    reported = {"run_id": "r", "state": "done", "generation": 1, "world_size": 2, "agent_pid": 1}
+    status = RunStatus(**reported, started_at="", updated_at="", incidents=incidents)  # type: ignore[arg-type]
     twin = Twin(Path(), 0, 1.0, {}, status=status, events=events_of(*faults))
     return Trial(twin, {}, Path(), [], lambda text: text.replace("/copy/", ""))
 
@@ -61,11 +61,13 @@ def test_to_go_back_to_step_0_is_called_a_start_from_the_beginning() -> None:
     assert (rows[0].result, rows[0].rung) == ("by a weaker rung", "a start from the beginning")
 
 
-def test_what_helps_is_told_apart_from_the_reason_and_is_of_that_reason() -> None:
-    told = "rank 1 found a mismatch (the replay is not at the place of boundary 2: another batch; what helps: seed it)"
+def test_what_helps_is_separated_from_the_reason_and_is_of_that_reason() -> None:
+    reported = (
+        "rank 1 found a mismatch (the replay is not at the place of boundary 2: another batch; what helps: seed it)"
+    )
     alone = incident(3, "restart", "restarted", "no other rank holds what rank 1 held: up.weight; the cause: it died")
 
-    rows, _ = rows_of(trial([FIRST, SECOND], incident(1, "restart", "failed", told), alone), [FIRST, SECOND])
+    rows, _ = rows_of(trial([FIRST, SECOND], incident(1, "restart", "failed", reported), alone), [FIRST, SECOND])
 
     assert (rows[0].detail[-13:], rows[0].cure) == ("another batch", "seed it")
     assert "--buddy" in rows[1].cure

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ttprun.chaos.check.notes import AT_END, Difference, OfRank, differences_by_step
-from ttprun.chaos.check.verdict import Row, blamed, essence, refused
+from ttprun.chaos.check.notes import AT_END, OfRank, RunDifference, differences_by_step
+from ttprun.chaos.check.verdict import KillOutcome, blamed, essence, refused
 from ttprun.chaos.faults import Fault
 
 KILL = Fault("kill", rank=1, step=5, phase="backward")
@@ -14,8 +14,8 @@ def of_rank(*digests: str) -> OfRank:
     return OfRank(digests=found)
 
 
-def row(step: int) -> Row:
-    return Row("backward", step, 1, "exact", "", "replace", 0)
+def row(step: int) -> KillOutcome:
+    return KillOutcome("backward", step, 1, "exact", "", "replace", 0)
 
 
 def test_a_difference_is_laid_at_the_listener_of_the_last_kill_before_it() -> None:
@@ -29,7 +29,7 @@ def test_a_difference_is_laid_at_the_listener_of_the_last_kill_before_it() -> No
 
 
 def test_what_differs_at_the_end_only_is_no_single_kills() -> None:
-    assert blamed([row(0)], [Difference(AT_END, "file log.txt")]) == [row(0)]
+    assert blamed([row(0)], [RunDifference(AT_END, "file log.txt")]) == [row(0)]
 
 
 def test_a_boundary_that_one_of_them_has_not_noted_is_not_compared() -> None:
@@ -38,9 +38,9 @@ def test_a_boundary_that_one_of_them_has_not_noted_is_not_compared() -> None:
 
 def test_a_reason_is_reported_without_what_became_of_the_job() -> None:
     mismatch = "the replay has come to another place than boundary 2: another batch (of two)"
-    told = f"rank 0 found a mismatch ({mismatch}); no restart is left (--max-restarts); the cause: rank 0 was ended"
+    reported = f"rank 0 found a mismatch ({mismatch}); no restart is left (--max-restarts); the cause: rank 0 was ended"
 
-    assert essence(told) == mismatch
+    assert essence(reported) == mismatch
     assert essence("out of standbys; the cause: rank 1 was ended by signal 9") == "out of standbys"
 
 

@@ -31,6 +31,7 @@ class FakeLaunch:
         run: RunDirectory,
         is_python: bool,
         is_place_named: bool,
+        page: str,
     ) -> int:
         self.is_python = is_python
         self.is_place_named = is_place_named

@@ -153,13 +153,13 @@ def test_export_writes_the_model_in_the_format_that_is_asked_for(
     trained = net(seed=1)
     save(tmp_path / "save", {"model": trained})
 
-    code, told = answer(capsys, "export", "save", *line)
+    code, reported = answer(capsys, "export", "save", *line)
 
     assert code == 0
-    assert (told["format"], told["tensors"], told["boundary"]) == (form, len(trained.state_dict()), 120)
-    assert told["bytes"] == Path(told["file"]).stat().st_size
+    assert (reported["format"], reported["tensors"], reported["boundary"]) == (form, len(trained.state_dict()), 120)
+    assert reported["bytes"] == Path(reported["file"]).stat().st_size
     if form == "torch":
-        net(seed=2).load_state_dict(torch.load(told["file"], weights_only=True), strict=True)
+        net(seed=2).load_state_dict(torch.load(reported["file"], weights_only=True), strict=True)
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def by_subject(findings: Any) -> dict[str, Finding]:
     return {finding.subject: finding for finding in findings}
 
 
-def told(done: subprocess.CompletedProcess[str]) -> dict[str, Finding]:
+def reported(done: subprocess.CompletedProcess[str]) -> dict[str, Finding]:
     return by_subject(Finding(**finding) for finding in json.loads(done.stdout)["findings"])
 
 
@@ -59,7 +59,7 @@ def test_this_machine_can_train_with_recovery_and_nothing_is_left_behind(tmp_pat
 
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["ok"]
-    found = told(done)
+    found = reported(done)
     areas = {finding.area for finding in found.values()}
     assert areas == {"software", "devices", "kernel", "limits", "network", "files"}
     assert {
@@ -106,7 +106,7 @@ def test_torch_npu_without_cann_is_reported_as_what_breaks_torch(tmp_path: Path,
     broken = examine(tmp_path, "--json", PYTHONPATH=path_with_torch_npu)
 
     assert broken.returncode == 1
-    found = told(broken)
+    found = reported(broken)
     assert found["torch's backends"].level == "fails"
     assert found["torch's backends"].found.startswith("RuntimeError: Failed to load the backend extension: torch_npu")
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in found["torch's backends"].cure
@@ -118,8 +118,8 @@ def test_torch_npu_without_cann_is_reported_if_torch_does_not_load_it(tmp_path: 
     switched_off = examine(tmp_path, "--json", PYTHONPATH=path_with_torch_npu, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
     assert switched_off.returncode == 0
-    assert "libhccl.so" in told(switched_off)["torch_npu"].means
-    assert told(switched_off)["CANN"].found == "not found"
+    assert "libhccl.so" in reported(switched_off)["torch_npu"].means
+    assert reported(switched_off)["CANN"].found == "not found"
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_a_torch_that_cannot_be_imported_fails_and_does_not_end_the_doctor(
     done = examine(tmp_path, "--json", PYTHONPATH=python_path(tmp_path))
 
     assert done.returncode == 1
-    assert found in told(done)["torch"].found
-    assert cure in told(done)["torch"].cure
-    assert told(done)["pidfd"].level == "ok"
+    assert found in reported(done)["torch"].found
+    assert cure in reported(done)["torch"].cure
+    assert reported(done)["pidfd"].level == "ok"
 
 
 def test_a_torch_that_never_answers_is_given_up(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ INCIDENT = {
 
 
 class FakeTwins:
-    """Takes the place of `run_twin`: nothing is started, and each twin ends as it was told to."""
+    """Takes the place of `run_twin`: nothing is started, and each twin ends as it was ordered to."""
 
     def __init__(self, output: list[str], outcome: str = "recovered", exit_code: int = 0) -> None:
         self.output, self.outcome, self.exit_code = output, outcome, exit_code
@@ -90,11 +90,11 @@ def test_the_report_is_there_in_json(
 
     code = main(["drill", scenario, "--json"])
 
-    told = json.loads(capsys.readouterr().out)
+    reported = json.loads(capsys.readouterr().out)
     assert code == 1
-    assert not told["identical"]
-    assert told["injections"][0]["incident"] == 1
-    assert told["comparisons"][0]["detail"] == "line 1: 'loss 2', undisturbed 'loss 1'"
+    assert not reported["identical"]
+    assert reported["injections"][0]["incident"] == 1
+    assert reported["comparisons"][0]["detail"] == "line 1: 'loss 2', undisturbed 'loss 1'"
 
 
 def test_a_dry_run_shows_both_commands_and_starts_nothing(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:

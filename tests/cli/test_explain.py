@@ -15,9 +15,9 @@ from ttprun.rank.position.judgement import (
     RECORDED,
     UNCHANGED,
     Judgement,
-    Tag,
     judge,
 )
+from ttprun.rank.records.nodes import DataNode, EffectNode, ListNode, NotProvedNode, Number, RefusedNode, SameNode
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class FakePatch:
 
 
 class FakePatches:
-    """Takes the place of the module `ttprun.rank.bootstrap.patches`."""
+    """Takes the place of the module `ttprun.rank.bootstrap.patch_table`."""
 
     ALSO = ()
     Patch = Change = FakePatch
@@ -41,7 +41,7 @@ class FakePatches:
 def test_every_patch_is_one_plain_line_in_a_pipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ttprun.rank.bootstrap.patches", FakePatches)
+    monkeypatch.setitem(sys.modules, "ttprun.rank.bootstrap.patch_table", FakePatches)
 
     code = main(["explain"])
 
@@ -66,15 +66,15 @@ def test_the_order_in_which_a_variable_is_judged_is_printed_from_the_place_that_
 @pytest.mark.parametrize(
     ("node", "is_dead", "judged"),
     [
-        ([Tag.REFUSED, "is a coroutine"], True, DEAD),
+        (RefusedNode("is a coroutine"), True, DEAD),
         (3, True, DEAD),
-        ([Tag.DATA, "m:Tensor", "", b"digest"], False, UNCHANGED),
-        ([Tag.SAME, "m:Kind", "a digest"], False, UNCHANGED),
-        ([Tag.SAME, "m:Lock", ""], False, NO_STATE),
-        ([Tag.EFFECT, "m:Queue"], False, NO_STATE),
-        ([Tag.NOT_PROVED, "m:Compress", "it can change"], False, NAMED),
-        ([Tag.REFUSED, "is a coroutine"], False, NAMED),
-        ([Tag.LIST, 1, [1]], False, RECORDED),
+        (DataNode("float32", [1], b"digest"), False, UNCHANGED),
+        (SameNode("m:Kind", "a digest"), False, UNCHANGED),
+        (SameNode("m:Lock", ""), False, NO_STATE),
+        (EffectNode("m:Queue"), False, NO_STATE),
+        (NotProvedNode("m:Compress", "it can change"), False, NAMED),
+        (RefusedNode("is a coroutine"), False, NAMED),
+        (ListNode(Number(1), [1]), False, RECORDED),
         (3, False, RECORDED),
     ],
 )

@@ -73,9 +73,9 @@ def test_the_answer_is_there_in_json(run: RunDirectory, capsys: pytest.CaptureFi
     with FakeAgent(run, '{"op": "Accepted", "message": "armed"}'):
         code = main([*KILL, "--json"])
 
-    told = json.loads(capsys.readouterr().out)
+    reported = json.loads(capsys.readouterr().out)
     assert code == 0
-    assert told == {"run_id": "r1", "fault": "kill:rank=1", "dry_run": False, "message": "armed"}
+    assert reported == {"run_id": "r1", "fault": "kill:rank=1", "dry_run": False, "message": "armed"}
 
 
 def test_a_dry_run_shows_what_would_be_done_and_asks_nobody(
@@ -84,11 +84,11 @@ def test_a_dry_run_shows_what_would_be_done_and_asks_nobody(
     words = ["inject-fault", "random", "--seed", "3", "--count", "2", "--dry-run"]
 
     code = main([*words, "--json"])
-    told = json.loads(capsys.readouterr().out)
+    reported = json.loads(capsys.readouterr().out)
     main(words)
 
     assert code == 0
-    assert [strike["kind"] for strike in told["strikes"]] == ["segv", "segv"]
+    assert [strike["kind"] for strike in reported["strikes"]] == ["segv", "segv"]
     assert "nothing is done" in capsys.readouterr().out
 
 
@@ -104,10 +104,10 @@ def test_a_schedule_without_end_is_shown_in_part(run: RunDirectory, capsys: pyte
 def test_the_list_is_there_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["inject-fault", "list", "--json"])
 
-    told = json.loads(capsys.readouterr().out)
+    reported = json.loads(capsys.readouterr().out)
     assert code == 0
-    assert told["kinds"].keys() == KINDS.keys()
-    assert told["kinds"]["nan"]["phases"] == ["backward", "collective"]
+    assert reported["kinds"].keys() == KINDS.keys()
+    assert reported["kinds"]["nan"]["phases"] == ["backward", "collective"]
 
 
 @pytest.mark.parametrize("answer", ["", "hello", "[]"])

@@ -14,7 +14,7 @@ from tests.cli.fakes import FakeLaunch
 from ttprun.cli.main import main
 from ttprun.cli.run import fill_rendezvous, read_command_line
 from ttprun.cli.torchrun_parser import build_parser, torchrun_options
-from ttprun.config import OF_TORCHRUN
+from ttprun.config_sources import OF_TORCHRUN
 from ttprun.observe.status import read_status
 
 
@@ -346,6 +346,15 @@ def test_the_names_of_torchruns_options_are_torchruns(tmp_path: Path) -> None:
     assert {*OF_TORCHRUN.split()} >= {*torchrun_options(build_parser())}
 
 
+def test_a_script_that_is_taken_for_the_value_of_an_option_is_named(
+    agent: FakeLaunch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["--buddy", "train.py"])
+
+    assert code == 2
+    assert "--buddy: 'train.py' is a script, and the option needs a value before it" in capsys.readouterr().err
+
+
 MEETS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29477"]
 
 
@@ -359,7 +368,7 @@ MEETS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29477"]
             ["--elastic", "--nnodes", "1:3", *MEETS, "--save-dir", "s", "--rungs", "replace,persist"],
             "--elastic needs the rung 'restart'",
         ),
-        (["--elastic", "--nnodes", "1:3", *MEETS, "--save-dir", "s", "--buddy"], "cannot be combined with --buddy"),
+        (["--elastic", "--nnodes", "1:3", *MEETS, "--save-dir", "s", "--buddy", "on"], "combined with --buddy"),
         (["--elastic", "--nnodes", "1:3", *MEETS, "--save-dir", "s", "--mindio"], "cannot be combined with --mindio"),
         (["--discovery", "cat hosts"], "--discovery is for jobs whose nodes join and leave; add --elastic"),
     ],

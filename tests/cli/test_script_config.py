@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ttprun.cli.script_config import take_script_config
-from ttprun.config import Source
+from ttprun.config_sources import ConfigSource
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_for_both_is_read_and_stays_an_argument_of_the_script(spelling: list[str]) -> None:
     sections, arguments = take_script_config(["--lr", "1", *spelling, "x"])
 
-    assert sections == [Source("file", "both.yaml", {"standbys": 2})]
+    assert sections == [ConfigSource("file", "both.yaml", {"standbys": 2})]
     assert arguments == ["--lr", "1", *spelling, "x"]
 
 
@@ -33,7 +33,7 @@ def test_a_file_for_both_is_read_and_stays_an_argument_of_the_script(spelling: l
 def test_a_file_for_us_alone_is_taken_from_the_scripts_arguments(spelling: list[str]) -> None:
     sections, arguments = take_script_config(["--lr", "1", *spelling, "x"])
 
-    assert sections == [Source("file", "ours.yaml", {"standbys": 3})]
+    assert sections == [ConfigSource("file", "ours.yaml", {"standbys": 3})]
     assert arguments == ["--lr", "1", "x"]
 
 

@@ -12,8 +12,8 @@ import pytest
 from tests.cli.fakes import FakeAgent
 from ttprun.cli.main import main
 from ttprun.observe.events import timestamp
-from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.stacks import RankStack, StackReport, groups_of, read_stacks, write_stacks
+from ttprun.observe.run_directory import RunDirectory, replace_file
+from ttprun.observe.stacks import RankStack, StackReport, groups_of, read_stacks
 from ttprun.observe.status import RunStatus, write_status
 
 WAITING = '  File "train.py", line 9 in <module>'
@@ -31,8 +31,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirector
     directory = RunDirectory.create("r1")
     now = timestamp()
     write_status(directory.status, RunStatus("r1", "healthy", 0, 4, os.getpid(), now, now))
-    apart = stack_of(2, '  File "train.py", line 4 in load', "computing")
-    write_stacks(directory.stacks, StackReport(1, now, (stack_of(0), stack_of(1), apart, stack_of(3))))
+    odd = stack_of(2, '  File "train.py", line 4 in load', "computing")
+    report = StackReport(1, now, (stack_of(0), stack_of(1), odd, stack_of(3)))
+    replace_file(directory.stacks, report.to_json())
     yield directory
     directory.release()
 

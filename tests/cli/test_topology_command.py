@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from ttprun.cli.main import main
-from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.topology import RankTopology, Topology, write_topology
+from ttprun.observe.run_directory import RunDirectory, replace_file
+from ttprun.observe.topology import RankTopology, ShardedParameters, Topology
 
 MESH = Topology(
     boundary=2,
     groups={"dp0": (0, 2), "dp1": (1, 3), "tp0": (0, 1), "tp1": (2, 3)},
     replicas=((0, 2), (1,), (3,)),
-    apart=("up.weight",),
+    unequal=("up.weight",),
     ranks=(
         RankTopology(0, {"dp": 0, "tp": 0}, 0, "peer"),
         RankTopology(1, {"dp": 0, "tp": 1}, 1, "snapshot"),
@@ -34,7 +34,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 def test_it_shows_groups_coordinates_peers_and_what_a_loss_costs(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_topology(run.topology, MESH)
+    replace_file(run.topology, MESH.to_json())
 
     assert main(["topology"]) == 0
 
@@ -48,8 +48,29 @@ def test_it_shows_groups_coordinates_peers_and_what_a_loss_costs(
     assert "A shard with one holder is gone with its rank" in lines[10]
 
 
+def test_it_shows_what_mirrors_take_and_who_holds_which_part(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = tuple(RankTopology(rank, {}, rank, "buddy", mirror_bytes=3 << 20) for rank in range(2))
+    found = Topology(
+        2,
+        {},
+        ((0,), (1,)),
+        ("up.weight", "down.weight"),
+        ranks,
+        (ShardedParameters(("up.weight", "down.weight"), ((0,), (1,))),),
+    )
+    replace_file(run.topology, found.to_json())
+
+    assert main(["topology"]) == 0
+
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:3] == [f"{rank} - 3.0 MiB replaced from its mirror, no step lost" for rank in range(2)]
+    assert lines[-1] == "parts held by ranks 0 | 1: up.weight, down.weight"
+
+
 def test_json_is_the_topology_on_one_line(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    write_topology(run.topology, MESH)
+    replace_file(run.topology, MESH.to_json())
 
     assert main(["topology", str(run.path), "--json"]) == 0
 

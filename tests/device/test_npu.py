@@ -185,7 +185,7 @@ def test_the_random_state_of_a_device_is_put_back_as_it_was(device: FakeNpu) -> 
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "reported"),
     [
         (None, "torch_npu is not installed; for an NPU: pip install 'ttprun[npu]'"),
         ("raise ImportError('libhccl.so: cannot open shared object file')", "ImportError: libhccl.so: cannot open"),
@@ -194,7 +194,7 @@ def test_the_random_state_of_a_device_is_put_back_as_it_was(device: FakeNpu) -> 
     ],
 )
 def test_a_torch_npu_that_cannot_be_loaded_is_reported_in_one_line_with_the_cure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, reported: str
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -204,7 +204,7 @@ def test_a_torch_npu_that_cannot_be_loaded_is_reported_in_one_line_with_the_cure
     with pytest.raises(DeviceMissingError) as error:
         npu.load()
 
-    assert told in str(error.value)
+    assert reported in str(error.value)
     assert "\n" not in str(error.value)
     if source is not None:
         assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0: without that 'import torch' itself fails" in str(error.value)

@@ -9,8 +9,16 @@ from ttprun.chaos.drill.pairing import pair
 
 def struck(number: int, fault: str, rank: int | None, at_s: float, pid: int | None = None) -> dict[str, Any]:
     kind = fault.partition(":")[0]
-    told = {"number": number, "fault": fault, "kind": kind, "rank": rank, "at_s": at_s, "step": 5, "phase": "forward"}
-    return {"event": "fault_injected", "pid": 100 + number if pid is None else pid} | told
+    reported = {
+        "number": number,
+        "fault": fault,
+        "kind": kind,
+        "rank": rank,
+        "at_s": at_s,
+        "step": 5,
+        "phase": "forward",
+    }
+    return {"event": "fault_injected", "pid": 100 + number if pid is None else pid} | reported
 
 
 def lost(rank: int, pid: int, at_s: float, event: str = "rank_exited") -> dict[str, Any]:
@@ -19,8 +27,8 @@ def lost(rank: int, pid: int, at_s: float, event: str = "rank_exited") -> dict[s
 
 def incident(number: int, ranks: list[int], opened_at_s: float, total_s: float | None = 1.0) -> dict[str, Any]:
     outcome = "recovered" if total_s is not None else "open"
-    told = {"id": number, "ranks": ranks, "opened_at_s": opened_at_s, "total_s": total_s, "outcome": outcome}
-    return {"event": "incident", "rung": "replace", "at_s": opened_at_s + (total_s or 0.0)} | told
+    reported = {"id": number, "ranks": ranks, "opened_at_s": opened_at_s, "total_s": total_s, "outcome": outcome}
+    return {"event": "incident", "rung": "replace", "at_s": opened_at_s + (total_s or 0.0)} | reported
 
 
 def test_a_fault_belongs_to_the_incident_in_which_its_process_was_lost() -> None:
@@ -126,8 +134,17 @@ def test_a_fault_whose_moment_never_came_was_not_caused() -> None:
 
 
 def test_a_fault_that_could_not_be_caused_says_why() -> None:
-    told = {"number": 1, "fault": "reset:rank=1", "kind": "reset", "rank": 1, "reason": "this rank has no connection"}
-    log = [{"event": "fault_armed", "number": 1, "fault": "reset:rank=1", "rank": 1}, {"event": "fault_failed"} | told]
+    reported = {
+        "number": 1,
+        "fault": "reset:rank=1",
+        "kind": "reset",
+        "rank": 1,
+        "reason": "this rank has no connection",
+    }
+    log = [
+        {"event": "fault_armed", "number": 1, "fault": "reset:rank=1", "rank": 1},
+        {"event": "fault_failed"} | reported,
+    ]
 
     assert [one.failure for one in pair(log)] == ["this rank has no connection"]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_recovered_by
 
@@ -43,3 +44,17 @@ def recovered_and_undisturbed(
     result = run_ttprun(script, ranks, faults=faults.split(), script_args=words.split(), options=options)
     assert_recovered_by(result, [rung] * len(faults.split()))
     return result, reference
+
+
+def plain(value: Any) -> Any:
+    """Tensors as bytes, objects as their attributes, all else as it is."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), list(value.shape), value.numpy().tobytes()
+    if isinstance(value, dict):
+        return [(key, plain(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tobytes"):
+        return value.tobytes()
+    held = getattr(value, "__dict__", None)
+    return (type(value).__name__, plain(held)) if held else value

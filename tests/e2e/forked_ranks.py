@@ -97,7 +97,8 @@ def _be_rank(script: str, arguments: list[str], folder: Path, environment: dict[
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = [script, *arguments]
-    sys.path[0] = os.path.dirname(script)
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [os.path.dirname(script), *(path for path in added if path and path not in sys.path)]
     code: Any = 0
     try:
         _kept.append(runpy.run_path(script, run_name="__main__"))

@@ -5,6 +5,7 @@ Tests get the functions here through the fixtures of conftest.py. Begin with `La
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
 import hashlib
@@ -70,6 +71,18 @@ class Run:
     pids: dict[int, list[int]] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
     shared_memory: set[str] = field(default_factory=set)
+
+    @property
+    def counts(self) -> list[int]:
+        """How often each sample was trained on, as rank 0 prints it."""
+        (line,) = [line for line in self.stdout[0] if line.startswith("counts ")]
+        return list(ast.literal_eval(line.removeprefix("counts ")))
+
+    @property
+    def process_counts(self) -> list[int]:
+        """How many processes each rank has had, by rank; exact: from the event log."""
+        started = [event["rank"] for event in self.events if event["event"] == "rank_started"]
+        return [started.count(rank) for rank in sorted(set(started))]
 
     @property
     def incidents(self) -> list[dict[str, Any]]:

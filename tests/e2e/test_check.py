@@ -16,12 +16,14 @@ from tests.e2e.harness import SCRIPTS, environment
 LIMIT_S = 400.0
 
 
-def check(folder: Path, script: str, *words: str, options: tuple[str, ...] = ()) -> tuple[int, dict[str, Any]]:
+def check(
+    folder: Path, script: str, *words: str, options: tuple[str, ...] = (), ranks: int = 2
+) -> tuple[int, dict[str, Any]]:
     """Check a test script in a working folder of its own; returns the exit code and the report."""
     folder.mkdir()
     shutil.copy(SCRIPTS / script, folder / script)
     done = subprocess.run(
-        [sys.executable, "-m", "ttprun", "check", "--json", *options, "--nproc-per-node", "2", script, *words],
+        [sys.executable, "-m", "ttprun", "check", "--json", *options, f"--nproc-per-node={ranks}", script, *words],
         cwd=folder,
         env=environment(),
         capture_output=True,
@@ -44,6 +46,15 @@ def test_a_script_that_is_recovered_is_found_exact_at_each_moment(tmp_path: Path
     assert {row["phase"] for row in report["rows"]} == {
         "setup", "backward", "collective", "before_step", "in_step", "after_step",
     }  # fmt: skip
+    assert code == 0
+
+
+@pytest.mark.slow
+def test_one_rank_of_each_coordinate_is_killed(tmp_path: Path) -> None:
+    code, report = check(tmp_path / "project", "context_parallel.py", "--out", "out", ranks=4)
+
+    assert {row["result"] for row in report["rows"]} == {"exact"}, report
+    assert {row["rank"] for row in report["rows"]} == {0, 1, 2, 3}
     assert code == 0
 
 

@@ -229,12 +229,12 @@ def test_a_checkpoint_can_be_asked_for_while_training_goes_on(
     asked = ttprun("checkpoint", "now", "--run", str(launch.run_dir), "--json")
     first = launch.finish()
 
-    told = json.loads(asked.stdout)
-    assert (asked.returncode, told["cause"], told["reason"]) == (0, "asked", ""), asked.stderr
+    reported = json.loads(asked.stdout)
+    assert (asked.returncode, reported["cause"], reported["reason"]) == (0, "asked", ""), asked.stderr
     reference = undisturbed(PLAIN, 2, ["--steps", "400"])
     assert (first.exit_code, first.stdout, first.incidents) == (0, reference.stdout, []), first.story()
-    second = run_ttprun(PLAIN, 2, **same, options=["--resume", told["path"]])
-    assert_resumed(second, told["boundary"])
+    second = run_ttprun(PLAIN, 2, **same, options=["--resume", reported["path"]])
+    assert_resumed(second, reported["boundary"])
     assert second.hashes == reference.hashes, second.story()
     listed = json.loads(ttprun("checkpoints", "list", "--save-dir", str(tmp_path / "save"), "--json").stdout)
     assert [one["is_valid"] for one in listed["checkpoints"]] == [True]
@@ -286,6 +286,27 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(
     assert "the disk is full; free some space, or name another directory with --save-dir" in failed[0]
     assert failed[0] in run.output
     assert_same_outcome(run, undisturbed(EPOCHS, 2))
+
+
+def test_a_job_that_is_ended_while_the_disk_is_full_keeps_its_older_checkpoint_and_says_why_there_is_no_newer_one(
+    start_ttprun: StartTtprun, small_disk: Path
+) -> None:
+    save_dir = small_disk / "save"
+    launch = start_ttprun(PLAIN, 2, script_args=["--steps", "100000"], options=["--save-dir", str(save_dir)])
+    launch.wait_for_line(0, "step 20 ")
+    asked = ttprun("checkpoint", "now", "--run", str(launch.run_dir))
+    (small_disk / "filling").write_bytes(bytes(small_disk_bytes(small_disk)))
+
+    launch.process.terminate()
+    run = launch.finish()
+
+    assert asked.returncode == 0, asked.stderr
+    assert run.exit_code == 143, run.story()
+    assert "no checkpoint was written: rank" in run.output, run.story()
+    assert f"no checkpoint can be written to '{save_dir}': the disk is full; free some space" in run.output, run.story()
+    assert "Traceback" not in run.output, run.story()
+    assert len(list(save_dir.glob("step-*"))) == 1
+    assert ttprun("checkpoint", "verify", str(save_dir)).returncode == 0
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import yaml
 
 from tests.e2e.harness import (
     PLAIN,
-    Run,
     RunTtprun,
     Undisturbed,
     assert_recovered_by,
@@ -47,7 +46,7 @@ def test_a_rank_is_kept_or_replaced_as_its_device_asks_for_and_nothing_differs(
     assert_recovered_by(result, [rung])
     assert [incident["kind"] for incident in result.incidents] == [fault]
     assert_same_outcome(result, undisturbed(PLAIN, 2))
-    assert process_counts(result) == processes
+    assert result.process_counts == processes
 
 
 def test_numbers_that_may_be_wrong_in_all_ranks_make_all_start_again(run_ttprun: RunTtprun, tmp_path: Path) -> None:
@@ -59,10 +58,4 @@ def test_numbers_that_may_be_wrong_in_all_ranks_make_all_start_again(run_ttprun:
     assert [incident["rung"] for incident in result.incidents] == ["restart"], result.story()
     assert "the other ranks' state may be wrong too" in result.incidents[0]["reason"], result.story()
     assert result.exit_code == 0, result.story()
-    assert process_counts(result) == [2, 2]
-
-
-def process_counts(result: Run) -> list[int]:
-    """How many processes each rank has had, by rank; exact: from the event log."""
-    started = [event["rank"] for event in result.events if event["event"] == "rank_started"]
-    return [started.count(rank) for rank in sorted(set(started))]
+    assert result.process_counts == [2, 2]

@@ -25,7 +25,7 @@ from ttprun.rank.weights.own_state import split
 
 SCRIPT = "each_for_itself.py"
 MORE = ["--more", "10"]
-TOGETHER = ("phase_changed", "replicas_parted", "snapshot_taken")  # events of a job whose ranks depend on each other
+TOGETHER = ("phase_changed", "shards_found", "snapshot_taken")  # events of a job whose ranks depend on each other
 
 
 def assert_repaired_alone(run: Run, reference: Run, incidents: int = 1) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import signal
 import time
@@ -84,12 +83,6 @@ def wait_until(is_so: Callable[[], bool], limit_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def counts_of(run: Run) -> list[int]:
-    """How often each sample was trained on."""
-    (line,) = [line for line in run.stdout[0] if line.startswith("counts ")]
-    return list(ast.literal_eval(line.removeprefix("counts ")))
-
-
 def resizes(run: Run) -> list[tuple[str, int, int]]:
     """(outcome, boundary, steps lost) of each change of the nodes."""
     return [(one["outcome"], one["boundary"], one["steps_lost"]) for one in run.incidents if one["rung"] == "resize"]
@@ -115,7 +108,7 @@ def test_a12_nodes_join_while_the_job_runs_and_each_sample_is_trained_on_once_an
     assert [outcome for outcome, _, _ in resizes(leader)] == ["recovered"] * 2, leader.story()
     assert {lost for _, _, lost in resizes(leader)} == {0}, leader.story()
     assert [boundary for _, boundary, _ in resizes(leader)] == [3, 6], leader.story()
-    assert counts_of(leader) == [2] * 120, leader.story()
+    assert leader.counts == [2] * 120, leader.story()
 
 
 def test_a13_nodes_leave_one_after_the_other_also_the_one_that_leads_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -139,7 +132,7 @@ def test_a13_nodes_leave_one_after_the_other_also_the_one_that_leads_and_nothing
     assert [runs[name].exit_code for name in "012"] == [143, 0, 143], runs["1"].story()
     assert resizes(runs["0"])[:2] == [("recovered", 3, 0), ("recovered", 6, 0)], runs["0"].story()
     assert resizes(runs["1"]) == [("recovered", 9, 0)], runs["1"].story()
-    assert counts_of(runs["1"]) == [2] * 120, runs["1"].story()
+    assert runs["1"].counts == [2] * 120, runs["1"].story()
 
 
 def test_a17_a_lost_node_costs_no_step_and_when_it_comes_back_it_trains_again(tmp_path: Path) -> None:
@@ -163,7 +156,7 @@ def test_a17_a_lost_node_costs_no_step_and_when_it_comes_back_it_trains_again(tm
 
     assert [run.exit_code for run in runs.values()] == [0, 0], runs["0"].story()
     assert [(outcome, lost) for outcome, _, lost in resizes(runs["0"])] == [("recovered", 0)] * 3, runs["0"].story()
-    assert counts_of(runs["0"]) == [2] * 120, runs["0"].story()
+    assert runs["0"].counts == [2] * 120, runs["0"].story()
     assert again.process.returncode == 0
 
 
@@ -271,6 +264,7 @@ def test_a_lost_leader_of_an_elastic_job_is_left_out_and_the_next_one_goes_on_wi
         job.wait_for_resizes("0", 1)
         job.open(3)
         second.wait_for_line(0, "step 6 ")
+        wait_until(lambda: '"compared"' in (tmp_path / "0/run/events.jsonl").read_text())
         nodes.end_processes(0)
         del job.launches["0"]
         wait_until(lambda: any('"regroup"' in (tmp_path / f"{n}/run/events.jsonl").read_text() for n in "12"))
@@ -280,7 +274,7 @@ def test_a_lost_leader_of_an_elastic_job_is_left_out_and_the_next_one_goes_on_wi
     leader = next(run for run in runs.values() if run.status["is_leading"])
     assert [run.exit_code for run in runs.values()] == [0, 0], leader.story()
     assert [(outcome, lost) for outcome, _, lost in resizes(leader)] == [("recovered", 0)], leader.story()
-    assert counts_of(leader) == [2] * 120, leader.story()
+    assert leader.counts == [2] * 120, leader.story()
 
 
 def test_a_leader_that_is_lost_before_the_first_step_after_a_resize_costs_no_step(tmp_path: Path) -> None:
@@ -305,4 +299,4 @@ def test_a_leader_that_is_lost_before_the_first_step_after_a_resize_costs_no_ste
     leader = next(run for run in runs.values() if run.status["is_leading"])
     assert [run.exit_code for run in runs.values()] == [0, 0], leader.story()
     assert resizes(leader) == [("recovered", 3, 0)], leader.story()
-    assert counts_of(leader) == [2] * 120, leader.story()
+    assert leader.counts == [2] * 120, leader.story()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.cases import RETRY, needs, recovered_and_undisturbed, slow
+from tests.e2e.cases import RETRY, needs, plain, recovered_and_undisturbed, slow
 from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_same_outcome
 
 TRANSFORMERS = "frameworks/transformers_trainer.py"  # 20 steps, 10 with --accumulate 2
@@ -217,17 +217,3 @@ def without_measures(held: Any) -> Any:
             name: without_measures(value) for name, value in held.items() if not any(word in name for word in _MEASURED)
         }
     return [without_measures(value) for value in held] if isinstance(held, list) else held
-
-
-def plain(value: Any) -> Any:
-    """Tensors as bytes, objects as their attributes, all else as it is."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), list(value.shape), value.numpy().tobytes()
-    if isinstance(value, dict):
-        return [(key, plain(item)) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if hasattr(value, "tobytes"):
-        return value.tobytes()
-    held = getattr(value, "__dict__", None)
-    return (type(value).__name__, plain(held)) if held else value

@@ -39,7 +39,7 @@ def test_a_rank_that_uses_it_is_replaced_from_its_mirror_and_nothing_differs(
 ) -> None:
     arguments = ["--feature", feature]
 
-    run = run_ttprun(FEATURES, 2, script_args=arguments, faults=KILLS, options=["--buddy"])
+    run = run_ttprun(FEATURES, 2, script_args=arguments, faults=KILLS)
 
     assert_only_replaced(run, incidents=2)
     assert_same_outcome(run, undisturbed(FEATURES, 2, arguments))
@@ -48,7 +48,7 @@ def test_a_rank_that_uses_it_is_replaced_from_its_mirror_and_nothing_differs(
 def test_a_transient_error_is_answered_in_the_same_process_from_the_mirror_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
-    options = ["--buddy", "--retry-on", "InjectedFaultError"]
+    options = ["--retry-on", "InjectedFaultError"]
 
     run = run_ttprun(FEATURES, 2, faults=["exception:rank=0,step=9,phase=forward"], options=options)
 

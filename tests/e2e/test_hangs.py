@@ -51,9 +51,9 @@ SECOND_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("script", "ranks", "fault", "told"), HANGS)
+@pytest.mark.parametrize(("script", "ranks", "fault", "reported"), HANGS)
 def test_a_rank_that_hangs_is_named_and_replaced_and_nothing_differs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, ranks: int, fault: str, told: str
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, ranks: int, fault: str, reported: str
 ) -> None:
     result = run_ttprun(script, ranks, faults=[fault], options=LIMIT)
 
@@ -61,7 +61,7 @@ def test_a_rank_that_hangs_is_named_and_replaced_and_nothing_differs(
     assert_same_outcome(result, undisturbed(script, ranks))
     assert_survivors_kept_their_pids(result)
     assert result.incidents[0]["kind"] == "hang", result.story()
-    assert told in result.incidents[0]["reason"], result.story()
+    assert reported in result.incidents[0]["reason"], result.story()
     assert seconds_from(result, "fault_injected", "rank_hung") < LIMIT_S + 3.0
     (hung,) = events_named(result, "rank_hung")
     assert hung["frame"].startswith(script.removesuffix(".py")), result.story()
@@ -137,14 +137,14 @@ def test_a_rank_that_leaves_a_collective_out_and_waits_in_the_next_one_like_all_
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "reported"),
     [
         ("reset:rank=1,step=12,phase=backward", "Connection"),
         ("silent:rank=1,step=12,phase=backward", "all ranks are in allreduce"),
     ],
 )
 def test_a_link_that_breaks_is_mended_and_no_process_is_replaced(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str, told: str
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str, reported: str
 ) -> None:
     result = run_ttprun(WHILE_TRUE, 2, faults=[fault], options=LIMIT)
 
@@ -153,7 +153,7 @@ def test_a_link_that_breaks_is_mended_and_no_process_is_replaced(
         result.story()
     )
     assert (incident["ranks"], incident["steps_lost"]) == ([], 0)
-    assert told in incident["reason"], result.story()
+    assert reported in incident["reason"], result.story()
     assert events_named(result, "fault_injected")
     assert all(len(pids) == 1 for pids in result.pids.values()), result.story()
     assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))

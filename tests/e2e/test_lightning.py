@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.cases import RETRY, needs, recovered_and_undisturbed, slow
+from tests.e2e.cases import RETRY, needs, plain, recovered_and_undisturbed, slow
 from tests.e2e.harness import Run, RunTtprun, Undisturbed
 
 TRAINER = "frameworks/lightning_trainer.py"  # 3 epochs of 10 steps
@@ -121,12 +121,3 @@ def events_in(path: Path) -> list[Any]:
     loader = importlib.import_module("tensorboard.backend.event_processing.event_file_loader")
     events = loader.LegacyEventFileLoader(str(path)).Load()
     return [(event.step, value.tag, str(value)) for event in events for value in event.summary.value]
-
-
-def plain(value: Any) -> Any:
-    """Tensors as bytes, all else as it is."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), list(value.shape), value.numpy().tobytes()
-    if isinstance(value, dict):
-        return [(plain(key), plain(item)) for key, item in value.items()]
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

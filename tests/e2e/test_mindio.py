@@ -255,10 +255,10 @@ def test_ranks_that_are_away_can_be_called_back_at_any_moment(start_ttprun: Star
     launch.wait_for_event("group_resized")
 
     recall = [sys.executable, "-m", "ttprun", "recall", str(launch.run_dir)]
-    told = subprocess.run(recall, capture_output=True, text=True, check=False, env=dict(environment()))
+    reported = subprocess.run(recall, capture_output=True, text=True, check=False, env=dict(environment()))
     result = launch.finish()
 
-    assert (told.returncode, told.stdout) == (0, "rank 0, 1 called back\n"), told.stderr
+    assert (reported.returncode, reported.stdout) == (0, "rank 0, 1 called back\n"), reported.stderr
     assert_recovered_by(result, ["resize", "resize"])
     assert "ttprun recall" in result.incidents[1]["reason"], result.story()
     assert result.hashes == weights(MEGATRON, 4, *longer), result.story()

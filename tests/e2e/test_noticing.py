@@ -73,5 +73,7 @@ def test_a_script_that_asks_about_itself_finds_what_it_finds_under_torchrun(
             *("ttprun-channel", "ttprun-heartbeat", "ttprun-recovery", "ttprun-signals"),
         }
         for name in (name for name in here if name.startswith("function ")):
-            _, *told = here[name][0]  # after its type: names, documentation, signature, whether pickle finds it again
-            assert told[:6] == there[name][0][1:7], name
+            _, *reported = here[name][
+                0
+            ]  # after its type: names, documentation, signature, whether pickle finds it again
+            assert reported[:6] == there[name][0][1:7], name

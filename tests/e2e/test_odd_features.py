@@ -1,4 +1,4 @@
-"""What few scripts use of torch.distributed: a lost rank is replaced, and nothing differs."""
+"""What few scripts use, most of it of torch.distributed: a lost rank is replaced, and nothing differs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ODD = "odd_features.py"  # 16 steps
 KILL = "kill:rank=1,step=8,phase=backward"
 WHAT = (
     "objects", "coalesced", "async_over_step", "monitored_barrier", "fp16_compress", "powersgd", "static_graph",
-    "unused", "checkpointing", "subgroups", "local_sgd",
+    "unused", "checkpointing", "subgroups", "local_sgd", "ids",
 )  # fmt: skip
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,12 +38,6 @@ def preempted(step: int) -> list[str]:
     return [f"preempt:rank=0,step={step},phase=backward"]
 
 
-def counts_of(run: Run) -> list[int]:
-    """How often each sample was trained on."""
-    (line,) = [line for line in run.stdout[0] if line.startswith("counts ")]
-    return list(ast.literal_eval(line.removeprefix("counts ")))
-
-
 def assert_adapted(run: Run, boundary: int) -> None:
     """The launch went on from a checkpoint of that boundary, and came to its end."""
     resume = run.status["resume"]
@@ -62,7 +55,7 @@ def test_every_sample_is_trained_on_once_an_epoch_but_for_the_padding_whatever_t
 
     boundary = first.status["checkpoint"]["boundary"]
     assert_adapted(second, boundary)
-    counts = counts_of(second)
+    counts = second.counts
     assert min(counts) == 2, second.story()
     left = 100 - boundary * 4 * old
     assert sum(counts) - 200 == -left % new + -100 % new, second.story()
@@ -85,7 +78,7 @@ def test_what_was_fetched_and_not_trained_on_is_dealt_out_anew(job: Job, args: l
     boundary = first.status["checkpoint"]["boundary"]
     assert_adapted(second, boundary)
     used = boundary * each * 4 * 2
-    counts = counts_of(second)
+    counts = second.counts
     assert sum(counts) == used + 3 * trained_on(100 - used, 3, each) + 3 * trained_on(100, 3, each), second.story()
     assert sum(count > 2 for count in counts) <= 4, second.story()  # 2 of padding in each of the two epochs
 
@@ -112,7 +105,7 @@ def test_more_epochs_by_an_argument_and_a_killed_rank_is_replaced_afterwards(job
 
     assert_adapted(second, boundary)
     assert [(one["rung"], one["outcome"]) for one in second.incidents] == [("replace", "recovered")] * 2, second.story()
-    assert counts_of(second) == [3] * 100, second.story()
+    assert second.counts == [3] * 100, second.story()
 
 
 def test_a_run_that_has_changed_its_ranks_can_change_them_again(job: Job) -> None:
@@ -122,7 +115,7 @@ def test_a_run_that_has_changed_its_ranks_can_change_them_again(job: Job) -> Non
 
     boundary = second.status["checkpoint"]["boundary"]
     assert_adapted(third, boundary)
-    counts = counts_of(third)
+    counts = third.counts
     assert (min(counts), sum(counts)) == (2, 200 + (100 - 4 * 8 - (boundary - 4) * 12) % 2), third.story()
 
 

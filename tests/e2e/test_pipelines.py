@@ -63,7 +63,7 @@ def test_a_rank_in_a_schedule_of_torch_s_own_is_replaced_and_nothing_differs(
     [
         ("--rich: reset:rank=2,step=6,phase=collective", "reconnect", ()),
         ("--rich: exception:rank=3,step=6,phase=collective", "rerun", RETRY),
-        ("--fsdp: kill:rank=1,step=6,phase=collective", "replace", ("--buddy",)),
+        ("--fsdp: kill:rank=1,step=6,phase=collective", "replace", ()),
     ],
 )
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_same_outcome
 from tests.e2e.test_checkpoints import Series, assert_resumed, assert_saved, ttprun
 
 SHARDS = "tensor_parallel.py"  # 30 steps
+UNMIRRORED = ["--buddy", "off"]
 OWN = "up.weight, up.bias, down.weight"
 KILL = "kill:rank=1,step=13,phase=backward"
 
@@ -41,7 +42,7 @@ def test_a_lost_shard_comes_from_the_snapshot_and_not_from_another_rank(
 ) -> None:
     kill = f"kill:rank={rank},step={step},phase={phase}"
 
-    run = run_ttprun(SHARDS, 2, faults=[kill], script_args=arguments)
+    run = run_ttprun(SHARDS, 2, faults=[kill], script_args=arguments, options=UNMIRRORED)
 
     assert f"differ between the ranks ({names})" in run.output, run.story()
     assert "no snapshot is taken yet (--snapshot-every auto), and if one is lost now, the job ends" in run.output
@@ -68,7 +69,9 @@ def test_tables_that_part_long_after_the_first_steps_are_noticed_before_one_take
 def test_without_a_snapshot_the_group_restarts_and_never_trains_on_with_another_rank_s_shard(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
-    run = run_ttprun(SHARDS, 2, faults=[KILL], options=["--snapshot-every", "never", "--max-restarts", "1"])
+    run = run_ttprun(
+        SHARDS, 2, faults=[KILL], options=[*UNMIRRORED, "--snapshot-every", "never", "--max-restarts", "1"]
+    )
 
     assert "no snapshots are taken (--snapshot-every), and if one is lost now, all ranks start again" in run.output, (
         run.story()
@@ -104,7 +107,7 @@ def test_a_checkpoint_without_the_lost_rank_s_weights_is_incomplete_and_nothing_
 ) -> None:
     job = Series(run_ttprun, tmp_path, SHARDS, 2)
 
-    first = job.launch(faults=[KILL], options=["--rungs", "persist", "--snapshot-every", "5steps"])
+    first = job.launch(faults=[KILL], options=[*UNMIRRORED, "--rungs", "persist", "--snapshot-every", "5steps"])
     (left,) = job.save_dir.glob("incomplete-*")
     newest = max(int(path.name.removeprefix("step-")) for path in job.save_dir.glob("step-*"))
     manifest = json.loads((left / "ttprun.json").read_text())

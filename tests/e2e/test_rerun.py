@@ -1,9 +1,11 @@
 """A transient error of the script is answered in the same process: it runs the script again, and nothing is lost.
 
-The moments are those of test_replace.py, where the scripts' sizes are told too.
+The moments are those of test_replace.py, which says the scripts' sizes too.
 """
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -11,7 +13,6 @@ from tests.e2e.harness import (
     EPOCHS,
     PLAIN,
     WHILE_TRUE,
-    Run,
     RunTtprun,
     Undisturbed,
     assert_recovered_by,
@@ -43,7 +44,7 @@ def test_a_script_that_meets_transient_errors_is_run_again_in_the_same_processes
     assert_recovered_by(result, ["rerun"] * len(moments))
     assert [incident["kind"] for incident in result.incidents] == ["exception"] * len(moments)
     assert_same_outcome(result, undisturbed(script, ranks))
-    assert process_counts(result) == [1] * ranks
+    assert result.process_counts == [1] * ranks
 
 
 def test_two_ranks_that_meet_an_error_in_one_step_are_both_run_again(
@@ -67,7 +68,7 @@ def test_what_a_script_has_left_in_its_process_does_not_trouble_its_next_run(
 
     assert_recovered_by(result, ["rerun", "rerun"])
     assert_same_outcome(result, undisturbed(TRACES, 2))
-    assert process_counts(result) == [1, 1]
+    assert result.process_counts == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_rerun_that_fails_is_followed_by_a_replacement(
 
     assert_recovered_by(result, ["replace"])
     assert_same_outcome(result, undisturbed(PLAIN, 2))
-    assert process_counts(result) == [1, 2]
+    assert result.process_counts == [1, 2]
 
 
 def test_a_rerun_that_does_not_get_there_in_time_is_followed_by_a_replacement(
@@ -91,7 +92,8 @@ def test_a_rerun_that_does_not_get_there_in_time_is_followed_by_a_replacement(
     result = run_ttprun(PLAIN, 2, faults=faults, options=[*RETRY, "--replay-timeout-s", "10"])
 
     assert_recovered_by(result, ["replace"])
-    assert "it had 10 s to replay" in result.incidents[0]["reason"], result.story()
+    # A busy machine gets more: its time counts as it lets time pass.
+    assert re.search(r"it had \d+ s to replay", result.incidents[0]["reason"]), result.story()
     assert_same_outcome(result, undisturbed(PLAIN, 2))
 
 
@@ -112,7 +114,7 @@ def test_what_is_not_run_again_is_replaced(
 
     assert_recovered_by(result, ["replace"])
     assert_same_outcome(result, undisturbed(TRACES, 2, script_args))
-    assert process_counts(result) == [1, 2]
+    assert result.process_counts == [1, 2]
 
 
 def test_a_rerun_needs_no_leave_to_replace_ranks(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
@@ -129,10 +131,4 @@ def test_an_error_that_comes_back_at_the_same_step_is_not_transient(run_ttprun: 
 
     assert result.exit_code == 93, result.story()
     assert "the script fails in rank 1 at boundary 5 again" in result.status["reason"], result.story()
-    assert process_counts(result) == [1, 2]
-
-
-def process_counts(result: Run) -> list[int]:
-    """How many processes each rank has had, by rank; exact: from the event log."""
-    started = [event["rank"] for event in result.events if event["event"] == "rank_started"]
-    return [started.count(rank) for rank in sorted(set(started))]
+    assert result.process_counts == [1, 2]

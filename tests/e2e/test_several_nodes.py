@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from itertools import chain
 
 import pytest
 
 from tests.e2e.harness import PLAIN, Launch, StartTtprun, Undisturbed, assert_no_orphans
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+from tests.nodes import free_port
 
 
 def nodes(start_ttprun: StartTtprun, rendezvous: str, ranks: int) -> list[Launch]:

@@ -28,6 +28,10 @@ TENSOR_PARALLEL = "tensor_parallel_mesh.py"
 BY_HAND = "tensor_parallel.py"
 FSDP = "fsdp_model.py"  # 27 steps with 2 ranks, 9 an epoch
 EPOCH_SAMPLES = 72
+UNMIRRORED = ["--buddy", "off"]
+SAID = re.compile(
+    r"ranks 0, 1(, 2, 3)? each hold what no other rank holds: mirrored in [\d.]+ [KM]iB of this node's memory"
+)
 STEP = re.compile(r"\[rank \d+\] epoch (\d+) step (\d+) .* samples (\[.*\])")
 
 
@@ -56,7 +60,7 @@ def test_when_a_rank_dies_all_go_back_to_a_snapshot_and_nothing_differs(
 ) -> None:
     kill = f"kill:rank={rank},step={step},phase={phase}"
 
-    run = run_ttprun(FSDP, 2, faults=[kill], options=["--snapshot-every", "5steps"])
+    run = run_ttprun(FSDP, 2, faults=[kill], options=[*UNMIRRORED, "--snapshot-every", "5steps"])
 
     (incident,) = run.incidents
     assert (incident["rung"], incident["outcome"]) == ("rewind", "recovered"), run.story()
@@ -75,7 +79,7 @@ SHORT = ["--samples", "56", "--epochs", "1"]  # 7 steps with 2 ranks
         (FSDP, 2, [], [(1, 9, "after_step"), (1, 12, "collective"), (0, 18, "validation"), (0, 22, "forward")]),
         (FSDP, 2, [], [(0, 6, "before_step"), (1, 12, "in_step"), (1, 13, "in_step"), (0, 14, "after_step")]),
         (TENSOR_PARALLEL, 4, ["--fsdp"], [(1, 9, "backward"), (2, 14, "in_step")]),
-        (BY_HAND, 2, ["--table"], [(1, 9, "in_step"), (0, 14, "backward")]),
+        (BY_HAND, 2, ["--table"], [(1, 9, "in_step"), (0, 14, "backward"), (1, 18, "forward")]),
     ],
     ids=["short", "fsdp", "step by step", "tensor parallel", "by hand"],
 )
@@ -89,11 +93,25 @@ def test_a_rank_that_alone_holds_its_shards_is_replaced_from_its_mirror_and_noth
 ) -> None:
     faults = [f"kill:rank={rank},step={step},phase={phase}" for rank, step, phase in kills]
 
-    run = run_ttprun(script, ranks, script_args=arguments, faults=faults, options=["--buddy"])
+    run = run_ttprun(script, ranks, script_args=arguments, faults=faults)
 
     assert {(one["rung"], one["outcome"]) for one in run.incidents} == {("replace", "recovered")}, run.story()
+    assert SAID.search(run.output), run.story()
     assert {rank.loss for rank in read_topology(run.folder / "run" / "topology.json").ranks} == {"buddy"}
     assert_same_outcome(run, undisturbed(script, ranks, arguments))
+
+
+def test_where_mirrors_do_not_fit_the_console_says_so_and_a_lost_rank_sends_all_back(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    options = ["--buddy-memory", "100KiB", "--snapshot-every", "5steps"]
+
+    run = run_ttprun(FSDP, 2, faults=["kill:rank=1,step=13,phase=backward"], options=options)
+
+    said = r"hold what no other rank holds, not mirrored: too little memory: 1\.2 MiB, and 100\.0 KiB may be used"
+    assert re.search(said, run.output), run.story()
+    assert [(one["rung"], one["outcome"]) for one in run.incidents] == [("rewind", "recovered")], run.story()
+    assert_as_undisturbed(run, undisturbed(FSDP, 2))
 
 
 HSDP = ["--replicas", "2"]
@@ -155,9 +173,13 @@ def test_what_is_sharded_by_fsdp_over_tensor_parallelism_comes_back_from_a_snaps
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
     """Each part has one holder, and lies in a mesh of some of the ranks, or is cut twice along one dimension."""
-    kill, arguments = "kill:rank=1,step=9,phase=backward", ["--fsdp"]
+    kill, arguments, options = (
+        "kill:rank=1,step=9,phase=backward",
+        ["--fsdp"],
+        [*UNMIRRORED, "--snapshot-every", "5steps"],
+    )
 
-    run = run_ttprun(TENSOR_PARALLEL, 4, script_args=arguments, faults=[kill], options=["--snapshot-every", "5steps"])
+    run = run_ttprun(TENSOR_PARALLEL, 4, script_args=arguments, faults=[kill], options=options)
 
     assert {rank.loss for rank in read_topology(run.folder / "run" / "topology.json").ranks} == {"snapshot"}
     assert [(one["rung"], one["outcome"]) for one in run.incidents] == [("rewind", "recovered")], run.story()
@@ -186,7 +208,7 @@ def test_what_a_lost_rank_has_taken_with_it_is_named_and_the_next_launch_goes_on
 ) -> None:
     job = series(2)
 
-    options = ["--snapshot-every", "5steps", "--rungs", "persist"]
+    options = [*UNMIRRORED, "--snapshot-every", "5steps", "--rungs", "persist"]
     first = job.launch(faults=["kill:rank=1,step=13,phase=backward"], options=options)
     listed = ttprun("checkpoints", "list", "--save-dir", str(job.save_dir)).stdout
     second = job.launch()
@@ -207,7 +229,7 @@ def test_what_a_lost_rank_has_mirrored_is_in_the_last_checkpoint_and_the_next_la
 ) -> None:
     job = Series(run_ttprun, tmp_path, script, 2)
 
-    options = ["--buddy", "--rungs", "persist"]
+    options = ["--rungs", "persist"]
     first = job.launch(faults=[f"kill:rank=1,step={step},phase=backward"], options=options)
     second = job.launch()
 
@@ -264,7 +286,7 @@ def test_a_link_that_breaks_is_mended_and_nothing_differs(
 def test_an_error_that_another_try_would_cure_sends_all_back_too(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
-    options = ["--snapshot-every", "5steps", "--retry-on", "InjectedFaultError"]
+    options = [*UNMIRRORED, "--snapshot-every", "5steps", "--retry-on", "InjectedFaultError"]
 
     run = run_ttprun(FSDP, 2, faults=["exception:rank=0,step=13,phase=forward"], options=options)
 

@@ -1,4 +1,4 @@
-"""What is shown of a real run, and who is told of it, while a rank of it is replaced."""
+"""What is shown of a real run, and who is notified of it, while a rank of it is replaced."""
 
 import http.client
 import json
@@ -31,10 +31,10 @@ def messages_of(port: int) -> Iterator[tuple[str, dict[str, object]]]:
                 yield kind, json.loads(value)
 
 
-def test_a_page_that_is_open_sees_a_rank_replaced_and_the_end_and_a_command_is_told(tmp_path: Path) -> None:
-    told = tmp_path / "told"
+def test_a_page_that_is_open_sees_a_rank_replaced_and_the_end_and_a_command_is_notified(tmp_path: Path) -> None:
+    reported = tmp_path / "reported"
     run_dir = tmp_path / "run"
-    options = ["--http", ":0", "--on-event", f"cat >> {told}", "--run-dir", str(run_dir), "--nproc-per-node", "2"]
+    options = ["--http", ":0", "--on-event", f"cat >> {reported}", "--run-dir", str(run_dir), "--nproc-per-node", "2"]
     fault = ["--allow-faults", "--fault", "kill:rank=1,step=20,phase=backward"]
     with subprocess.Popen(
         [sys.executable, "-m", "ttprun", *options, *fault, str(SCRIPT)],
@@ -58,5 +58,5 @@ def test_a_page_that_is_open_sees_a_rank_replaced_and_the_end_and_a_command_is_t
     assert messages[-1][0] == "end"
     assert status["status"]["state"] == "done"  # type: ignore[index]
     assert status["summary"]["lost_s"]["recovery"] > 0  # type: ignore[index]
-    assert [json.loads(line)["kind"] for line in told.read_text().splitlines()] == ["incident_ended", "run_ended"]
+    assert [json.loads(line)["kind"] for line in reported.read_text().splitlines()] == ["incident_ended", "run_ended"]
     assert main(["report", str(run_dir), "-o", str(tmp_path / "report.html")]) == 0

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from tests.agent.nodes import node_of, part
+from tests.rank.records import record_of
 from tests.state.making import DESCRIPTION, locked
 from ttprun import recovery
 from ttprun.agent.cluster.follower import Follower
@@ -44,6 +45,7 @@ from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import Refused, decode, encode
 from ttprun.protocol.requests import Accepted
 from ttprun.rank.records import replayable
+from ttprun.rank.records.packing import MalformedRecordError
 from ttprun.rank.records.recorder import HEADER_BYTES, Recorder
 from ttprun.rank.values import pack
 from ttprun.recovery.membership import parse_hosts
@@ -189,7 +191,7 @@ def open_leader(stack: ExitStack) -> Feed:
         ),
         spares=SimpleNamespace(take_records=lambda rank, part: None),
         membership=SimpleNamespace(leave=lambda number, reason: None),
-        standing=SimpleNamespace(ask=lambda order, is_end: None),
+        quiesce_schedule=SimpleNamespace(ask=lambda order, is_end: None),
         own_states=SimpleNamespace(reached=lambda slot, boundary: boundary),
     )
 
@@ -398,9 +400,8 @@ def recorder_with_records() -> int:
     fd = Recorder.create(SLOT_BYTES)
     recorder = Recorder(fd, SLOT_BYTES)
     for boundary in (1, 2, 3):
-        fields = {"boundary": boundary, "place": ["a.py", 3], "is_straight": False, "unfollowed": "", "entropy": 0}
         blob = torch.arange(8, dtype=torch.uint8)
-        recorder.write(boundary, pack(fields | {"blobs": [8], "lines": [0, 0]}), [blob])
+        recorder.write(boundary, pack(record_of(boundary, blobs=[8])), [blob])
     recorder.append_log(b"result one")
     recorder.append_log(b"result two")
     return fd
@@ -428,7 +429,7 @@ def open_recorder(stack: ExitStack) -> Feed:
                 for boundary in (1, 2, 3, recorder.newest):
                     try:
                         read(boundary)
-                    except KeyError:
+                    except (KeyError, MalformedRecordError):
                         continue
         finally:
             os.close(fd)

@@ -31,7 +31,7 @@ def test_what_agents_send_each_other_is_taken_also_of_a_rank_that_has_finished()
 
     reasons = [
         node_reports.why_unfit(message, 2)
-        for message in (*messages, node_reports.Rows(1, [node_reports.Row(1, values)]))
+        for message in (*messages, node_reports.Rows(1, [node_reports.BoardRow(1, values)]))
     ]
 
     assert len(reasons) > 20

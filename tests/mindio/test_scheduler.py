@@ -1,4 +1,4 @@
-"""A scheduler is told what happens in MindIO's words, and what it asks for becomes an event of the state machine."""
+"""A scheduler is notified in MindIO's words, and what it asks for becomes an event of the state machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ttprun.config import Config
 from ttprun.protocol import mindio
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mindio import SchedulerAsked
-from ttprun.recovery import Incident, Phase
+from ttprun.recovery import Incident, JobPhase
 
 OPENED = Incident(
     id=1,
@@ -22,7 +22,7 @@ OPENED = Incident(
     rung="replace",
     outcome="open",
     reason="rank 1 was ended by signal 9",
-    phase=Phase.FREEZING,
+    phase=JobPhase.FREEZING,
     generation=1,
     opened_at_s=0.0,
 )
@@ -78,10 +78,10 @@ def scheduler(node: FakeNode) -> Scheduler:
 
 def test_a_replaced_rank_is_reported_from_the_fault_to_the_result(node: FakeNode, scheduler: Scheduler) -> None:
     for phase, outcome in (
-        (Phase.FREEZING, "open"),
-        (Phase.REPLAYING, "open"),
-        (Phase.RESUMING, "open"),
-        (Phase.RUNNING, "recovered"),
+        (JobPhase.FREEZING, "open"),
+        (JobPhase.REPLAYING, "open"),
+        (JobPhase.RESUMING, "open"),
+        (JobPhase.RUNNING, "recovered"),
     ):
         scheduler.note_incident(replace(OPENED, phase=phase, outcome=outcome))
 
@@ -96,7 +96,7 @@ def test_a_replaced_rank_is_reported_from_the_fault_to_the_result(node: FakeNode
 def test_failed_memory_is_a_fault_of_kind_zero_that_is_retried(node: FakeNode, scheduler: Scheduler) -> None:
     memory = replace(OPENED, kind="memory-persistent", rung="rerun")
     scheduler.note_incident(memory)
-    scheduler.note_incident(replace(memory, phase=Phase.FAILED, outcome="failed"))
+    scheduler.note_incident(replace(memory, phase=JobPhase.FAILED, outcome="failed"))
 
     assert node.slots[0].sent[0].arguments[0] == {1: 0}
     assert node.slots[0].sent[-1].arguments[0] == 405
@@ -231,7 +231,7 @@ def test_a_switch_that_cannot_be_is_refused_with_its_reason_and_nobody_waits(
     node: FakeNode, scheduler: Scheduler, why_not: str
 ) -> None:
     if why_not == "phase":
-        node.job = replace(node.job, phase=Phase.FREEZING)
+        node.job = replace(node.job, phase=JobPhase.FREEZING)
     else:
         node.why_not_repairable = "no other rank holds the state of rank 1"
 
@@ -246,9 +246,9 @@ def test_a_switch_that_cannot_be_is_refused_with_its_reason_and_nobody_waits(
 def test_a_hot_switch_is_reported_as_a_migration(node: FakeNode, scheduler: Scheduler) -> None:
     planned = replace(OPENED, kind="planned")
     for phase, outcome in (
-        (Phase.FREEZING, "open"),
-        (Phase.REPLAYING, "open"),
-        (Phase.RUNNING, "recovered"),
+        (JobPhase.FREEZING, "open"),
+        (JobPhase.REPLAYING, "open"),
+        (JobPhase.RUNNING, "recovered"),
     ):
         scheduler.note_incident(replace(planned, phase=phase, outcome=outcome))
 
@@ -288,7 +288,7 @@ def test_a_downgrade_is_offered_while_a_replacement_is_waited_for(node: FakeNode
         node.job, _ = recovery.advance(node.job, recovery.ElasticDeclared(rank=rank, at_s=0.0))
     node.job = node.job.with_member(1, life=recovery.Life.LOST)
     scheduler.note_incident(OPENED)
-    scheduler.note_incident(replace(OPENED, phase=Phase.REPLAYING))
+    scheduler.note_incident(replace(OPENED, phase=JobPhase.REPLAYING))
 
     assert node.slots[0].sent[-1].arguments == [{1: 1}, ["recover", "downgrade", "dump", "exit"]]
 
@@ -319,7 +319,7 @@ def test_while_ranks_are_away_nobody_is_paused(node: FakeNode, scheduler: Schedu
 
 def test_a_downgrade_is_reported_with_the_ranks_that_leave(node: FakeNode, scheduler: Scheduler) -> None:
     leave(node, 1)
-    for phase, outcome in ((Phase.FREEZING, "open"), (Phase.RESUMING, "open"), (Phase.RUNNING, "recovered")):
+    for phase, outcome in ((JobPhase.FREEZING, "open"), (JobPhase.RESUMING, "open"), (JobPhase.RUNNING, "recovered")):
         scheduler.note_incident(replace(OPENED, rung="resize", phase=phase, outcome=outcome))
 
     assert [(sent.action, sent.arguments[0], sent.arguments[-1]) for sent in node.slots[0].sent] == [
@@ -337,6 +337,6 @@ def test_an_upgrade_has_failed_if_ranks_are_still_away(
     scheduler.note_incident(upgrade)
     if not is_back:
         leave(node, 1)
-    scheduler.note_incident(replace(upgrade, phase=Phase.RUNNING, outcome="recovered"))
+    scheduler.note_incident(replace(upgrade, phase=JobPhase.RUNNING, outcome="recovered"))
 
     assert node.slots[0].sent[-1].arguments[0] == code

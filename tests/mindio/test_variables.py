@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mindio_ttp import framework_ttp
 
-from ttprun.config import resolve
+from ttprun.config_sources import resolve
 from ttprun.errors import ConfigError
 from ttprun.mindio.variables import NOT_NEEDED, VARIABLES
 from ttprun.rank.session import Session

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ttprun.observe import cures
-from ttprun.observe.cures import cure_of, parted, says_cure, with_cure
+from ttprun.observe.cures import cure_of, says_cure, split_cure, with_cure
 
 GUIDE = Path(cures.__file__).parent.parent / "guide"
 ALL = [cure for _, cure in cures._CURES if cure]
@@ -26,7 +26,7 @@ ALL = [cure for _, cure in cures._CURES if cure]
 )
 def test_what_helps_is_of_the_reason(reason: str, words: str) -> None:
     assert words in cure_of(reason)
-    assert parted(with_cure(reason)) == (reason, cure_of(reason))
+    assert split_cure(with_cure(reason)) == (reason, cure_of(reason))
 
 
 def test_what_helps_is_said_once() -> None:

@@ -27,7 +27,7 @@ LIMIT_S = 60
 
 @dataclass
 class Outcome:
-    """How a process has ended, what it printed (both streams), and what it told the agent."""
+    """How a process has ended, what it printed (both streams), and what it reported to the agent."""
 
     code: int
     printed: str

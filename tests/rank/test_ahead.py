@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.rank.records import record_of
 from ttprun.protocol.board import Board, Field
 from ttprun.rank.bootstrap.ahead import Ahead
 from ttprun.rank.comm.results import Answers, keep_origin
+from ttprun.rank.records.packing import pack
 from ttprun.rank.records.recorder import Recorder
-from ttprun.rank.values.nodes import pack
 
 SLOT_MIB = 1
 
@@ -27,7 +28,7 @@ def of_rank() -> tuple[list[int], Board, Recorder]:
     fd, board = Board.create(2)
     records = Recorder.create(SLOT_MIB << 20)
     recorder = Recorder(records, SLOT_MIB << 20)
-    recorder.write(4, pack({"boundary": 4, "blobs": []}), [])
+    recorder.write(4, pack(record_of(4)), [])
     keep_origin(recorder, ("place", 1))
     return [fd, records, os.memfd_create("stack")], board, recorder
 
@@ -41,7 +42,7 @@ def test_until_its_rank_is_lost_it_writes_to_memory_of_its_own() -> None:
     own.set(1, Field.PULSE_NS, 7)
     records.append_log(b"of the set-up")
 
-    assert ahead.sample["boundary"] == own.get(1, Field.RECORDED) == 4
+    assert ahead.sample.fields.boundary == own.get(1, Field.RECORDED) == 4
     assert board.get(1, Field.PULSE_NS) == 0
     assert len(list(recorder.read_log())) == 1
 
@@ -53,7 +54,7 @@ def test_when_its_rank_is_lost_all_that_it_has_mapped_is_the_ranks() -> None:
     own.set(1, Field.PULSE_NS, 7)
     own.set(1, Field.MAIN_BEATS, 5)
     board.set(0, Field.RECORDED, 9)
-    recorder.write(5, pack({"boundary": 5, "blobs": []}), [])
+    recorder.write(5, pack(record_of(5)), [])
 
     ahead.end()
     own.announce(1, Field.APPLIED, 5)

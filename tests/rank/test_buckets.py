@@ -389,8 +389,8 @@ def lose_a_result(rank: int) -> None:
 
 
 def hear_of_a_mismatch(agent: FakeAgent) -> None:
-    told = agent.wait_for(0, from_rank.Mismatch)
-    assert "was overwritten while it was sent to the other ranks" in told.reason
+    mismatch = agent.wait_for(0, from_rank.Mismatch)
+    assert "was overwritten while it was sent to the other ranks" in mismatch.reason
     raise InterruptedError
 
 

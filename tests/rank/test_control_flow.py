@@ -1,4 +1,4 @@
-"""control_flow.py: which instructions stand in a loop; what stands there is told by the line that it belongs to."""
+"""control_flow.py: which instructions stand in a loop; what stands there is known by the line that it belongs to."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def delegating() -> Iterator[int]:
     "function", [a_with, a_try, behind_a_for, behind_a_for_that_handles_errors, awaiting, delegating]
 )
 def test_what_is_in_no_loop(function: Callable[[], Any]) -> None:
-    assert told(function) == {False}
+    assert reported(function) == {False}
 
 
 @pytest.mark.parametrize("function", [awaiting, delegating])
@@ -111,10 +111,10 @@ def in_a_handler() -> None:
     [a_for, a_while, a_with_in_a_for, a_for_left_by_its_first_round_unless_it_fails, in_a_handler],
 )
 def test_what_is_in_a_loop(function: Callable[[], Any]) -> None:
-    assert told(function) == {True}
+    assert reported(function) == {True}
 
 
-def told(function: Callable[..., Any]) -> set[bool]:
+def reported(function: Callable[..., Any]) -> set[bool]:
     """Of the instructions that load `look`: whether they are in a loop."""
     steps = dis.get_instructions(function.__code__)
     return {step.offset in looping(function.__code__) for step in steps if step.argval == "look"}

@@ -9,8 +9,12 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
+from tests.rank.records import record_of
 from ttprun.elastic_resume.derive import Derived, states_in
+from ttprun.rank.position import loop_sites, loops
+from ttprun.rank.position.loop_sites import Extent
 from ttprun.rank.process import random_state
 from ttprun.rank.values import pack
 
@@ -81,13 +85,13 @@ def test_a_generator_in_a_variable_is_derived_too(make: Any, draw: Any) -> None:
 
 def test_all_states_of_a_record_are_found() -> None:
     states = [{"python": number} for number in range(4)]
-    loop = {"began_with": states[1], "item_rng": states[2]}
-    fields = {
-        "rng": states[0],
-        "loops": [[loop | {"item_rng": None}]],
-        "generator_loops": [loop],
-        "loaders": [{"rng": states[3], "generators": [b"torch's"]}],
-    }
+    loop = loops.Loop(loop_sites.Site("script.py:1:0", Extent((1, 0), (1, 4), (2, 0), (3, 0))), states[1], []).record()
+    fields = record_of(
+        rng=states[0],
+        loops=[[loop]],
+        generator_loops=[replace(loop, item_rng=states[2])],
+        loaders=[{"rng": states[3], "generators": [b"torch's"]}],
+    )
 
     found = states_in(fields, [["numpy", 7]])
 

@@ -21,7 +21,8 @@ def test_a_rank_that_cannot_write_its_share_says_so_as_a_part_of_its_answer(tmp_
 
     repairing.dump(session, to_rank.Dump(4, str(path), share=0, of=1, owners={}, writers=[0]))
 
-    why_not = f"rank 1: [Errno 2] No such file or directory: '{path}'"
+    why = f"no checkpoint can be written to '{tmp_path}': No such file or directory; name another directory with --save-dir"
+    why_not = f"rank 1: {why}"
     assert channel.sent == [Dumped(4, why_not, is_handled=False)]
     channel.close()
 

@@ -118,7 +118,7 @@ def replacement() -> Iterator[Replacement]:
     channel.close()
 
 
-def told(channel: FakeChannel) -> tuple[list[str], list[str]]:
+def reported(channel: FakeChannel) -> tuple[list[str], list[str]]:
     (message,) = [message for message in channel.sent if isinstance(message, from_rank.Compared)]
     return message.equal, message.not_proved
 
@@ -128,13 +128,13 @@ def test_equal_inputs_are_reported_once_all_that_the_lost_rank_gave_has_been_com
 
     proof.note(session, INPUT, "world", [torch.ones(40)])
 
-    assert told(channel) == (["1 input of a collective in step 5"], [])
+    assert reported(channel) == (["1 input of a collective in step 5"], [])
     assert session.proof is None
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody ends a process that has told of a mismatch: it does not wait for that."""
+    """Nobody ends a process that has reported a mismatch: it does not wait for that."""
     monkeypatch.setattr("ttprun.rank.checks.replay_guard._KILL_LIMIT_S", 0.0)
 
 
@@ -166,7 +166,7 @@ def test_what_a_script_may_measure_is_named_and_not_refused(replacement: Replace
 
     proof.note(session, INPUT, "world", [tensor + 1])
 
-    assert [len(part) for part in told(channel)] == [0, 2]
+    assert [len(part) for part in reported(channel)] == [0, 2]
 
 
 @pytest.mark.usefixtures("at_once")
@@ -186,7 +186,7 @@ def test_a_lost_rank_that_had_given_nothing_leaves_nothing_to_prove(replacement:
     session, channel = replacement(5, {})
 
     assert session.proof is None
-    assert told(channel) == ([], ["the lost rank had left no loss and no input of a collective of step 5"])
+    assert reported(channel) == ([], ["the lost rank had left no loss and no input of a collective of step 5"])
 
 
 def test_what_cannot_be_compared_is_named_and_the_script_goes_on(
@@ -197,7 +197,7 @@ def test_what_cannot_be_compared_is_named_and_the_script_goes_on(
 
     proof.note(session, INPUT, "world", [torch.ones(40)])
 
-    assert "cannot be compared" in told(channel)[1][0]
+    assert "cannot be compared" in reported(channel)[1][0]
 
 
 def test_what_is_noted_of_the_step_after_a_snapshot_stays_until_its_place_has_another() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from ttprun import frameworks
 from ttprun.rank.bootstrap import reset
 from ttprun.rank.data import loaders
-from ttprun.rank.position import ast_transform, compiled_cache, loops, whose
+from ttprun.rank.position import ast_transform, compiled_cache, loop_sites, whose
 from ttprun.rank.values import objects
 
 LOOP = "def fit(run):\n    for step in range(3):\n        run(step)\n"
@@ -75,9 +75,8 @@ def test_a_followed_module_is_in_loops_frames_and_state_and_its_whole_package_in
 
     loader_of("their_framework.trainer", installed).get_code("their_framework.trainer")
 
-    questions = (whose.follows_loops, whose.records_frames, whose.holds_state, whose.has_muted_effects)
-    assert [ask(trainer) for ask in questions] == [True, True, True, True]
-    assert [ask(logs) for ask in questions] == [False, False, False, True]
+    assert (whose.is_script_code(trainer), whose.has_muted_effects(trainer)) == (True, True)
+    assert (whose.is_script_code(logs), whose.has_muted_effects(logs)) == (False, True)
     assert not whose.has_muted_effects(str(installed.parent / "other.py"))
     assert not whose.is_of_user(trainer)
 
@@ -86,7 +85,7 @@ def test_what_a_package_writes_for_a_loop_of_the_scripts_own_is_muted_too() -> N
     folder = "/usr/lib/python3/site-packages"
 
     assert whose.has_muted_effects(f"{folder}/peft/utils/save_and_load.py")
-    assert not whose.follows_loops(f"{folder}/peft/utils/save_and_load.py")
+    assert not whose.is_script_code(f"{folder}/peft/utils/save_and_load.py")
     assert not whose.has_muted_effects(f"{folder}/datasets/arrow_writer.py")
 
 
@@ -111,14 +110,14 @@ def kept_file(tmp_path: Path) -> Path:
 def test_a_compiled_module_is_kept_for_the_next_process_with_its_loops(tmp_path: Path) -> None:
     file = str(tmp_path / "trainer.py")
     code = ast_transform.compile_named(LOOP.encode(), file)
-    made = {key: site.place for key, site in loops.sites.items() if site.filename == file}
-    loops.sites.clear()
+    made = {key: site.place for key, site in loop_sites.sites.items() if site.filename == file}
+    loop_sites.sites.clear()
 
     again = ast_transform.compile_named(LOOP.encode(), file)
 
     assert again is not code
     assert again == code
-    assert {key: site.place for key, site in loops.sites.items()} == made
+    assert {key: site.place for key, site in loop_sites.sites.items()} == made
     assert made.keys() == {f"{file}:2:4"}
     assert kept_file(tmp_path).stat().st_mode & 0o777 == 0o600
     assert kept_file(tmp_path).parent.stat().st_mode & 0o777 == 0o700

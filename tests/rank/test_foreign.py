@@ -1,4 +1,4 @@
-"""A loop around the optimizer's step in code that is not the user's is told; code that only hands a step through is not."""
+"""A loop around the optimizer's step in code that is not the user's is reported; code that only hands a step through is not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def look() -> tuple[str, list[str]]:
 
 
 def seen_from(source: str, filename: str, module: str = "framework.trainer") -> str:
-    """What is told of a step that is taken in a function of such a file."""
+    """What is reported of a step that is taken in a function of such a file."""
     return all_seen_from(source, filename, module)[0]
 
 

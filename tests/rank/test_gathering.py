@@ -1,4 +1,4 @@
-"""A step inside of something that gathers items where nobody can see them is told; one in a loop that is followed is not."""
+"""A step inside of something that gathers items where nobody can see them is reported; one in a loop that is followed is not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.rank.fakes import make_session
 from tests.rank.processes import run_alone
 from ttprun.rank.position import ast_transform, call_site, gathering, whose
-from ttprun.rank.step import step_hooks
+from ttprun.rank.step import boundary
 
 ROOT = Path(__file__).parents[2]
 GATHERS = {
@@ -81,7 +81,7 @@ def run_steps(source: str, directory: str, step: Callable[[FrameType], None]) ->
 
 
 def seen_from(source: str, directory: str) -> list[str]:
-    """What is told of each step."""
+    """What is reported of each step."""
     found: list[str] = []
 
     def step(frame: FrameType) -> None:
@@ -95,7 +95,7 @@ def records_of(source: str, directory: str) -> list[str]:
     """Why the record of each step's boundary cannot be used."""
     found: list[str] = []
     session = make_session(directory)
-    run_steps(source, directory, lambda frame: found.append(step_hooks.describe(session, 1, frame)[0]["unfollowed"]))
+    run_steps(source, directory, lambda frame: found.append(boundary.describe(session, 1, frame)[0].unfollowed))
     return found
 
 
@@ -106,8 +106,8 @@ def test_what_gathers_around_a_step_is_reported_with_its_place(kind: str, tmp_pa
     found = run_alone(seen_from, source, str(tmp_path))
 
     assert found
-    for told in found:
-        assert f"within {what} ({tmp_path}/script.py:" in told
+    for reported in found:
+        assert f"within {what} ({tmp_path}/script.py:" in reported
 
 
 def test_it_is_reported_where_python_keeps_no_columns_of_its_instructions(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_it_is_reported_where_python_keeps_no_columns_of_its_instructions(tmp_pa
         arguments, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
     ).stdout.splitlines()
 
-    assert [told for told in found if "is taken within a" not in told] == []
-    assert [what for _, what in GATHERS.values() if not any(f"within {what} (" in told for told in found)] == []
+    assert [reported for reported in found if "is taken within a" not in reported] == []
+    assert [what for _, what in GATHERS.values() if not any(f"within {what} (" in reported for reported in found)] == []
 
 
 @pytest.mark.parametrize("kind", DOES_NOT)

@@ -21,13 +21,13 @@ from ttprun.rank.session import current
 SUMS = [30.0, 32.0, 34.0]
 WHILE_IT_WAITS = "while it waits for the other's port"
 MOMENTS = (
-    "before it has told its port",
+    "before it has reported its port",
     WHILE_IT_WAITS,
     "when it knows the other's port",
-    "before it has told its address",
+    "before it has reported its address",
 )
 # At these moments the other rank has come as far as to tell its port, and is lost after that.
-OTHER_IS_THERE = ("when it knows the other's port", "before it has told its address")
+OTHER_IS_THERE = ("when it knows the other's port", "before it has reported its address")
 
 
 def ours(rank: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ def hold_at(moment: str) -> None:
                 wait_for(f"go {here}")
 
     def held_put(self: Any, generation: int, key: str, value: bytes) -> None:
-        come_to("before it has told its port" if "/port 0" in key else "before it has told its address")
+        come_to("before it has reported its port" if "/port 0" in key else "before it has reported its address")
         put(self, generation, key, value)
 
     def held_get(self: Any, generation: int, key: str, limit_s: float) -> bytes:
@@ -141,7 +141,7 @@ def lose_and_go_on_at_once(agent: FakeAgent, moment: str) -> None:
 
 
 def lose_and_go_on_late(agent: FakeAgent, moment: str) -> None:
-    """Rank 0 has been told to resume before it notices anything."""
+    """Rank 0 has been ordered to resume before it notices anything."""
     agent.wait_for(0, from_rank.Note, text=f"held {moment}")
     agent.wait_for(1, from_rank.Note, text="lost")
     replace_with(agent, 1)

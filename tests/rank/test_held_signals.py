@@ -33,7 +33,7 @@ class Rank:
         self, does: Callable[[], object] = lambda: time.sleep(LIMIT_S), set_up: Callable[[], object] = lambda: None
     ) -> None:
         self.board = Board.create(1)[1]
-        self.told_r, self.told_w = os.pipe()
+        self.order_r, self.order_w = os.pipe()
         self._ready_r, ready_w = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -46,12 +46,12 @@ class Rank:
         os.read(self._ready_r, 1)
 
     def _hear(self) -> None:
-        os.read(self.told_r, 1)
+        os.read(self.order_r, 1)
         held_signals.let_end()
 
     def let_end(self) -> None:
         """As the agent does it, behind its signal."""
-        os.write(self.told_w, b"x")
+        os.write(self.order_w, b"x")
 
     def ended_by(self, within_s: float) -> int:
         """The signal that ends it; LIVES if none does within that time."""
@@ -65,7 +65,7 @@ class Rank:
 
 
 def hit(is_end_asked: bool, number: int) -> list[int]:
-    """What becomes of a rank behind the moment, and once it is told to end."""
+    """What becomes of a rank behind the moment, and once it is ordered to end."""
     rank = Rank()
     rank.board.set(LEADER, Field.END_ASKED, int(is_end_asked))
     os.kill(rank.pid, number)
@@ -87,7 +87,7 @@ def test_a_rank_that_is_signalled_together_with_the_launcher_lives_till_the_agen
     assert run_alone(hit, True, number) == [LIVES, number]
 
 
-def told_first(number: int) -> list[int]:
+def ordered_first(number: int) -> list[int]:
     rank = Rank()
     rank.let_end()
     lives = rank.ended_by(within_s=0.2)
@@ -96,7 +96,7 @@ def told_first(number: int) -> list[int]:
 
 
 def test_a_rank_that_has_been_ordered_to_end_dies_of_the_signal_at_once() -> None:
-    assert run_alone(told_first, signal.SIGTERM) == [LIVES, signal.SIGTERM]
+    assert run_alone(ordered_first, signal.SIGTERM) == [LIVES, signal.SIGTERM]
 
 
 def stand_behind(set_up: Callable[[], object]) -> int:

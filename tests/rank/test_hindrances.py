@@ -5,35 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel, make_session
 from tests.rank.processes import run_alone
+from tests.rank.records import record_of
 from tests.rank.scripts import run_under_shim
 from ttprun.protocol import from_rank
 from ttprun.rank import values
+from ttprun.rank.records.boundary_record import BoundaryRecord, read_head
+from ttprun.rank.records.nodes import DictNode, ListNode, Number, ObjectNode, RefusedNode
 from ttprun.rank.step import hindrances
-from ttprun.rank.values.nodes import Tag
 
 
-def record(**variables: Any) -> tuple[dict[str, Any], bytes]:
-    snapshot = values.Snapshot({})
-    fields = {
-        "boundary": 1, "place": [["script.py", "<module>", 3]], "dead": [[]], "unfollowed": "", "entropy": 0, "modules": {}, "loops": [],
-        "variables": [snapshot.variables(variables)], "optimizers": [], "returned": None,
-    }  # fmt: skip
-    return fields, values.pack(fields)
+def record(**variables: Any) -> BoundaryRecord:
+    return record_of(variables=[values.Snapshot({}).variables(variables)])
 
 
-def look(fields: dict[str, Any], head: bytes, is_strict: bool = True) -> str:
+def look(record: BoundaryRecord, is_strict: bool = True) -> str:
     """As a boundary does."""
     found = [
         sentence
-        for sentence, is_needed in values.refusals(values.unpack(head))
+        for sentence, is_needed in values.refusals(read_head(values.pack(record)))
         if sentence and (is_needed or is_strict)
     ]
-    return hindrances.look(fields, found)
+    return hindrances.look(record, found)
 
 
 class Holder:
@@ -62,13 +58,13 @@ def test_values_that_look_like_a_refusal_are_none() -> None:
 def _look_at(case: str) -> str:
     values.Snapshot.node  # noqa: B018 - the handlers are chosen on import
     if case == "like":
-        return look(*record(words=["!", "is like one"], pair=("!", "why"), table={"!": "x"}))
-    fields, _ = record(config={"holders": [1, 2]})
-    fields["variables"][0]["config"] = [
-        Tag.DICT, 1, ["holders"],
-        [[Tag.LIST, 2, [7, [Tag.OBJECT, 3, "m:Holder", {"mark": "!", "held": [Tag.REFUSED, "is a coroutine, which does not show its position"]}]]]],
-    ]  # fmt: skip
-    return look(fields, values.pack(fields), is_strict=case != "not strict")
+        return look(record(words=["!", "is like one"], pair=("!", "why"), table={"!": "x"}))
+    fields = record(config={"holders": [1, 2]})
+    held = RefusedNode("is a coroutine, which does not show its position")
+    holder = ObjectNode(Number(3), "m:Holder", {"mark": "!", "held": held})
+    holders = ListNode(Number(2), [7, holder])
+    fields.variables[0]["config"] = DictNode(Number(1), ["holders"], [holders])
+    return look(fields, is_strict=case != "not strict")
 
 
 def test_a_future_that_is_not_done_hinders_and_a_finished_one_does_not() -> None:
@@ -82,16 +78,13 @@ def _of_futures() -> list[str]:
     from concurrent.futures import Future
 
     work: Future[int] = Future()
-    found = [look(*record(work=work))]
+    found = [look(record(work=work))]
     work.set_result(3)
-    return [*found, look(*record(work=work))]
+    return [*found, look(record(work=work))]
 
 
 def test_numbers_of_the_system_hinder_only_from_the_second_step_on() -> None:
-    fields, head = record()
-    fields["entropy"] = 1
-
-    first, second = look(fields, head), look(fields | {"boundary": 2}, head)
+    first, second = (look(record_of(boundary, entropy=1)) for boundary in (1, 2))
 
     assert first == ""
     assert "os.urandom" in second
@@ -105,15 +98,6 @@ def test_optimizers_and_parameters_that_are_sharded_by_hand_of_torch_are_named()
 
     assert found[0] == ""
     assert "FSDP1" in found[1]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on that import
-def test_an_optimizer_that_shards_its_state_is_named() -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    unmade = object.__new__(ZeroRedundancyOptimizer)  # only its class is looked at
-
-    assert "with ZeroRedundancyOptimizer no other rank has" in hindrances.why_shards_unknown(unmade)
 
 
 def test_what_comes_and_goes_is_reported_a_few_times_only() -> None:

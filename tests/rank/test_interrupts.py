@@ -38,7 +38,7 @@ def presence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Presen
 def shown(error: BaseException) -> list[Any]:
     """What our hook passes on to Python's own, which prints it."""
     printed: list[Any] = []
-    install.report_before(lambda *told: printed.append(told[1]))(type(error), error, error.__traceback__)
+    install.report_before(lambda *reported: printed.append(reported[1]))(type(error), error, error.__traceback__)
     return printed
 
 
@@ -122,6 +122,6 @@ def fail_while_the_job_is_ended(directory: str, is_interrupted: bool) -> list[st
 def test_a_script_that_fails_while_the_job_is_ended_waits_for_its_state_to_be_saved(
     tmp_path: Path, is_interrupted: bool
 ) -> None:
-    shown_and_told = run_alone(fail_while_the_job_is_ended, str(tmp_path), is_interrupted)
+    shown_and_reported = run_alone(fail_while_the_job_is_ended, str(tmp_path), is_interrupted)
 
-    assert shown_and_told == ["RuntimeError('DataLoader worker (pid 7) is killed by signal: Terminated.')"]
+    assert shown_and_reported == ["RuntimeError('DataLoader worker (pid 7) is killed by signal: Terminated.')"]

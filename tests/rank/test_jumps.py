@@ -6,19 +6,22 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import msgpack
+import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
-from ttprun.rank.position import loops
+from ttprun.rank.position import loop_sites, loops
 from ttprun.rank.process import random_state
+from ttprun.rank.records.boundary_record import LoopRecord
+from ttprun.rank.records.packing import pack
 
 
-def new_site(key: str = "script:1:0") -> loops.Site:
-    return loops.Site(key, loops.Extent((7, 0), (7, 9), (8, 4), (8, 8)))
+def new_site(key: str = "script:1:0") -> loop_sites.Site:
+    return loop_sites.Site(key, loop_sites.Extent((7, 0), (7, 9), (8, 4), (8, 8)))
 
 
-def begin_at(iterable: Iterable[Any], stop_at: int) -> tuple[dict[str, Any], list[Any]]:
+def begin_at(iterable: Iterable[Any], stop_at: int) -> tuple[LoopRecord, list[Any]]:
     """The record of a loop in its `stop_at`th item, with the boundary's step seen in each; and the items left over."""
     site = new_site()
     loop = loops.Loop(site, random_state.capture(), iterable)
@@ -87,7 +90,7 @@ def test_after_a_jump_a_loop_counts_on(kind: str) -> None:
 
     positions = [jump.position for _ in itertools.islice(items, 2)]
 
-    assert positions == [recorded["position"], recorded["position"] + 1]
+    assert positions == [recorded.position, recorded.position + 1]
 
 
 def test_a_script_that_resumes_by_itself_goes_on_with_the_same_value() -> None:
@@ -106,7 +109,7 @@ def test_a_script_that_resumes_behind_the_lost_ranks_item_goes_on_with_that_all_
     jump = loops.Jump(new_site(), recorded, range(7, 10))
 
     assert list(jump) == left == [6, 7, 8, 9]
-    assert jump.record()["bounds"] == [0, 10, 1]
+    assert jump.record().bounds == [0, 10, 1]
 
 
 def test_items_that_the_lost_rank_has_put_into_its_list_are_met_by_the_loop_when_the_list_is_restored() -> None:
@@ -151,8 +154,8 @@ def test_pairs_that_differ_are_seen_in_what_the_loop_says_of_itself() -> None:
 
     other, _ = begin_at(enumerate(range(6, 10)), 2)
 
-    assert (recorded["position"], recorded["current"]) == (2, [1, 6])
-    assert (other["position"], other["current"]) == (2, [1, 7])
+    assert (recorded.position, recorded.current) == (2, [1, 6])
+    assert (other.position, other.current) == (2, [1, 7])
 
 
 def test_of_an_item_that_is_plain_in_part_that_part_is_compared_and_its_place_is_counted() -> None:
@@ -165,9 +168,9 @@ def test_of_an_item_that_is_plain_in_part_that_part_is_compared_and_its_place_is
     next(iter(same))
     next(iter(later))
 
-    assert recorded["current"] == same.current == [4, None]
+    assert recorded.current == same.current == [4, None]
     assert later.current == [3, None]
-    assert same.position == later.position == recorded["position"]
+    assert same.position == later.position == recorded.position
 
 
 def test_a_script_that_resumes_by_itself_among_equal_values_does_not_come_by_the_place() -> None:
@@ -219,7 +222,7 @@ def test_a_loop_asks_for_its_iterator_once_as_python_does_and_so_does_a_jump(ite
 def test_a_jump_behind_the_end_ends_the_loop() -> None:
     recorded, _ = begin_at(range(10), 8)
 
-    assert list(loops.Jump(new_site(), dict(recorded, current=None), range(3))) == []
+    assert list(loops.Jump(new_site(), replace(recorded, current=None), range(3))) == []
 
 
 def test_an_outer_loop_restores_the_random_states_of_its_item() -> None:
@@ -230,7 +233,7 @@ def test_an_outer_loop_restores_the_random_states_of_its_item() -> None:
     drawn = []
     for _ in itertools.islice(loop, 3):
         drawn.append(torch.rand(1).item())
-    record = loop.record() | {"lead": 1}
+    record = replace(loop.record(), lead=1)
     torch.manual_seed(99)
 
     items = iter(loops.Jump(site, record, range(5)))
@@ -242,7 +245,7 @@ def test_an_outer_loop_restores_the_random_states_of_its_item() -> None:
 def test_a_record_of_a_loop_holds_plain_values() -> None:
     recorded, _ = begin_at(["a", "b"], 1)
 
-    assert msgpack.unpackb(msgpack.packb(recorded))["current"] == "a"
+    assert msgspec.msgpack.decode(pack(recorded), type=LoopRecord).current == "a"
 
 
 @pytest.mark.parametrize(("now", "expected"), [(range(12), [6, 7, 8, 9, 10, 11]), (range(8), [6, 7]), (range(6), [])])
@@ -252,7 +255,7 @@ def test_with_other_arguments_a_range_goes_on_behind_its_item_up_to_the_new_end(
     jump = loops.JumpToNewEnd(new_site(), recorded, now)
 
     assert list(jump) == expected
-    assert jump.record()["bounds"] == [0, now.stop, 1]
+    assert jump.record().bounds == [0, now.stop, 1]
 
 
 def test_with_other_arguments_a_range_of_another_step_does_not_come_by_the_place() -> None:

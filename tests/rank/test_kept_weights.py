@@ -37,8 +37,8 @@ class Training:
 
     def __init__(self) -> None:
         self.weights = [torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)]
-        self.told: list[str] = []
-        self.kept = KeptWeights(self.now, self.told.append)
+        self.reported: list[str] = []
+        self.kept = KeptWeights(self.now, self.reported.append)
         self.boundary = 0
         self.left = [weight.detach().clone() for weight in self.weights]  # by the newest step
 
@@ -79,7 +79,7 @@ def test_weights_that_only_steps_change_are_known_and_never_copied(training: Tra
         assert training.is_known()
         assert all(training.kept.of(weight) is weight for weight in training.weights)
 
-    assert training.told == []
+    assert training.reported == []
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -97,7 +97,7 @@ def test_a_change_behind_one_of_the_first_steps_is_refused_at_once_and_kept_out_
     assert training.is_known()
     CHANGES[change](training.weights[0])
     assert training.is_known()
-    assert len(training.told) == 1
+    assert len(training.reported) == 1
 
 
 def test_a_change_that_version_counters_show_is_refused_at_any_step(training: Training) -> None:
@@ -121,7 +121,7 @@ def test_a_change_that_only_the_sample_shows_is_found_within_as_many_steps_as_th
 
     CHANGES["by .data"](training.weights[0])
     assert training.is_known()
-    assert len(training.told) == 1
+    assert len(training.reported) == 1
 
 
 @pytest.mark.parametrize("steps_before", [1, FULL_LOOKS + 2])
@@ -134,7 +134,7 @@ def test_parameters_that_are_added_between_two_steps_change_no_weights(training:
     training.step()
 
     assert training.is_known()
-    assert training.told == []
+    assert training.reported == []
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -146,7 +146,7 @@ def test_a_change_is_found_though_parameters_are_added_too(training: Training, c
 
     assert not training.is_known()
     training.step()
-    assert len(training.told) == 1
+    assert len(training.reported) == 1
 
 
 def test_until_the_first_step_behind_a_discovery_nothing_is_known(training: Training) -> None:

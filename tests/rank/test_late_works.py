@@ -15,7 +15,7 @@ from ttprun.device.interface import DeviceFailedError
 from ttprun.rank.comm import links
 from ttprun.rank.comm.transports import late
 from ttprun.rank.comm.transports.late import ABORTED, LateLink, LateWork
-from ttprun.rank.comm.transports.link import RankSlot
+from ttprun.rank.comm.transports.link import GroupMember
 
 
 class Operation:
@@ -169,8 +169,8 @@ def test_the_backend_gets_the_options_that_the_script_has_given(monkeypatch: pyt
     plugin = SimpleNamespace(extended_api=True, creator_fn=lambda options, of_backend: given.append(of_backend))
     monkeypatch.setitem(dist.Backend._plugins, "HCCL", plugin)
     exchange: Any = None
-    slot = RankSlot(exchange, 0, "key", "world", 0, 1, [0], timedelta(seconds=1), options="a high priority")
+    member = GroupMember(exchange, 0, "key", "world", 0, 1, [0], timedelta(seconds=1), options="a high priority")
 
-    late._registered("hccl")(dist.HashStore(), slot)
+    late._registered("hccl")(dist.HashStore(), member)
 
     assert given == ["a high priority"]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -96,6 +97,29 @@ class Pairs(Sampler[list[int]]):
         return 12
 
 
+_kept: list[Any] = []
+_stops_before: tuple[int, int] | None = None  # (epoch, batch): its worker stops before it begins this batch
+
+
+class Behind(RandomSampler):
+    """Stops a worker with a signal before it asks it for a batch."""
+
+    epoch = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        indices = list(super().__iter__())
+        for number, first in enumerate(range(0, len(indices), 3)):
+            if (self.epoch, number) == _stops_before:
+                started = sorted(multiprocessing.active_children(), key=lambda it: int(it.name.rpartition(":")[2]))
+                os.kill(started[-2:][number % 2].pid or 0, signal.SIGSTOP)
+            yield indices[first : first + 3]
+
+
+def behind(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Augmented(), batch_sampler=Behind(range(24)), prefetch_factor=1, **options)
+
+
 def distributed(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=2, rank=1, seed=3)
     return DataLoader(dataset, batch_size=2, sampler=sampler, **options)
@@ -134,6 +158,8 @@ KINDS: dict[str, Callable[[], list[DataLoader[Any]]]] = {
     "augmented, workers": lambda: [DataLoader(Augmented(), 3, shuffle=True, **TWO)],
     "augmented, lasting workers": lambda: [DataLoader(Augmented(), 3, shuffle=True, **LASTING)],
     "augmented, distributed, workers": lambda: [distributed(Augmented(), **TWO)],
+    "augmented, a worker behind": lambda: [behind(**TWO)],
+    "augmented, a lasting worker behind": lambda: [behind(**LASTING)],
     "stream": lambda: [DataLoader(Stream(), 3)],
     "stream, workers": lambda: [DataLoader(Stream(), 3, **TWO)],
     "two in step": lambda: [DataLoader(Numbers(), 3, shuffle=True), DataLoader(Numbers(48), 3, shuffle=True)],
@@ -156,6 +182,8 @@ class Life:
 
     def live(self, make: Callable[[], list[DataLoader[Any]]]) -> list[Any]:
         """Train for some epochs; returns all batches, and what the main process draws for each."""
+        global _stops_before
+        _stops_before = self.stop
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)
@@ -183,6 +211,7 @@ class Life:
                     random_state.restore(self.record["rng"])  # as the replay does at the boundary
                 found.append(([batch.tolist() for batch in handed], torch.rand(1).item(), random.random()))
                 if is_lost:
+                    _kept.extend(iterators)  # what ends an iterator waits for its workers
                     return found
         return found
 
@@ -372,6 +401,27 @@ def test_what_changes_between_the_making_of_an_iterator_and_its_first_batch_is_k
     lost, fresh = run_alone(_batches_after_a_late_change, kind, change)
 
     assert fresh == lost
+
+
+@dataclass
+class FakeStates:
+    """A recorder that has kept these states of each worker."""
+
+    states: dict[tuple[int, int], bytes]
+
+    def worker_states(self, iterator: int, worker: int) -> dict[tuple[int, int], bytes]:
+        return self.states
+
+
+def test_a_worker_whose_states_are_overwritten_begins_only_if_it_draws_nothing() -> None:
+    states = {(0, batch): msgpack.packb(random_state.capture()) for batch in range(2, 5)}
+
+    workers._restore(FakeStates(states), 0, 0, (0, 1))
+    torch.rand(1)
+    states[(0, 4)] = msgpack.packb(random_state.capture())
+
+    with pytest.raises(RuntimeError, match="worker 0 before its batch 1 are not kept any more"):
+        workers._restore(FakeStates(states), 0, 0, (0, 1))
 
 
 def test_an_iterator_that_has_been_positioned_and_not_yet_used_can_be_recorded() -> None:

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
@@ -14,8 +16,9 @@ from tests.rank import user_values
 from tests.rank.values.carrying import as_the_recorder_writes_them
 from ttprun.rank import values
 from ttprun.rank.data import loaders
-from ttprun.rank.position import iterables, loops
+from ttprun.rank.position import iterables, loop_sites, loops
 from ttprun.rank.position.placeholders import PlaceholderUsedError
+from ttprun.rank.records.boundary_record import LoopRecord
 from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, restore_loop
 
 LOST = 6  # items that the loop has handed out in the lost rank
@@ -98,7 +101,9 @@ def batches_behind(passed_over: int) -> Items:
 def stand(made: Callable[[Items], Any], items: int) -> QuiesceSchedule:
     """A loop over what is made of a loader's iterator, behind some items."""
     loop = loops.Loop(
-        loops.Site("train.py:7:0", loops.Extent((7, 0), (7, 9), (8, 4), (8, 8))), None, made(batches_behind(0))
+        loop_sites.Site("train.py:7:0", loop_sites.Extent((7, 0), (7, 9), (8, 4), (8, 8))),
+        None,
+        made(batches_behind(0)),
     )
     following = iter(loop)
     for _ in range(items):
@@ -119,9 +124,9 @@ def stand_again(made: Callable[[Items], Any], recorded: dict[str, Any], before: 
 
     before   items that come before those of the loader
     """
-    passed_over = recorded["position"] - 1 - before
+    passed_over = recorded.position - 1 - before
     loop = loops.Jump(
-        loops.Site("train.py:7:0", loops.Extent((7, 0), (7, 9), (8, 4), (8, 8))),
+        loop_sites.Site("train.py:7:0", loop_sites.Extent((7, 0), (7, 9), (8, 4), (8, 8))),
         recorded,
         made(batches_behind(passed_over)),
     )
@@ -133,7 +138,7 @@ def stand_again(made: Callable[[Items], Any], recorded: dict[str, Any], before: 
 def carry(lost: loops.Loop, here: loops.Loop) -> list[str]:
     """Put what the lost rank's loop runs over into another; returns the mismatches."""
     snapshot = Snapshot({}, iterables.followed([lost]))
-    fields = values.unpack(values.pack(snapshot.loop(lost)))
+    fields = msgspec.msgpack.decode(values.pack(snapshot.loop(lost)), type=LoopRecord)
     restore = Restore(as_the_recorder_writes_them(snapshot.blobs), is_comparing=True)
     restore_loop(restore, here, fields)
     return restore.doubts
@@ -165,7 +170,7 @@ GO_ON: dict[str, Callable[[Items], Any]] = {
 @pytest.mark.parametrize("kind", GO_ON)
 def test_what_is_counted_around_a_loader_goes_on_as_in_the_lost_rank(kind: str) -> None:
     lost = stand(GO_ON[kind], LOST)
-    here = stand_again(GO_ON[kind], lost.loop.record() | {"lead": 1})
+    here = stand_again(GO_ON[kind], replace(lost.loop.record(), lead=1))
 
     mismatches = carry(lost.loop, here.loop)
     loops.give_back()
@@ -177,7 +182,7 @@ def test_what_is_counted_around_a_loader_goes_on_as_in_the_lost_rank(kind: str) 
 @pytest.mark.usefixtures("replay")
 def test_pairs_are_read_ahead_and_go_on_as_in_the_lost_rank() -> None:
     lost = stand(itertools.pairwise, LOST)
-    here = stand_again(itertools.pairwise, lost.loop.record() | {"lead": 1})
+    here = stand_again(itertools.pairwise, replace(lost.loop.record(), lead=1))
 
     assert carry(lost.loop, here.loop) == []
     assert next(here.items) == next(lost.items)
@@ -189,7 +194,7 @@ def test_what_comes_before_a_loader_is_taken_for_itself() -> None:
         return itertools.chain("ab", enumerate(batches))
 
     lost = stand(made, LOST)
-    here = stand_again(made, lost.loop.record() | {"lead": 1}, before=2)
+    here = stand_again(made, replace(lost.loop.record(), lead=1), before=2)
 
     assert carry(lost.loop, here.loop) == []
     assert next(here.items) == next(lost.items)
@@ -198,7 +203,7 @@ def test_what_comes_before_a_loader_is_taken_for_itself() -> None:
 @pytest.mark.usefixtures("replay")
 def test_a_cycle_in_its_first_round_would_gather_placeholders_and_is_refused_by_its_place() -> None:
     lost = stand(itertools.cycle, LOST)
-    here = stand_again(itertools.cycle, lost.loop.record() | {"lead": 1})
+    here = stand_again(itertools.cycle, replace(lost.loop.record(), lead=1))
 
     with pytest.raises(CannotRestoreError, match=r"^train\.py:7:0"):
         carry(lost.loop, here.loop)
@@ -216,13 +221,13 @@ def test_what_needs_the_data_of_batches_that_are_passed_over_ends_the_replay(kin
     lost = stand(NEEDED[kind], LOST)
 
     with pytest.raises((PlaceholderUsedError, TypeError)):
-        stand_again(NEEDED[kind], lost.loop.record() | {"lead": 1})
+        stand_again(NEEDED[kind], replace(lost.loop.record(), lead=1))
 
 
 @pytest.mark.usefixtures("replay")
 def test_what_a_library_has_made_of_batches_that_were_passed_over_is_not_used() -> None:
     lost = stand(gathered, LOST)
-    here = stand_again(gathered, lost.loop.record() | {"lead": 1})
+    here = stand_again(gathered, replace(lost.loop.record(), lead=1))
 
     assert carry(lost.loop, here.loop) == []
     loops.give_back()

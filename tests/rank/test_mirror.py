@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -31,20 +32,19 @@ CELLS = (Field.MIRROR_0, Field.MIRROR_1)
 class Rank:
     """A process's weights and optimizer, with the hooks' calls around each step."""
 
-    def __init__(self, make: Make, seed: int, paths: list[str], board: Board | None = None) -> None:
+    def __init__(self, make: Make, seed: int, paths: list[str], limit_bytes: int = 1 << 20) -> None:
         optimizer_registry.forget()
         generator = torch.Generator().manual_seed(seed)
         self.weights = [torch.randn(shape, generator=generator) for shape in ((5, 3), (7,), ())]
         for weight in self.weights:
             weight.requires_grad_()
         self.optimizer = make(self.weights)
-        self.board = Board.create(2)[1] if board is None else board
+        self.board = Board.create(2)[1]
         self.channel = FakeChannel()
         _channels.append(self.channel)
-        self.session: Session = make_session(
-            channel=self.channel, board=self.board, mirror=Mirror(self.board, 0, paths)
-        )
-        self.session[Mirror].is_wanted = True
+        self.session: Session = make_session(channel=self.channel, board=self.board, mirror=Mirror(self.board, 0, []))
+        if paths:
+            self.session[Mirror].want(paths, limit_bytes)
         self.boundary = 0
 
     def backward(self) -> None:
@@ -210,3 +210,55 @@ def test_what_cannot_be_mirrored_is_reported_once_and_training_continues(paths: 
     assert isinstance(report, from_rank.StateMirrored)
     assert "keeps state in lists" in report.why_not
     assert rank.way_to(1)[1] == ""
+
+
+def test_a_mirror_that_takes_more_than_it_may_is_reported_once_and_gives_its_memory_back(paths: list[str]) -> None:
+    rank = Rank(OPTIMIZERS["momentum"], 1, paths)
+    rank.step(3)
+    before = [os.stat(path).st_size for path in paths]
+
+    rank.session[Mirror].want(paths, 1000)
+    rank.weights.append(torch.zeros(9, requires_grad=True))
+    rank.optimizer.add_param_group({"params": rank.weights[-1:]})
+    rank.step(3)
+
+    *_, report = rank.channel.sent
+    assert isinstance(report, from_rank.StateMirrored)
+    assert (report.why_not, report.bytes > 1000) == ("too little memory", True)
+    assert all(before)
+    assert [os.stat(path).st_size for path in paths] == [0, 0]
+    assert rank.way_to(6)[1] == rank.way_to(5)[1] == ""
+
+
+def test_a_rank_that_is_to_keep_no_mirror_has_no_thread_for_it(paths: list[str]) -> None:
+    rank = Rank(OPTIMIZERS["momentum"], 1, [])
+
+    rank.step(3)
+
+    assert not any(thread.name.startswith("ttprun-mirror") for thread in threading.enumerate())
+    assert rank.channel.sent == []
+
+
+@pytest.mark.parametrize(("limit_share", "is_given_up"), [(1e-9, True), (0.0, False)])
+def test_a_mirror_whose_copies_take_too_much_of_each_step_is_given_up_unless_it_was_asked_for(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch, limit_share: float, is_given_up: bool
+) -> None:
+    monkeypatch.setattr(mirror, "_CHEAP_S", 0.0)
+    rank = Rank(OPTIMIZERS["momentum"], 1, paths)
+    rank.session[Mirror].want(paths, 1 << 20, limit_share)
+
+    rank.step(12)
+
+    whys = [message.why_not for message in rank.channel.sent if isinstance(message, from_rank.StateMirrored)]
+    assert len(whys) == 1 + is_given_up
+    assert (whys[-1][:12] == "a copy takes") == is_given_up
+    assert (rank.way_to(12)[1] == "") == is_given_up
+
+
+def test_copies_that_take_little_time_are_kept_however_short_the_steps_are(paths: list[str]) -> None:
+    rank = Rank(OPTIMIZERS["momentum"], 1, paths)
+    rank.session[Mirror].want(paths, 1 << 20, 1e-9)
+
+    rank.step(12)
+
+    assert rank.way_to(12)[1] == "state"

@@ -14,9 +14,9 @@ from ttprun.protocol.channel import Message
 from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.comm.results import Answers
 from ttprun.rank.position import ast_transform, whose
-from ttprun.rank.records.record import Record
+from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.replay.replay import ReplayRun
-from ttprun.rank.step import step_hooks
+from ttprun.rank.step import boundary
 from ttprun.rank.values import pack
 
 # The first epoch ended with a validation; the replacement comes straight to a later one.
@@ -55,7 +55,7 @@ def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tupl
     def train() -> None:
         frame = sys._getframe(1)
         if record is None:
-            fields, blobs, _ = step_hooks.describe(session, 1, frame)
+            fields, blobs, _ = boundary.describe(session, 1, frame)
             made.append((pack(fields), [bytes(blob.numpy()) for blob in blobs]))
         else:
             known = Record.of(record[0], b"".join(record[1]))

@@ -34,7 +34,7 @@ def at_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtBoundary]:
     def make(applied: int, open_at: int, is_asked: bool, **known: Any) -> Session:
         made.append(make_session(applied=applied, **known))
         made[-1].board.set(0, Field.OPEN_AT, open_at)
-        made[-1].board.set(0, Field.STAND_ASKED, int(is_asked))
+        made[-1].board.set(0, Field.QUIESCE_ASKED, int(is_asked))
         return made[-1]
 
     yield make
@@ -107,7 +107,7 @@ def test_a_frozen_rank_waits_for_the_end_of_the_freeze_or_the_others_step_withou
 def _tell(session: Session, is_asked: bool, is_holding: bool) -> None:
     with session.changed:
         session.is_holding = is_holding
-        session.board.set(0, Field.STAND_ASKED, int(is_asked))
+        session.board.set(0, Field.QUIESCE_ASKED, int(is_asked))
         session.changed.notify_all()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ from torch.utils.data import DataLoader
 
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
+from tests.rank.records import record_of
 from ttprun.protocol import from_rank
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.checks import replay_guard
 from ttprun.rank.comm.results import Answers
 from ttprun.rank.data import loaders
 from ttprun.rank.position import whose
-from ttprun.rank.records.record import Record
+from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.replay.replay import ReplayRun
+from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
 from ttprun.rank.weights.post_step_weights import KeptWeights
 
@@ -44,19 +47,23 @@ def test_a_loader_that_cannot_be_recorded_is_iterated_without_protection() -> No
     assert "cannot be recorded: ValueError('no states')" in unprotected
 
 
-def _step_without_memory() -> tuple[int, str]:
-    def note(number: int) -> None:
-        raise MemoryError(f"for step {number}")
-
+def _before_step(note: Callable[[int], None]) -> tuple[Session, torch.optim.Optimizer]:
+    """`note` is called with each step's number, to keep the weights."""
     patches.apply_all(with_replay=False)
     session = make_session()
     become(session)
     session[KeptWeights].note = note  # type: ignore[method-assign]
     session.groups["a group"] = None  # type: ignore[assignment]  # without one nothing is recorded
-    weight = torch.ones(2, requires_grad=True)
-    optimizer = torch.optim.SGD([weight])
-    weight.sum().backward()
-    step_hooks._running = optimizer
+    return session, torch.optim.SGD([torch.ones(2, requires_grad=True)])
+
+
+def _step_without_memory() -> tuple[int, str]:
+    def note(number: int) -> None:
+        raise MemoryError(f"for step {number}")
+
+    session, optimizer = _before_step(note)
+    optimizer.param_groups[0]["params"][0].sum().backward()
+    step_hooks._running, step_hooks._boundary = optimizer, 1
     step_hooks.after_step(optimizer, (), {})
     return session.applied, session.unprotected
 
@@ -72,13 +79,7 @@ def _step_on_failed_memory() -> tuple[str, str]:
     def note(number: int) -> None:
         raise RuntimeError("UCE ERROR, error code is 507053")
 
-    patches.apply_all(with_replay=False)
-    session = make_session()
-    become(session)
-    session[KeptWeights].note = note  # type: ignore[method-assign]
-    session.groups["a group"] = None  # type: ignore[assignment]  # without one nothing is recorded
-    weight = torch.ones(2, requires_grad=True)
-    optimizer = torch.optim.SGD([weight])
+    session, optimizer = _before_step(note)
     step_hooks._running = optimizer
     try:
         step_hooks.after_step(optimizer, (), {})
@@ -94,14 +95,14 @@ def test_an_error_of_the_device_that_our_own_operation_meets_is_the_scripts_and_
 def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_guard, "_KILL_LIMIT_S", 0.0)
     session = make_session(str(tmp_path))
-    target: Any = Record({"boundary": 2}, [])
+    target: Any = Record(record_of(2), [])
     replay = ReplayRun(session, 2, (0, 0), target, None, Answers((), ()))
 
     with pytest.raises(replay_guard.MismatchError):
         replay.before_step(sys._getframe())
     replay._output.end(0, 0)
 
-    (told,) = session.channel.sent  # type: ignore[attr-defined]
-    assert isinstance(told, from_rank.Mismatch)
-    assert told.reason == "the variables of the lost rank cannot be restored: KeyError(1)"
+    (mismatch,) = session.channel.sent  # type: ignore[attr-defined]
+    assert isinstance(mismatch, from_rank.Mismatch)
+    assert mismatch.reason == "the variables of the lost rank cannot be restored: KeyError(1)"
     session.channel.close()

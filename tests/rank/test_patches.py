@@ -23,7 +23,8 @@ from tests.rank.processes import run_alone
 from tests.rank.scripts import run_under_shim
 from ttprun.protocol import from_rank
 from ttprun.rank.bootstrap import patches
-from ttprun.rank.bootstrap.patches import PATCHES, Patch, replacement_for
+from ttprun.rank.bootstrap.patch_table import PATCHES, Patch
+from ttprun.rank.bootstrap.patches import replacement_for
 
 BY_NAME = {f"{patch.module}.{patch.attribute}": patch for patch in PATCHES}
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from rich import progress
 from tqdm import tqdm
 
-from ttprun.rank.position import ast_transform, loops, whose
+from ttprun.rank.position import ast_transform, loop_sites, loops, whose
 from ttprun.rank.position.placeholders import PLACEHOLDER, PlaceholderUsedError, hand_out, like, pass_over
 
 SKIP = 4
@@ -245,8 +246,8 @@ def test_a_generator_with_a_loop_of_its_own_begins_in_the_middle_of_it_and_is_co
     whose.add_user_directory(str(tmp_path))
     source = b"def halves(numbers):\n    for number in numbers:\n        yield number / 2\n"
     code = ast_transform.compile_followed(source, str(tmp_path / "script.py"))
-    site = list(loops.sites.values())[-1]
-    record = loops.Loop(site, None, range(9)).record() | {"position": SKIP + 1, "lead": 1}
+    site = list(loop_sites.sites.values())[-1]
+    record = replace(loops.Loop(site, None, range(9)).record(), position=SKIP + 1, lead=1)
 
     def jump(_: str, token: Any, iterable: Any) -> Any:
         return loops.Jump(site, record, iterable)

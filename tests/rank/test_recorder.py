@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
 import msgpack
 import pytest
 import torch
+from msgspec import to_builtins
 
+from tests.rank.records import record_of
+from ttprun.rank.records.boundary_record import Record, read_head
+from ttprun.rank.records.nodes import PlainNode
+from ttprun.rank.records.packing import MalformedRecordError, pack
 from ttprun.rank.records.recorder import SLOTS, WORKER_ENTRY_BYTES, Recorder, RecordTooLargeError
 
 SLOT_BYTES = 1 << 20
@@ -29,6 +41,35 @@ def filled(up_to: int) -> Recorder:
     recorder.write_worker(PLACE, b"state of a worker")
     recorder.set_appended(12345, (6, 700, 80))
     return recorder
+
+
+def written_and_killed_at_each_line(work: Callable[[Recorder], object]) -> Iterator[Recorder]:
+    """A recorder as the work has left it, killed at its first line there, at its second, and so on; at last whole."""
+    number, was_killed = 0, True
+    while was_killed:
+        number += 1
+        recorder = filled(up_to=7)
+        pid = os.fork()
+        if not pid:
+            _kill_at_line(number)
+            work(recorder)
+            os._exit(0)
+        was_killed = os.waitpid(pid, 0)[1] == signal.SIGKILL
+        yield recorder
+
+
+def _kill_at_line(number: int) -> None:
+    left = [number]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != sys.modules[Recorder.__module__].__file__:
+            return None
+        left[0] -= event == "line"
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
 
 
 def carried_over(recorder: Recorder, boundary: int) -> Recorder:
@@ -123,3 +164,68 @@ def test_the_first_record_is_kept_whatever_comes_after_it_and_is_given_away_too(
     expected = (1, b"the first head", torch.arange(3).numpy().tobytes())
     assert recorder.read_first() == restored.read_first() == expected
     assert [boundary for boundary in range(12) if restored.read(boundary)] == [8, 9, 10, 11]
+
+
+def test_killed_at_any_line_of_a_record_it_is_whole_or_not_there_and_the_newest_ones_before_it_stay() -> None:
+    blobs = [torch.full((1000,), 8.0), torch.arange(8)]
+    before = filled(up_to=7)
+    whole = filled(up_to=8).read(8)
+
+    found = []
+    for left in written_and_killed_at_each_line(lambda recorder: recorder.write(8, b"head 8", blobs)):
+        assert [left.read(boundary) for boundary in (5, 6, 7)] == [before.read(boundary) for boundary in (5, 6, 7)]
+        assert left.read(4) in (None, before.read(4))
+        found.append((left.newest, left.read(8)))
+
+    assert {*found} == {(7, None), (8, whole)}
+    assert len(found) > 15
+
+
+def test_killed_at_any_line_of_an_entry_of_the_log_those_before_it_stay() -> None:
+    before = list(filled(up_to=7).read_log())
+
+    logs = [list(left.read_log()) for left in written_and_killed_at_each_line(lambda one: one.append_log(b"fourth"))]
+
+    assert all(log in (before, [*before, b"fourth"]) for log in logs)
+    assert (logs[0], logs[-1]) == (before, [*before, b"fourth"])
+
+
+def test_killed_at_any_line_of_a_worker_s_state_it_is_whole_or_not_there() -> None:
+    states = [
+        left.read_worker(PLACE)
+        for left in written_and_killed_at_each_line(lambda recorder: recorder.write_worker(PLACE, b"newer state"))
+    ]
+
+    assert {*states} == {b"state of a worker", None, b"newer state"}
+
+
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        (b"\xc1", "malformed"),
+        (b"\x81\xa5place", "truncated"),
+        (msgpack.packb({"boundary": 3}), "missing required field `place`"),
+        (msgpack.packb(to_builtins(record_of(3)) | {"lines": "two"}), r"Expected `array`, got `str` - at `\$\.lines`"),
+        (msgpack.packb([1, 2]), "Expected `object`, got `array`"),
+    ],
+)
+def test_a_record_of_another_shape_than_ours_is_refused_in_one_line(head: bytes, why: str) -> None:
+    with pytest.raises(MalformedRecordError, match=why) as refused:
+        Record.of(head, b"")
+
+    assert "\n" not in str(refused.value)
+
+
+def test_a_record_with_names_and_numbers_that_msgpack_does_not_know_comes_back_as_it_was() -> None:
+    record = record_of(3, files=[["not utf-8 \udcff", 7]], variables=[{"text": "\ud800"}])
+
+    assert read_head(pack(record)) == record
+    assert read_head(pack(record_of(3, variables=[{"big": 1 << 70}]))).variables == [
+        {"big": PlainNode("int", [hex(1 << 70)])}
+    ]
+
+
+def test_texts_and_numbers_of_subclasses_are_packed_as_what_they_are() -> None:
+    kinds: list[Any] = [type("Text", (str,), {})("a"), type("Count", (int,), {})(3), type("Share", (float,), {})(0.5)]
+
+    assert read_head(pack(record_of(3, files=[kinds]))).files == [["a", 3, 0.5]]

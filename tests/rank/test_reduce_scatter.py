@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ttprun.rank.comm.journal import has_ended
-from ttprun.rank.comm.reduce_scatter import ReduceScatter
+from ttprun.rank.comm.reduce_scatter import ReduceScatter, is_for
 
 LIMIT_S = 20.0
 
@@ -50,6 +50,25 @@ def test_each_rank_gets_its_part_of_the_sum_and_the_inputs_stay_as_they_were(bac
     assert torch.equal(torch.cat([output for _, output in works]), copies[0] + copies[1])
     assert all(torch.equal(one, copy) for one, copy in zip(given, copies, strict=True))
     assert all(work.is_completed() and work.is_success() for work, _ in works)
+
+
+def test_several_at_once_write_their_outputs_once(backends: list[Any]) -> None:
+    """A script may keep a handle, and wait for it again when it has used the memory for something else."""
+    args = [
+        ([torch.zeros(2, 3), torch.zeros(1)], [torch.full((4, 3), 1.0 + rank), torch.arange(2.0)], options)
+        for rank, options in enumerate([dist.ReduceScatterOptions()] * 2)
+    ]
+    works = [ReduceScatter(backend, rank, 2, args[rank]) for rank, backend in enumerate(backends)]
+    for work in works:
+        work.wait(timedelta(seconds=LIMIT_S))
+    sums = [torch.cat([one.flatten() for one in outputs]).tolist() for outputs, *_ in args]
+
+    args[0][0][0].fill_(9.0)
+    works[0].wait()
+
+    assert sums == [[3.0] * 6 + [0.0], [3.0] * 6 + [2.0]]
+    assert args[0][0][0].eq(9.0).all()
+    assert is_for("reduce_scatter_tensor_coalesced", args[0])
 
 
 def test_one_that_waits_for_another_rank_is_given_up_when_the_limit_is_over_and_ends_later(

@@ -15,6 +15,9 @@ from ttprun.rank.weights.reduced_parts import ReducedParts
 LANE = "0"
 
 
+def no_limit(more_bytes: int) -> None: ...
+
+
 class FakeGroup:
     """Has a name."""
 
@@ -92,11 +95,11 @@ def test_a_lent_input_is_not_copied_and_its_memory_is_not_used_again() -> None:
 
 
 def test_a_replacement_takes_what_the_lost_rank_had_got_of_this_step_and_nothing_older(path: str) -> None:
-    lost = ReducedParts(path)
+    lost = ReducedParts(path, no_limit)
     for boundary in (3, 4):
         for number in range(3 if boundary == 3 else 2):
             lost.keep(boundary, LANE, number, torch.full((5 + number,), boundary * 10.0 + number))
-    replacement = ReducedParts(path)
+    replacement = ReducedParts(path, no_limit)
 
     for number in range(2):
         target = torch.zeros(5 + number)
@@ -110,7 +113,7 @@ def test_a_replacement_takes_what_the_lost_rank_had_got_of_this_step_and_nothing
 
 
 def test_results_find_room_as_they_come(path: str) -> None:
-    parts = ReducedParts(path)
+    parts = ReducedParts(path, no_limit)
     results = [torch.randn(1000 * (number + 1)) for number in range(4)]
 
     for number, result in enumerate(results):
@@ -118,5 +121,5 @@ def test_results_find_room_as_they_come(path: str) -> None:
 
     for number, result in enumerate(results):
         target = torch.zeros_like(result)
-        ReducedParts(path).take(1, LANE, number, target)
+        ReducedParts(path, no_limit).take(1, LANE, number, target)
         assert torch.equal(target, result)

@@ -9,6 +9,7 @@ import torch
 
 from tests.rank.fakes import make_session
 from tests.rank.processes import run_alone
+from tests.rank.records import record_of
 from tests.rank.test_said_at_the_step import BEGIN, STEP, in_a_for
 from tests.rank.test_said_at_the_step import run as hindrances_of
 from tests.rank.worlds import run_world
@@ -18,9 +19,10 @@ from ttprun.rank import values
 from ttprun.rank.checks import rehearsal as module
 from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.position import ast_transform, whose
+from ttprun.rank.records.boundary_record import BoundaryRecord
+from ttprun.rank.records.nodes import RefusedNode
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import current
-from ttprun.rank.values.nodes import Tag
 
 GENERATOR = "(n for n in range(9))"
 OF_OPTIMIZER = f"optimizer.tickets = {GENERATOR}; next(optimizer.tickets)"
@@ -92,13 +94,9 @@ def _reported(rank: int, source: str) -> tuple[list[list[str]], int]:
     return sent, session.row[Field.REHEARSED]
 
 
-def record_of(boundary: int, **variables: Any) -> tuple[dict[str, Any], bytes]:
-    snapshot = values.Snapshot({})
-    fields = {
-        "boundary": boundary, "place": [["script.py", "<module>", 3]], "dead": [[]], "modules": {}, "loops": [],
-        "variables": [snapshot.variables(variables)], "optimizers": [], "returned": None,
-    }  # fmt: skip
-    return fields, values.pack(fields)
+def record_with(boundary: int, **variables: Any) -> tuple[BoundaryRecord, bytes]:
+    record = record_of(boundary, variables=[values.Snapshot({}).variables(variables)])
+    return record, values.pack(record)
 
 
 def test_a_large_record_takes_a_small_share_of_the_steps_and_is_read_on_from_step_to_step() -> None:
@@ -115,7 +113,7 @@ def _steps_until_read() -> int:
     module.time = clock  # type: ignore[assignment]
     rehearsal = Rehearsal()
     for boundary in range(1, 1000):
-        record, head = record_of(boundary, held=nested(4))
+        record, head = record_with(boundary, held=nested(4))
         session[Recorder].write(boundary, head, [])
         rehearsal.note(session[Recorder], record, head, is_strict=False)
         clock.now_s += 0.1  # the step
@@ -144,7 +142,7 @@ def test_while_the_rank_waits_for_others_the_record_is_read_at_once() -> None:
 
 def _reads_in_the_wait() -> int:
     session, rehearsal = make_session(), Rehearsal()
-    record, head = record_of(1, held=nested(4))
+    record, head = record_with(1, held=nested(4))
     session[Recorder].write(1, head, [])
     rehearsal.note(session[Recorder], record, head, is_strict=False)
     return rehearsal.go_on(lambda: True)
@@ -157,7 +155,7 @@ def test_it_is_repeated_when_the_set_of_variables_changes_and_not_at_each_step()
 def _when_it_is_repeated() -> list[int]:
     session, rehearsal, read = make_session(), Rehearsal(), []
     for boundary in range(1, 9):
-        record, head = record_of(boundary, **{"a": [1.0], "step": boundary} | ({"b": [2]} if boundary >= 5 else {}))
+        record, head = record_with(boundary, **{"a": [1.0], "step": boundary} | ({"b": [2]} if boundary >= 5 else {}))
         session[Recorder].write(boundary, head, [])
         rehearsal.note(session[Recorder], record, head, is_strict=False)
         read.append(rehearsal.go_on(lambda: True))
@@ -170,7 +168,7 @@ def test_a_record_that_cannot_be_read_back_is_no_promise() -> None:
 
 def _of_a_broken_record() -> str:
     session, rehearsal = make_session(), Rehearsal()
-    record, head = record_of(1, held=[1])
+    record, head = record_with(1, held=[1])
     session[Recorder].write(1, head[: len(head) // 2], [])
     rehearsal.note(session[Recorder], record, head, is_strict=False)
     rehearsal.go_on(lambda: True)
@@ -183,8 +181,8 @@ def test_by_strict_proof_each_variable_that_cannot_be_restored_is_a_reason() -> 
 
 def _strictly() -> list[int]:
     session, rehearsal = make_session(), Rehearsal()
-    record, _ = record_of(1, held=torch.ones(1))
-    record["variables"][0]["held"] = [Tag.REFUSED, "is a coroutine"]
+    record, _ = record_with(1, held=torch.ones(1))
+    record.variables[0]["held"] = RefusedNode("is a coroutine")
     head = values.pack(record)
     session[Recorder].write(1, head, [])
     rehearsal.note(session[Recorder], record, head, is_strict=True)

@@ -114,8 +114,13 @@ def test_an_optimizer_of_each_epoch_is_made_by_a_replay_too() -> None:
     assert run(each) == [""] * 7
 
 
-def test_gradients_that_the_next_step_adds_to_are_reported_at_that_step() -> None:
-    found = run(in_a_for("pass").replace("    optimizer", "    if step != 1:\n        optimizer", 1))
+def test_gradients_that_the_next_step_adds_to_are_no_hindrance() -> None:
+    assert run(in_a_for("pass").replace("    optimizer", "    if step != 1:\n        optimizer", 1)) == [""] * 6
+
+
+def test_gradients_that_another_backward_adds_to_as_well_are_reported_at_the_step_that_uses_them() -> None:
+    script = f"{BEGIN}{ANOTHER}\nfor step in range(5):{STEP}"
+    found = run(script + STEP.replace("optimizer.step()\n    note()", "other.step()\n"))
 
     assert found[-1].startswith("the script carries gradients across an optimizer step")
 

@@ -1,4 +1,4 @@
-"""An exception that ends the script: what the agent is told of it."""
+"""An exception that ends the script: what is reported to the agent of it."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
     line.close()
 
 
-def told_of(error: Exception, session: Session) -> str:
+def reported_of(error: Exception, session: Session) -> str:
     """The reason that the agent gets."""
-    install.report_before(lambda *told: None)(type(error), error, error.__traceback__)
+    install.report_before(lambda *reported: None)(type(error), error, error.__traceback__)
     channel = session.channel
     assert isinstance(channel, FakeChannel)
     (message,) = [one for one in channel.sent if isinstance(one, from_rank.ScriptError)]
@@ -52,16 +52,16 @@ def told_of(error: Exception, session: Session) -> str:
 
 
 def test_an_error_of_the_script_is_reported_as_it_is(session: Session) -> None:
-    assert told_of(KeyError("epoch"), session) == "KeyError: 'epoch'"
+    assert reported_of(KeyError("epoch"), session) == "KeyError: 'epoch'"
 
 
 def test_an_error_of_a_replay_that_was_never_where_it_should_have_been_is_reported_with_that(session: Session) -> None:
     """Then the error says little of the script: it comes of the wrong place, or of what was skipped."""
     session.mode = ReplayUnderWay("its loops stand at 3, the lost rank's at 4")
 
-    told = told_of(NameError("name 'loss' is not defined"), session)
+    reported = reported_of(NameError("name 'loss' is not defined"), session)
 
-    assert told == (
+    assert reported == (
         "NameError: name 'loss' is not defined; the replay did not reach its boundary: "
         "its loops stand at 3, the lost rank's at 4"
     )
@@ -70,7 +70,7 @@ def test_an_error_of_a_replay_that_was_never_where_it_should_have_been_is_report
 def test_an_error_of_a_replay_that_has_stepped_nowhere_else_is_reported_as_it_is(session: Session) -> None:
     session.mode = ReplayUnderWay("")
 
-    assert told_of(KeyError("epoch"), session) == "KeyError: 'epoch'"
+    assert reported_of(KeyError("epoch"), session) == "KeyError: 'epoch'"
 
 
 SHOWS_WHAT_IT_CATCHES = """

@@ -49,3 +49,24 @@ def test_only_collectives_of_all_ranks_count_as_meetings(session: Session) -> No
 
     fields = (Field.COLLECTIVES, Field.MEETINGS, Field.OPERATION, Field.PHASE)
     assert [session.board.get(1, field) for field in fields] == [2, 1, ALLREDUCE, Phase.COLLECTIVE]
+
+
+def test_protection_that_cannot_be_given_up_on_a_deep_stack_is_given_up_further_up(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+
+    def send(message: Any, fds: Any = ()) -> None:
+        if not sent:
+            sent.append(None)
+            raise RecursionError
+        sent.append(message)
+
+    monkeypatch.setattr(session.channel, "send", send)
+
+    with pytest.raises(RecursionError):
+        session.give_up_protection("it is too deep")
+    session.give_up_protection("it was too deep")
+
+    assert session.unprotected == "it was too deep"
+    assert [message.reason for message in sent[1:]] == ["it was too deep"]

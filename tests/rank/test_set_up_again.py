@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.rank.fakes import make_session
+from tests.rank.records import record_of
 from ttprun.rank.comm.results import Answers
 from ttprun.rank.position import ast_transform, loops
-from ttprun.rank.records.record import Record
+from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.replay.replay import ReplayRun
 
 SCRIPT = """
@@ -40,7 +41,7 @@ def test_a_replay_follows_the_loops_of_a_set_up_no_longer_than_a_run_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = make_session(str(tmp_path))
-    before = Record({"boundary": 1, "place": [], "loops": [], "generator_loops": [], "has_steps": []}, [])
+    before = Record(record_of(1), [])
     replay = ReplayRun(session, 2, (0, 0), before, before, Answers((), ()))
     replay.begin()
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.rank.values.carrying import carry, is_refused, record
+from ttprun.rank.records.nodes import WeightNode
 from ttprun.rank.values import CannotRestoreError, Restore, UnrecordedTensorError
-from ttprun.rank.values.nodes import Tag
 from ttprun.rank.weights import checkpoint_shards, replicated, sharded, state_transfer
 from ttprun.rank.weights.holdings import Holdings
 from ttprun.rank.weights.optimizer_registry import (
@@ -108,15 +108,15 @@ def train(mesh: DeviceMesh, steps: int) -> list[torch.Tensor]:
 def written_by(size: int, folder: Path, ranks: Sequence[int] | None = None) -> list[Any]:
     """What the ranks tell of the shares that they have written, all of them or some."""
     folder.mkdir()
-    told = []
+    written = []
     ranks = range(size) if ranks is None else ranks
     for share, rank in enumerate(ranks):
         with world(rank, size) as mesh:
             train(mesh, STEPS)
-            told.append(
+            written.append(
                 checkpoint_shards.write(str(folder / checkpoint_shards.file_of(share)), share, len(ranks), None)
             )
-    return told
+    return written
 
 
 def held(parts: list[replicated.Part]) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def held(parts: list[replicated.Part]) -> dict[str, torch.Tensor]:
 def test_what_some_ranks_have_written_any_other_number_of_ranks_reads_exactly(
     tmp_path: Path, old: int, new: int
 ) -> None:
-    told = written_by(old, tmp_path / "saved")
+    written = written_by(old, tmp_path / "saved")
     files = sorted(str(path) for path in (tmp_path / "saved").iterdir())
 
     for rank in range(new):
@@ -137,28 +137,28 @@ def test_what_some_ranks_have_written_any_other_number_of_ranks_reads_exactly(
         with world(rank, new) as mesh:
             train(mesh, 1)
             before = held(replicated.describe()[1])
-            checkpoint_shards.load(told[0].header, files)
+            checkpoint_shards.load(written[0].header, files)
             got = held(replicated.describe()[1])
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[key], expected[key]) for key in got), rank
         assert not all(torch.equal(before[key], expected[key]) for key in got)
-    assert len({one.header_xxh3 for one in told}) == 1
+    assert len({one.header_xxh3 for one in written}) == 1
 
 
 def test_a_share_that_is_not_there_is_noticed_before_anything_goes_on(tmp_path: Path) -> None:
-    told = written_by(3, tmp_path / "saved")
+    written = written_by(3, tmp_path / "saved")
     files = sorted(str(path) for path in (tmp_path / "saved").iterdir())
 
     with world(0, 2) as mesh:
         train(mesh, 1)
         with pytest.raises(NotRepairableError, match=r"is not whole in the checkpoint|is in none of"):
-            checkpoint_shards.load(told[0].header, files[:1])
+            checkpoint_shards.load(written[0].header, files[:1])
 
 
 def test_what_a_lost_rank_held_is_named_by_those_that_are_left(tmp_path: Path) -> None:
-    told = written_by(4, tmp_path / "saved", ranks=[0, 2])
+    written = written_by(4, tmp_path / "saved", ranks=[0, 2])
 
-    missing = what_is_missing(held_of(told[0].held), [0, 2])
+    missing = what_is_missing(held_of(written[0].held), [0, 2])
 
     assert missing == [
         "optimizer.0/0.0/weight rows 3:6 (rank 1)",
@@ -296,8 +296,8 @@ def test_a_sharded_weight_in_a_variable_is_the_replacements_own_weight_there() -
 
         Restore(blobs, is_comparing=True, stepped=[own]).module(here, recorded, "")
 
-        assert recorded["same"][0] == Tag.WEIGHT
-        assert recorded["same"][3] == [6, 4]
+        assert isinstance(recorded["same"], WeightNode)
+        assert recorded["same"].shape == [6, 4]
         assert blobs == []
         assert here["same"] is own
         assert here["new"] is own

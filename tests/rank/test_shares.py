@@ -52,8 +52,8 @@ def state() -> dict[str, torch.Tensor]:
 def write_all(folder: Path) -> tuple[list[Any], list[str]]:
     """(header, paths) of a checkpoint's shares."""
     paths = [str(folder / checkpoint_shards.file_of(share)) for share in range(SHARES)]
-    told = [checkpoint_shards.write(path, share, SHARES, None) for share, path in enumerate(paths)]
-    return told[0].header, paths
+    written = [checkpoint_shards.write(path, share, SHARES, None) for share, path in enumerate(paths)]
+    return written[0].header, paths
 
 
 def disturb(trained: Trained) -> None:
@@ -113,14 +113,14 @@ def test_lists_of_tensors_in_an_optimizer_s_state_are_taken_over_with_their_item
 
 
 def test_every_tensor_is_in_one_share_and_each_file_is_as_it_was_reported(tmp_path: Path, trained: Trained) -> None:
-    told = [checkpoint_shards.write(str(tmp_path / str(share)), share, SHARES, None) for share in range(SHARES)]
+    written = [checkpoint_shards.write(str(tmp_path / str(share)), share, SHARES, None) for share in range(SHARES)]
 
     held = [key for share in range(SHARES) for key in load_file(tmp_path / str(share))]
     assert sorted(held) == sorted(state())
-    for one in told:
+    for one in written:
         entry = read_entry(tmp_path / str(one.share))
         assert (one.bytes, one.xxh3) == (entry.bytes, entry.xxh3)
-    assert len({one.header_xxh3 for one in told}) == 1
+    assert len({one.header_xxh3 for one in written}) == 1
 
 
 def test_a_model_in_the_script_s_variables_is_named_with_its_buffers(
@@ -129,9 +129,9 @@ def test_a_model_in_the_script_s_variables_is_named_with_its_buffers(
     model = trained[0]
     monkeypatch.setattr(checkpoint_shards, "modules_in", lambda frame: iter([("net", model)]))
 
-    told = checkpoint_shards.write(str(tmp_path / "first"), 0, 1, None)
+    written = checkpoint_shards.write(str(tmp_path / "first"), 0, 1, None)
 
-    places = told.model["net"]
+    places = written.model["net"]
     assert places.keys() == model.state_dict().keys()
     assert places["1.running_mean"][1] == "net/1.running_mean"
     assert places["0.weight"][1] in state()
@@ -164,9 +164,9 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path, trained: Trained) -
         checkpoint_shards.load(header, paths)
 
 
-def owned(rank: int) -> checkpoint_shards.Apart:
+def owned(rank: int) -> checkpoint_shards.Differing:
     """Ranks 0 and 1 hold other weights than ranks 2 and 3 of the first layer; the rest is alike."""
-    return checkpoint_shards.Apart({"optimizer.0/0.0": (0, 0, 2, 2)}, rank, (0, 1, 2, 3))
+    return checkpoint_shards.Differing({"optimizer.0/0.0": (0, 0, 2, 2)}, rank, (0, 1, 2, 3))
 
 
 def test_of_what_not_all_ranks_hold_alike_the_first_holder_writes_its_own_and_each_rank_loads_its_own(
@@ -213,14 +213,14 @@ def memory_file() -> tuple[int, str]:
 def test_a_snapshot_holds_what_a_checkpoint_would_and_can_be_loaded(tmp_path: Path, trained: Trained) -> None:
     expected = state()
     memories = [memory_file() for _ in range(SHARES)]
-    told = [checkpoint_shards.copy(Memory(path), share, SHARES, None) for share, (_, path) in enumerate(memories)]
+    written = [checkpoint_shards.copy(Memory(path), share, SHARES, None) for share, (_, path) in enumerate(memories)]
     for share, (fd, path) in enumerate(memories):
         checkpoint_shards.write(str(tmp_path / "disk"), share, SHARES, None)
         assert Path(path).read_bytes() == (tmp_path / "disk").read_bytes()
-        assert told[share].bytes == os.fstat(fd).st_size
+        assert written[share].bytes == os.fstat(fd).st_size
     disturb(trained)
 
-    checkpoint_shards.load(told[0].header, [path for _, path in memories])
+    checkpoint_shards.load(written[0].header, [path for _, path in memories])
 
     assert all(torch.equal(tensor, expected[key]) for key, tensor in state().items())
 
@@ -328,6 +328,6 @@ def test_a_snapshot_for_which_there_is_no_memory_is_not_taken_by_anybody_and_the
     board, channel = agree(monkeypatch, size - 1)
 
     assert board.get(0, Field.SNAPSHOT_AT) == 0
-    (told,) = channel.sent
+    (report,) = channel.sent
     why_not = "it takes 0 MiB of shared memory, and only 0 MiB more is free"
-    assert told == SnapshotTaken(1, 40, why_not)
+    assert report == SnapshotTaken(1, 40, why_not)

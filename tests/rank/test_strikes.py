@@ -27,9 +27,9 @@ def test_a_fault_that_cannot_be_read_is_reported_and_the_line_goes_on_being_read
     line, others = Line(), list[Any]()
     take = strikes.taken_from(others.append, line)  # type: ignore[arg-type]
 
-    take(to_rank.Fault(901, "kil:rank=1"))
+    take(to_rank.InjectedFault(901, "kil:rank=1"))
     take(to_rank.EndAsked())
-    take(to_rank.Fault(902, "kill:rank=1,step=3"))
+    take(to_rank.InjectedFault(902, "kill:rank=1,step=3"))
 
     assert [type(message) for message in line.sent] == [from_rank.FaultFailed]
     assert line.sent[0].number == 901

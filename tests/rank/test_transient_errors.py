@@ -81,7 +81,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNpu]:
 
 
 def asked(error: Exception) -> tuple[bool, str, bool, list[str]]:
-    """Whether the rank is kept, the fault, whether its device is to be made ready, and what the agent is told."""
+    """Whether the rank is kept, the fault, whether its device is to be made ready, and what is reported to the agent."""
     presence: Any = FakePresence(OPTIONS)
     session, diagnosis, device = rerun._session_to_leave(error, presence)
     return session is not None, diagnosis.name, device is not None, [note.text for note in presence.channel.sent]

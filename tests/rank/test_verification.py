@@ -1,4 +1,4 @@
-"""A NaN in what a rank gives to a collective is found in the journal's copies; a rank that is odd stands aside."""
+"""A NaN in what a rank gives to a collective is found in the journal's copies; a rank that is odd stops."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ def test_a_rank_with_a_nan_whose_agent_does_not_end_the_job_says_so_and_takes_no
     with pytest.raises(RuntimeError, match="has not ended the job within 0 s"):
         verifier.look(8, OPTIMIZER, None, are_new=False)
 
-    assert [type(told) for told in agent.read_available()] == [from_rank.NanFound]
+    assert [type(reported) for reported in agent.read_available()] == [from_rank.NanFound]
     agent.close()
     rank.close()
 
 
-def test_a_rank_that_is_ordered_to_stand_aside_stops_behind_its_next_boundary_and_only_there(
+def test_a_rank_that_is_ordered_to_stop_does_so_behind_its_next_boundary_and_only_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verification, "_KILL_LIMIT_S", 0.3)
@@ -133,19 +133,19 @@ def test_a_rank_that_is_ordered_to_stand_aside_stops_behind_its_next_boundary_an
     odd_s = time.monotonic()
 
     assert odd_s - not_odd_s >= 0.3
-    assert agent.read_available() == [from_rank.SteppedAside()]
+    assert agent.read_available() == [from_rank.StoppedDivergent()]
     agent.close()
     rank.close()
 
 
-class Told:
+class Line:
     """What a rank has sent, of each message the boundary and whether it was a full look."""
 
     def __init__(self) -> None:
         self.agent, self.rank = channel.pair()
 
     def looks(self) -> list[tuple[int, bool]]:
-        return [(told.boundary, told.is_full) for told in self.agent.read_available()]
+        return [(reported.boundary, reported.is_full) for reported in self.agent.read_available()]
 
     def close(self) -> None:
         self.agent.close()
@@ -153,15 +153,15 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
+def line() -> Iterator[Line]:
     """The line to the agent."""
-    found = Told()
+    found = Line()
     yield found
     found.close()
 
 
-def test_what_is_new_and_what_follows_a_recovery_is_looked_at_in_full_and_the_rest_now_and_then(told: Told) -> None:
-    verifier = Verifier(told.rank, Journal(limit_bytes=1), every=5, nan_limit_s=None)
+def test_what_is_new_and_what_follows_a_recovery_is_looked_at_in_full_and_the_rest_now_and_then(line: Line) -> None:
+    verifier = Verifier(line.rank, Journal(limit_bytes=1), every=5, nan_limit_s=None)
 
     for boundary in range(1, 12):
         verifier.look(boundary, OPTIMIZER, None, are_new=boundary <= 2)
@@ -169,7 +169,7 @@ def test_what_is_new_and_what_follows_a_recovery_is_looked_at_in_full_and_the_re
             verifier.prove_from(7)
         assert verifier._is_idle.wait(5.0)
 
-    assert told.looks() == [(1, True), (2, True), (5, False), (8, True), (9, True), (10, False)]
+    assert line.looks() == [(1, True), (2, True), (5, False), (8, True), (9, True), (10, False)]
 
 
 def test_where_nobody_is_a_replica_of_anybody_nothing_is_looked_at() -> None:
@@ -196,12 +196,12 @@ def test_weights_that_cannot_be_hashed_are_reported_once_and_no_recovery_counts_
     verifier.prove_from(1)
     verifier.look(2, OPTIMIZER, None, are_new=True)
     verifier.look(4, OPTIMIZER, None, are_new=False)
-    told = agent.read_available()
+    reported = agent.read_available()
 
-    assert [type(message) for message in told] == [from_rank.Note] * 2
-    assert "MemoryError: no room" in told[0].text
-    assert "the ranks' weights are not compared" in told[0].text
-    assert "at step 2 the recovery is not proved" in told[1].text
+    assert [type(message) for message in reported] == [from_rank.Note] * 2
+    assert "MemoryError: no room" in reported[0].text
+    assert "the ranks' weights are not compared" in reported[0].text
+    assert "at step 2 the recovery is not proved" in reported[1].text
     agent.close()
     rank.close()
 
@@ -213,8 +213,8 @@ def test_a_nan_that_the_weights_held_before_the_step_is_blamed_on_no_rank() -> N
 
     verifier.look(8, torch.optim.SGD([nan.clone().requires_grad_()]), None, are_new=False)
 
-    (told,) = agent.read_available()
-    assert not told.is_own
-    assert told.where == "allreduce number 0 of the step, 4 of 4 elements; the weights held it before this step"
+    (reported,) = agent.read_available()
+    assert not reported.is_own
+    assert reported.where == "allreduce number 0 of the step, 4 of 4 elements; the weights held it before this step"
     agent.close()
     rank.close()

@@ -117,6 +117,8 @@ def test_the_states_of_workers_are_found_by_their_place_until_the_ring_has_gone_
     found = [recorder.read_worker((1, 0, 2, batch)) for batch in (0, 2, 3, WORKER_BATCHES + 2)]
 
     assert found == [None, None, b"state 3", f"state {WORKER_BATCHES + 2}".encode()]
+    assert list(recorder.worker_states(1, 2)) == [(0, batch) for batch in range(3, WORKER_BATCHES + 3)]
+    assert recorder.worker_states(5, 2) == {}
     assert recorder.read_worker((1, 1, 2, 5)) is None
     assert recorder.read_worker((1, 0, 3, 5)) is None
 
@@ -279,6 +281,21 @@ def test_a_backward_that_adds_to_gradients_of_the_replay_is_refused_before_they_
     assert len(refused) == expected
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_the_gradient_of_a_view_is_watched_without_a_hook_which_may_crash_torch() -> None:
+    """Megatron-core's distributed optimizer steps views of the model's weights, and gives them their gradients."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    part = weight.view(-1)[:2]
+    part.grad = torch.ones(2)
+    optimizer.param_groups[0]["params"] = [part]
+
+    gradients.poison([optimizer])
+
+    assert part._backward_hooks is None
+    assert gradients.are_carried_over(optimizer)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_become_nan_in_the_step_itself_are_not_those_of_the_replay(set_to_none: bool) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
@@ -395,6 +412,7 @@ def divert(run_dir: str) -> tuple[str, str]:
     out = os.open(f"{run_dir}/out", os.O_RDWR | os.O_CREAT)
     for fd in (1, 2):
         os.dup2(out, fd)
+    os.mkdir(f"{run_dir}/logs")
     session = make_session(run_dir=run_dir)
     become(session)
     diverted = output.Diverted(session)

@@ -73,9 +73,7 @@ def follows(module: str) -> bool:
 def test_what_is_not_installed_nor_cached_is_the_users(project: Path, place: str, is_own: bool) -> None:
     file = str(written(project / place))
 
-    questions = (whose.follows_loops, whose.records_frames, whose.holds_state, whose.has_muted_effects)
-
-    assert [ask(file) for ask in questions] == [is_own] * 4
+    assert (whose.is_script_code(file), whose.has_muted_effects(file)) == (is_own, is_own)
 
 
 @pytest.mark.parametrize("module", ["json", "torch", "torch.nn.functional", "numpy", "pytest", "ttprun.config"])
@@ -143,4 +141,4 @@ def test_modules_by_pythonpath_a_namespace_package_a_zip_file_and_an_editable_in
 
     assert followed == names
     assert set(names) <= set(ast_transform.loaded)
-    assert whose.holds_state(str(project / "zipped.zip" / "in_zip" / "loop.py"))
+    assert whose.is_script_code(str(project / "zipped.zip" / "in_zip" / "loop.py"))

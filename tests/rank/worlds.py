@@ -123,7 +123,7 @@ class FakeAgent:
         os.waitpid(self.pids[rank], 0)
 
     def replace(self, rank: int) -> None:
-        """Start a process in a lost rank's place; it waits for its order, and knows what was told in its generation."""
+        """Start a process in a lost rank's place; it waits for its order, and knows what was reported in its generation."""
         with self._relaying:
             self.pids[rank], self.lines[rank] = self._start(rank, self.generation, True)
             for teller, put in self._puts:
@@ -142,7 +142,7 @@ class FakeAgent:
 
 
 def wait_for(key: str) -> None:
-    """In a rank: wait until the scenario has told it `key`."""
+    """In a rank: wait until the scenario has sent it `key`."""
     from ttprun.rank.session import current
 
     session = current()

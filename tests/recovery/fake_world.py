@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ttprun import recovery
-from ttprun.recovery import Action, Event, Incident, Job, Phase, RepairEvent, Settings, advance, new_job
+from ttprun.recovery import Action, Event, Incident, Job, JobPhase, RepairEvent, Settings, advance, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
-SETTLED = (Phase.RUNNING, Phase.DONE, Phase.FAILED)
+SETTLED = (JobPhase.RUNNING, JobPhase.DONE, JobPhase.FAILED)
 
 
 @dataclass
@@ -22,8 +22,8 @@ class Process:
     """One process of a rank.
 
     boundary        where it stands
-    agreed_digest   of its weights, as it has told the machine in this generation
-    has_orders      it has been told to replay
+    agreed_digest   of its weights, as it has reported it to the machine in this generation
+    has_orders      it has been ordered to replay
     is_whole        it may train
     is_hung         it lives, but says nothing any more
     is_faulted      its script has ended by a transient error, and the machine has not heard of it yet
@@ -41,7 +41,7 @@ class Process:
 
     @property
     def is_stuck(self) -> bool:
-        """It does nothing that it is told to."""
+        """It does nothing that it is ordered to."""
         return self.is_hung or self.is_faulted
 
     def begin_anew(self, weights: str) -> None:
@@ -58,15 +58,15 @@ class Process:
 class FakeWorld:
     """Processes and agent of one job, with what they have said and the machine has not heard yet.
 
-    apart             replica groups, which hold nothing in common: rank r is in group r modulo this number
+    replica_groups    their number; they hold nothing in common: rank r is in group r modulo this number
     tensor_parallel   ranks that hold one replica of the model together, if they can train on in a smaller group; 0: no
     has_room          another process can be started
     handles_stop      the scripts have something to do when they are told to end
     awaits_checkpoint somebody has asked for a checkpoint, and knows neither that it is there nor why not
     """
 
-    def __init__(self, settings: Settings, restarts: int, tensor_parallel: int = 0, apart: int = 1) -> None:
-        self.apart = apart
+    def __init__(self, settings: Settings, restarts: int, tensor_parallel: int = 0, replica_groups: int = 1) -> None:
+        self.replica_groups = replica_groups
         self.job: Job = new_job(settings)
         self.tensor_parallel = tensor_parallel
         self.has_room = True
@@ -94,8 +94,8 @@ class FakeWorld:
         self.finished = set()
         for rank in self.unheard:
             self.start(rank).is_whole = True
-        owners = tuple(rank % self.apart for rank in self.unheard)
-        replicas = Replicas(compared_at=1, parted={"w": owners} if any(owners) else {})
+        owners = tuple(rank % self.replica_groups for rank in self.unheard)
+        replicas = Replicas(compared_at=1, differing={"w": owners} if any(owners) else {})
         self.agent_unheard.append(recovery.RanksCompared(replicas=replicas, at_s=0.0))
 
     def start(self, rank: int) -> Process:
@@ -111,7 +111,7 @@ class FakeWorld:
 
     def weights_of(self, rank: int) -> str:
         """What a rank holds when nothing has gone wrong."""
-        return f"weights {rank % self.apart}"
+        return f"weights {rank % self.replica_groups}"
 
     def replicas_of(self, rank: int) -> ReplicaGroup:
         """Ranks that hold the same as this one."""
@@ -193,7 +193,7 @@ class FakeWorld:
         """All ranks pass the commit barrier, if all are there."""
         absent = {*self.finished, *self.job.away}
         training = [process for rank, process in self.processes.items() if rank not in absent]
-        is_any_still = self.job.phase not in (Phase.RUNNING, Phase.RESUMING)
+        is_any_still = self.job.phase not in (JobPhase.RUNNING, JobPhase.RESUMING)
         if is_any_still or not all(one.is_alive and one.is_whole and not one.is_stuck for one in training):
             return
         for process in training:
@@ -228,7 +228,7 @@ class FakeWorld:
         if isinstance(event, recovery.RankFaulted) and self.processes[event.rank].pid == event.pid:
             self.processes[event.rank].begin_anew(self.weights_of(event.rank))
         self.job, actions = advance(before, event)
-        if isinstance(event, recovery.CheckpointAsked) and before.phase is Phase.RUNNING:
+        if isinstance(event, recovery.CheckpointAsked) and before.phase is JobPhase.RUNNING:
             self.awaits_checkpoint = True
         if isinstance(event, recovery.StatePersisted) and self.job is not before:
             self.awaits_checkpoint = False
@@ -236,7 +236,10 @@ class FakeWorld:
         assert self.job.generation >= before.generation
         if self.job.phase in SETTLED:
             assert self.job.incident is None
-        elif self.job.phase not in (Phase.PERSISTING, Phase.RESUMING):  # a checkpoint that was asked for is no incident
+        elif self.job.phase not in (
+            JobPhase.PERSISTING,
+            JobPhase.RESUMING,
+        ):  # asked for: no incident
             assert self.job.incident is not None
         for action in actions:
             self.obey(action)
@@ -258,7 +261,7 @@ class FakeWorld:
         return is_of_process and event.pid != self.job.members[event.rank].pid
 
     @property
-    def is_told_to_end(self) -> bool:
+    def is_reported_to_end(self) -> bool:
         """Somebody has asked that the job end."""
         return any(isinstance(event, recovery.StopAsked) for event in self.echoes)
 
@@ -276,7 +279,7 @@ class FakeWorld:
                 for rank in ranks:
                     self.say(rank, self.frozen(rank, generation))
             case recovery.SpawnRank(rank, generation):
-                assert not self.is_told_to_end
+                assert not self.is_reported_to_end
                 assert generation == self.job.generation
                 assert not self.processes[rank].is_alive
                 if self.has_room:
@@ -326,7 +329,7 @@ class FakeWorld:
             case recovery.Resume(ranks, generation, boundary):
                 self.resume(ranks, generation, boundary)
             case recovery.RestartGroup(reason):
-                assert not self.is_told_to_end
+                assert not self.is_reported_to_end
                 assert reason
                 self.restart_group()
             case recovery.FailJob(reason):
@@ -393,7 +396,7 @@ class FakeWorld:
         """All that train stand at one boundary, and write what they hold."""
         boundaries = {process.boundary for process in self.processes.values()}
         is_known = all(member.pid is not None for member in self.job.members)
-        if self.job.phase is Phase.RUNNING and is_known and len(boundaries) == 1 and boundaries != {0}:
+        if self.job.phase is JobPhase.RUNNING and is_known and len(boundaries) == 1 and boundaries != {0}:
             (self.snapshot_boundary,) = boundaries
             self.hear(recovery.SnapshotTaken(boundary=self.snapshot_boundary, at_s=0.0))
 
@@ -403,8 +406,8 @@ class FakeWorld:
         assert all(self.job.members[rank].pid is not None for rank in ranks)
         alike = ranks if boundary > 0 else self.job.survivors
         if self.job.incident is not None:  # else it was for a checkpoint, which leaves all as they were
-            for group in range(self.apart):
-                of_group = [rank for rank in alike if rank % self.apart == group]
+            for group in range(self.replica_groups):
+                of_group = [rank for rank in alike if rank % self.replica_groups == group]
                 assert len({self.processes[rank].agreed_digest for rank in of_group}) <= 1
         for rank in ranks if self.job.away else ():
             assert self.replicas_of(rank).whole_copy(ranks) is not None
@@ -436,7 +439,7 @@ class FakeWorld:
         for _ in range(1000):
             if self.hear_next():
                 continue
-            if self.job.phase is Phase.RUNNING and self.hung:
+            if self.job.phase is JobPhase.RUNNING and self.hung:
                 self.see_hung()
             elif self.job.phase in SETTLED:
                 return

@@ -120,9 +120,9 @@ class Scenario:
             yield recovery.RanksCompared(replicas=read_replicas(given), at_s=self.at_s)
             return
         if word == "all_elastic":
-            world, apart = len(self.job.members), int(given["tensor_parallel"])
+            world, replica_groups = len(self.job.members), int(given["tensor_parallel"])
             for rank in range(world):
-                alike = tuple(range(rank % apart, world, apart))
+                alike = tuple(range(rank % replica_groups, world, replica_groups))
                 yield recovery.ElasticDeclared(rank=rank, replicas=(ReplicaGroup(alike, 2),), at_s=self.at_s)
             return
         ranks = given.pop("ranks", given.pop("rank", ""))
@@ -155,8 +155,8 @@ class Scenario:
 def read_replicas(given: dict[str, str]) -> Replicas:
     """What the ranks hold: by parameter and rank, the lowest rank that has always held the same."""
     mirrored = frozenset(map(int, given.pop("mirrored", "").split(","))) if "mirrored" in given else frozenset()
-    parted = {name: tuple(map(int, owners.split(","))) for name, owners in given.items()}
-    return Replicas(compared_at=1, parted=parted, mirrored=mirrored)
+    differing = {name: tuple(map(int, owners.split(","))) for name, owners in given.items()}
+    return Replicas(compared_at=1, differing=differing, mirrored=mirrored)
 
 
 def read_value(name: str, text: str) -> Any:

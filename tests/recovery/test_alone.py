@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.recovery.fake_world import FakeWorld
 from ttprun import recovery
-from ttprun.recovery import Action, Event, Incident, Phase, Settings
+from ttprun.recovery import Action, Event, Incident, JobPhase, Settings
 
 
 class AloneWorld(FakeWorld):
@@ -17,7 +17,7 @@ class AloneWorld(FakeWorld):
     """
 
     def __init__(self, ranks: int, kept_every: int) -> None:
-        super().__init__(Settings(world_size=ranks, max_same_faults=9), restarts=0, apart=ranks)
+        super().__init__(Settings(world_size=ranks, max_same_faults=9), restarts=0, replica_groups=ranks)
         self.kept_every = kept_every
         self.touched: set[int] = set()
         self.went_back_to: dict[int, int] = {}  # by rank
@@ -34,7 +34,7 @@ class AloneWorld(FakeWorld):
                 process.boundary += 1
 
     def hear(self, event: Event) -> None:
-        """As the agent does: what a lost rank has left is told before its loss."""
+        """As the agent does: what a lost rank has left is reported before its loss."""
         is_loss = isinstance(event, recovery.RankExited | recovery.RankHung)
         if is_loss and recovery.is_alone(self.job, event.rank) and self.job.members[event.rank].pid == event.pid:
             kept = event.boundary - event.boundary % self.kept_every
@@ -80,8 +80,8 @@ class AloneWorld(FakeWorld):
         for _ in range(200):
             if self.hear_next():
                 continue
-            are_settled = all(own.phase in (Phase.RUNNING, Phase.DONE) for own in self.job.alone.values())
-            if self.job.phase in (Phase.DONE, Phase.FAILED) or (are_settled and not self.hung):
+            are_settled = all(own.phase in (JobPhase.RUNNING, JobPhase.DONE) for own in self.job.alone.values())
+            if self.job.phase in (JobPhase.DONE, JobPhase.FAILED) or (are_settled and not self.hung):
                 return
             self.see_hung()
             self.pass_deadline()
@@ -116,7 +116,7 @@ def test_what_happens_to_some_ranks_costs_them_alone_and_at_most_what_they_had_n
             world.train()
     world.settle()
 
-    is_over = world.job.phase in (Phase.DONE, Phase.FAILED)  # an error of the script that has come back
+    is_over = world.job.phase in (JobPhase.DONE, JobPhase.FAILED)  # an error of the script that has come back
     assert len(world.closed) == world.job.incident_count
     assert all(incident.outcome == "recovered" for incident in world.closed) or is_over
     assert is_over or (spared not in world.touched and world.processes[spared].pid == pid)
@@ -135,12 +135,12 @@ def test_when_a_rank_joins_a_group_in_between_every_incident_still_ends(
         if number == joins:
             world.hear(recovery.RankJoined(rank=who % ranks, at_s=0.0))
         world.train()
-        if world.job.phase is Phase.RUNNING:
+        if world.job.phase is JobPhase.RUNNING:
             world.end(who % ranks, None, 9, is_script_error=False, is_mute=True)
         for _ in range(rounds):
-            if world.job.phase is Phase.RUNNING:
+            if world.job.phase is JobPhase.RUNNING:
                 world.hear_next()
-    if world.job.phase is Phase.RUNNING:
+    if world.job.phase is JobPhase.RUNNING:
         world.hear(recovery.StopAsked(reason="SIGTERM", at_s=0.0))
 
     opened = [incident for incident in world.closed if incident.outcome == "open"]

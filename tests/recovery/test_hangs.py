@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ttprun.recovery.hangs import Hung, Stalled, Straggler, Verdict, Watch, Way
+from ttprun.recovery.hangs import HangVerdict, HangWatch, Hung, Stalled, Straggler, Way
 from ttprun.recovery.observations import Doing, Observation
 
 EVERY_S = 0.25
@@ -42,14 +42,14 @@ class Rank:
 class Ranks:
     """All ranks of a job, watched."""
 
-    watch: Watch
+    watch: HangWatch
     ranks: list[Rank]
     at_s: float = 100.0
-    verdicts: list[tuple[float, Verdict]] = field(default_factory=list)
+    verdicts: list[tuple[float, HangVerdict]] = field(default_factory=list)
 
-    def pass_time(self, seconds: float, is_repair: bool = False) -> list[Verdict]:
+    def pass_time(self, seconds: float, is_repair: bool = False) -> list[HangVerdict]:
         """Look for so long; returns what was said."""
-        said: list[Verdict] = []
+        said: list[HangVerdict] = []
         for _ in range(round(seconds / EVERY_S)):
             self.at_s += EVERY_S
             for rank in self.ranks:
@@ -86,12 +86,12 @@ def watched(world_size: int = 3, hang_s: float | None = 5.0, steps: int = 8) -> 
         Observation(rank=rank, pid=100 + rank, boundary=0, meetings=0, doing=Doing.SETUP, pulse_at_s=100.0)
         for rank in range(world_size)
     ]
-    ranks = Ranks(Watch(hang_s), [Rank(observation) for observation in observations])
+    ranks = Ranks(HangWatch(hang_s), [Rank(observation) for observation in observations])
     ranks.train(steps)
     return ranks
 
 
-def hung(verdicts: list[Verdict]) -> list[Hung]:
+def hung(verdicts: list[HangVerdict]) -> list[Hung]:
     return [verdict for verdict in verdicts if isinstance(verdict, Hung)]
 
 
@@ -287,11 +287,11 @@ def test_a_straggler_is_reported_once_an_episode_and_is_no_hang() -> None:
     ranks.wait_for(guilty=2)
     second = ranks.pass_time(10.0)
 
-    (told,) = first
-    assert isinstance(told, Straggler)
-    assert (told.observation.rank, told.observation.boundary) == (2, 8)
-    assert told.took_s == pytest.approx(5.0, abs=0.5)
-    assert told.usual_s == pytest.approx(1.0, abs=0.1)
+    (reported,) = first
+    assert isinstance(reported, Straggler)
+    assert (reported.observation.rank, reported.observation.boundary) == (2, 8)
+    assert reported.took_s == pytest.approx(5.0, abs=0.5)
+    assert reported.usual_s == pytest.approx(1.0, abs=0.1)
     assert len(second) == 1
 
 
@@ -385,7 +385,7 @@ def test_a_replacement_that_is_stuck_in_its_replay_is_found_and_those_that_wait_
     ranks.wait_for(guilty=1)
     ranks.be(1, Doing.REPLAYING)
 
-    said: list[Verdict] = []
+    said: list[HangVerdict] = []
     for _ in range(24):
         ranks.at_s += EVERY_S
         for rank in ranks.ranks:

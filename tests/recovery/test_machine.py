@@ -16,11 +16,11 @@ from ttprun.recovery import (
     Freeze,
     GroupRestarted,
     Job,
-    Limits,
+    JobPhase,
     MachineError,
     MismatchFound,
     MissingTransition,
-    Phase,
+    PhaseLimits,
     RankEvent,
     RankExited,
     RankFaulted,
@@ -47,7 +47,7 @@ from ttprun.recovery import (
     new_job,
 )
 from ttprun.recovery.faults import on_exit
-from ttprun.recovery.machine import Key, Row
+from ttprun.recovery.machine import Key, Transition
 from ttprun.recovery.phases import unchanged
 
 
@@ -72,7 +72,7 @@ def job_that_freezes() -> Job:
 
 def test_the_table_says_something_about_every_event_in_every_phase() -> None:
     classes = {kind for kind in vars(recovery).values() if isinstance(kind, type) and issubclass(kind, Event)}
-    pairs = {(phase, kind) for phase in Phase for kind in classes - {Event, RankEvent, RepairEvent}}
+    pairs = {(phase, kind) for phase in JobPhase for kind in classes - {Event, RankEvent, RepairEvent}}
 
     assert set(TRANSITIONS) == pairs
 
@@ -91,10 +91,13 @@ def test_a_row_that_changes_nothing_stays_in_its_phase() -> None:
 
 def test_nothing_leads_out_of_a_job_that_is_over() -> None:
     ways_out = {
-        phase for key, row in TRANSITIONS.items() if key[0] in (Phase.DONE, Phase.FAILED) for phase in row.leads_to
+        phase
+        for key, row in TRANSITIONS.items()
+        if key[0] in (JobPhase.DONE, JobPhase.FAILED)
+        for phase in row.leads_to
     }
 
-    assert ways_out == {Phase.DONE, Phase.FAILED}
+    assert ways_out == {JobPhase.DONE, JobPhase.FAILED}
 
 
 def test_a_missing_row_is_our_bug_and_is_reported_with_its_story(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +112,7 @@ def test_a_missing_row_is_our_bug_and_is_reported_with_its_story(monkeypatch: py
 
 def test_a_phase_that_the_row_does_not_allow_is_our_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     job = running_job(Settings(world_size=3))
-    table: dict[Key, Row] = {(Phase.RUNNING, RankExited): Row(on_exit, (Phase.RUNNING,))}
+    table: dict[Key, Transition] = {(JobPhase.RUNNING, RankExited): Transition(on_exit, (JobPhase.RUNNING,))}
     monkeypatch.setattr(machine, "TRANSITIONS", table)
 
     with pytest.raises(ForbiddenTransition, match="RankExited led from RUNNING to FREEZING"):
@@ -182,7 +185,7 @@ def test_a_mismatch_of_running_ranks_restarts_the_group() -> None:
     )
     assert isinstance(record, RecordIncident)
     assert (record.incident.kind, record.incident.ranks) == ("mismatch", (1,))
-    assert job.phase is Phase.RESTARTING
+    assert job.phase is JobPhase.RESTARTING
 
 
 def test_a_restarted_group_starts_from_nothing() -> None:
@@ -205,14 +208,14 @@ def test_a_restart_that_nobody_ordered_is_taken_as_it_is() -> None:
     assert isinstance(record, RecordIncident)
     assert record.incident.outcome == "restarted"
     assert record.incident.reason.startswith("the agent restarted the whole group; the cause: rank 2 was ended")
-    assert job.phase is Phase.RUNNING
+    assert job.phase is JobPhase.RUNNING
 
 
 def test_a_restart_of_a_job_that_is_well_leaves_no_incident() -> None:
     job, actions = advance(running_job(Settings(world_size=2)), GroupRestarted(at_s=12.0))
 
     assert actions == ()
-    assert (job.phase, job.generation) == (Phase.RUNNING, 1)
+    assert (job.phase, job.generation) == (JobPhase.RUNNING, 1)
 
 
 def test_a_stop_of_a_job_that_is_well_leaves_no_incident() -> None:
@@ -221,11 +224,11 @@ def test_a_stop_of_a_job_that_is_well_leaves_no_incident() -> None:
     job, actions = advance(running_job(settings), StopAsked(reason="SIGTERM", at_s=3.0))
 
     assert [type(action).__name__ for action in actions] == ["FailJob"]
-    assert job.phase is Phase.FAILED
+    assert job.phase is JobPhase.FAILED
 
 
 def test_the_limits_of_the_settings_are_asked_for() -> None:
-    settings = Settings(world_size=2, limits=Limits(freeze_s=7.0))
+    settings = Settings(world_size=2, limits=PhaseLimits(freeze_s=7.0))
 
     _, actions = advance(running_job(settings), killed(1, pid=101))
 
@@ -238,7 +241,7 @@ def test_a_job_of_one_rank_that_finishes_is_done() -> None:
     job, actions = advance(job, RankExited(rank=0, pid=100, code=0, signal=None, boundary=9, at_s=20.0))
 
     assert actions == (FinishJob(),)
-    assert job.phase is Phase.DONE
+    assert job.phase is JobPhase.DONE
 
 
 def test_many_ranks_may_be_lost_while_the_others_freeze() -> None:
@@ -247,7 +250,7 @@ def test_many_ranks_may_be_lost_while_the_others_freeze() -> None:
     for rank in range(7):
         job, _ = advance(job, killed(rank, pid=100 + rank))
 
-    assert job.phase is Phase.FREEZING
+    assert job.phase is JobPhase.FREEZING
     assert job.lost == (0, 1, 2, 3, 4, 5, 6)
 
 
@@ -303,7 +306,7 @@ def test_a_rank_that_cannot_train_with_fewer_ranks_is_named_in_the_reason() -> N
 
     job, actions = advance(job, killed(1, pid=101))
 
-    assert job.phase is Phase.RESTARTING
+    assert job.phase is JobPhase.RESTARTING
     assert isinstance(actions[0], RestartGroup)
     assert "the others cannot continue without rank 1: rank 1 cannot train with fewer ranks" in actions[0].reason
 

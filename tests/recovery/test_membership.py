@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from ttprun.recovery.membership import COOLDOWN_S, MOST_COOLDOWN_S, SETTLE_S, Membership, Observation, Plan, parse_hosts
+from ttprun.recovery.membership import (
+    COOLDOWN_S,
+    MOST_COOLDOWN_S,
+    SETTLE_S,
+    Membership,
+    MembershipPlan,
+    NodesObserved,
+    parse_hosts,
+)
 
 LONG_AGO = -100.0
 
 
-def plan(members: str, waiting: str = "", at_s: float = 0.0, policy: Membership | None = None, **more: object) -> Plan:
+def plan(
+    members: str, waiting: str = "", at_s: float = 0.0, policy: Membership | None = None, **more: object
+) -> MembershipPlan:
     """The plan for hosts with names of one letter."""
-    observation = Observation(
+    observation = NodesObserved(
         at_s=at_s, members=tuple(members), waiting=tuple((host, LONG_AGO) for host in waiting), **more
     )  # type: ignore[arg-type]
     return (policy or Membership(1, 3)).planned(observation)
@@ -31,8 +41,8 @@ def test_a16_at_full_size_those_that_come_and_go_disturb_nobody() -> None:
 def test_a24_newcomers_that_come_within_a_moment_join_together() -> None:
     policy = Membership(1, 4)
 
-    early = policy.planned(Observation(at_s=3.2, members=("a",), waiting=(("b", 0.0), ("c", 0.9))))
-    later = policy.planned(Observation(at_s=0.9 + SETTLE_S, members=("a",), waiting=(("b", 0.0), ("c", 0.9))))
+    early = policy.planned(NodesObserved(at_s=3.2, members=("a",), waiting=(("b", 0.0), ("c", 0.9))))
+    later = policy.planned(NodesObserved(at_s=0.9 + SETTLE_S, members=("a",), waiting=(("b", 0.0), ("c", 0.9))))
 
     assert not early.is_due
     assert (later.is_due, later.join) == (True, (0, 1))
@@ -41,7 +51,7 @@ def test_a24_newcomers_that_come_within_a_moment_join_together() -> None:
 def test_a13_a_departure_waits_for_nobody_and_takes_along_who_waits() -> None:
     policy = Membership(1, 3)
 
-    found = policy.planned(Observation(at_s=0.1, members=("a", "b"), leaving=frozenset({1}), waiting=(("c", 0.0),)))
+    found = policy.planned(NodesObserved(at_s=0.1, members=("a", "b"), leaving=frozenset({1}), waiting=(("c", 0.0),)))
 
     assert (found.stay, found.join, found.leave, found.is_due) == ((0,), (0,), (1,), True)
 
@@ -83,6 +93,12 @@ def test_a11_a_host_whose_node_was_lost_waits_and_each_time_twice_as_long() -> N
     assert plan("a", "b", at_s=3000.0 + 4 * COOLDOWN_S - 0.1, policy=policy).join == ()
     assert plan("a", "b", at_s=3000.0 + 4 * COOLDOWN_S, policy=policy).join == (0,)
     assert plan("a", "c", at_s=3000.0, policy=policy).join == (0,)
+
+
+def test_those_that_must_wait_are_named_until_they_may_train_again() -> None:
+    policy = Membership(1, 3).with_lost(["a"], 0.0).with_lost(["b"], 5.0)
+
+    assert [policy.quarantined(at_s) for at_s in (5.0, COOLDOWN_S, COOLDOWN_S + 5.0)] == [("a", "b"), ("b",), ()]
 
 
 def test_a11_the_wait_does_not_grow_for_ever() -> None:

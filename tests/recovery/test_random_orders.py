@@ -11,9 +11,9 @@ from ttprun.recovery import (
     RUNGS,
     CheckpointAsked,
     Event,
+    JobPhase,
     Life,
     MismatchFound,
-    Phase,
     RankHindered,
     RankUnprotected,
     Settings,
@@ -26,7 +26,7 @@ WORLDS = st.builds(
         Settings, world_size=st.integers(1, 4), max_attempts=st.integers(1, 3), saves_before_restart=st.booleans()
     ),
     restarts=st.integers(0, 2),
-    apart=st.integers(1, 2),
+    replica_groups=st.integers(1, 2),
 )
 # Mostly it is the only way to train on in a smaller group.
 OF_ELASTIC = st.builds(
@@ -122,7 +122,7 @@ def test_a_job_that_runs_in_the_end_has_a_living_process_for_every_rank_all_at_o
 
     world.settle()
 
-    running = [member for member in world.job.members if world.job.phase is Phase.RUNNING]
+    running = [member for member in world.job.members if world.job.phase is JobPhase.RUNNING]
     assert all(member.life is not Life.LOST for member in running)
     working = [member for member in running if member.life is Life.LIVE]
     assert all(world.processes[member.rank].is_alive for member in working)
@@ -151,13 +151,13 @@ def test_whatever_happens_around_a_checkpoint_and_an_end_that_were_asked_for(
     world.settle()
 
     assert len(world.closed) == world.job.incident_count
-    is_over = world.job.phase in (Phase.DONE, Phase.FAILED)
+    is_over = world.job.phase in (JobPhase.DONE, JobPhase.FAILED)
     assert is_over or not world.awaits_checkpoint
     assert is_over or StopAsked not in kinds
 
 
 EACH_FOR_ITSELF = st.builds(
-    FakeWorld, st.builds(Settings, world_size=st.integers(2, 4)), restarts=st.integers(0, 2), apart=st.just(4)
+    FakeWorld, st.builds(Settings, world_size=st.integers(2, 4)), restarts=st.integers(0, 2), replica_groups=st.just(4)
 )
 
 
@@ -191,7 +191,7 @@ def test_ranks_killed_one_after_the_other_are_all_replaced(world: FakeWorld, kil
         world.end(rank % len(world.unheard), None, 9, is_script_error=False, is_mute=True)
         world.settle()
 
-    assert world.job.phase is Phase.RUNNING
+    assert world.job.phase is JobPhase.RUNNING
     assert [incident.outcome for incident in world.closed] == ["recovered"] * len(kills)
     assert len({process.boundary for process in world.processes.values()}) == 1
 
@@ -239,7 +239,7 @@ def test_ranks_that_hang_at_any_moment_are_replaced_unless_none_is_left_or_it_ha
             world.hear_next()
     world.settle()
 
-    assert world.hung == () or world.job.phase is Phase.FAILED
+    assert world.hung == () or world.job.phase is JobPhase.FAILED
     given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
     assert all(re.search("all ranks of the group were lost|3 attempts|waited for", one.reason) for one in given_up)
 
@@ -366,4 +366,4 @@ def test_a_group_becomes_smaller_and_whole_again_and_the_rest_always_holds_a_who
     away = [world.processes[rank] for rank in world.job.away]
     assert not any(process.is_alive for process in away)
     working = [world.processes[rank] for rank in world.job.survivors]
-    assert len({process.boundary for process in working}) == 1 or world.job.phase is not Phase.RUNNING
+    assert len({process.boundary for process in working}) == 1 or world.job.phase is not JobPhase.RUNNING

@@ -17,9 +17,9 @@ from ttprun.recovery import (
     GiveUpResize,
     GroupResized,
     Job,
+    JobPhase,
     NodeLost,
     Persist,
-    Phase,
     RankExited,
     RankFrozen,
     Regroup,
@@ -81,7 +81,7 @@ def test_the_state_is_saved_and_then_the_group_starts_again() -> None:
         Persist((0, 1), 1, 5, "resize"),
         Regroup("/save/5", 5, "node c joins"),
     ]
-    assert job.phase is Phase.RESTARTING
+    assert job.phase is JobPhase.RESTARTING
 
 
 def test_the_ranks_of_the_new_group_resume_and_no_step_is_lost() -> None:
@@ -93,7 +93,7 @@ def test_the_ranks_of_the_new_group_resume_and_no_step_is_lost() -> None:
     )
 
     assert ordered(actions, Rewind) == [Rewind((0, 1, 2), 5, "/save/5")]
-    assert (job.phase, len(job.members)) == (Phase.REPLAYING, 3)
+    assert (job.phase, len(job.members)) == (JobPhase.REPLAYING, 3)
     assert job.incident is not None
     assert job.incident.rung == "resize"
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_saved_or_not_be_resumed_on_other_nodes_leaves_the_nodes_
 
     assert len(ordered(actions, GiveUpResize)) == len(ordered(actions, Resume)) == 1
     assert ordered(actions, Regroup) == []
-    assert job.phase is Phase.RESUMING
+    assert job.phase is JobPhase.RESUMING
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_job_that_is_ended_meanwhile_ends() -> None:
 
     assert ordered(actions, Regroup) == []
     assert len(ordered(actions, FailJob)) == 1
-    assert job.phase is Phase.FAILED
+    assert job.phase is JobPhase.FAILED
 
 
 def test_a10_changes_of_the_nodes_use_up_no_restart_and_no_incident_of_a_limit() -> None:
@@ -181,7 +181,7 @@ def test_a_node_that_is_lost_before_the_first_step_after_a_resize_costs_no_step(
     job, actions = without_the_last_node(resumed_after_resize())
 
     assert [(one.place, one.boundary) for one in actions if isinstance(one, Regroup)] == [("/save/5", 5)]
-    assert job.phase is Phase.RESTARTING
+    assert job.phase is JobPhase.RESTARTING
 
 
 def test_the_same_again_without_a_step_in_between_ends_the_job() -> None:

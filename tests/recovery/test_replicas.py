@@ -20,13 +20,13 @@ def alike(world_size: int) -> Looks:
     return after(Looks(world_size=world_size), 1, "a" * world_size)[0]
 
 
-def test_what_meshes_declare_to_be_parts_is_kept_apart_from_what_digests_alone_have_shown() -> None:
+def test_what_meshes_declare_to_be_parts_is_distinguished_from_what_digests_alone_have_shown() -> None:
     looks, held = Looks(world_size=4), ["0 of 2", "1 of 2", "0 of 2", "1 of 2"]
     for rank, part in enumerate(held):
         of_rank = {"w": (part, "r"), "own": (f"table {rank % 2}", "r"), "norm": ("n", "r")}
         looks, _ = looks.note(rank, 1, of_rank, is_full=True, shards=["w"])
 
-    assert (looks.replicas.shards, looks.replicas.parted) == ({"w": (0, 1, 0, 1)}, {"own": (0, 1, 0, 1)})
+    assert (looks.replicas.shards, looks.replicas.differing) == ({"w": (0, 1, 0, 1)}, {"own": (0, 1, 0, 1)})
     assert looks.replicas.groups == [(0, 2), (1, 3)]
     assert looks.replicas.why_no_source(1, (0, 2)) == "no other rank holds what rank 1 held: own, w"
 
@@ -54,7 +54,7 @@ def test_before_the_first_full_look_nobody_is_known_to_be_a_replica() -> None:
 def test_ranks_that_differ_at_the_first_look_are_no_replicas_of_each_other() -> None:
     looks, look = after(Looks(world_size=4), 1, "abab")
 
-    assert (look.parted, look.divergence) == ({"w": (0, 1, 0, 1)}, None)
+    assert (look.differing, look.divergence) == ({"w": (0, 1, 0, 1)}, None)
     assert looks.replicas.groups == [(0, 2), (1, 3)]
     assert looks.replicas.peers(3, (0, 1, 2)) == (1,)
     assert looks.replicas.why_no_source(3, (0, 2)) == "no other rank holds what rank 3 held: w"
@@ -63,33 +63,33 @@ def test_ranks_that_differ_at_the_first_look_are_no_replicas_of_each_other() -> 
 def test_shards_that_begin_with_equal_values_part_by_their_gradients() -> None:
     looks, _ = after(Looks(world_size=2), 1, "aa", rest="gh")
 
-    assert looks.replicas.parted == {"w": (0, 1)}
+    assert looks.replicas.differing == {"w": (0, 1)}
 
 
 def test_shards_whose_gradients_part_later_are_no_replicas_from_then_on_though_they_are_equal_again() -> None:
     looks, _ = after(alike(2), 2, "aa", rest="gh")
     looks, look = after(looks, 100, "aa", rest="gg", is_full=False)
 
-    assert (look.parted, look.divergence) == ({}, None)
-    assert looks.replicas.parted == {"w": (0, 1)}
+    assert (look.differing, look.divergence) == ({}, None)
+    assert looks.replicas.differing == {"w": (0, 1)}
 
 
 def test_a_parameter_that_only_some_ranks_have_is_no_other_rank_s() -> None:
     looks, _ = Looks(world_size=2).note(0, 1, {"w": ("a", ""), "own": ("b", "")}, is_full=True)
     looks, _ = looks.note(1, 1, {"w": ("a", "")}, is_full=True)
 
-    assert looks.replicas.parted == {"own": (0, 1)}
+    assert looks.replicas.differing == {"own": (0, 1)}
 
 
 def test_a_rank_whose_parameters_are_held_by_different_peers_has_no_single_source() -> None:
-    replicas = Replicas(compared_at=1, parted={"a": (0, 0, 2), "b": (0, 1, 0)})
+    replicas = Replicas(compared_at=1, differing={"a": (0, 0, 2), "b": (0, 1, 0)})
 
     assert replicas.missing(0, (1, 2)) == []
     assert replicas.why_no_source(0, (1, 2)) == "no single rank holds all that rank 0 held (a, b)"
 
 
 def test_parameters_in_which_replicas_differ_in_a_snapshot_are_found() -> None:
-    known = Replicas(compared_at=1, parted={"w": (0, 0, 2)})
+    known = Replicas(compared_at=1, differing={"w": (0, 0, 2)})
 
     same = known.contradicted_by({0: {"w": "x", "v": "z"}, 1: {"w": "x", "v": "z"}, 2: {"w": "y", "v": "z"}})
     other = known.contradicted_by({0: {"w": "x", "v": "z"}, 1: {"w": "u", "v": "a"}})
@@ -110,7 +110,7 @@ def test_the_rank_whose_weights_alone_differ_from_the_majority_of_its_peers_is_n
     _, look = after(alike(3), 100, "bcb", is_full=False)
 
     assert look.divergence == Divergence(boundary=100, agreed_at=1, ranks=(1,), digests=("b", "c", "b"))
-    assert look.parted == {}
+    assert look.differing == {}
 
 
 def test_several_ranks_that_differ_are_all_named() -> None:

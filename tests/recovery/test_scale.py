@@ -11,7 +11,7 @@ import pytest
 
 from tests.recovery.fake_world import FakeWorld
 from ttprun.recovery import Settings
-from ttprun.recovery.members import CHUNK, Life, Mark, Member, Members, marks_of
+from ttprun.recovery.members import CHUNK, Life, Member, MemberFlag, Members, flags_of
 from ttprun.recovery.replicas import Looks
 
 
@@ -81,8 +81,8 @@ def test_members_count_what_they_wait_for_as_a_scan_would() -> None:
         members = members.with_changed([Member(rank=rank, life=Life.LOST, hindrance="a loop")])
     members = members.with_each(lambda one: Member(rank=one.rank, life=Life.LOST, pid=1) if one.rank > 250 else one)
 
-    marks = [mark for member in members for mark in marks_of(member)]
-    assert members.counts == [marks.count(mark) for mark in Mark]
+    marks = [mark for member in members for mark in flags_of(member)]
+    assert members.counts == [marks.count(mark) for mark in MemberFlag]
     assert [member.rank for member in members] == list(range(len(members)))
     assert members[CHUNK].hindrance == "a loop"
-    assert members.counts[Mark.MUST_START] == 3
+    assert members.counts[MemberFlag.MUST_START] == 3

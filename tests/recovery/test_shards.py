@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttprun.recovery.shards import Loss, ReplicaGroup, Role, plan_dump, plan_repair, who_leaves
+from ttprun.recovery.shards import LossKind, RepairRole, ReplicaGroup, plan_dump, plan_repair, who_leaves
 
 HALVES = ReplicaGroup((0, 2, 4, 6), copies=2)
 OTHER_HALVES = ReplicaGroup((1, 3, 5, 7), copies=2)
@@ -28,21 +28,21 @@ def test_the_same_shard_lies_at_the_same_place_of_the_other_copies(
 
 
 def test_a_lost_rank_gets_its_shard_from_the_other_half() -> None:
-    plan = plan_repair(EIGHT, {3: Loss.PROCESS}, 8)
+    plan = plan_repair(EIGHT, {3: LossKind.PROCESS}, 8)
 
     assert set(plan.parts) == {3, 7}
-    assert plan.parts[7][0].role is Role.SEND
-    assert plan.parts[3][0].role is Role.RECEIVE
+    assert plan.parts[7][0].role is RepairRole.SEND
+    assert plan.parts[3][0].role is RepairRole.RECEIVE
     assert (plan.parts[3][0].sources, plan.parts[3][0].targets, plan.parts[3][0].ranks) == ((7,), (3,), (3, 7))
 
 
 def test_more_than_half_of_the_ranks_can_be_lost_if_each_shard_is_held_once_more() -> None:
     three_copies = {rank: [ReplicaGroup((0, 1, 2, 3, 4, 5), copies=3)] for rank in range(6)}
 
-    plan = plan_repair(three_copies, dict.fromkeys((0, 1, 2, 5), Loss.PROCESS), 6)
+    plan = plan_repair(three_copies, dict.fromkeys((0, 1, 2, 5), LossKind.PROCESS), 6)
 
     assert plan.missing == ()
-    assert {rank: part.sources for rank, (part,) in plan.parts.items() if part.role is Role.RECEIVE} == {
+    assert {rank: part.sources for rank, (part,) in plan.parts.items() if part.role is RepairRole.RECEIVE} == {
         0: (4,),
         1: (3,),
         2: (4,),
@@ -52,34 +52,37 @@ def test_more_than_half_of_the_ranks_can_be_lost_if_each_shard_is_held_once_more
 
 
 def test_failed_memory_is_filled_in_place_and_memory_that_held_nothing_is_left_alone() -> None:
-    plan = plan_repair(EIGHT, {0: Loss.MEMORY, 1: Loss.NOTHING}, 8)
+    plan = plan_repair(EIGHT, {0: LossKind.MEMORY, 1: LossKind.NOTHING}, 8)
 
-    assert plan.parts[0][0].role is Role.RECEIVE_IN_PLACE
-    assert plan.parts[4][0].role is Role.SEND
-    assert (plan.parts[1][0].role, plan.parts[1][0].sources, plan.parts[1][0].targets) == (Role.KEEP, (1,), (1,))
+    assert plan.parts[0][0].role is RepairRole.RECEIVE_IN_PLACE
+    assert plan.parts[4][0].role is RepairRole.SEND
+    assert (plan.parts[1][0].role, plan.parts[1][0].sources, plan.parts[1][0].targets) == (RepairRole.KEEP, (1,), (1,))
     assert 5 not in plan.parts
 
 
 def test_all_load_a_checkpoint_if_no_copy_of_a_shard_is_left() -> None:
-    plan = plan_repair(EIGHT, {3: Loss.PROCESS, 7: Loss.MEMORY}, 8)
+    plan = plan_repair(EIGHT, {3: LossKind.PROCESS, 7: LossKind.MEMORY}, 8)
 
     assert plan.missing == (3, 7)
-    assert {rank: part.role for rank, (part,) in plan.parts.items()} == dict.fromkeys(range(8), Role.LOAD) | {
-        7: Role.LOAD_IN_PLACE
+    assert {rank: part.role for rank, (part,) in plan.parts.items()} == dict.fromkeys(range(8), RepairRole.LOAD) | {
+        7: RepairRole.LOAD_IN_PLACE
     }
 
 
 def test_two_optimizers_of_a_rank_come_from_where_each_is_held() -> None:
     both = [ReplicaGroup((0, 1, 2, 3), copies=2), ReplicaGroup((0, 1), copies=2)]
 
-    plan = plan_repair({0: both}, {0: Loss.PROCESS}, 4)
+    plan = plan_repair({0: both}, {0: LossKind.PROCESS}, 4)
 
     assert (plan.parts[0][0].kinds, plan.parts[0][0].sources) == ((0, 1), (2, 1))
-    assert {rank: part.kinds for rank, (part,) in plan.parts.items() if part.role is Role.SEND} == {2: (0,), 1: (1,)}
+    assert {rank: part.kinds for rank, (part,) in plan.parts.items() if part.role is RepairRole.SEND} == {
+        2: (0,),
+        1: (1,),
+    }
 
 
 def test_ranks_that_declare_nothing_all_hold_the_same() -> None:
-    plan = plan_repair({}, {1: Loss.PROCESS}, 2)
+    plan = plan_repair({}, {1: LossKind.PROCESS}, 2)
 
     assert plan.parts[1][0].sources == (0,)
 
@@ -124,7 +127,7 @@ def test_a_replica_is_as_large_as_the_smallest_data_parallel_group_makes_it() ->
 
 
 def test_nothing_comes_from_a_rank_that_is_away() -> None:
-    plan = plan_repair(EIGHT, {3: Loss.PROCESS}, 8, away=(6, 7))
+    plan = plan_repair(EIGHT, {3: LossKind.PROCESS}, 8, away=(6, 7))
 
     assert plan.missing == (3,)
     assert set(plan.parts) == {0, 1, 2, 3, 4, 5}

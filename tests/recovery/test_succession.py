@@ -10,8 +10,8 @@ from ttprun.recovery import (
     Freeze,
     Inherited,
     Job,
+    JobPhase,
     NodeLost,
-    Phase,
     RankExited,
     Remaining,
     Saved,
@@ -20,14 +20,14 @@ from ttprun.recovery import (
     advance,
     succeed,
 )
-from ttprun.recovery.members import Life, Ties
+from ttprun.recovery.members import GroupMembership, Life
 from ttprun.recovery.replicas import Replicas
 
 COMPARED = Inherited(incident_count=2, restarts=1, replicas=Replicas(compared_at=1))
 
 
 def remaining(rank: int, **changes: Any) -> Remaining:
-    known: dict[str, Any] = {"pid": 100 + rank, "is_protected": True, "ties": Ties.JOINED}
+    known: dict[str, Any] = {"pid": 100 + rank, "is_protected": True, "membership": GroupMembership.JOINED}
     return Remaining(rank=rank, **known | changes)
 
 
@@ -44,7 +44,7 @@ def test_the_lost_leaders_ranks_are_replaced_as_those_of_any_lost_node_in_a_new_
 
     job, actions = advance(job, lost_with_leader(0))
 
-    assert (job.phase, job.generation, job.lost) == (Phase.FREEZING, 5, (0,))
+    assert (job.phase, job.generation, job.lost) == (JobPhase.FREEZING, 5, (0,))
     assert actions[0] == Freeze((1, 2), 5, (0,))
     assert SpawnRank(0, 5) in actions
     assert job.incident is not None
@@ -58,7 +58,7 @@ def test_an_incident_that_was_open_is_begun_again_with_all_that_is_lost() -> Non
     half_repaired = RankExited(at_s=10.0, rank=2, pid=102, code=None, signal=9, boundary=20, reason="not caught up")
     job, actions = advance(job, half_repaired)
 
-    assert (job.phase, job.lost) == (Phase.FREEZING, (0, 2))
+    assert (job.phase, job.lost) == (JobPhase.FREEZING, (0, 2))
     assert Freeze((1,), job.generation, (0, 2)) in actions
     assert job.incident is not None
     assert job.incident.ranks == (0, 2)
@@ -75,8 +75,8 @@ def test_what_the_ranks_had_reported_still_holds() -> None:
     assert [member.hindrance for member in job.members] == ["", "a lambda", ""]
     assert job.members[2].life is Life.FINISHED
     assert job.restarts == 1
-    assert unprotected.incident is not None or unprotected.phase is not Phase.RUNNING
-    assert unprotected.phase is not Phase.FREEZING
+    assert unprotected.incident is not None or unprotected.phase is not JobPhase.RUNNING
+    assert unprotected.phase is not JobPhase.FREEZING
 
 
 def test_without_a_comparison_that_is_known_nothing_is_repaired_from_others() -> None:

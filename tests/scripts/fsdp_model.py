@@ -97,8 +97,8 @@ for epoch in range(args.epochs):
         schedule.step()
         steps += 1
         trained += len(inputs)
-        told = f"loss {loss.item():.9f} norm {clipped:.9f} samples {samples.tolist()}"
-        print(f"[rank {rank}] epoch {epoch} step {steps} {told}", flush=True)
+        line = f"loss {loss.item():.9f} norm {clipped:.9f} samples {samples.tolist()}"
+        print(f"[rank {rank}] epoch {epoch} step {steps} {line}", flush=True)
     model.eval()
     with torch.no_grad():
         score = model(tokens[:8, :-1]).argmax(-1).eq(tokens[:8, 1:]).float().mean()

@@ -1,4 +1,4 @@
-"""Two ranks that train with `--what` of torch.distributed that few scripts use. Nothing here knows of a launcher."""
+"""Two ranks that train with `--what` few scripts use, mostly of torch.distributed. Nothing here knows of a launcher."""
 
 import argparse
 import contextlib
@@ -31,7 +31,7 @@ class Model(nn.Module):
         super().__init__()
         self.enter = nn.Linear(8, 32)
         self.middle = nn.Linear(32, 32)
-        self.aside = nn.Linear(32, 32)
+        self.side = nn.Linear(32, 32)
         self.leave = nn.Linear(32, 1)
 
     def forward(self, x, step):
@@ -41,7 +41,7 @@ class Model(nn.Module):
         else:
             x = self._inside(x)
         if what != "unused" or step % 3:
-            x = x + self.aside(x)
+            x = x + self.in_background(x)
         return self.leave(x)
 
     def _inside(self, x):
@@ -72,6 +72,9 @@ elif what == "subgroups":
 groups = [dist.new_group([one]) for one in range(world)] + [dist.new_group(list(range(world)))]
 batches = torch.Generator().manual_seed(rank)
 torch.manual_seed(50 + rank)
+factors = {id(parameter): 1.0 for parameter in model.parameters()}
+slow = {id(model.enter.weight), id(model.leave.bias)}
+flat = torch.zeros(32)
 handle = kept = None
 offset = 0.0
 
@@ -107,7 +110,12 @@ with ddp.join() if what == "join" else contextlib.nullcontext():
             with dist._coalescing_manager():
                 dist.all_reduce(first)
                 dist.all_reduce(second)
-            offset = first.sum().item() * 0.01 + second.sum().item() * 0.001
+            before = flat.sum().item()
+            flat.copy_(x.flatten())
+            own = flat.chunk(world)[rank]  # in place, in the same memory in each step
+            with dist._coalescing_manager():
+                dist.reduce_scatter_tensor(own, flat)
+            offset = first.sum().item() * 0.01 + second.sum().item() * 0.001 + before * 1e-4
         elif what == "new_group":
             alone, both = torch.ones(1) * rank, torch.ones(1) * step
             dist.all_reduce(alone, group=groups[rank])
@@ -127,6 +135,10 @@ with ddp.join() if what == "join" else contextlib.nullcontext():
             optimizer.add_param_group({"params": [late.bias], "lr": 0.1})
         if what == "add_param_group" and step >= 6:
             late.bias.grad = torch.full((1,), 0.1)
+        if what == "ids":
+            for parameter in model.parameters():
+                factors[id(parameter)] *= 0.9 if id(parameter) in slow else 0.99
+                parameter.grad *= factors[id(parameter)]
         optimizer.step()
         print(f"[rank {rank}] step {step + 1} loss {loss.item()!r}", flush=True)
 

@@ -16,9 +16,9 @@ args = parser.parse_args()
 
 dist.init_process_group("gloo")
 text = [f"word{number * number % 97}" for number in range(20000)]
-told = [list(set(text))]
-dist.broadcast_object_list(told, src=0)
-numbers = {word: number for number, word in enumerate(told[0])}
+words = [list(set(text))]
+dist.broadcast_object_list(words, src=0)
+numbers = {word: number for number, word in enumerate(words[0])}
 data = torch.tensor([numbers[word] for word in text])
 
 torch.manual_seed(0)
@@ -42,6 +42,6 @@ weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.p
 if dist.get_rank() == 0:
     os.makedirs(args.out, exist_ok=True)
     torch.save(model.state_dict(), os.path.join(args.out, "final.pt"))
-print("first words", *told[0][:5])
+print("first words", *words[0][:5])
 print("sha256", hashlib.sha256(weights).hexdigest())
 dist.destroy_process_group()

@@ -60,10 +60,10 @@ for step in range(args.steps):
             model.module[2].weight.data.mul_(0.5)
         for name, value in model.module.state_dict().items():
             average[name].lerp_(value, 0.1)
-    told = f"[rank {rank}] step {step} loss {loss.item()!r}"
+    line = f"[rank {rank}] step {step} loss {loss.item()!r}"
     if args.manner == "swap" and step % 3 == 2:
-        told += f" validation {validate()!r}"
-    print(told, flush=True)
+        line += f" validation {validate()!r}"
+    print(line, flush=True)
 
 if rank == 0:
     os.makedirs(args.out, exist_ok=True)

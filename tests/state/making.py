@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.manifest import Description
-from ttprun.state.store import CheckpointStore
+from ttprun.state.store import CheckpointStore, last_written_first
 
 DESCRIPTION = Description(world_size=2, cause="periodic", script="train.py")
 
@@ -26,6 +26,16 @@ def take(store: CheckpointStore, boundary: int, content: bytes = b"weights") -> 
     draft.add("rank-00000.msgpack", b"records")
     draft.add("tensors-00000.safetensors", content)
     return draft.commit(DESCRIPTION)
+
+
+def newest_valid(store: CheckpointStore) -> Checkpoint | None:
+    """Of the checkpoints that are whole, the one that was written last."""
+    return next((one for one in map(store.verify, last_written_first(store.checkpoints())) if one.is_valid), None)
+
+
+def why_invalid(store: CheckpointStore) -> dict[str, str]:
+    """Name -> reason of each checkpoint that is not whole."""
+    return {one.name: one.reason for one in map(store.verify, store.checkpoints()) if not one.is_valid}
 
 
 def names(folder: Path) -> set[str]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ttprun.state.interval import LONGEST_S, SHORTEST_S, Interval, best_interval_s, parse_interval
+from ttprun.state.interval import LONGEST_S, SHORTEST_S, SnapshotInterval, best_interval_s, parse_interval
 
 DAY_S = 24 * 3600.0
 
@@ -14,17 +14,17 @@ DAY_S = 24 * 3600.0
 @pytest.mark.parametrize(
     ("text", "interval"),
     [
-        ("500steps", Interval(steps=500)),
-        ("1 step", Interval(steps=1)),
-        ("20min", Interval(seconds=1200.0)),
-        ("90s", Interval(seconds=90.0)),
-        ("1.5 h", Interval(seconds=5400.0)),
-        (" 2m ", Interval(seconds=120.0)),
-        ("auto", Interval()),
-        ("never", Interval(is_never=True)),
+        ("500steps", SnapshotInterval(steps=500)),
+        ("1 step", SnapshotInterval(steps=1)),
+        ("20min", SnapshotInterval(seconds=1200.0)),
+        ("90s", SnapshotInterval(seconds=90.0)),
+        ("1.5 h", SnapshotInterval(seconds=5400.0)),
+        (" 2m ", SnapshotInterval(seconds=120.0)),
+        ("auto", SnapshotInterval()),
+        ("never", SnapshotInterval(is_never=True)),
     ],
 )
-def test_an_interval_is_steps_or_time_or_one_word(text: str, interval: Interval) -> None:
+def test_an_interval_is_steps_or_time_or_one_word(text: str, interval: SnapshotInterval) -> None:
     assert parse_interval(text) == interval
 
 

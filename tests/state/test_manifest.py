@@ -106,7 +106,7 @@ def test_other_content_is_no_manifest(folder: Path, content: bytes, reason: str)
         read_manifest(folder)
 
 
-def test_a_directory_without_a_manifest_and_no_directory_are_told_apart(tmp_path: Path) -> None:
+def test_a_directory_without_a_manifest_and_no_directory_are_distinguished(tmp_path: Path) -> None:
     with pytest.raises(InvalidCheckpointError, match=r"^there is no ttprun\.json in it$"):
         read_manifest(tmp_path)
 

@@ -20,7 +20,7 @@ PROGRAM = """
 import os, resource, subprocess, sys
 from contextlib import suppress
 from pathlib import Path
-from tests.state.making import DESCRIPTION, names, take
+from tests.state.making import DESCRIPTION, names, newest_valid, take, why_invalid
 from ttprun.state.errors import CannotWriteError
 from ttprun.state.store import CheckpointStore
 
@@ -52,8 +52,8 @@ try:
     take(store, 120, b"x" * 900_000)
 except CannotWriteError as error:
     print(error)
-chosen, skipped = store.newest_valid()
-print(chosen and chosen.name, skipped)
+chosen = newest_valid(store)
+print(chosen and chosen.name, why_invalid(store))
 print(sorted(names(folder)))
 """
 NEEDS_MOUNT = ("full", "full at the commit", "read-only")
@@ -94,6 +94,6 @@ def test_a_place_that_cannot_be_written_is_named_with_cause_and_cure(case: str, 
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         f"no checkpoint can be written to '{folder}': {complaint}",
-        "step-00000100 []",
+        "step-00000100 {}",
         "['latest', 'step-00000100']",
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.state.making import DESCRIPTION, flip_byte, locked, names, take
+from tests.state.making import DESCRIPTION, flip_byte, locked, names, newest_valid, take, why_invalid
 from ttprun.state.checkpoint import verify
 from ttprun.state.errors import CannotWriteError, InvalidCheckpointError
 from ttprun.state.files import FileEntry, read_entry
@@ -36,13 +36,13 @@ def test_what_another_process_wrote_belongs_to_the_checkpoint_with_its_digest(tm
     draft = locked(tmp_path).begin(5)
     draft.path("handed-in").write_bytes(b"a" * 10)
     draft.path("hashed-by-us").write_bytes(b"b" * 10)
-    told = FileEntry(bytes=10, xxh3="0" * 32)
-    draft.record("handed-in", told)
+    reported = FileEntry(bytes=10, xxh3="0" * 32)
+    draft.record("handed-in", reported)
 
     taken = draft.commit(DESCRIPTION)
 
     assert taken.manifest is not None
-    assert taken.manifest.files == {"handed-in": told, "hashed-by-us": read_entry(taken.file("hashed-by-us"))}
+    assert taken.manifest.files == {"handed-in": reported, "hashed-by-us": read_entry(taken.file("hashed-by-us"))}
 
 
 def test_chunks_are_written_one_after_the_other(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_one_that_was_found_damaged_at_the_resume_is_not_removed_later(tmp_path:
     damaged = take(store, 20)
     flip_byte(damaged.file(TENSORS))
 
-    store.newest_valid()
+    assert newest_valid(store) is None
     take(store, 20)
     take(store, 30)
 
@@ -134,16 +134,15 @@ def test_a_checkpoint_taken_again_at_the_same_boundary_replaces_the_first(tmp_pa
 
     again = take(store, 120, b"second")
 
-    chosen, skipped = store.newest_valid()
-    assert chosen == again
+    assert newest_valid(store) == again
     assert again.file(TENSORS).read_bytes() == b"second"
-    assert skipped == []
+    assert why_invalid(store) == {}
     assert names(tmp_path) == {"step-00000100", again.name, "latest"}
     assert read_latest(tmp_path) == again.name
 
 
 def test_without_a_checkpoint_none_is_found(tmp_path: Path) -> None:
-    assert CheckpointStore(tmp_path / "none").newest_valid() == (None, [])
+    assert newest_valid(CheckpointStore(tmp_path / "none")) is None
 
 
 def test_the_newest_valid_one_is_found_and_each_newer_one_has_a_reason(tmp_path: Path) -> None:
@@ -158,10 +157,8 @@ def test_the_newest_valid_one_is_found_and_each_newer_one_has_a_reason(tmp_path:
     draft.keep_incomplete(DESCRIPTION, ["b.weight of rank 1", "c.weight of rank 1"])
     before = names(tmp_path)
 
-    chosen, skipped = CheckpointStore(tmp_path).newest_valid()
-
-    assert chosen == good
-    assert dict(skipped) == {
+    assert newest_valid(CheckpointStore(tmp_path)) == good
+    assert why_invalid(CheckpointStore(tmp_path)) == {
         "step-00000030": f"{TENSORS} has 3 bytes, and 7 were written",
         "step-00000040": f"{TENSORS} is damaged: its content differs from what was written",
         "step-00000050": "there is no ttprun.json in it",
@@ -176,9 +173,7 @@ def test_an_incomplete_one_is_not_taken_under_another_name_either(tmp_path: Path
     kept = draft.keep_incomplete(DESCRIPTION, ["b.weight of rank 1"])
     kept.path.rename(tmp_path / "step-00000060")
 
-    chosen, _ = CheckpointStore(tmp_path).newest_valid()
-
-    assert chosen is None
+    assert newest_valid(CheckpointStore(tmp_path)) is None
     with pytest.raises(InvalidCheckpointError, match=r"it is incomplete: b\.weight of rank 1 missing"):
         kept.valid_manifest()
 
@@ -203,8 +198,7 @@ def test_after_going_back_on_purpose_the_one_written_last_is_the_newest(tmp_path
 
     taken = take(store, 110)
 
-    chosen, _ = store.newest_valid()
-    assert chosen == taken
+    assert newest_valid(store) == taken
     assert names(tmp_path) == {"step-00000110", "step-00000140", "latest"}
     assert [one.boundary for one in store.checkpoints()] == [140, 110]
 
@@ -229,6 +223,4 @@ def test_what_another_run_wrote_is_found_too(tmp_path: Path) -> None:
     taken = take(first, 10)
     first.unlock()
 
-    chosen, _ = locked(tmp_path, "r2").newest_valid()
-
-    assert chosen == taken
+    assert newest_valid(locked(tmp_path, "r2")) == taken

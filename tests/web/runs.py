@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,3 +80,21 @@ def write_run(path: Path, status: RunStatus) -> RunDirectory:
     points = [(-50, 700), (0, 0), (10, 1), *((10 + second, 1 + second) for second in range(1, 30)), (43, 40), (50, 50)]
     run.history.write_text("".join(f"{STARTED_S + after_s:.3f},{step}\n" for after_s, step in points) + "17000000")
     return run
+
+
+def server_of(run: RunDirectory) -> int:
+    """Pid of the process that serves the page of a run."""
+    return next(int(process.name) for process in Path("/proc").glob("[0-9]*") if _serves(process, run))
+
+
+def end_server_of(run: RunDirectory) -> None:
+    """SIGKILL to it."""
+    os.kill(server_of(run), signal.SIGKILL)
+
+
+def _serves(process: Path, run: RunDirectory) -> bool:
+    try:
+        words = (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"ttprun.web.server" in words and str(run.path).encode() in words

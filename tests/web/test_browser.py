@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.web.runs import incident_event, status_of, write_run
+from tests.web.runs import end_server_of, incident_event, status_of, write_run
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import write_status
+from ttprun.observe.topology import RankTopology, Topology
 from ttprun.web.companion import serving
 from ttprun.web.report import as_html, read_run
 
@@ -42,6 +43,8 @@ class Browser:
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self.driver.get("about:blank")
+        self.complaints()  # of the page before
         self.driver.get(url)
         self.wait_for("return state.events.length >= 7 && document.querySelector('#events tr') !== null")
 
@@ -112,6 +115,21 @@ def test_it_follows_the_job_while_it_is_open(browser: Browser, url: str, run: Ru
     assert "recovering" in browser.ask("return document.title")
 
 
+def test_when_its_node_is_lost_it_says_where_the_job_is_shown_from_then_on(browser: Browser, run: RunDirectory) -> None:
+    pages = ("http://a:8080/", "http://b:8080/", "", "http://d:8080/")
+    write_status(run.status, status_of(ranks=8, updated_at=timestamp(), nodes=("a", "b", "c", "d"), pages=pages))
+
+    with serving(":0", None, run) as url:
+        browser.open(url)
+        end_server_of(run)
+        browser.wait_for("return !byId('connection').hidden")
+
+    assert browser.text("#connection") == (
+        "Not connected; trying again … If this node is lost, the job is shown by node 1, or node 3"
+    )
+    assert browser.ask("return document.querySelector('#connection a').href") == "http://b:8080/"
+
+
 def test_an_incident_shows_its_phases_and_what_is_proved(browser: Browser, url: str) -> None:
     browser.open(url)
 
@@ -134,6 +152,33 @@ def test_ranks_can_be_read_by_keyboard(browser: Browser, url: str) -> None:
 
     assert browser.ask("return document.activeElement.getAttribute('aria-label')") == "rank 7: running"
     assert browser.text("#rank").startswith("Rank 7 (local 7): running, computing, step 50")
+
+
+def test_ranks_can_be_shown_by_their_groups_and_say_what_their_loss_costs(browser: Browser, run: RunDirectory) -> None:
+    ranks = tuple(RankTopology(rank, {"tp": rank % 2, "dp": rank // 2}, rank // 2, "peer") for rank in range(8))
+    replicas = ((0, 1), (2, 3), (4, 5), (6, 7))
+    run.topology.write_text(Topology(1, {"tp0": (0, 2, 4, 6)}, replicas, (), ranks).to_json())
+    with serving(":0", None, run) as url:
+        browser.open(url)
+        browser.wait_for("return byId('rows').options.length === 3")
+
+        browser.ask("byId('rows').value = 'tp'; byId('rows').dispatchEvent(new Event('change'))")
+        browser.wait_for("return document.querySelectorAll('.node').length === 2")
+
+    assert browser.text(".node") == "tp0● 0● 2● 4● 6"
+    assert "its loss costs nothing" in browser.ask("return describeRank(state.status.ranks[3], state.status)")
+
+
+def test_stragglers_are_named(browser: Browser, run: RunDirectory) -> None:
+    status = status_of(ranks=4, updated_at=timestamp())
+    ranks = (replace(status.ranks[0], busy=0.98), *(replace(rank, busy=0.6) for rank in status.ranks[1:]))
+    write_status(run.status, replace(status, ranks=ranks))
+    with serving(":0", None, run) as url:
+        browser.open(url)
+
+    assert "Rank 0 holds the others up: it is at work in 98 % of the time, most ranks in 60 %" in browser.text(
+        "#stragglers"
+    )
 
 
 def test_the_log_can_be_searched_and_what_it_holds_is_text(browser: Browser, url: str) -> None:

@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -64,3 +66,27 @@ def test_every_metric_that_an_alert_or_a_panel_names_is_exposed(exposed: str) ->
 
     families = {line.split()[2] for line in exposed.splitlines() if line.startswith("# TYPE")}
     assert named - there - families == set()
+
+
+def test_the_dashboard_has_only_what_grafanas_schema_knows() -> None:
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="no grafana-foundation-sdk")
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
+    plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins")
+    plugins.register_default_plugins()
+
+    known = json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(DASHBOARD)))
+
+    of_prometheus = ".annotations.list[0].titleFormat"  # the data source's own
+    assert list(not_in(DASHBOARD, known)) == [of_prometheus]
+
+
+def not_in(ours: Any, known: Any, place: str = "") -> Iterator[str]:
+    """Places of values in a document that another one does not have."""
+    if isinstance(ours, dict):
+        for name, value in ours.items():
+            yield from not_in(value, known.get(name) if isinstance(known, dict) else None, f"{place}.{name}")
+    elif isinstance(ours, list) and isinstance(known, list) and len(ours) == len(known):
+        for number, (value, other) in enumerate(zip(ours, known, strict=True)):
+            yield from not_in(value, other, f"{place}[{number}]")
+    elif ours != known:
+        yield place

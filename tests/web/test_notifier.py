@@ -13,7 +13,7 @@ import pytest
 
 from tests.waits import becomes_ready
 from tests.web.runs import incident_event, status_of, write_run
-from ttprun.config import resolve
+from ttprun.config_sources import resolve
 from ttprun.errors import ConfigError
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
@@ -36,40 +36,40 @@ def log(run: RunDirectory, *events: dict[str, Any]) -> None:
         file.write("".join(json.dumps({"at": timestamp()} | event) + "\n" for event in events))
 
 
-def told(path: Path) -> list[dict[str, Any]]:
+def reported(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_command_is_told_of_an_incidents_end_and_of_the_runs(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_command_is_notified_of_an_incidents_end_and_of_the_runs(run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     with notifying(f"cat >> {out}", USUAL, run):
         log(run, incident_event(40, "open", 40), incident_event(41, "open", 40), incident_event(42, "recovered", 40))
         log(run, {"event": "rank_started", "rank": 1}, {"event": "run_ended", "exit_code": 0})
 
-    assert [event["kind"] for event in told(out)] == ["incident_ended", "run_ended"]
-    assert told(out)[0] | {"run_id": "r1", "step": 50, "dropped": 0} == told(out)[0]
-    assert told(out)[0]["event"]["outcome"] == "recovered"
+    assert [event["kind"] for event in reported(out)] == ["incident_ended", "run_ended"]
+    assert reported(out)[0] | {"run_id": "r1", "step": 50, "dropped": 0} == reported(out)[0]
+    assert reported(out)[0]["event"]["outcome"] == "recovered"
 
 
-def test_the_beginning_of_an_incident_is_told_of_once_if_it_is_asked_for(run: RunDirectory, tmp_path: Path) -> None:
+def test_the_beginning_of_an_incident_is_reported_once_if_it_is_asked_for(run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     with notifying(f"cat >> {out}", ["incident_opened"], run):
         log(run, incident_event(40, "open", 40), incident_event(41, "open", 40), {"event": "run_ended"})
 
-    assert [event["kind"] for event in told(out)] == ["incident_opened"]
+    assert [event["kind"] for event in reported(out)] == ["incident_opened"]
 
 
-def test_of_a_flood_the_newest_are_told_and_how_many_were_left_out(run: RunDirectory, tmp_path: Path) -> None:
+def test_of_a_flood_the_newest_are_reported_and_how_many_were_left_out(run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     with notifying(f"cat >> {out}", ["stalled"], run):
         log(run, *({"event": "stalled", "boundary": number} for number in range(500)), {"event": "run_ended"})
 
-    assert len(told(out)) <= 2 * MOST_WAITING
-    assert told(out)[-1]["event"]["boundary"] == 499
-    assert len(told(out)) + sum(event["dropped"] for event in told(out)) == 500
+    assert len(reported(out)) <= 2 * MOST_WAITING
+    assert reported(out)[-1]["event"]["boundary"] == 499
+    assert len(reported(out)) + sum(event["dropped"] for event in reported(out)) == 500
 
 
 def test_a_command_that_does_not_end_is_killed_with_all_that_it_has_started() -> None:
@@ -89,7 +89,7 @@ def test_a_command_that_fails_is_reported_once(run: RunDirectory, capfd: pytest.
         log(run, {"event": "stalled"}, {"event": "stalled"}, {"event": "run_ended"})
 
     assert capfd.readouterr().err.splitlines() == [
-        "ttprun: --on-event: 'exit 3' has failed (exit code 3); the job continues"
+        "ttprun: 'exit 3', run for an event, has failed (exit code 3); the job continues"
     ]
 
 
@@ -108,7 +108,7 @@ with notifying("cat > {tmp_path}/fifo", ["launcher_died"], RunDirectory({str(run
         yield started
 
 
-def test_the_death_of_the_launcher_is_told_of(
+def test_the_death_of_the_launcher_is_reported(
     launcher: subprocess.Popen[str], run: RunDirectory, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "fifo")

@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import signal
 import socket
 import stat
 import subprocess
@@ -20,11 +19,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.waits import becomes_ready
-from tests.web.runs import status_of, write_run
+from tests.web.runs import end_server_of, server_of, status_of, write_run
 from ttprun.errors import ConfigError
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.status import write_status
+from ttprun.observe.status import read_status, write_status
 from ttprun.web import companion
 from ttprun.web.companion import HEALTH_PORT_VARIABLE, answering_probes, serving
 
@@ -105,6 +104,7 @@ def test_the_metrics_are_in_prometheus_format_and_say_what_the_files_say(client:
     assert client.headers["content-type"].startswith("text/plain")
     assert samples["ttprun_step",] == 50
     assert samples["ttprun_ranks", "running"] == 4
+    assert samples["ttprun_nodes", "training"] == 1
     assert samples["ttprun_state", "healthy"] == 1
     assert samples["ttprun_incidents_total", "signal 9", "recovered", "replace"] == 1
     assert samples["ttprun_recovery_seconds_sum", "total"] == 2.0
@@ -229,6 +229,37 @@ def test_with_a_named_host_the_token_is_needed_and_a_browser_gets_it_as_a_cookie
     assert stat.S_IMODE(run.http_token.stat().st_mode) == 0o600
 
 
+def test_a_node_that_does_not_lead_redirects_to_the_one_that_leads_and_answers_probes_itself(
+    run: RunDirectory,
+) -> None:
+    place = {"nodes": ("a", "b"), "node": 1, "is_leading": False, "pages": ("http://a:8080/", "http://b:8080/")}
+    write_status(run.status, replace(read_status(run.status), leader=0, **place))
+    with serving("127.0.0.1:0", None, run) as url:
+        client = Client(url)
+        token = run.http_token.read_text()
+        unknown = client.get("/")[0]
+        found = []
+        for path in ("/", "/api/status", "/api/incidents/1"):
+            code, _ = client.get(path, authorization=f"Bearer {token}")
+            found.append((code, client.headers["location"]))
+        own = [client.get(path, authorization=f"Bearer {token}")[0] for path in ("/healthz", "/metrics")]
+
+    assert unknown == 401
+    assert found == [(307, f"http://a:8080{path}?token={token}") for path in ("/", "/api/status", "/api/incidents/1")]
+    assert own == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [({}, "http://a/"), ({"is_leading": True}, ""), ({"state": "done"}, ""), ({"pages": ()}, ""), ({"leader": 2}, "")],
+    ids=["follows", "leads", "has ended", "nobody shows it", "the leader does not show it"],
+)
+def test_the_page_of_who_leads_is_named_by_those_that_follow(fields: dict[str, Any], place: str) -> None:
+    status = status_of(is_leading=False, leader=0, pages=("http://a/", "http://b/"))
+
+    assert replace(status, **fields).leaders_page == place
+
+
 def test_a_token_file_that_others_can_read_is_refused_in_one_line(run: RunDirectory, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("a token that is long enough\n")
@@ -283,18 +314,10 @@ def test_a_server_that_is_killed_is_reported_and_nothing_else_happens(
     with serving(":0", None, run) as url:
         next(messages_of(Client(url)))
         thread = next(thread for thread in threading.enumerate() if thread.name == "ttprun-http")
-        os.kill(next(int(pid.name) for pid in Path("/proc").iterdir() if is_server_of(pid, run)), signal.SIGKILL)
+        end_server_of(run)
         thread.join(LIMIT_S)
 
     assert caplog.messages == ["the page has ended (-9); the job continues"]
-
-
-def is_server_of(process: Path, run: RunDirectory) -> bool:
-    try:
-        words = (process / "cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return b"ttprun.web.server" in words and str(run.path).encode() in words
 
 
 def test_the_server_dies_with_its_launcher_however_that_ends(run: RunDirectory) -> None:
@@ -312,7 +335,7 @@ with serving(":0", None, RunDirectory({str(run.path)!r})) as url:
     with launcher:
         assert launcher.stdout is not None
         next(messages_of(Client(launcher.stdout.readline().strip())))
-        server = os.pidfd_open(next(int(pid.name) for pid in Path("/proc").iterdir() if is_server_of(pid, run)))
+        server = os.pidfd_open(server_of(run))
 
         launcher.kill()
 

@@ -78,3 +78,13 @@ def test_one_sentence_says_how_the_job_stands(fields: dict[str, object], sentenc
     status = replace(status_of(), **fields)  # type: ignore[arg-type]
 
     assert summarize(status, [], []).sentence == sentence
+
+
+def test_a_rank_that_is_at_work_much_more_often_than_the_others_is_a_straggler() -> None:
+    busy = (0.5, 0.55, 0.98, None, 0.8, 0.6)
+    status = status_of(ranks=6)
+    ranks = tuple(replace(rank, busy=share) for rank, share in zip(status.ranks, busy, strict=True))
+
+    summary = summarize(replace(status, ranks=ranks), [], [])
+
+    assert (summary.usual_busy, summary.stragglers) == (0.6, (2,))

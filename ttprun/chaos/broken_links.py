@@ -27,12 +27,12 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER, _SO_MAX_PACING_RATE = 26, 27, 47
 _UNLIMITED = 0xFFFFFFFF
 
 
-def publish(exchange: Exchange, connection: Connection, name: str, rank: int) -> None:
+def publish(exchange: Exchange, connection: Connection, group_name: str, rank: int) -> None:
     """Publish to the other members of a group which of this rank's ports leads to which member.
 
     exchange     by which the others get it, in the connection's generation
     connection   that has just been made
-    name         of the group; the key is "group <name>/callers <rank>"
+    group_name   the same in all of them; the key is "group <name>/callers <rank>"
     rank         this rank's, in the group
     """
     called = {
@@ -40,7 +40,7 @@ def publish(exchange: Exchange, connection: Connection, name: str, rank: int) ->
         for sock in connection.sockets()
         if (peer := connection.listener_of(sock.getpeername()[1])) is not None
     }
-    exchange.put(connection.generation, f"group {name}/callers {rank}", json.dumps(called).encode())
+    exchange.put(connection.generation, f"group {group_name}/callers {rank}", json.dumps(called).encode())
 
 
 def links(session: Session) -> dict[int, list[socket.socket]]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ttprun.agent.processes.rank_processes import kill_session
 from ttprun.chaos.faults import AGENT_KINDS, Fault, parse_fault, seconds_of
-from ttprun.chaos.schedule import Strike, strikes
+from ttprun.chaos.schedule import PlannedStrike, strikes
 from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
@@ -41,7 +41,7 @@ _SIGNALS = {
 
 
 @dataclass
-class Order:
+class FaultSchedule:
     """One order.
 
     number      from 1
@@ -52,7 +52,7 @@ class Order:
     number: int
     fault: Fault
     ordered_s: float
-    left: Iterator[Strike]
+    left: Iterator[PlannedStrike]
 
 
 class Injections:
@@ -65,7 +65,7 @@ class Injections:
         self._from_config = [parse_fault(text) for text in node.config.faults]
         self._numbers = itertools.count(1)
         self._order_numbers = itertools.count(1)
-        self._armed: dict[int, tuple[Fault, Order]] = {}
+        self._armed: dict[int, tuple[Fault, FaultSchedule]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
         self._preempted: RankSlot | None = None
@@ -83,14 +83,16 @@ class Injections:
         """Take an order; returns the answer for the user. Raises ValueError if it cannot be carried out."""
         self._check(fault)
         now = time.monotonic()
-        order = Order(next(self._order_numbers), fault, now, self._strikes_of(fault))
+        order = FaultSchedule(next(self._order_numbers), fault, now, self._strikes_of(fault))
         self._log("fault_ordered", order=order.number, fault=str(fault), by=by)
         return self._take_next(order)
 
-    def waiting_in(self, rank: int) -> list[to_rank.Fault]:
+    def waiting_in(self, rank: int) -> list[to_rank.InjectedFault]:
         """The faults for a process of that rank when it starts."""
         return [
-            to_rank.Fault(number, str(fault)) for number, (fault, _) in self._armed.items() if _rank_of(fault) == rank
+            to_rank.InjectedFault(number, str(fault))
+            for number, (fault, _) in self._armed.items()
+            if _rank_of(fault) == rank
         ]
 
     def greeted(self, slot: RankSlot) -> None:
@@ -158,10 +160,10 @@ class Injections:
         steps = (board.get(slot.rank, Field.APPLIED) for slot in self._node.slots)
         return max((step for step in steps if step < FINISHED), default=0)
 
-    def _strikes_of(self, fault: Fault) -> Iterator[Strike]:
+    def _strikes_of(self, fault: Fault) -> Iterator[PlannedStrike]:
         return strikes(fault, len(self._node.slots), self._running_step())
 
-    def _take_next(self, order: Order) -> str:
+    def _take_next(self, order: FaultSchedule) -> str:
         """Arm the order's next strike, or set a timer for it; returns what was done."""
         strike = next(order.left, None)
         if strike is None:
@@ -176,12 +178,12 @@ class Injections:
         self._call_at(order.ordered_s + strike.after_s, is_time)
         return f"ordered: {order.fault}; it begins {strike.after_s:g} s after the order"
 
-    def _after(self, order: Order) -> None:
+    def _after(self, order: FaultSchedule) -> None:
         """A strike has struck: take the next one, unless it has a timer."""
         if order.fault.after is None and seconds_of(order.fault.every) is None:
             self._take_next(order)
 
-    def _arm(self, order: Order, fault: Fault) -> str:
+    def _arm(self, order: FaultSchedule, fault: Fault) -> str:
         number = next(self._numbers)
         slot = None if fault.rank is None else self._node.slots[fault.rank]
         is_there = slot is None or (slot.is_present and not slot.is_lost and not slot.is_finished)
@@ -192,12 +194,12 @@ class Injections:
         self._log("fault_armed", number=number, order=order.number, rank=rank, fault=str(fault))
         slot = self._node.slots[rank]
         if slot.is_present:
-            slot.handler.channel.send(to_rank.Fault(number, str(fault)))
+            slot.handler.channel.send(to_rank.InjectedFault(number, str(fault)))
         return f"armed in rank {rank}: {fault}"
 
     # Strikes from outside.
 
-    def _strike_now(self, number: int, order: Order, fault: Fault, slot: RankSlot | None) -> str:
+    def _strike_now(self, number: int, order: FaultSchedule, fault: Fault, slot: RankSlot | None) -> str:
         self._log_strike(number, fault, slot, "", phase=None, step=None, at_s=time.monotonic())
         if slot is None:
             done = self._strike_agent(number, fault)

@@ -20,7 +20,6 @@ import xxhash
 from ttprun.chaos import strikes
 from ttprun.chaos.damage import step_of
 from ttprun.chaos.plain_observer.sitecustomize import leave, seed_what_the_system_seeds
-from ttprun.rank.comm.connection import Connection, Exchange
 from ttprun.rank.process import random_state
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session, current
@@ -53,6 +52,9 @@ class Observer:
     steps    optimizer steps after which the rank leaves
     """
 
+    reached_step_end = staticmethod(strikes.reached_step_end)
+    connected = staticmethod(strikes.connected)
+
     def __init__(self, folder: Path, steps: int, rank: int) -> None:
         self._folder, self._steps, self._rank = folder, steps, rank
         self._seen: set[tuple[str, int]] = set()
@@ -68,23 +70,12 @@ class Observer:
         if session is not None and moment == "after_step" and session.applied >= self._steps:
             self._leave(session)
 
-    def reached_step_end(self) -> None:
-        """Optimizer.step has ended."""
-        strikes.reached_step_end()
-
     def reached_collective(self, op: str, inputs: Any) -> bool:
         """A collective is about to be issued; returns whether this rank is to leave it out."""
         session = _live()
         if session is not None:
             self._note_moment(session, strikes.phase_of_collective(session, op))
         return strikes.reached_collective(op, inputs)
-
-    def connected(self, exchange: Exchange, connection: Connection, group_name: str, rank: int) -> None:
-        """A process group has a new connection.
-
-        The arguments, as of `broken_links.publish`, are passed on.
-        """
-        strikes.connected(exchange, connection, group_name, rank)
 
     def _note_moment(self, session: Session, moment: str) -> None:
         """Each moment once a step."""

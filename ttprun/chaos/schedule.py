@@ -15,7 +15,7 @@ DRAWN_STEPS = 20  # a drawn step is at most so many steps after the one before
 
 
 @dataclass(frozen=True)
-class Strike:
+class PlannedStrike:
     """One fault of a schedule.
 
     number   from 0
@@ -28,7 +28,7 @@ class Strike:
     after_s: float | None
 
 
-def strikes(order: Fault, world_size: int, running_step: int) -> Iterator[Strike]:
+def strikes(order: Fault, world_size: int, running_step: int) -> Iterator[PlannedStrike]:
     """All strikes of an order, without end if it has a period and no count.
 
     order         accepted by `check_fault`
@@ -56,7 +56,7 @@ def strikes(order: Fault, world_size: int, running_step: int) -> Iterator[Strike
         if phase is None and order.seed is not None and kind not in AGENT_KINDS:
             phase = drawn.choice([known for known in DRAWN_PHASES if _fits(kind, known)])
         seed = None if order.seed is None else order.seed + number
-        yield Strike(number, order.plain(kind, rank, step, phase, seed), _after_s(order, every_s, number))
+        yield PlannedStrike(number, order.plain(kind, rank, step, phase, seed), _after_s(order, every_s, number))
         number += 1
 
 

@@ -17,7 +17,6 @@ from ttprun.chaos.faults import RECOVERY_PHASES, Fault, parse_fault
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.channel import Channel, Message
 from ttprun.rank import moments
-from ttprun.rank.comm.connection import Connection, Exchange
 from ttprun.rank.session import Session, current
 
 waiting: list[Armed] = []  # for their moment, in this rank
@@ -28,14 +27,14 @@ _AT_COLLECTIVES = ("skip-collective", "nan")
 _inside_step: Armed | None = None
 
 
-def begin(ordered: list[to_rank.Fault], channel: Channel) -> None:
+def begin(ordered: list[to_rank.InjectedFault], channel: Channel) -> None:
     """Watch all moments, and arm the faults that the agent has ordered so far."""
     _watch_modules()
     for one in ordered:
         _take_order(one, channel)
 
 
-def _take_order(order: to_rank.Fault, channel: Channel) -> None:
+def _take_order(order: to_rank.InjectedFault, channel: Channel) -> None:
     try:
         arm(order.number, parse_fault(order.fault))
     except ValueError as error:
@@ -47,7 +46,7 @@ def taken_from(take: Callable[[Message], None], channel: Channel) -> Callable[[M
 
     def handle(message: Message) -> None:
         match message:
-            case to_rank.Fault():
+            case to_rank.InjectedFault():
                 _take_order(message, channel)
             case to_rank.FaultDone():
                 damage.done_by_agent()
@@ -174,12 +173,7 @@ def phase_of_collective(session: Session, op: str) -> str:
     return "checkpoint" if op == "barrier" else "collective"
 
 
-def connected(exchange: Exchange, connection: Connection, group_name: str, rank: int) -> None:
-    """A group has a new connection: its members must know which port leads to which rank.
-
-    The arguments are as of `broken_links.publish`; `group_name` is its `name`.
-    """
-    broken_links.publish(exchange, connection, group_name, rank)
+connected = broken_links.publish
 
 
 def _watch_modules() -> None:

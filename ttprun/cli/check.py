@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
-import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,17 +16,17 @@ from ttprun.cli.terminal import new_table, open_console
 from ttprun.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ttprun.chaos.check.checkup import Report
-    from ttprun.chaos.check.trial import Checked
-    from ttprun.chaos.check.verdict import Row
+    from ttprun.chaos.check.checkup import CheckReport
+    from ttprun.chaos.check.trial import CheckTarget
+    from ttprun.chaos.check.verdict import KillOutcome
 
 USAGE = "ttprun check [--steps N] [options of a launch] script.py [script args]"
 HELP = """\
 Find out whether a rank of your script would be recovered exactly. Runs some optimizer steps of it undisturbed, under
 ttprun and under plain torchrun, which must be the same. Then again with one rank killed at several moments (before the
 first step, forward, backward, in a collective, before, in and after optimizer.step, validation and checkpoints where
-the steps come to them; rank 0 and the last rank), and compares: weights and optimizer state after each step, random
-numbers, variables, output, and the files that it writes.
+the steps come to them; rank 0, the last one, and one of each coordinate of 'ttprun topology', 8 at most), and compares:
+weights and optimizer state after each step, random numbers, variables, output, and the files that it writes.
 
 THE SCRIPT DOES RUN, and writes what it writes. Each run has a copy of the working folder, which is removed afterwards;
 what the script writes elsewhere by a full path, or sends to a service, is written and sent in each run. After the last
@@ -52,22 +50,17 @@ def check(words: list[str]) -> int:
         return 0 if words else 2
     own, checked = read_command_line(words)
     from ttprun.chaos.check.checkup import check_script
+    from ttprun.chaos.drill.twins import place_for_runs
 
     signal.signal(signal.SIGTERM, _end)  # so that the copies are removed
-    place = Path(own.folder) if own.folder is not None else Path(tempfile.mkdtemp(prefix="ttprun-check-"))
-    try:
-        if own.folder is not None and place.exists() and (not place.is_dir() or any(place.iterdir())):
-            raise ConfigError(f"--folder: '{own.folder}' is not empty", "name a new one")
+    with place_for_runs(own.folder, "ttprun-check-") as place:
         place.mkdir(parents=True, exist_ok=True)
-        report = check_script(checked, place.absolute(), _say, _show_progress)
+        report = check_script(checked, place, _say, _show_progress)
         if own.as_json:
             print(json.dumps(report.to_json()))
         else:
             draw(report, own.folder)
         return 0 if report.is_exact else 1
-    finally:
-        if own.folder is None:
-            shutil.rmtree(place, ignore_errors=True)
 
 
 def _parser() -> ArgumentParser:
@@ -93,12 +86,12 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the report in JSON, for programs")
 
 
-def read_command_line(words: Sequence[str]) -> tuple[Namespace, Checked]:
+def read_command_line(words: Sequence[str]) -> tuple[Namespace, CheckTarget]:
     """Tell our options from those of a launch, and check them all. Raises ConfigError; starts nothing."""
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     from ttprun.chaos.check.plan import FEWEST_STEPS
-    from ttprun.chaos.check.trial import Checked
+    from ttprun.chaos.check.trial import CheckTarget
     from ttprun.chaos.check.working_copy import check_size
     from ttprun.cli.preflight import check_host, check_options
     from ttprun.cli.run import fill_rendezvous
@@ -126,7 +119,7 @@ def read_command_line(words: Sequence[str]) -> tuple[Namespace, Checked]:
     folder = Path.cwd()
     if not own.in_place:
         check_size(folder, own.share)
-    return own, Checked(
+    return own, CheckTarget(
         options=options,
         # Of --no-python with a command that is a Python script, a launch makes that script.
         torchrun=config.launch | {"no_python": torchrun.no_python or torchrun.training_script != words[at]},
@@ -170,7 +163,7 @@ _NUMBERS = ("step", "rank", "steps again", "seconds")
 _WORDS = {"exact": "green", "by a weaker rung": "yellow", "refused": "red", "differs": "bold red", "not tried": "dim"}
 
 
-def draw(report: Report, kept: str | None) -> None:
+def draw(report: CheckReport, kept: str | None) -> None:
     """Print the table, what is not exact and why, and the verdict."""
     console = open_console()
     table = new_table(console, "killed", "step", "rank", "result", "by", "steps again", "seconds", right=_NUMBERS)
@@ -205,7 +198,7 @@ def draw(report: Report, kept: str | None) -> None:
         print("ttprun check: --folder DIR keeps the runs and their logs", file=sys.stderr)
 
 
-def _one_a_reason(rows: Sequence[Row]) -> Iterator[Row]:
+def _one_a_reason(rows: Sequence[KillOutcome]) -> Iterator[KillOutcome]:
     """Of the rows that are not exact, the first with each reason."""
     printed = set()
     for row in rows:

@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ttprun.cli.control import ask
+from ttprun.cli.control import ask_running
 from ttprun.cli.status import load
 from ttprun.cli.terminal import open_console
 from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.observe.progress import SILENT_S, ProgressLine, format_bytes
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import CheckpointStatus
-from ttprun.protocol.requests import Rejected, SaveNow
+from ttprun.protocol.requests import SaveNow
 from ttprun.state.checkpoint import Checkpoint, inspect, verify
 from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.manifest import MANIFEST_NAME
@@ -50,13 +50,7 @@ def checkpoint_now(
 
     Exit code: 0 written, 1 not written.
     """
-    directory = RunDirectory.find(run)
-    before = load(directory)
-    if before.has_ended:
-        raise ConfigError(f"run {before.run_id} has ended ({before.state})", "name a running one with --run")
-    answer = ask(directory, SaveNow())
-    if isinstance(answer, Rejected):
-        raise ConfigError(f"run {before.run_id} cannot be saved now: {answer.error}", "see 'ttprun status'")
+    directory, answer = ask_running(run, SaveNow(), "the run cannot be saved now")
     with ProgressLine("writing a checkpoint", 0, lambda: 0):
         written = wait_for_checkpoint(directory, answer.after)
     if as_json:
@@ -193,7 +187,7 @@ def with_latest(found: Sequence[Checkpoint]) -> tuple[list[Checkpoint], str | No
 
 
 @dataclass(frozen=True)
-class Checked:
+class VerifiedCheckpoint:
     """A checkpoint that was read, and the seconds that took."""
 
     checkpoint: Checkpoint
@@ -212,7 +206,7 @@ class Checked:
         return described_in_json(self.checkpoint, None) | {"took_s": round(self.took_s, 3)}
 
 
-def check(checkpoint: Checkpoint) -> Checked:
+def check(checkpoint: Checkpoint) -> VerifiedCheckpoint:
     """Read all files of a checkpoint, with a progress line."""
     done = 0
 
@@ -224,7 +218,7 @@ def check(checkpoint: Checkpoint) -> Checked:
     size = 0 if checkpoint.manifest is None else checkpoint.manifest.size_bytes
     with ProgressLine(f"verifying {checkpoint.name}", size, lambda: done):
         checked = verify(checkpoint, count)
-    return Checked(checked, time.monotonic() - started_s)
+    return VerifiedCheckpoint(checked, time.monotonic() - started_s)
 
 
 def open_store(save_dir: str | None) -> CheckpointStore:

@@ -13,7 +13,8 @@ from typing import Any
 import typer
 
 from ttprun.cli.commands import COMMANDS, LAUNCHING
-from ttprun.config import FILE_ONLY, OF_TORCHRUN, Config, option_name
+from ttprun.config import Config
+from ttprun.config_sources import FILE_ONLY, OF_TORCHRUN, option_name
 
 
 def build_app() -> typer.Typer:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic.fields import FieldInfo
 
 from ttprun.cli.options import metavar
-from ttprun.config import FILE_ONLY, VARIABLE_PREFIX, Config, option_name, preset
+from ttprun.config import Config
+from ttprun.config_sources import FILE_ONLY, VARIABLE_PREFIX, option_name, preset
 
 
 def config_reference() -> str:

@@ -6,13 +6,32 @@ import json
 import socket
 from typing import get_args
 
+from ttprun.cli.status import load
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.codec import Refused, decode
-from ttprun.protocol.requests import Reply, Request
+from ttprun.protocol.requests import Accepted, Rejected, Reply, Request
 
 ANSWER_LIMIT_S = 10.0
 _REPLIES = {kind.__name__: kind for kind in get_args(Reply)}
+
+
+def ask_running(run: str | None, request: Request, refusal: str) -> tuple[RunDirectory, Accepted]:
+    """Ask the agent of a run that lives; returns the run's directory, and the answer.
+
+    run       id or directory; None: the newest run here
+    refusal   what is said before the reason if the agent refuses
+
+    Raises ConfigError as `ask` does, and if there is no such run, it has ended, or its agent refuses.
+    """
+    directory = RunDirectory.find(run)
+    before = load(directory)
+    if before.has_ended:
+        raise ConfigError(f"run {before.run_id} has ended ({before.state})", "name a running one")
+    answer = ask(directory, request)
+    if isinstance(answer, Rejected):
+        raise ConfigError(f"{refusal}: {answer.error}", "see 'ttprun status'")
+    return directory, answer
 
 
 def ask(directory: RunDirectory, request: Request) -> Reply:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
+import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,13 +12,13 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from ttprun.chaos.drill.scenario import Scenario, command_of, read_scenario, shell_line
+from ttprun.chaos.drill.scenario import Scenario, command_of, read_scenario
+from ttprun.chaos.drill.twins import place_for_runs
 from ttprun.cli.terminal import new_table, open_console
-from ttprun.errors import ConfigError
 
 if TYPE_CHECKING:
     from ttprun.chaos.drill.pairing import Injection
-    from ttprun.chaos.drill.rehearsal import Rehearsal
+    from ttprun.chaos.drill.rehearsal import DrillReport
 
 
 def drill(
@@ -44,17 +43,11 @@ def drill(
     Exit code: 0 identical, 1 not identical or not recovered, 2 the scenario cannot be used.
     """
     wanted = read_scenario(scenario)
-    place = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="ttprun-drill-"))
-    try:
-        if folder is not None and place.exists() and (not place.is_dir() or any(place.iterdir())):
-            raise ConfigError(f"--folder: '{folder}' is not empty", "name a new one")
+    with place_for_runs(folder, "ttprun-drill-") as place:
         if dry_run:
-            show_plan(wanted, place.absolute(), as_json)
+            show_plan(wanted, place, as_json)
             return 0
-        return run_drill(wanted, place.absolute(), as_json, is_kept=folder is not None)
-    finally:
-        if folder is None:
-            shutil.rmtree(place, ignore_errors=True)
+        return run_drill(wanted, place, as_json, is_kept=folder is not None)
 
 
 def run_drill(scenario: Scenario, place: Path, as_json: bool, is_kept: bool) -> int:
@@ -62,7 +55,7 @@ def run_drill(scenario: Scenario, place: Path, as_json: bool, is_kept: bool) -> 
 
     place     an empty or new folder for both runs
     as_json   the report as one line of JSON
-    is_kept   the folder stays, so that nobody need be told how to keep it
+    is_kept   the folder stays, so how to keep it need not be said
     """
     from ttprun.chaos.drill.rehearsal import rehearse
 
@@ -83,18 +76,18 @@ def show_plan(scenario: Scenario, place: Path, as_json: bool) -> None:
     place     where both runs would be
     as_json   one line of JSON
     """
-    command = shell_line(command_of(scenario, place / "disturbed"))
+    command = shlex.join(command_of(scenario, place / "disturbed"))
     if as_json:
         print(json.dumps({"dry_run": True, "command": command} | scenario.model_dump()))
         return
-    ranks = shell_line([f"--{name}={value}" for name, value in scenario.launch.items()])
-    print(f"{scenario.twin} {ranks} {shell_line(command_of(scenario, place / 'undisturbed'))}")
+    ranks = shlex.join([f"--{name}={value}" for name, value in scenario.launch.items()])
+    print(f"{scenario.twin} {ranks} {shlex.join(command_of(scenario, place / 'undisturbed'))}")
     print(f"ttprun {ranks} --allow-faults {' '.join(f'--fault {fault}' for fault in scenario.faults)} {command}")
     compared = [*scenario.compare, *(["each rank's output"] if scenario.compare_output else [])]
     print(f"then compare: {', '.join(compared)}")
 
 
-def draw(console: Console, shown: Rehearsal) -> RenderableType:
+def draw(console: Console, shown: DrillReport) -> RenderableType:
     """The whole report: faults, comparisons, problems, the verdict."""
     parts: list[RenderableType] = [draw_injections(console, shown.injections)]
     table = new_table(console, "compared", "by", "result", "")

@@ -10,7 +10,7 @@ def explain() -> int:
 
     Your files are never changed.
     """
-    from ttprun.rank.bootstrap.patches import ALSO, PATCHES, Change, Patch
+    from ttprun.rank.bootstrap.patch_table import ALSO, PATCHES, Change, Patch
     from ttprun.rank.position.judgement import ORDER
 
     console = open_console()

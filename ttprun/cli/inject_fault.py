@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from ttprun.chaos.faults import KINDS, PHASES, RANDOM, Fault, check_word, parse_fault, phases_of
-from ttprun.chaos.schedule import Strike, strikes
+from ttprun.chaos.schedule import PlannedStrike, strikes
 from ttprun.cli.control import ask
 from ttprun.cli.terminal import new_table, open_console
-from ttprun.config import read_config_file, resolve
+from ttprun.config_sources import read_config_file, resolve
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, read_status
@@ -134,7 +134,7 @@ def show_strikes(status: RunStatus, fault: Fault, as_json: bool) -> None:
         console.print("... and so on")
 
 
-def _row(strike: Strike) -> tuple[str, ...]:
+def _row(strike: PlannedStrike) -> tuple[str, ...]:
     fault = strike.fault
     own = {key: value for key, value in _given(fault).items() if key not in ("kind", "rank", "step", "phase")}
     after = "at once" if strike.after_s is None and strike.number == 0 else "the one before"

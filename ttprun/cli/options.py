@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from typing import Literal, get_args, get_origin
 
-from ttprun.config import FILE_ONLY, Config, option_name
+from ttprun.config import Config
+from ttprun.config_sources import FILE_ONLY, option_name
 
 # Keeps our values apart from torchrun's in the parsed namespace.
 _DEST = "ttprun_"
 _METAVARS = {
     "rungs": "RUNG,...",
     "snapshot_every": "INTERVAL",
+    "buddy_memory": "SIZE",
     "resume": "WHICH",
     "faults": "FAULT",
     "retry_on": "PATTERN",
@@ -45,7 +47,15 @@ def add_options(parser: ArgumentParser) -> None:
             group.add_argument(name, dest=dest, action="append", default=SUPPRESS, metavar=metavar(key), help=text)
         elif key not in ("user_paths", *FILE_ONLY):
             # The str is checked by the model, as that of a variable is.
-            group.add_argument(name, dest=dest, default=SUPPRESS, metavar=metavar(key), help=text)
+            word = _word if get_origin(field.annotation) is Literal else str
+            group.add_argument(name, dest=dest, default=SUPPRESS, metavar=metavar(key), help=text, type=word)
+
+
+def _word(value: str) -> str:
+    """The value of an option that takes one of some words; without one, the script is taken for it."""
+    if value.endswith(".py"):
+        raise ArgumentTypeError(f"'{value}' is a script, and the option needs a value before it")
+    return value
 
 
 def metavar(key: str) -> str:

@@ -23,22 +23,23 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-from ttprun import mindio, torch_versions
+from ttprun import mindio
 from ttprun.chaos.faults import parse_fault
 from ttprun.cli.commands import COMMANDS
-from ttprun.config import Config, option_name
+from ttprun.config import Config
+from ttprun.config_sources import option_name
 from ttprun.errors import ConfigError, one_line, suggestion
 
 # Files that the agent holds open for each rank (its line, record, stack, pidfd, two buffers of a snapshot, logs), and
 # for itself.
 FILES_OF_RANK = 12
-FILES_OF_AGENT = 64
+FILES_OF_AGENT = 88
 
 
 def check_options(torchrun: Namespace) -> None:
     """Check the values of torchrun's options by themselves. Raises ConfigError naming the option."""
     for name, read in _READERS.items():
-        if not torch_versions.has_option(torchrun, name):
+        if not hasattr(torchrun, name):
             continue
         value = getattr(torchrun, name)
         try:
@@ -103,7 +104,7 @@ def check_elastic(torchrun: Namespace, config: Config) -> None:
     missing = [rung for rung in ("persist", "restart") if rung not in config.rungs]
     if missing:
         raise ConfigError(f"--elastic needs the rung '{missing[0]}' (rungs)", "leave it in")
-    for name, is_on in (("mindio", config.mindio), ("buddy", config.buddy), ("no_python", torchrun.no_python)):
+    for name, is_on in (("mindio", config.mindio), ("buddy", config.buddy == "on"), ("no_python", torchrun.no_python)):
         if is_on:
             raise ConfigError(f"--elastic cannot be combined with {option_name(name)}", "leave one of them out")
 

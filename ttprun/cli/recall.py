@@ -7,11 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ttprun.cli.control import ask
-from ttprun.cli.status import load
-from ttprun.errors import ConfigError
-from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol.requests import Recall, Rejected
+from ttprun.cli.control import ask_running
+from ttprun.protocol.requests import Recall
 
 
 def recall(
@@ -22,14 +19,7 @@ def recall(
 
     Exit code: 0 they are on their way (see 'ttprun status'), 2 nobody is away, or they cannot come now.
     """
-    directory = RunDirectory.find(run)
-    before = load(directory)
-    if before.has_ended:
-        raise ConfigError(f"run {before.run_id} has ended ({before.state})", "name a running one")
-    answer = ask(directory, Recall())
-    if isinstance(answer, Rejected):
-        raise ConfigError(f"no rank was called back: {answer.error}", "see 'ttprun status'")
-    print(
-        json.dumps({"run": str(directory.path), "ok": True, "message": answer.message}) if as_json else answer.message
-    )
+    directory, answer = ask_running(run, Recall(), "no rank was called back")
+    described = {"run": str(directory.path), "ok": True, "message": answer.message}
+    print(json.dumps(described) if as_json else answer.message)
     return 0

@@ -5,21 +5,16 @@ So a release of torch that nobody has tried is found before a job runs on it. Be
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+from ttprun.chaos.drill.twins import FOREIGN, run_launcher
 from ttprun.cli.finding import Finding
 
 LIMIT_S = 90.0
-_END_LIMIT_S = 10.0
 FAULT = "kill:rank=1,step=3,phase=backward"
 SCRIPT = """\
 import torch
@@ -35,8 +30,6 @@ for step in range(6):
     optimizer.step()
 dist.destroy_process_group()
 """
-# What would steer the job: an outer launcher's variables, and settings of torchrun and ttprun.
-_FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 _CURE = "install a release of torch that was tried (see README), and report this"
 
 
@@ -46,53 +39,33 @@ def repair(version: str, limit_s: float = LIMIT_S) -> Iterator[Finding]:
     version   of torch, for what is said
     """
     with tempfile.TemporaryDirectory(prefix="ttprun-doctor-") as folder:
-        outcome = _run(Path(folder), limit_s)
-    if outcome["total_s"] is None:
+        took_s, why_not = _run(Path(folder), limit_s)
+    if why_not:
         means = "a rank that dies is not replaced; training itself runs as under torchrun"
-        yield Finding("software", "repair", f"on torch {version}: {outcome['reason']}", "fails", means, _CURE)
+        yield Finding("software", "repair", f"on torch {version}: {why_not}", "fails", means, _CURE)
     else:
-        yield Finding("software", "repair", f"a killed rank was replaced in {outcome['total_s']:.1f} s")
+        yield Finding("software", "repair", f"a killed rank was replaced in {took_s:.1f} s")
 
 
-def _run(folder: Path, limit_s: float) -> dict[str, Any]:
-    """Run the tiny job; returns {"total_s": of its repair, None if there was none, "reason": why not}."""
+def _run(folder: Path, limit_s: float) -> tuple[float, str]:
+    """Run the tiny job; returns (seconds of its repair, why there was none: "" if there was)."""
     script, run_dir = folder / "two_tiny_ranks.py", folder / "run"
     script.write_text(SCRIPT, encoding="utf-8")
     options = ["--nproc-per-node", "2", "--standbys", "0", "--redirects", "3", "--run-dir", str(run_dir)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ttprun", *options, "--allow-faults", "--fault", FAULT, str(script)],
-        cwd=folder, env=_environment(os.environ), stdin=subprocess.DEVNULL, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        _end(process)
-        return {"total_s": None, "reason": f"the job of two tiny ranks did not end within {limit_s:.0f} s"}
-    try:
-        incidents = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))["incidents"]
-    except (OSError, ValueError, KeyError):
-        incidents = []
-    if process.returncode == 0 and [(one["rung"], one["outcome"]) for one in incidents] == [("replace", "recovered")]:
-        return {"total_s": incidents[0]["total_s"], "reason": ""}
-    lines = [line for line in said.splitlines() if line.strip()]
-    why = incidents[0]["reason"] if incidents else (lines or ["the rank was not killed"])[-1]
-    return {"total_s": None, "reason": f"the job ended with exit code {process.returncode}: {why}"}
+    words = [sys.executable, "-m", "ttprun", *options, "--allow-faults", "--fault", FAULT, str(script)]
+    twin = run_launcher(words, folder, folder, _environment(os.environ), limit_s, run_dir)
+    if twin.problem:
+        return 0.0, f"the job of two tiny ranks: {twin.problem}"
+    incidents = twin.status.incidents if twin.status is not None else ()
+    if twin.exit_code == 0 and [(one.rung, one.outcome) for one in incidents] == [("replace", "recovered")]:
+        return incidents[0].total_s or 0.0, ""
+    said = (folder / "launcher.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = [line for line in said if line.strip()] or ["the rank was not killed"]
+    return 0.0, f"the job ended with exit code {twin.exit_code}: {incidents[0].reason if incidents else lines[-1]}"
 
 
 def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    clean = {name: value for name, value in inherited.items() if not _FOREIGN.match(name)}
+    clean = {name: value for name, value in inherited.items() if not FOREIGN.match(name)}
     here = str(Path(__file__).resolve().parents[2])  # the job may run in a folder from which ttprun cannot be imported
-    return clean | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (clean.get("PYTHONPATH"), here))),
-    }
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.communicate(timeout=_END_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its ranks die with it
-        process.communicate()
+    path = os.pathsep.join(filter(None, (clean.get("PYTHONPATH"), here)))
+    return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}

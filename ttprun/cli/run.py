@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from secrets import token_hex
+from urllib.parse import urlsplit
 
 import torch
 from torch.distributed.launcher.api import LaunchConfig
@@ -28,12 +29,15 @@ from ttprun.cli.options import take_options
 from ttprun.cli.preflight import check_host, check_launch, check_options
 from ttprun.cli.script_config import take_script_config
 from ttprun.cli.torchrun_parser import SCRIPT, build_parser, launch_words, parse
-from ttprun.config import Config, LaunchValue, option_name, read_config_file, resolve
+from ttprun.config import Config, LaunchValue
+from ttprun.config_sources import option_name, read_config_file, resolve
 from ttprun.errors import ConfigError, one_line
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, write_status
 from ttprun.state.store import CheckpointStore
+from ttprun.web import otel
+from ttprun.web.address import is_loopback
 from ttprun.web.companion import answering_probes, serving
 from ttprun.web.notifying import notifying
 
@@ -94,10 +98,12 @@ def run(words: Sequence[str]) -> int:
         how = {"is_python": not torchrun.no_python, "is_place_named": invocation.is_place_named}
         with (
             notifying(config.on_event, config.on_event_kinds, directory),
-            serving(config.http, config.http_token_file, directory),
+            notifying(otel.command_for(os.environ), otel.KINDS, directory),
+            serving(config.http, config.http_token_file, directory, torchrun.local_addr) as page,
             answering_probes(os.environ, directory),
         ):
-            return launch(config, launch_config, entrypoint, arguments, directory, **how)
+            shown = "" if is_loopback(urlsplit(page).netloc) else page
+            return launch(config, launch_config, entrypoint, arguments, directory, page=shown, **how)
     except ConfigError:
         directory.discard()
         raise

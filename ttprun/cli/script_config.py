@@ -9,15 +9,16 @@ from pathlib import Path
 
 import yaml
 
-from ttprun.config import Source, parse_yaml, ttprun_section
+from ttprun.config_sources import ConfigSource, ttprun_section
+from ttprun.yaml_files import parse_yaml
 
 
-def take_script_config(arguments: list[str]) -> tuple[list[Source], list[str]]:
+def take_script_config(arguments: list[str]) -> tuple[list[ConfigSource], list[str]]:
     """Look for `--config FILE` and `--config=FILE` among the script's arguments.
 
     returns  (our sections, in order; the script's arguments, less those whose file holds nothing but our section)
     """
-    sections: list[Source] = []
+    sections: list[ConfigSource] = []
     kept: list[str] = []
     at = 0
     while at < len(arguments):
@@ -35,7 +36,7 @@ def take_script_config(arguments: list[str]) -> tuple[list[Source], list[str]]:
         content = _read(file) if file is not None else None
         section = ttprun_section(content)
         if file is not None and section is not None:
-            sections.append(Source("file", file, {str(key): value for key, value in section.items()}))
+            sections.append(ConfigSource("file", file, {str(key): value for key, value in section.items()}))
         is_ours_alone = section is not None and content == {"ttprun": section}
         if not is_ours_alone:
             kept += words

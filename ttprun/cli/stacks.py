@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ttprun.cli.control import ask
-from ttprun.cli.status import load
+from ttprun.cli.control import ask_running
 from ttprun.errors import ConfigError, in_short
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.stacks import StackReport, groups_of, read_stacks
-from ttprun.protocol.requests import Rejected, TakeStacks
+from ttprun.protocol.requests import TakeStacks
 
 _LIMIT_S = 10.0
 _LOOK_AGAIN_S = 0.02
@@ -29,13 +28,7 @@ def stacks(
 
     Who does not wait for the others comes first: when a job hangs, look there. On several nodes, ask on each.
     """
-    directory = RunDirectory.find(run)
-    before = load(directory)
-    if before.has_ended:
-        raise ConfigError(f"run {before.run_id} has ended ({before.state})", "name a running one")
-    answer = ask(directory, TakeStacks())
-    if isinstance(answer, Rejected):
-        raise ConfigError(f"no stacks: {answer.error}", "see 'ttprun status'")
+    directory, answer = ask_running(run, TakeStacks(), "no stacks")
     report = _wait_for(directory, answer.after)
     if rank:
         _check_ranks(report, rank, answer.message)

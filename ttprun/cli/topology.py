@@ -9,6 +9,7 @@ import typer
 from ttprun.errors import ConfigError, in_short
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.topology import Topology, read_topology
+from ttprun.state.memory_share import in_words
 
 _MOST_PEERS = 8
 _MOST_NAMES = 12
@@ -26,8 +27,9 @@ def topology(
 ) -> int:
     """Show which ranks hold the same weights and optimizer state, and from where a lost rank would get its own.
 
-    Coordinates are those in the script's device meshes (or, without a mesh, in its process groups). Who holds the same
-    was compared by digests in the first steps, not assumed.
+    Coordinates are those in the script's device meshes. Without a mesh they are those in its process groups: ep, cp
+    and pp if what the ranks send each other shows experts, context or a pipeline. Who holds the same was compared by
+    digests in the first steps, not assumed.
     """
     directory = RunDirectory.find(run)
     try:
@@ -51,18 +53,25 @@ def _show(found: Topology) -> None:
     for name, members in found.groups.items():
         console.print(f"{name} = {{{', '.join(map(str, members))}}}")
     dimensions = list(dict.fromkeys(name for rank in found.ranks for name in rank.coordinates))
-    table = new_table(console, "rank", *dimensions, "replica peers", "if it is lost", right=("rank", *dimensions))
+    mirror = ("mirror",) if any(rank.mirror_bytes for rank in found.ranks) else ()
+    numbers = ("rank", *dimensions, *mirror)
+    table = new_table(console, "rank", *dimensions, "replica peers", *mirror, "if it is lost", right=numbers)
     for rank in found.ranks:
         coordinates = [str(rank.coordinates.get(name, "-")) for name in dimensions]
         peers = in_short([*map(str, found.peers(rank.rank))], _MOST_PEERS) or "-"
-        table.add_row(str(rank.rank), *coordinates, peers, _LOSSES[rank.loss])
+        size = [in_words(rank.mirror_bytes) if rank.mirror_bytes else "-"] if mirror else []
+        table.add_row(str(rank.rank), *coordinates, peers, *size, _LOSSES[rank.loss])
     console.print(table)
-    if not found.apart:
+    if not found.unequal:
         console.print(f"all ranks hold the same (compared at step {found.boundary})")
         return
-    apart = in_short(found.apart, _MOST_NAMES)
-    console.print(f"not the same in all ranks (compared at step {found.boundary}): {apart}")
-    if any(len(ranks) == 1 for ranks in found.replicas):
+    unequal = in_short(found.unequal, _MOST_NAMES)
+    console.print(f"not the same in all ranks (compared at step {found.boundary}): {unequal}")
+    for part in found.parts:
+        held = " | ".join(in_short([*map(str, ranks)], _MOST_PEERS) for ranks in part.holders[:_MOST_PEERS])
+        more = f" and {len(part.holders) - _MOST_PEERS} more parts" if len(part.holders) > _MOST_PEERS else ""
+        console.print(f"parts held by ranks {held}{more}: {in_short(part.names, _MOST_NAMES)}")
+    if any(rank.loss in ("snapshot", "restart") for rank in found.ranks):
         console.print(
             "A shard with one holder is gone with its rank. A mesh of 2 replicas (HSDP, tensor x data parallel) "
             "gives each a second holder; --snapshot-every says how many steps are lost otherwise."

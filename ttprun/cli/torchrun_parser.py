@@ -14,7 +14,8 @@ from typing import NoReturn
 from torch.distributed.run import get_args_parser
 
 from ttprun.cli.options import add_options
-from ttprun.config import Config, Source, option_name
+from ttprun.config import Config
+from ttprun.config_sources import ConfigSource, option_name
 from ttprun.errors import ConfigError, one_line, suggestion
 
 SCRIPT = ("training_script", "training_script_args")
@@ -76,7 +77,7 @@ def torchrun_options(parser: RunParser) -> dict[str, object]:
     return {name: value for name, value in defaults.items() if name not in SCRIPT and not name.startswith("ttprun_")}
 
 
-def launch_words(parser: RunParser, source: Source) -> list[str]:
+def launch_words(parser: RunParser, source: ConfigSource) -> list[str]:
     """A file's `launch` mapping as command line words, so that torchrun's own parser checks names, types and choices.
 
     An option with a PET_* variable is left out, since the variable is stronger. Raises ConfigError naming the file.

@@ -14,10 +14,12 @@ from typing import Any
 from ttprun.agent.repair.stored_states import Origin, Stored
 from ttprun.errors import ConfigError
 from ttprun.rank.data.rest_of_epoch import CannotDistributeError, rest_of
-from ttprun.rank.records.record import Record
+from ttprun.rank.records.boundary_record import BoundaryRecord, Record
+from ttprun.rank.records.nodes import ActivationNode
+from ttprun.rank.records.packing import MalformedRecordError
 from ttprun.rank.values import Tree
-from ttprun.rank.values.nodes import Tag
-from ttprun.rank.values.trees import Comparison, is_node
+from ttprun.rank.values.trees import Comparison
+from ttprun.state.errors import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")
 
@@ -33,12 +35,11 @@ def adapted(stored: Stored, paths: Sequence[str], world_size: int, what_differs:
 
     Raises ConfigError if no rank could resume from it, and InvalidCheckpointError.
     """
-    firsts, lasts = [], []
-    for rank in range(len(paths)):
-        part = stored.rank_part(rank)
-        firsts.append(_tree(part["first"]))
-        lasts.append(_tree(part["records"][-1]))
-    why_not = _why_not(lasts[0].fields)
+    parts = [stored.rank_part(rank) for rank in range(len(paths))]
+    firsts = [Tree(*_record(part["first"])) for part in parts]
+    records = [_record(part["records"][-1]) for part in parts]
+    lasts = [Tree(*record) for record in records]
+    why_not = _why_not(records[0].fields)
     if why_not:
         raise _cannot(stored, what_differs, why_not)
     names = sorted(
@@ -55,16 +56,18 @@ def _cannot(stored: Stored, what_differs: str, why: str) -> ConfigError:
     )
 
 
-def _tree(record: Sequence[Any]) -> Tree:
-    _, head, blobs = record
-    found = Record.of(head, blobs)
-    return Tree(found.fields, found.blobs)
+def _record(stored: Sequence[Any]) -> Record:
+    _, head, blobs = stored
+    try:
+        return Record.of(head, blobs)
+    except MalformedRecordError as error:
+        raise InvalidCheckpointError(str(error)) from None
 
 
-def _why_not(last: dict[str, Any]) -> str:
-    if last["unfollowed"]:
+def _why_not(last: BoundaryRecord) -> str:
+    if last.unfollowed:
         return "a loop around the optimizer step was not followed"
-    for iterator in last["loaders"]:
+    for iterator in last.loaders:
         try:
             rest_of(iterator)
         except CannotDistributeError as error:
@@ -84,7 +87,7 @@ def _that_differ(first: Tree, last: Tree, other: Tree) -> Iterator[str]:
         for name, node in of_last.items():
             if name == "_" or name not in of_other or (name in of_first and changes.is_same(of_first[name], node)):
                 continue
-            if not difference.is_same(of_other[name], node) and not (is_node(node) and node[0] == Tag.ACTIVATION):
+            if not difference.is_same(of_other[name], node) and not isinstance(node, ActivationNode):
                 yield name
 
 
@@ -96,7 +99,9 @@ def _warning(stored: Stored, old: int, new: int, what_differs: str, names: Seque
         parts.append("the rest of the run is not bit-exact with one that was never interrupted")
     else:
         parts.append(f"resumed on {new} rank{'s' * (new > 1)} from {old}: sums are rounded otherwise, so not bit-exact")
-        parts.append(f"rank r takes the variables of old rank r mod {old}")
+        parts.append(
+            f"each rank takes the variables of the old rank that was like it at first, else of rank r mod {old}"
+        )
         shown = ", ".join(names[:_MOST_NAMES]) + ("" if len(names) <= _MOST_NAMES else ", ...")
         if names:
             parts.append(f"which differed between the ranks in: {shown}")

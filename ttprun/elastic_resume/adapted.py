@@ -18,10 +18,13 @@ from typing import Any
 
 import msgpack
 import torch
+from msgspec.structs import replace
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ttprun.elastic_resume.derive import Derived, states_in
+from ttprun.elastic_resume.donors import MOST, OldRank, closest
 from ttprun.elastic_resume.merge import Merge
+from ttprun.elastic_resume.outcome import state_of
 from ttprun.elastic_resume.touched import spoil
 from ttprun.protocol.to_rank import Adapt
 from ttprun.rank.checks.replay_guard import MismatchError
@@ -30,14 +33,15 @@ from ttprun.rank.comm.results import Answers
 from ttprun.rank.data import loaders, rest_of_epoch
 from ttprun.rank.effects import files
 from ttprun.rank.position import loops
-from ttprun.rank.records.record import Record
+from ttprun.rank.process.random_state import RngState
+from ttprun.rank.records.boundary_record import Record
+from ttprun.rank.records.nodes import NumpyRandomNode, RandomNode
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.replay.standing import difference_of_place
 from ttprun.rank.session import Session
-from ttprun.rank.step import step_hooks
+from ttprun.rank.step import boundary
 from ttprun.rank.values import CannotRestoreError, Tree, pack
-from ttprun.rank.values.nodes import Tag
 
 
 class Adapted(ReplayRun):
@@ -50,23 +54,37 @@ class Adapted(ReplayRun):
     jump = loops.JumpToNewEnd
 
     def __init__(self, session: Session, number: int, adapt: Adapt) -> None:
-        part = _read(adapt.donor)
-        self._first = Record.of(*part["first"][1:])
-        last = Record.of(*part["records"][-1][1:])
-        self._old = Tree(last.fields, last.blobs)
+        self.session = session
+        self._paths = adapt.paths
         self._derived: Derived | None = None
-        self._is_resized = session.world_size != adapt.world_size
-        if session.rank >= adapt.world_size:
-            common = set()
-            if adapt.other:
-                other = Record.of(*_read(adapt.other)["records"][-1][1:])
-                common = states_in(other.fields, _generators_in(Tree(other.fields, other.blobs)))
-            self._derived = Derived(session.rank, common)
-            _derive(last.fields, self._derived)
-            last.fields["files"] = []  # the donor's own
+        self._is_resized = session.world_size != len(adapt.paths)
+        self._default = session.rank % len(adapt.paths)
+        last = self._take(self._default, is_new=session.rank >= len(adapt.paths))
         super().__init__(session, number, (0, 0), last, last, Answers([], []))
         self._before_first_step: Tree | None = None
         self._forward = register_module_forward_pre_hook(self._before_forward)
+
+    def _take(self, number: int, is_new: bool) -> Record:
+        """Continue an old rank; returns its last record.
+
+        is_new   another rank continues it, too, so that this one must draw other numbers
+        """
+        old = _old_rank(self._paths[number])
+        last, self._derived = old.last, None
+        if is_new:
+            others = [one for one in range(min(len(self._paths), MOST)) if one != number]
+            found = [_old_rank(self._paths[one]).last for one in others]
+            states = [states_in(one.fields, _generators_in(Tree(*one))) for one in found]
+            self._derived = Derived(self.session.rank, set.intersection(*states) if states else set())
+            last = Record(self._derived.record(last.fields), last.blobs)
+        self._first, self._old = old.first, Tree(*last)
+        return last
+
+    def _take_closest(self, mine: Tree, rng: RngState) -> None:
+        """Continue the old rank that was like this one; its own setup, `mine` and its random states, shows it."""
+        found = closest([_old_rank(path) for path in self._paths[:MOST]], mine, rng, self._default)
+        if found.is_new or (found.rank is not None and (found.rank != self._default or self._derived is not None)):
+            self._target = self._take(self._default if found.rank is None else found.rank, found.is_new)
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
         """What a loader's iterator yields: dummies, and then the rest of the epoch."""
@@ -86,12 +104,12 @@ class Adapted(ReplayRun):
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """The first step begins with the first call of a model that trains: record the variables after the setup."""
-        is_in_loop = bool(self._jumps.loops_used) or not any(self._target["loops"])
+        is_in_loop = bool(self._jumps.loops_used) or not any(self._target.fields.loops)
         if not is_in_loop or not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
             return
         self._forward.remove()
         try:
-            self._before_first_step = step_hooks.look(sys._getframe(1))
+            self._before_first_step = boundary.look(sys._getframe(1))
         except Exception as error:  # it must not end the script's own step
             self.refuse(f"the variables before the first step cannot be read: {error!r}")
 
@@ -99,7 +117,7 @@ class Adapted(ReplayRun):
         """Pre-hook of Optimizer.step: at the old run's boundary, take its variables."""
         assert not self._has_arrived
         self._note_setup()
-        difference = difference_of_place(self._target, frame) or self._difference_of_loaders()
+        difference = difference_of_place(self._target.fields, frame) or self._difference_of_loaders()
         if difference:
             self._note_other_place(difference)
             return returned
@@ -120,23 +138,26 @@ class Adapted(ReplayRun):
     def _difference_of_loaders(self) -> str:
         """How far the iterators are from the dummies and what is read ahead; "" if they have yielded these."""
         handed = sorted((it["name"], it["yielded"]) for it in loaders.records())
-        expected = sorted((it["name"], max(1, it["lead"])) for it in self._target["loaders"])
+        expected = sorted((it["name"], max(1, it["lead"])) for it in self._target.fields.loaders)
         if handed == expected:
             return ""
         return f"its DataLoaders have yielded {handed} in the first step, and in the old run {expected}"
 
     def _take_over(self, frame: FrameType, returned: Any) -> Any:
         session = self.session
-        mine, head, blobs = _described(session, self.boundary, frame, returned)
-        session[Recorder].write_first(self.boundary, head, blobs)
-        found = [it["ahead"] for it in self._target["loaders"]]
+        fields, tensors, _ = boundary.describe(session, self.boundary, frame, returned)
+        head, own_loaders = pack(fields), fields.loaders
+        mine = boundary.tree_of(head, tensors)
+        session[Recorder].write_first(self.boundary, head, tensors)
+        self._take_closest(mine, fields.rng)
+        found = [it["ahead"] for it in self._target.fields.loaders]
         ahead = frozenset(one for fingerprints in found for one in fingerprints or ())
-        first = Tree(self._first.fields, self._first.blobs)
+        first = Tree(*self._first)
         self._forward.remove()
         if self._before_first_step is not None:
             spoil(first, self._before_first_step, mine)
         merge = Merge(first, self._old, mine, ahead, is_resized=self._is_resized)
-        taken = Record(self._target.fields | merge.record(), merge.blobs)
+        taken = Record(replace(self._target.fields, **merge.record()), merge.blobs)
         if merge.left != ahead:
             raise CannotRestoreError(
                 "prefetched batches are not in the variables as the DataLoader has made them, so they cannot be "
@@ -146,12 +167,11 @@ class Adapted(ReplayRun):
         if self._derived is not None:
             for number, state in merge.generators.items():
                 self._derived.reseed(restore.object_of(number), state)
-        self._target.fields["files"] = files.positions_again(self._target["files"])
-        fields, tensors, _ = step_hooks.describe(session, self.boundary, frame, returned)
-        fields["is_straight"] = True
-        fields |= {name: self._target[name] for name in ("weights", "files")}
-        fields["held"] = self._target.fields.get("held", b"")
-        fields["loaders"] = mine.fields["loaders"]  # the restored variables may have overwritten the newest batch
+        old = replace(self._target.fields, files=files.positions_again(self._target.fields.files))
+        self._target = Record(old, self._target.blobs)
+        fields, tensors, _ = boundary.describe(session, self.boundary, frame, returned)
+        fields = replace(fields, is_straight=True, weights=old.weights, files=old.files, held=old.held)
+        fields = replace(fields, loaders=own_loaders)  # the restored variables may have overwritten the newest batch
         session[Recorder].write(self.boundary, pack(fields), tensors)
         return returned
 
@@ -166,30 +186,16 @@ def _read(path: str) -> dict[str, Any]:
     return found
 
 
-def log_of(adapt: Adapt) -> list[bytes]:
-    """The log of the old rank whose variables are taken."""
-    found: list[bytes] = _read(adapt.donor)["log"]
+def log_of(adapt: Adapt, rank: int) -> list[bytes]:
+    """The log of an old rank, of which this rank of the new run begins with the loops' positions."""
+    found: list[bytes] = _read(adapt.paths[rank % len(adapt.paths)])["log"]
     return found
 
 
-def _described(session: Session, number: int, frame: FrameType, returned: Any) -> tuple[Tree, bytes, list[Any]]:
-    """The record of this rank as it has been set up: (tree, packed, tensors)."""
-    fields, tensors, _ = step_hooks.describe(session, number, frame, returned)
-    packed = pack(fields)
-    return step_hooks.tree_of(packed, tensors), packed, tensors
+def _old_rank(path: str) -> OldRank:
+    part = _read(path)
+    return OldRank(Record.of(*part["first"][1:]), Record.of(*part["records"][-1][1:]))
 
 
 def _generators_in(tree: Tree) -> list[list[Any]]:
-    return [node[2:] for node in tree.definitions.values() if node[0] == Tag.RANDOM]
-
-
-def _derive(fields: dict[str, Any], derived: Derived) -> None:
-    """Replace an old rank's random states by derived ones."""
-    fields["rng"] = derived.states(fields["rng"])
-    for loop in (*(loop for of_frame in fields["loops"] for loop in of_frame), *fields["generator_loops"]):
-        for name in ("began_with", "item_rng"):
-            if loop[name]:
-                loop[name] = derived.states(loop[name])
-    for iterator in fields["loaders"]:
-        iterator["rng"] = derived.states(iterator["rng"])
-        iterator["generators"] = list(map(derived.torch_state, iterator["generators"]))
+    return [state_of(node) for node in tree.definitions.values() if isinstance(node, RandomNode | NumpyRandomNode)]

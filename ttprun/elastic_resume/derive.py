@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from ttprun.rank.process import random_state
-from ttprun.rank.values import pack
+from ttprun.rank.records.boundary_record import BoundaryRecord, LoopRecord
+from ttprun.rank.records.packing import pack
 
 _TORCH_SEEDS, _NUMPY_SEEDS = (1 << 63) - 1, (1 << 32) - 1
 
@@ -33,6 +35,29 @@ class Derived:
     def states(self, recorded: random_state.RngState) -> random_state.RngState:
         """The global generators' states, derived from an old rank's."""
         return {name: self._state(name, state) for name, state in recorded.items()}
+
+    def record(self, last: BoundaryRecord) -> BoundaryRecord:
+        """An old rank's record with derived states, and without its files."""
+        loaders = [
+            iterator
+            | {
+                "rng": self.states(iterator["rng"]),
+                "generators": list(map(self.torch_state, iterator["generators"])),
+            }
+            for iterator in last.loaders
+        ]
+        return replace(
+            last,
+            rng=self.states(last.rng),
+            loops=[list(map(self._loop, of_frame)) for of_frame in last.loops],
+            generator_loops=list(map(self._loop, last.generator_loops)),
+            loaders=loaders,
+            files=[],
+        )
+
+    def _loop(self, loop: LoopRecord) -> LoopRecord:
+        began_with, item_rng = (state and self.states(state) for state in (loop.began_with, loop.item_rng))
+        return replace(loop, began_with=began_with, item_rng=item_rng)
 
     def _state(self, name: str, state: Any) -> Any:
         if pack([name, state]) in self._common:
@@ -79,14 +104,13 @@ class Derived:
         return generator.get_state().numpy().tobytes()
 
 
-def states_in(fields: dict[str, Any], generators: list[list[Any]]) -> set[bytes]:
+def states_in(fields: BoundaryRecord, generators: list[list[Any]]) -> set[bytes]:
     """Every random state in a boundary's record, packed.
 
     generators   kind and state of those in variables
     """
-    loops = [*(loop for of_frame in fields["loops"] for loop in of_frame), *fields["generator_loops"]]
-    states = [fields["rng"], *(loop[name] for loop in loops for name in ("began_with", "item_rng") if loop[name])]
-    states += [iterator["rng"] for iterator in fields["loaders"]]
+    states = [fields.rng, *(state for loop in fields.active() for state in (loop.began_with, loop.item_rng) if state)]
+    states += [iterator["rng"] for iterator in fields.loaders]
     found = {pack([name, state]) for one in states for name, state in one.items()}
-    found |= {pack(["torch", state]) for iterator in fields["loaders"] for state in iterator["generators"]}
+    found |= {pack(["torch", state]) for iterator in fields.loaders for state in iterator["generators"]}
     return found | set(map(pack, generators))

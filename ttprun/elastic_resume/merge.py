@@ -13,25 +13,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from ttprun.elastic_resume.outcome import Outcome
-from ttprun.rank.values.large_data import tensor_of
-from ttprun.rank.values.nodes import MISSING, CannotRestoreError, Tag, pack, unpack
-from ttprun.rank.values.trees import (
-    CONTENTS,
-    LAYOUT,
-    Comparison,
+from msgspec.structs import replace
+
+from ttprun.elastic_resume.outcome import MODULES, Outcome, are_of_a_kind
+from ttprun.rank.records.nodes import (
+    PARTS,
+    ActivationNode,
+    AnyNode,
+    DataNode,
+    DictNode,
+    ListNode,
+    ModuleNode,
     Node,
     Part,
-    Tree,
-    is_node,
-    is_same_scalar,
-    listed,
-    number_of,
-    shape_of,
+    PlainNode,
+    ReferenceNode,
+    ShardedNode,
+    SuspendedNode,
+    TensorNode,
+    TupleNode,
+    WrapperNode,
 )
+from ttprun.rank.records.packing import listed, pack, unpack_description
+from ttprun.rank.values.large_data import tensor_of
+from ttprun.rank.values.nodes import MISSING, CannotRestoreError
+from ttprun.rank.values.trees import Comparison, Tree, all_attributes, is_same_scalar, number_of
 
-_HELD_IN = frozenset({Tag.LIST, Tag.TUPLE, Tag.DICT})
-_PLACE = 3  # of a generator's node: its instruction, and the positions of its loops
+_IN_ORDER = (Part.NODES, Part.ITEMS)
 
 
 class Merge(Outcome):
@@ -60,7 +68,7 @@ class Merge(Outcome):
         Raises CannotRestoreError if the first record was made in other functions than the last one.
         """
         first, last, mine = self._first.fields, self._last.fields, self._mine.fields
-        functions = [[frame[:2] for frame in fields["place"]] for fields in (first, last)]
+        functions = [[frame[:2] for frame in fields.place] for fields in (first, last)]
         if functions[0] != functions[1]:
             raise CannotRestoreError(
                 "the run's first optimizer step was made in another function, so it is not known what has changed since"
@@ -70,25 +78,20 @@ class Merge(Outcome):
             for scopes in zip(self._first.variables, self._last.variables, self._mine.variables, strict=True)
         ]
         loops = []
-        for number, (of_last, of_mine) in enumerate(zip(last["loops"], mine["loops"], strict=True)):
-            of_first = first["loops"][number]
+        for of_first, of_last, of_mine in zip(first.loops, last.loops, mine.loops, strict=True):
+            overs = [MISSING if i >= len(of_first) else of_first[i].over for i in range(len(of_last))]
             loops.append(
                 [
-                    one
-                    | {
-                        "over": self.value(
-                            of_first[i]["over"] if i < len(of_first) else MISSING, one["over"], m["over"]
-                        )
-                    }
-                    for i, (one, m) in enumerate(zip(of_last, of_mine, strict=True))
+                    replace(one, over=self.value(over, one.over, m.over))
+                    for over, one, m in zip(overs, of_last, of_mine, strict=True)
                 ]
             )
         modules = {
             name: self.named(self._first.modules.get(name, {}), scope, self._mine.modules.get(name, {}))
             for name, scope in self._last.modules.items()
         }
-        optimizers = self._in_order(first["optimizers"], last["optimizers"], mine["optimizers"])
-        returned = self.value(first.get("returned"), last.get("returned"), mine.get("returned"))
+        optimizers = self._in_order(first.optimizers, last.optimizers, mine.optimizers)
+        returned = self.value(first.returned, last.returned, mine.returned)
         return {
             "variables": variables, "loops": loops, "modules": modules, "optimizers": optimizers, "returned": returned,
         }  # fmt: skip
@@ -116,15 +119,15 @@ class Merge(Outcome):
 
         Raises CannotRestoreError.
         """
-        if not is_node(last):
-            is_left = first is not MISSING and not is_node(first) and is_same_scalar(first, last)
+        if not isinstance(last, AnyNode):
+            is_left = first is not MISSING and not isinstance(first, AnyNode) and is_same_scalar(first, last)
             return self.of_mine(mine) if is_left and mine is not MISSING else last
         first, last, found = self._first.resolve(first), self._last.resolve(last), self._mine.resolve(mine)
-        if last[0] == Tag.ACTIVATION:
+        if isinstance(last, ActivationNode):
             return last
-        if last[0] == Tag.SHARDED and self._is_resized:
-            return [Tag.ACTIVATION, last[3][0]]  # other ranks cannot use a part of it
-        if last[0] == Tag.DATA and found == last:  # made again, e.g. by a loop that has jumped
+        if isinstance(last, ShardedNode) and self._is_resized:
+            return ActivationNode(last.layout[0])  # other ranks cannot use a part of it
+        if isinstance(last, DataNode) and found == last:  # made again, e.g. by a loop that has jumped
             return found
         if self._is_ahead(last):
             if mine is MISSING:
@@ -147,76 +150,74 @@ class Merge(Outcome):
         self.pair(last, found)
         return self._merged(first, last, found)
 
-    def _are_alike(self, first: Node, last: list[Any], mine: Node) -> bool:
+    def _are_alike(self, first: Any, last: Any, mine: Any) -> bool:
         """Whether three nodes can be merged part by part."""
-        if not is_node(first) or not is_node(mine) or {first[0], mine[0]} != {last[0]}:
+        if not are_of_a_kind(first, last) or not are_of_a_kind(mine, last):
             return False
-        if last[0] == Tag.MODULE:
-            return bool(first[2] == last[2] == mine[2] or mine[6] is not None or last[6] is not None)
-        shape = shape_of(last)
+        if isinstance(last, MODULES):
+            is_wrapped = isinstance(mine, WrapperNode) or isinstance(last, WrapperNode)
+            return is_wrapped or first.kind == last.kind == mine.kind
+        shape = PARTS[type(last)]
         if not any(part is not Part.NUMBER and part is not Part.UNORDERED for part in shape.values()):
             return False
-        if last[0] == Tag.DICT and not self._has_keys_alike(first, last, mine):
+        if isinstance(last, DictNode) and not self._has_keys_alike(first, last, mine):
             return False
-        lengths = {len(first), len(last), len(mine)}
-        plain = [at for at in range(len(last)) if at not in shape]
+        plain = [name for name in last.__struct_fields__ if name not in shape]
         nodes = [_without_positions(node) for node in (first, last, mine)]
-        is_plain_alike = len(lengths) == 1 and all(nodes[0][at] == nodes[1][at] == nodes[2][at] for at in plain)
-        counts = [at for at, part in shape.items() if part in (Part.NODES, Part.GROUPS) and at < len(last)]
-        return is_plain_alike and (
-            last[0] == Tag.DICT
-            or all(len({len(listed(node[at])) for node in (first, last, mine)}) == 1 for at in counts)
+        if any(getattr(nodes[0], name) != getattr(node, name) for name in plain for node in nodes[1:]):
+            return False
+        counts = [name for name, part in shape.items() if part in (*_IN_ORDER, Part.GROUPS)]
+        return isinstance(last, DictNode) or all(
+            len({len(listed(getattr(node, name))) for node in (first, last, mine)}) == 1 for name in counts
         )
 
-    def _are_views(self, first: Node, last: list[Any], mine: Node) -> bool:
+    def _are_views(self, first: Node, last: Node, mine: Node) -> bool:
         """Whether three tensors are parts of small memory that the training has not changed, e.g. of a dataset."""
         nodes = (first, last, mine)
-        if not all(is_node(node) and node[0] == Tag.TENSOR and isinstance(node[LAYOUT], list) for node in nodes):
+        if not all(isinstance(node, TensorNode) and isinstance(node.layout, list) for node in nodes):
             return False
         contents = [tree.contents(n) for tree, n in zip((self._first, self._last, self._mine), nodes, strict=True)]
         return contents[0] == contents[1] and all(isinstance(one, bytes) for one in contents)
 
-    def _moved(self, last: list[Any], mine: list[Any]) -> Node:
+    def _moved(self, last: TensorNode, mine: TensorNode) -> Node:
         """Another part of the new run's memory, which must not be overwritten by the old run's."""
-        stride, offset, _ = last[LAYOUT]
-        size = mine[LAYOUT][2]
-        reach = offset + 1 + sum((length - 1) * by for length, by in zip(last[3], stride, strict=True))
-        if reach * tensor_of(last[2], [0], b"").element_size() > size:
+        stride, offset, _ = last.layout
+        size = mine.layout[2]
+        reach = offset + 1 + sum((length - 1) * by for length, by in zip(last.shape, stride, strict=True))
+        if reach * tensor_of(last.dtype, [0], b"").element_size() > size:
             raise CannotRestoreError("a tensor is a part of memory that is smaller in the new run")
         self.pair(last, mine)
         made = self.of_mine(mine)
-        return (
-            [*made[:2], last[2], last[3], [stride, offset, size], *made[CONTENTS:]] if made[0] == Tag.TENSOR else made
-        )
+        is_here = isinstance(made, TensorNode)
+        return replace(made, dtype=last.dtype, shape=last.shape, layout=[stride, offset, size]) if is_here else made
 
-    def _has_keys_alike(self, *nodes: list[Any]) -> bool:
-        return all(all(_is_key(key) for key in listed(node[2])) for node in nodes)
+    def _has_keys_alike(self, *nodes: DictNode) -> bool:
+        return all(all(_is_key(key) for key in listed(node.keys)) for node in nodes)
 
-    def _merged(self, first: list[Any], last: list[Any], mine: list[Any]) -> Node:
+    def _merged(self, first: Any, last: Any, mine: Any) -> Node:
         number = number_of(mine)
         if number is not None:
             self.define(self.outcome_of_mine(number), mine)
-        if last[0] == Tag.MODULE:
+        if isinstance(last, MODULES):
             return self._merged_module(first, last, mine)
-        if last[0] == Tag.DICT:
+        if isinstance(last, DictNode):
             return self._merged_dict(first, last, mine)
-        shape = shape_of(last)
-        made = list(last)
-        if last[0] == Tag.SUSPENDED:
-            made[_PLACE] = mine[_PLACE]  # its loops have jumped
-        for at in range(len(last)):
-            part = shape.get(at)
+        made: dict[str, Any] = {}
+        if isinstance(last, SuspendedNode):
+            made["place"] = mine.place  # its loops have jumped
+        for name, part in PARTS[type(last)].items():
+            parts = [getattr(node, name) for node in (first, last, mine)]
             if part is Part.NUMBER:
-                made[at] = self.outcome_of_mine(mine[at])
+                made[name] = self.outcome_of_mine(parts[2])
             elif part is Part.NODE:
-                made[at] = self.value(first[at], last[at], mine[at])
-            elif part is Part.NODES:
-                made[at] = self._in_order(listed(first[at]), listed(last[at]), listed(mine[at]))
+                made[name] = self.value(*parts)
+            elif part in _IN_ORDER:
+                made[name] = self._in_order(*map(listed, parts))
             elif part is Part.NAMED:
-                made[at] = self.named(first[at], last[at], mine[at])
+                made[name] = self.named(*parts)
             elif part is Part.GROUPS:
-                made[at] = list(map(self.named, first[at], last[at], mine[at]))
-        return made
+                made[name] = list(map(self.named, *parts))
+        return replace(last, **made)
 
     def _in_order(self, first: list[Node], last: list[Node], mine: list[Node]) -> list[Node]:
         return [
@@ -224,95 +225,93 @@ class Merge(Outcome):
             for i, node in enumerate(last)
         ]
 
-    def _merged_dict(self, first: list[Any], last: list[Any], mine: list[Any]) -> Node:
+    def _merged_dict(self, first: DictNode, last: DictNode, mine: DictNode) -> Node:
         keys: dict[bytes, Node] = {}
         values: list[dict[bytes, Node]] = []
         for node in (mine, first, last):
-            names = list(map(pack, listed(node[2])))
-            keys.update(zip(names, listed(node[2]), strict=True))
-            values.append(dict(zip(names, listed(node[3]), strict=True)))
+            names = list(map(pack, listed(node.keys)))
+            keys.update(zip(names, listed(node.keys), strict=True))
+            values.append(dict(zip(names, listed(node.values), strict=True)))
         made = self.named(values[1], values[2], values[0])
-        attributes = [self.named(first[5], last[5], mine[5])] if len(last) > 5 else []
-        number = self.outcome_of_mine(mine[1])
-        return [Tag.DICT, number, [keys[name] for name in made], list(made.values()), *last[4:5], *attributes]
+        attributes = self.named(first.attributes, last.attributes, mine.attributes)
+        number = self.outcome_of_mine(mine.number)
+        return DictNode(number, [keys[name] for name in made], list(made.values()), last.kind, attributes)
 
-    def _merged_module(self, first: list[Any], last: list[Any], mine: list[Any]) -> Node:
+    def _merged_module(self, first: Any, last: Any, mine: Any) -> Node:
         """If one is wrapped (by DistributedDataParallel) and the other is not, merge the inner module."""
-        inner_first = first if first[6] is None else self._first.resolve(first[6])
-        inner_last = last if last[6] is None else self._last.resolve(last[6])
-        if mine[6] is None:
+        are_wrapped = isinstance(first, WrapperNode) and isinstance(last, WrapperNode)
+        inner_first = self._first.resolve(first.wrapped) if isinstance(first, WrapperNode) else first
+        inner_last = self._last.resolve(last.wrapped) if isinstance(last, WrapperNode) else last
+        if not isinstance(mine, WrapperNode):
             return self._merged_parts(inner_first, inner_last, mine)
-        is_left = None in (first[6], last[6]) or first[3] == last[3]
-        inner = self._mine.resolve(mine[6])
-        number = self.outcome_of_mine(inner[1])
+        is_left = not are_wrapped or first.training == last.training
+        inner = self._mine.resolve(mine.wrapped)
+        number = self.outcome_of_mine(inner.number)
         if number in self.defined:
-            wrapped: Node = [Tag.REFERENCE, number]
+            wrapped: Node = ReferenceNode(number)
         elif self._are_alike(inner_first, inner_last, inner):
             self._compared.bind(inner_first, inner_last)
             self.pair(inner_last, inner)
             wrapped = self._merged(inner_first, inner_last, inner)
         else:
             wrapped = self.of_last(inner_last, inner)
-        outcome = self.outcome_of_mine(mine[1])
-        return [Tag.MODULE, outcome, mine[2], mine[3] if is_left else last[3], {}, 0, wrapped]
+        training = mine.training if is_left else last.training
+        return WrapperNode(self.outcome_of_mine(mine.number), mine.kind, training, {}, wrapped)
 
-    def _merged_parts(self, first: list[Any], last: list[Any], mine: list[Any]) -> Node:
-        described = [unpack(node[3]) for node in (first, last, mine)]
-        names = [[described[i]["modules"], [path for path, _ in described[i]["tensors"]]] for i in range(3)]
+    def _merged_parts(self, first: ModuleNode, last: ModuleNode, mine: ModuleNode) -> Node:
+        nodes = (first, last, mine)
+        described = [unpack_description(node.description) for node in nodes]
+        names = [[one.modules, [path for path, _ in one.tensors]] for one in described]
         if not names[0] == names[1] == names[2]:
             if self._compared.is_same(first, last):
                 return self.copied(mine, is_mine=True)
             raise CannotRestoreError("a module has other parts than in the old run, and they have changed since")
         self.pair_parts(last, mine)
         begin = len(self.blobs)
-        for offset, path in enumerate(names[2][1]):
+        for offset, (path, _) in enumerate(described[2].tensors):
             one, other, own = (
-                tree.blobs[node[5] + offset]
-                for tree, node in ((self._first, first), (self._last, last), (self._mine, mine))
+                tree.blobs[node.first_blob + offset]
+                for tree, node in zip((self._first, self._last, self._mine), nodes, strict=True)
             )
-            is_sharded = path in described[2].get("sharded", ())
+            is_sharded = path in described[2].sharded
             if one != other and (is_sharded or len(other) != len(own)):
                 what = "is sharded over the ranks, and was changed" if is_sharded else "has another shape than"
                 raise CannotRestoreError(f"{path} of a module {what} in the old run")
             # Buffers in a state_dict are taken from the old run, as from a checkpoint; others are the constructor's.
-            is_left = one == other and (is_sharded or path in described[2]["passing"] or len(other) != len(own))
+            is_left = one == other and (is_sharded or path in described[2].passing or len(other) != len(own))
             self.blobs.append(own if is_left else other)
-        own_description = dict(described[2])
-        if described[1]["frozen"] != described[0]["frozen"]:
-            own_description["frozen"] = described[1]["frozen"]
-        attributes = {}
-        for path in described[2]["attributes"]:
-            scopes = [
-                d["attributes"].get(path, {}) | n[4].get(path, {})
-                for d, n in zip(described, (first, last, mine), strict=True)
-            ]
-            attributes[path] = self.named(*scopes)
-        own_description["attributes"] = {path: {} for path in attributes}
-        return [Tag.MODULE, self.outcome_of_mine(mine[1]), mine[2], pack(own_description), attributes, begin, None]
+        is_changed = described[1].frozen != described[0].frozen
+        scopes = [all_attributes(node, one) for node, one in zip(nodes, described, strict=True)]
+        attributes = {path: self.named(*(scope.get(path, {}) for scope in scopes)) for path in described[2].attributes}
+        description = replace(
+            described[2],
+            frozen=described[1 if is_changed else 2].frozen,
+            attributes={path: {} for path in attributes},
+        )
+        return ModuleNode(self.outcome_of_mine(mine.number), mine.kind, pack(description), attributes, begin)
 
     # Prefetched data.
 
-    def _is_ahead(self, node: list[Any]) -> bool:
+    def _is_ahead(self, node: AnyNode) -> bool:
         """Whether it is prefetched data, or holds some."""
         if not self._ahead:
             return False
         nodes = [node]
-        if node[0] in _HELD_IN:
-            nodes += [
-                self._last.resolve(part)
-                for at in (1, 2, 3)
-                if shape_of(node).get(at) is Part.NODES
-                for part in listed(node[at])
-            ]
+        if isinstance(node, ListNode | TupleNode | DictNode):
+            shape = PARTS[type(node)]
+            lists = [getattr(node, name) for name, part in shape.items() if part in _IN_ORDER]
+            nodes += [self._last.resolve(part) for held in lists for part in listed(held)]
         found = {self._last.digest(part) for part in nodes} & self._ahead
         self.left |= {digest for digest in found if digest is not None}
         return bool(found)
 
 
-def _without_positions(node: list[Any]) -> list[Any]:
+def _without_positions(node: Any) -> Any:
     """A generator's node without the positions of its loops, which have advanced; any other node as it is."""
-    return [*node[:_PLACE], node[_PLACE][:1], *node[_PLACE + 1 :]] if node[0] == Tag.SUSPENDED else node
+    return replace(node, place=node.place[:1]) if isinstance(node, SuspendedNode) else node
 
 
 def _is_key(node: Node) -> bool:
-    return not is_node(node) or node[0] == Tag.PLAIN or (node[0] == Tag.TUPLE and all(map(_is_key, listed(node[1]))))
+    if isinstance(node, TupleNode):
+        return all(map(_is_key, node.items))
+    return not isinstance(node, AnyNode) or isinstance(node, PlainNode)

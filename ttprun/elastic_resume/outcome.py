@@ -8,19 +8,45 @@ from __future__ import annotations
 
 from typing import Any
 
-from ttprun.rank.values.nodes import MISSING, CannotRestoreError, Tag
-from ttprun.rank.values.trees import (
-    BLOB_AT,
-    CONTENTS,
+from msgspec.structs import replace
+
+from ttprun.rank.records.nodes import (
+    PARTS,
+    ActivationNode,
+    AnyNode,
+    ChangedDataNode,
+    DataNode,
+    DictNode,
+    FileNode,
+    ModuleNode,
     Node,
+    Number,
+    NumpyRandomNode,
     Part,
-    Tree,
-    count_of_parts,
-    is_node,
-    listed,
-    number_of,
-    shape_of,
+    RandomNode,
+    ReferenceNode,
+    ShardedNode,
+    TensorNode,
+    WeightNode,
+    WrapperNode,
 )
+from ttprun.rank.records.packing import listed
+from ttprun.rank.values.nodes import MISSING, CannotRestoreError
+from ttprun.rank.values.trees import LISTS, Tree, count_of_parts, number_of
+
+MODULES = (ModuleNode, WrapperNode)
+
+
+def are_of_a_kind(one: Node, other: Node) -> bool:
+    """Whether two nodes are of one type, or both of modules, wrapped or not."""
+    if not isinstance(one, AnyNode) or not isinstance(other, AnyNode):
+        return False
+    return type(one) is type(other) or (isinstance(one, MODULES) and isinstance(other, MODULES))
+
+
+def state_of(node: RandomNode | NumpyRandomNode) -> list[Any]:
+    """Kind and state of a random generator."""
+    return [node.kind, node.state] if isinstance(node, RandomNode) else ["numpy", node.state]
 
 
 class Outcome:
@@ -44,65 +70,65 @@ class Outcome:
 
     def of_last(self, node: Node, mine: Node = MISSING) -> Node:
         """A node of the old run's last record, to replace `mine`. Raises CannotRestoreError."""
-        if not is_node(node):
+        if not isinstance(node, AnyNode):
             return node
-        if node[0] == Tag.REFERENCE:
-            outcome = self.outcome_of_last(node[1])
+        if isinstance(node, ReferenceNode):
+            outcome = self.outcome_of_last(node.number)
             found = self._last.resolve(node)
             if outcome in self.defined or found is node:
-                return [Tag.REFERENCE, outcome]
+                return ReferenceNode(outcome)
             node = found
         mine = self._mine.resolve(mine)
         number = number_of(node)
         if number is not None:
             if self.outcome_of_last(number) in self.defined:
-                return [Tag.REFERENCE, self.outcome_of_last(number)]
+                return ReferenceNode(self.outcome_of_last(number))
             self.pair(node, mine)
             self.define(self.outcome_of_last(number), node)
-        if node[0] == Tag.DATA:
-            return [Tag.ACTIVATION, node[2]]
-        if node[0] == Tag.SHARDED and self._is_resized:
-            return [Tag.ACTIVATION, node[3][0]]
-        if node[0] == Tag.FILE and self._is_resized:
+        if isinstance(node, DataNode):
+            return ActivationNode(node.shape)
+        if isinstance(node, ShardedNode) and self._is_resized:
+            return ActivationNode(node.layout[0])
+        if isinstance(node, FileNode) and self._is_resized:
             raise CannotRestoreError(
                 "the script reads a file by itself in its steps, and it is unknown how the ranks divide the rest of it"
             )
-        if node[0] == Tag.WEIGHT:
-            weight = self._last.weight(node[1])
+        if isinstance(node, WeightNode):
+            weight = self._last.weight(node.index)
             index = None if weight is None else self._mine.index_of(weight)
             if index is None:
                 raise CannotRestoreError("a variable holds an optimizer's state of a weight")
-            return [node[0], index, *node[2:]]
-        if node[0] == Tag.RANDOM and number is not None:
-            self.generators[self.outcome_of_last(number)] = node[2:]
+            return replace(node, index=index)
+        if isinstance(node, RandomNode | NumpyRandomNode):
+            self.generators[self.outcome_of_last(node.number)] = state_of(node)
         return self.copied(node, is_mine=False, beside=mine)
 
     def of_mine(self, node: Node) -> Node:
         """A node of the new run's record, left as it is."""
-        if not is_node(node):
+        if not isinstance(node, AnyNode):
             return node
-        if node[0] == Tag.REFERENCE:
+        if isinstance(node, ReferenceNode):
             found = self._mine.resolve(node)
-            if self.outcome_of_mine(node[1]) in self.defined or found is node:
-                return [Tag.REFERENCE, self.outcome_of_mine(node[1])]
+            if self.outcome_of_mine(node.number) in self.defined or found is node:
+                return ReferenceNode(self.outcome_of_mine(node.number))
             node = found
         number = number_of(node)
         if number is not None:
             outcome = self.outcome_of_mine(number)
             if outcome in self.defined:
-                return [Tag.REFERENCE, outcome]
+                return ReferenceNode(outcome)
             self.define(outcome, node)
         return self.copied(node, is_mine=True)
 
-    def copied(self, node: list[Any], is_mine: bool, beside: Node = MISSING) -> list[Any]:
+    def copied(self, node: Any, is_mine: bool, beside: Node = MISSING) -> Any:
         """A node with the outcome's numbers; its parts are of the same record.
 
         beside   the new run's node at the place of a node of the old one
         """
         outcome = self.outcome_of_mine if is_mine else self.outcome_of_last
-        has_counterparts = is_node(beside) and beside[0] == node[0] and shape_of(beside) == shape_of(node)
-        if has_counterparts and node[0] == Tag.DICT:
-            has_counterparts = listed(beside[2]) == listed(node[2])
+        has_counterparts = type(beside) is type(node)
+        if has_counterparts and isinstance(node, DictNode):
+            has_counterparts = listed(beside.keys) == listed(node.keys)
 
         def one(part: Node, counterpart: Node) -> Node:
             return self.of_mine(part) if is_mine else self.of_last(part, counterpart)
@@ -110,47 +136,48 @@ class Outcome:
         def some(found: list[Node], counterparts: list[Node]) -> list[Node]:
             return [one(p, counterparts[i] if i < len(counterparts) else MISSING) for i, p in enumerate(found)]
 
-        made = list(node)
-        for at, part in shape_of(node).items():
-            if at >= len(node):
-                continue
-            other = beside[at] if has_counterparts and at < len(beside) else None
+        made: dict[str, Any] = {}
+        for name, part in PARTS[type(node)].items():
+            held, other = getattr(node, name), getattr(beside, name) if has_counterparts else None
             if part is Part.NUMBER:
-                made[at] = outcome(node[at])
+                made[name] = outcome(held)
             elif part is Part.NODE:
-                made[at] = one(node[at], MISSING if other is None else other)
-            elif part in (Part.NODES, Part.UNORDERED):
-                made[at] = some(listed(node[at]), listed(other) if other is not None and part is Part.NODES else [])
+                made[name] = one(held, other if has_counterparts else MISSING)
+            elif part in LISTS:
+                is_in_order = has_counterparts and part is not Part.UNORDERED
+                made[name] = some(listed(held), listed(other) if is_in_order and other is not None else [])
             elif part is Part.NAMED:
-                made[at] = {name: one(p, (other or {}).get(name, MISSING)) for name, p in node[at].items()}
+                made[name] = {key: one(p, (other or {}).get(key, MISSING)) for key, p in held.items()}
             else:
-                made[at] = [{name: one(p, MISSING) for name, p in group.items()} for group in node[at]]
+                made[name] = [{key: one(p, MISSING) for key, p in group.items()} for group in held]
         shift = len(self._last.blobs) if is_mine else 0
-        if node[0] in BLOB_AT:
-            made[BLOB_AT[node[0]]] += shift
-        elif node[0] == Tag.TENSOR and isinstance(node[CONTENTS], list):
-            made[CONTENTS] = [node[CONTENTS][0] + shift]
-        elif node[0] == Tag.TENSOR and isinstance(node[CONTENTS], int):
-            made[CONTENTS] = outcome(node[CONTENTS])
-        elif node[0] == Tag.MODULE and node[6] is None:
-            made[5] += shift
-            made[4] = {path: {name: one(p, MISSING) for name, p in nodes.items()} for path, nodes in node[4].items()}
-        return made
+        if isinstance(node, ChangedDataNode):
+            made["blob"] = node.blob + shift
+        elif isinstance(node, TensorNode) and isinstance(node.contents, list):
+            made["contents"] = [node.contents[0] + shift]
+        elif isinstance(node, TensorNode) and isinstance(node.contents, int):
+            made["contents"] = outcome(node.contents)
+        elif isinstance(node, ModuleNode):
+            made["first_blob"] = node.first_blob + shift
+            made["attributes"] = {
+                path: {name: one(p, MISSING) for name, p in nodes.items()} for path, nodes in node.attributes.items()
+            }
+        return replace(node, **made)
 
     # Numbers.
 
-    def outcome_of_mine(self, number: int) -> int:
+    def outcome_of_mine(self, number: int) -> Number:
         """The number in the outcome of an object of the new run."""
-        return number + self._shift
+        return Number(number + self._shift)
 
-    def outcome_of_last(self, number: int) -> int:
+    def outcome_of_last(self, number: int) -> Number:
         """The number in the outcome of an object of the old run."""
         mine = self._mine_of.get(number)
-        return number if mine is None else self.outcome_of_mine(mine)
+        return Number(number) if mine is None else self.outcome_of_mine(mine)
 
     def pair(self, last: Node, mine: Node) -> None:
         """Combine an object of the old run and one of the new run that are at the same place."""
-        if not is_node(last) or not is_node(mine) or last[0] != mine[0]:
+        if not are_of_a_kind(last, mine):
             return
         number, own = number_of(last), number_of(mine)
         if number is None or own is None or number in self.defined:
@@ -158,12 +185,12 @@ class Outcome:
         if number not in self._mine_of and own not in self._last_of:
             self._mine_of[number], self._last_of[own] = own, number
 
-    def pair_parts(self, last: list[Any], mine: list[Any]) -> None:
+    def pair_parts(self, last: ModuleNode, mine: ModuleNode) -> None:
         """The same for all parts and tensors of modules that have the same ones."""
         for offset in range(1 + count_of_parts(mine)):
-            self._mine_of.setdefault(last[1] + offset, mine[1] + offset)
-            self._last_of.setdefault(mine[1] + offset, last[1] + offset)
+            self._mine_of.setdefault(last.number + offset, mine.number + offset)
+            self._last_of.setdefault(mine.number + offset, last.number + offset)
 
-    def define(self, outcome: int, node: list[Any]) -> None:
+    def define(self, outcome: int, node: Node) -> None:
         """An object, with all parts of a module, is defined in the outcome from now on."""
         self.defined.update(range(outcome, outcome + 1 + count_of_parts(node)))

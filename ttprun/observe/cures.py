@@ -17,8 +17,8 @@ _CURES = (
     ("other random states", "draw from a generator that the script seeds, or keeps in a variable"),
     (
         "no other rank holds|no single rank holds|are sharded over the ranks|its own part",
-        "--buddy, which mirrors each rank's own part (one node, CPU), or --snapshot-every 10steps: see 'Covered by a "
-        "snapshot only' in 'ttprun guide limits'",
+        "--buddy on or a larger --buddy-memory, to mirror each rank's own part (one node, CPU), or --snapshot-every "
+        "10steps: see 'Covered by a snapshot only' in 'ttprun guide limits'",
     ),
     ("different weights", "seed the weights alike in all ranks, or broadcast them before the first step"),
     ("loss number|input of a collective", "keep what the step depends on in variables or in objects with state_dict"),
@@ -59,7 +59,7 @@ def with_cure(reason: str) -> str:
     return f"{reason}{_MARK}{cure}" if cure and _MARK not in reason else reason
 
 
-def parted(reason: str) -> tuple[str, str]:
+def split_cure(reason: str) -> tuple[str, str]:
     """(the reason, what helps) of what `with_cure` has returned."""
     why, _, cure = reason.partition(_MARK)
     return why, cure

@@ -58,12 +58,10 @@ class RunDirectory:
                 raise ConfigError(f"run directory '{run.path}' holds other files", "name a new one with --run-dir")
             run._lock()
             run.path.chmod(0o700)
-            for stale in (run.status, run.topology, run.stacks, run.control_socket, run.control_token, run.http_token):
+            run._write_token()
+            for stale in (run.status, run.topology, run.stacks, run.control_socket, run.http_token):
                 stale.unlink(missing_ok=True)
             run.logs.mkdir(exist_ok=True)
-            token_fd = os.open(run.control_token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(token_fd, "w", encoding="ascii") as token:
-                token.write(secrets.token_hex(16))
         except OSError as error:
             raise ConfigError(
                 f"run directory '{run.path}' cannot be written ({error.strerror})", "choose another with --run-dir"
@@ -148,6 +146,13 @@ class RunDirectory:
         if self._is_new:
             shutil.rmtree(self.path, ignore_errors=True)
 
+    def _write_token(self) -> None:
+        """Before all else, and never removed: by it the directory is known as ours, whenever this process is killed."""
+        fd = os.open(self.control_token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(fd, "w", encoding="ascii") as token:
+            os.fchmod(fd, 0o600)
+            token.write(secrets.token_hex(16))
+
     def _lock(self) -> None:
         """Take the directory for this process; the kernel gives it back when the process ends, however it ends."""
         self._lock_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -160,6 +165,13 @@ class RunDirectory:
             ) from None
         except OSError:
             pass  # a file system without locks; two runs in one directory are then the user's to avoid
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file of a run at once: a reader sees the old text or the new one, never a part. Raises OSError."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(text + "\n", encoding="utf-8")
+    draft.replace(path)
 
 
 def _runs_in(base: Path) -> list[RunDirectory]:

@@ -6,7 +6,6 @@ Ranks that stand at the same place are one group, as people sort the output of p
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,13 +73,6 @@ def groups_of(stacks: Iterable[RankStack]) -> tuple[Group, ...]:
         (waits, len(ranks), sorted(ranks), place, main) for (waits, place, main), ranks in members.items()
     )
     return tuple(Group(tuple(ranks), place, main) for _, _, ranks, place, main in in_order)
-
-
-def write_stacks(path: Path, report: StackReport) -> None:
-    """Replace the file at once. Raises OSError."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(report.to_json() + "\n", encoding="utf-8")
-    os.replace(draft, path)
 
 
 def read_stacks(path: Path) -> StackReport:

@@ -17,6 +17,8 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from ttprun.observe.run_directory import replace_file
+
 RunState = Literal["starting", "healthy", "recovering", "restarting", "done", "failed"]
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class RankStatus:
                  optimizer step under them, and what it has recorded could be read back; not yet: not so far; off: it
                  cannot be
     node         number of its node, as in the run's `nodes`; there alone its pid can be looked up
+    busy         of late, the share of looks at which it did not wait for other ranks, nor was in a collective: the rank
+                 that holds the others up has the highest; null if too little was seen
     """
 
     rank: int
@@ -47,6 +51,7 @@ class RankStatus:
     last_seen_s: float | None = None
     protection: str = "not yet"
     node: int = 0
+    busy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,12 @@ class RunStatus:
     nodes          addresses of the job's nodes, by number; none if there is one node
     node           number of the agent's own node
     is_leading     the agent decides for all nodes; on the others the status is as it published it last
+    leader         number of the node whose agent decides
+    pages          where each node's launcher shows the job to other machines (--http), by number, "" for one that does
+                   not; none if no launcher does
+    lost_nodes     numbers of nodes that are lost, and whose slots nobody has taken yet
+    spares         addresses of launchers that wait for slots, the one that has waited longest first
+    quarantine     addresses whose nodes were lost, and which must wait before they may train again
     version        of this form; it stays 1 as long as fields are only added
     """
 
@@ -177,7 +188,17 @@ class RunStatus:
     nodes: tuple[str, ...] = ()
     node: int = 0
     is_leading: bool = True
+    leader: int = 0
+    pages: tuple[str, ...] = ()
+    lost_nodes: tuple[int, ...] = ()
+    spares: tuple[str, ...] = ()
+    quarantine: tuple[str, ...] = ()
     version: int = 1
+
+    @property
+    def leaders_page(self) -> str:
+        """Where the page of the node whose agent leads is, for who asks another one; "" if there is none."""
+        return "" if self.is_leading or self.has_ended else dict(enumerate(self.pages)).get(self.leader, "")
 
     @property
     def step(self) -> int:
@@ -199,13 +220,10 @@ def write_status(path: str | Path, status: RunStatus) -> bool:
 
     Never raises, since a full disk must not stop the job: it warns once, and returns whether the status was written.
     """
-    target = Path(path)
-    draft = target.with_name(target.name + ".tmp")
     try:
-        draft.write_text(status.to_json() + "\n", encoding="utf-8")
-        os.replace(draft, target)
+        replace_file(Path(path), status.to_json())
     except OSError as error:
-        _warn_once(target, error.strerror)
+        _warn_once(Path(path), error.strerror)
         return False
     return True
 

@@ -6,12 +6,11 @@ The names follow ColossalAI's process group mesh: the group tp0 is the first one
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Loss = Literal["peer", "buddy", "snapshot", "restart"]
+StateSource = Literal["peer", "buddy", "snapshot", "restart"]
 
 
 @dataclass(frozen=True)
@@ -23,12 +22,25 @@ class RankTopology:
     loss          where a replacement would get what it held: peer: from one of that group; buddy: from the mirror
                   that it keeps in shared memory; snapshot: all ranks go back to the newest one; restart: all ranks
                   start again, from what the script has saved
+    mirror_bytes  memory of the node that its mirror takes; 0: it keeps none
     """
 
     rank: int
     coordinates: dict[str, int]
     replicas: int
-    loss: Loss
+    loss: StateSource
+    mirror_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ShardedParameters:
+    """Parameters that are held in the same way, and not alike by all ranks.
+
+    holders   of each part, the ranks that hold it
+    """
+
+    names: tuple[str, ...]
+    holders: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -38,34 +50,34 @@ class Topology:
     boundary   step before which the ranks were compared
     groups     name -> ranks of each process group of some of the ranks: dp0, dp1, tp0, ...
     replicas   ranks that hold the same, group by group
-    apart      names of the parameters that not all ranks hold alike
+    unequal    names of the parameters that not all ranks hold alike
+    parts      who holds which part of these
     """
 
     boundary: int
     groups: dict[str, tuple[int, ...]]
     replicas: tuple[tuple[int, ...], ...]
-    apart: tuple[str, ...]
+    unequal: tuple[str, ...]
     ranks: tuple[RankTopology, ...]
+    parts: tuple[ShardedParameters, ...] = ()
 
     def peers(self, rank: int) -> tuple[int, ...]:
         """The other ranks that hold all that this one holds."""
         return tuple(other for other in self.replicas[self.ranks[rank].replicas] if other != rank)
 
+    def one_of_each_coordinate(self) -> list[int]:
+        """Rank 0, the last one, and as few others as it takes to have each place of each dimension and each part."""
+        places = [{*rank.coordinates.items(), ("", rank.replicas)} for rank in self.ranks]
+        found = [*{0: None, len(places) - 1: None}]
+        left = set().union(*places).difference(*(places[rank] for rank in found))
+        while left:
+            found.append(max(range(len(places)), key=lambda rank: len(places[rank] & left)))
+            left -= places[found[-1]]
+        return found
+
     def to_json(self) -> str:
         """One JSON document on one line."""
         return json.dumps(asdict(self))
-
-
-def write_topology(path: Path, topology: Topology) -> None:
-    """Replace the file at once. Raises OSError."""
-    write_topology_json(path, topology.to_json())
-
-
-def write_topology_json(path: Path, text: str) -> None:
-    """The same with what `to_json` gave."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text + "\n", encoding="utf-8")
-    os.replace(draft, path)
 
 
 def read_topology(path: Path) -> Topology:
@@ -74,6 +86,11 @@ def read_topology(path: Path) -> Topology:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         ranks = tuple(RankTopology(**rank) for rank in raw["ranks"])
         groups = {name: tuple(members) for name, members in raw["groups"].items()}
-        return Topology(raw["boundary"], groups, tuple(map(tuple, raw["replicas"])), tuple(raw["apart"]), ranks)
+        parts = tuple(
+            ShardedParameters(tuple(one["names"]), tuple(map(tuple, one["holders"]))) for one in raw.get("parts", ())
+        )
+        return Topology(
+            raw["boundary"], groups, tuple(map(tuple, raw["replicas"])), tuple(raw["unequal"]), ranks, parts
+        )
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not the topology of a run: {error}") from error

@@ -28,7 +28,7 @@ class Field:
     """Columns of a rank's row; all are int64. Not an enum, as those are slow in Python 3.11."""
 
     RECORDED = 0  # newest boundary whose record is complete
-    APPLIED = 1  # boundaries passed: optimizer steps that have run to their end
+    APPLIED = 1  # boundaries passed: optimizer steps that have run to their end (collective ones: that have begun)
     PHASE = 2  # value of Phase
     COLLECTIVES = 3  # issued since the process started
     SEEN_NS = 4  # time.monotonic_ns() of the last sign of life
@@ -47,16 +47,17 @@ class Field:
     PAUSE_ASKED = 25  # leader: number of the requested pause, 0: none; the agent writes it
     PAUSE_AT = 26  # leader: the boundary after which all ranks wait
     ENDED_BY = 27  # leader: the signal that the agent sends to all ranks to end them; the agent writes it
-    STAND_ASKED = 28  # leader: 1 while the agent waits for a boundary that is not open; the agent writes it
+    QUIESCE_ASKED = 28  # leader: 1 while the agent waits for a boundary that is not open; the agent writes it
     OPEN_AT = 29  # leader: the newest open boundary (`ttprun.rank.weights.open_boundaries`), 0: none so far
     END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
     OWN_STATE = 31  # of a rank alone: of which boundary it keeps its state, and where (`ttprun.rank.weights.own_state`)
-    CROSSED = 32  # of a node's first rank: what all nodes have recorded (`ttprun.rank.step.crossing`)
+    ALL_NODES_AT = 32  # of a node's first rank: what all nodes have recorded (`ttprun.rank.step.inter_node_commit`)
     MIRROR_0 = 33  # what this rank's mirror holds in its first slot, see `ttprun.protocol.mirrors`
     MIRROR_1 = 34  # and in the second one
     COPIED = 35  # of which boundary this rank keeps a copy of another's records (`ttprun.rank.step.copies`)
     AGENT_NS = 36  # leader: time.monotonic_ns() when the agent's supervisor last came by; the agent writes it
     ENDED = 37  # 1: the script has come to its end, exit handlers included, and its process stays for the others
+    STEPPED = 39  # the newest boundary whose optimizer step has run to its end
     REHEARSED = 38  # the newest boundary whose record was read back, see `ttprun.rank.checks.rehearsal`; 0: none so far
 
 
@@ -75,6 +76,7 @@ SHARED = (
     Field.PULSE_NS,
     Field.MAIN_BEATS,
     Field.REHEARSED,
+    Field.STEPPED,
 )
 AWAITED = (Field.RECORDED, Field.HELD, Field.LEAVING, Field.ENDED)  # ranks sleep until these change
 FIELDS: tuple[int, ...] = tuple(column for name, column in vars(Field).items() if name.isupper())

@@ -15,10 +15,10 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-from ttprun.protocol import from_rank, mindio, snapshots, to_rank
+from ttprun.protocol import from_rank, mindio, snapshots, standbys, to_rank
 from ttprun.protocol.codec import Refused, decode, encode
 
-Report = from_rank.Report | snapshots.Report | mindio.Report
+Report = from_rank.Report | standbys.Report | snapshots.Report | mindio.Report
 Order = to_rank.Order | mindio.Order
 Sent = Report | Order
 Message = Sent | Refused

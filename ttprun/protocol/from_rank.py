@@ -1,6 +1,7 @@
 """What a rank reports to the agent: one class per message; `agent/core/reports.py` handles them.
 
-Reports of snapshots and checkpoints are in `snapshots.py`, those of a framework with callbacks in `mindio.py`.
+Reports of snapshots and checkpoints are in `snapshots.py`, those of standbys and for them in `standbys.py`, those of a
+framework with callbacks in `mindio.py`.
 
 generation   number of the communicator set in which the rank is
 boundary     number of optimizer steps that it has done
@@ -80,7 +81,7 @@ class OwnStateKept:
 class StateMirrored:
     """A rank has mirrored its state for the first time in this process, or cannot.
 
-    bytes        of one slot
+    bytes        that the mirror takes in all, or would take; 0: unknown
     why_not      "" if it can
     why_no_step  why a step cannot be taken again from the mirror; "" if it can
     """
@@ -89,6 +90,11 @@ class StateMirrored:
     bytes: int = 0
     why_not: str = ""
     why_no_step: str = ""
+
+
+@dataclass(frozen=True)
+class CollectiveStep:
+    """An optimizer communicates inside step(): no rank that is in the middle of it holds the state of a boundary."""
 
 
 @dataclass(frozen=True)
@@ -141,65 +147,6 @@ class Faulted:
     error: str
     detail: str
     device_fault: str
-
-
-# For standbys.
-
-
-@dataclass(frozen=True)
-class ModulesOfTorch:
-    """What a standby should import of torch, after the first step of the node's first rank.
-
-    modules  names, in the order of their imports
-    files    of the user, to be compiled
-    """
-
-    modules: list[str]
-    files: list[str]
-
-
-@dataclass(frozen=True)
-class Imported:
-    """The other modules that a rank has imported by its first step.
-
-    modules    (name, file, changes of the environment before its import) each; the file is "" for what a standby must
-               not import; None deletes a variable
-    directory  in which the script runs
-    """
-
-    modules: list[tuple[str, str, dict[str, str | None]]]
-    directory: str
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A standby has imported its modules.
-
-    is_copyable  it can be forked: one thread, no device in use
-    refused      modules that it should not have imported, and why
-    """
-
-    is_copyable: bool
-    refused: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class SetUpDone:
-    """A standby has run the set-up of a rank that lives.
-
-    why_not   it cannot replace that rank, for this reason, and ends; "": it waits
-    took_s    seconds
-    """
-
-    why_not: str
-    took_s: float
-
-
-@dataclass(frozen=True)
-class Copied:
-    """A standby has forked a copy, with this pid."""
-
-    pid: int
 
 
 # Between ranks.
@@ -352,10 +299,14 @@ class Group:
 
     dimension   of the mesh that it is along; "": it is of no mesh
     ranks       of its members, in order
+    exchanges   gradients have come through an all_to_all
+    messages    [rank of the sender, of the receiver] of those that this rank has sent or received
     """
 
     dimension: str
     ranks: list[int]
+    exchanges: bool = False
+    messages: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -368,6 +319,7 @@ class Held:
     shards   key of each parameter of which it holds a part -> how it is cut, and which part, as its mesh declares it
     groups   of which it is a member
     why_not_stored   why neither snapshots nor checkpoints can hold the shards; "" if they can
+    bytes    of the weights, or of its parts of them
     """
 
     boundary: int
@@ -377,10 +329,11 @@ class Held:
     shards: dict[str, tuple[str, str]]
     groups: list[Group]
     why_not_stored: str
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
-class SteppedAside:
+class StoppedDivergent:
     """A rank whose weights differ from its replicas' waits after a boundary, to be replaced."""
 
 
@@ -426,10 +379,9 @@ class FaultFailed:
 
 Report = (
     Present | Protected | Unprotected | Hindered | Note | NotProved | NotRecorded | ScriptError | Faulted
-    | TrainsAlone | Joined | OwnStateKept | StateMirrored
-    | ModulesOfTorch | Imported | Ready | SetUpDone | Copied
+    | TrainsAlone | Joined | OwnStateKept | StateMirrored | CollectiveStep
     | Put | RowChanged
     | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared
-    | Held | SteppedAside | NanFound
+    | Held | StoppedDivergent | NanFound
     | FaultStruck | FaultFailed
 )  # fmt: skip

@@ -18,11 +18,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Where:
-    """Where an agent listens; "" and 0: nowhere."""
+    """Where an agent listens; "" and 0: nowhere.
+
+    page   address at which its launcher shows the job to other machines; "": at none
+    """
 
     address: str = ""
     port: int = 0
     token: str = ""
+    page: str = ""
 
 
 @dataclass(frozen=True)

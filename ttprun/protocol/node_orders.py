@@ -20,7 +20,7 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Tell:
+class Forward:
     """Forward a message to a rank, if it still has this process."""
 
     rank: int
@@ -160,7 +160,7 @@ class Known:
     incidents       so far
     unprotected     why no rank can be replaced any more; "" if they can
     compared_at     boundary at which the ranks were last compared in full; None: they were not
-    parted, shards, names   as in `recovery.Replicas`
+    differing, shards, names   as in `recovery.Replicas`
     why_no_checkpoints      in this job; "" if they can be written
     saved           checkpoints from which all can resume, by their directories, in the order of preference: boundaries
     """
@@ -169,41 +169,19 @@ class Known:
     restarts: int
     unprotected: str
     compared_at: int | None
-    parted: dict[str, list[int]]
+    differing: dict[str, list[int]]
     shards: dict[str, list[int]]
     names: dict[str, str]
     why_no_checkpoints: str
     saved: dict[str, int] = field(default_factory=dict)
 
 
+# What a node's actuator carries out.
 Order = (
     Begin | Spawn | Kill | VoidEvidence | Replay | VoidBeyond | Broadcast | StorePart | GiveRecords | GoBack | Strike
 ) | Recovered
 OfLeader = (
-    meeting.Accepted
-    | meeting.Rejected
-    | Begin
-    | Tell
-    | Broadcast
-    | VoidEvidence
-    | Spawn
-    | Kill
-    | Replay
-    | VoidBeyond
-    | StorePart
-    | GoBack
-    | Published
-    | Strike
-    | Recovered
-    | meeting.Concluded
-    | node_reports.Rows
-    | meeting.Warmth
-    | meeting.RankSlots
-    | meeting.Regroup
-    | GiveRecords
-    | node_reports.Records
-    | meeting.SparePools
-    | Known
-    | meeting.Master
-    | meeting.Deposed
-)
+    Order | Forward | Published | Known | node_reports.Rows | node_reports.Records
+    | meeting.Accepted | meeting.Rejected | meeting.Concluded | meeting.Warmth | meeting.RankSlots | meeting.Regroup
+    | meeting.SparePools | meeting.Master | meeting.Deposed
+)  # fmt: skip

@@ -14,7 +14,7 @@ _TIMES = [SHARED.index(one) for one in (Field.SEEN_NS, Field.PULSE_NS)]
 
 
 @dataclass(frozen=True)
-class Row:
+class BoardRow:
     """How a rank of the sender's node stands.
 
     values   columns of its row of the board, as in `board.SHARED`
@@ -36,7 +36,7 @@ class Rows:
     """
 
     now_ns: int
-    rows: list[Row]
+    rows: list[BoardRow]
     is_awaited: bool = False
 
 
@@ -69,7 +69,7 @@ class Said:
     pid: int
     line: str
     now_ns: int
-    row: Row
+    row: BoardRow
     fingerprints: dict[int, str] = field(default_factory=dict)
 
 
@@ -91,7 +91,7 @@ class Ended:
     reason: str
     traceback: str
     now_ns: int
-    row: Row
+    row: BoardRow
 
 
 @dataclass(frozen=True)
@@ -184,25 +184,13 @@ class Remains:
     generation: int
     ranks: list[Left]
     now_ns: int
-    rows: list[Row]
+    rows: list[BoardRow]
 
 
 OfFollower = (
-    meeting.Hello
-    | Started
-    | NotStarted
-    | Said
-    | Ended
-    | Rows
-    | Differs
-    | EndAsked
-    | FaultAsked
-    | PartStored
-    | Records
-    | Leaving
-    | Remains
-    | meeting.Deposed
-)
+    Started | NotStarted | Said | Ended | Rows | Differs | EndAsked | FaultAsked | PartStored | Records | Leaving
+    | Remains | meeting.Hello | meeting.Deposed
+)  # fmt: skip
 
 
 def why_unfit(message: Any, world_size: int) -> str:

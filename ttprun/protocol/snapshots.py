@@ -15,7 +15,7 @@ class Share:
     xxh3         of its file; "" in memory
     header_xxh3  of `header` without what differs between ranks: must be the same in all
     digests      key of each parameter -> digest of its weights and optimizer state
-    apart        hash of the parameters that the rank knows to differ between ranks
+    differing    hash of the parameters that the rank knows to differ between ranks
     header       of each parameter [dtype, shape, its state], see `replicated.describe`; empty if another share has it
     model        variable -> name in its state_dict -> (file, key)
     held         of each sharded tensor [name, [[rank, shape, offsets, sizes]]]
@@ -26,7 +26,7 @@ class Share:
     xxh3: str
     header_xxh3: str
     digests: dict[str, str]
-    apart: str
+    differing: str
     header: list[Any] = field(default_factory=list)
     model: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)

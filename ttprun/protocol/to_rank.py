@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, standbys
 from ttprun.protocol.mindio import Strategy
 from ttprun.protocol.snapshots import MirroredShare
 
@@ -58,7 +58,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """An injected fault for this rank; the agent may send the same number twice.
 
     fault   as `chaos.faults.parse_fault` reads it
@@ -95,7 +95,7 @@ class Welcome:
     address: str = ""
     had_torch: bool = False
     arguments: list[str] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[InjectedFault] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     is_ahead: bool = False
 
@@ -120,34 +120,6 @@ class FaultDone:
     """The agent has done its part of an injected fault."""
 
 
-# For standbys.
-
-
-@dataclass(frozen=True)
-class WarmUp:
-    """Import these modules, and compile these files of the user; the answer is `Ready`."""
-
-    modules: list[str]
-    files: list[str]
-
-
-@dataclass(frozen=True)
-class Preload:
-    """Import the plan in the first attached descriptor, and note in the second what runs; then `Ready`.
-
-    follow   names of modules whose loops are followed
-    loops    files of such modules
-    """
-
-    follow: list[str] = field(default_factory=list)
-    loops: list[str] | None = None
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Fork a copy that listens on the attached descriptor; the answer is `Copied`."""
-
-
 # In training.
 
 
@@ -163,7 +135,16 @@ class NotAlike:
 
 @dataclass(frozen=True)
 class KeepMirror:
-    """No other rank holds what this one holds: mirror it from the next step on."""
+    """No other rank holds what this one holds: mirror it from the next step on.
+
+    paths         of the memory for it: the slots, and for results
+    limit_bytes   that it may take in all
+    limit_share   of a step's time that copying may take; 0: as much as it takes
+    """
+
+    paths: list[str]
+    limit_bytes: int
+    limit_share: float
 
 
 @dataclass(frozen=True)
@@ -179,7 +160,7 @@ class LookAt:
 
 
 @dataclass(frozen=True)
-class StandAside:
+class StopDivergent:
     """Wait after the next boundary, to be replaced: this rank's weights differ from those of all replicas."""
 
 
@@ -207,14 +188,10 @@ class Freeze:
 class Adapt:
     """The ranks of another run from which a rank resumes.
 
-    world_size  of that run
-    donor       path of the records of the rank that this one continues
-    other       path of another rank's, to compare; "": there was none
+    paths   of the records of its ranks, in their order
     """
 
-    world_size: int
-    donor: str
-    other: str
+    paths: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -242,7 +219,7 @@ class Replay:
 class SendState:
     """Send weights and optimizer state to `receivers` ranks within `limit_s`; the answer is `StateSent`.
 
-    name   of the socket in the run's directory
+    name   of the socket, from the run's directory
     """
 
     generation: int
@@ -329,9 +306,9 @@ class Resume:
 
 # Handled by the recovery thread of a rank, beside `mindio.OfRecovery`.
 OfRecovery = Freeze | Replay | SendState | FetchState | LoadMirror | LoadState | Dump | Resume
-OfStandby = WarmUp | Preload | Copy | Welcome
+OfStandby = standbys.Order | Welcome
 Order = (
     OfRecovery | OfStandby
-    | Heard | EndAsked | Fault | FaultDone | NotAlike | KeepMirror | NoneAlike | LookAt | StandAside
+    | Heard | EndAsked | InjectedFault | FaultDone | NotAlike | KeepMirror | NoneAlike | LookAt | StopDivergent
     | from_rank.Put | from_rank.Unprotected
 )  # fmt: skip

@@ -40,11 +40,16 @@ class RankContext:
 
 
 class Group(Protocol):
-    """A process group of the script: comm/process_group.py. `links` are its connections, comm/links.py."""
+    """A process group of the script: comm/process_group.py.
+
+    links      its connections: comm/links.py
+    messages   sender and receiver of those that this rank has sent or received in it
+    """
 
     ranks: list[int]
     number: int
     links: Any
+    messages: set[tuple[int, int]]
 
     @property
     def group_name(self) -> str: ...
@@ -101,8 +106,12 @@ class Mode:
         """An optimizer is about to change weights; `returned` is its closure's result. Returns the lost rank's."""
         return returned
 
-    def begin_step(self, optimizer: Any) -> None:
-        """The optimizer's state becomes what the lost rank's step began with."""
+    def begin_step(self, optimizer: Any) -> bool:
+        """The optimizer's state becomes what the lost rank's step began with.
+
+        returns   whether this process is live from here on, and takes the step with the other ranks
+        """
+        return False
 
     def after_step(self) -> None:
         """The optimizer has stepped: at its boundary a replay ends, and the rank goes live."""

@@ -62,6 +62,7 @@ class Session(RankContext):
     is_holding: bool = False  # the recovery thread has stopped the main thread before its commit
     settle_at: int = 0  # boundary up to which a held rank may still step: another survivor already has
     is_applying: bool = False  # Optimizer.step is running
+    has_collective_steps: bool = False  # it communicates there: a boundary lies before the step, not after it
     trains_alone: bool = False
     groups: dict[str, Group] = field(default_factory=dict)
     groups_left: list[Group] = field(default_factory=list)
@@ -183,6 +184,12 @@ class Session(RankContext):
         if self.is_repairable():
             self.channel.send(from_rank.Broken(generation, _in_short(reason), after_s, device_fault))
 
+    def note_collective_step(self) -> None:
+        """An optimizer communicates inside step(): from its next step on, boundaries lie before the steps."""
+        if not self.has_collective_steps and not self.is_alone():  # who is alone ends each step without others
+            self.has_collective_steps = True
+            self.channel.send(from_rank.CollectiveStep())
+
     def note_hindrance(self, boundary: int, reason: str) -> None:
         """Report why no replay would reach this boundary ("": one would), if that has changed.
 
@@ -201,10 +208,17 @@ class Session(RankContext):
             self.proof.end("the rest of the step in which the rank was lost")
 
     def give_up_protection(self, reason: str) -> None:
-        """Report, once, that a fault of this rank cannot be repaired from now on; training continues."""
+        """Report, once, that a fault of this rank cannot be repaired from now on; training continues.
+
+        Raises RecursionError if the stack is too deep for that: whoever catches it further up reports again.
+        """
         if not self.unprotected:
             self.unprotected = reason
-            self.channel.send(from_rank.Unprotected(reason))
+            try:
+                self.channel.send(from_rank.Unprotected(reason))
+            except RecursionError:
+                self.unprotected = ""
+                raise
             self.stop_comparing()
             with self.changed:
                 self.changed.notify_all()

@@ -5,8 +5,9 @@
 
 Files, lowest floor first: `frozen`, `shards`, `event`, `events`, `fault_events`, `incident`, `actions` (data);
 `members` (the ranks, and counts of them), `job`, `errors`;
-`phases` (how phases and incidents begin and end), `ladder` (ways out of an incident); `repair`, `resize`, `faults`,
-`hung`, `planned`, `regroup`, `persist` (handlers); `alone` (ranks that are jobs of their own); `machine` (the table).
+`phases` (how phases and incidents begin and end), `ways_back`, `ladder` (ways out of an incident);
+`repair`, `resize`, `faults`, `hung`, `planned`, `regroup`, `persist` (handlers);
+`alone` (ranks that are jobs of their own); `machine` (the table).
 Apart from these are `hangs` (which rank hangs), `cost` (what a loss would cost), `replicas` (which rank has diverged),
 `membership` (which nodes train) and `succession` (the job in the hands of another agent). Read TRANSITIONS in `machine`
 first.
@@ -79,103 +80,11 @@ from ttprun.recovery.fault_events import (
 )
 from ttprun.recovery.hung import is_last_survivor, who_is_awaited
 from ttprun.recovery.incident import Incident
-from ttprun.recovery.job import RUNGS, Job, Limits, Phase, Settings, new_job
+from ttprun.recovery.job import RUNGS, Job, JobPhase, PhaseLimits, Settings, new_job
 from ttprun.recovery.ladder import may_persist, why_not_saved
 from ttprun.recovery.machine import TRANSITIONS, advance
-from ttprun.recovery.members import Life, Member
+from ttprun.recovery.members import Life
 from ttprun.recovery.planned import why_not_replaceable, why_not_upgradable
 from ttprun.recovery.regroup import with_size
 from ttprun.recovery.resize import groups_left, is_elastic, why_not_without
 from ttprun.recovery.succession import Inherited, Remaining, succeed
-
-__all__ = [
-    "RUNGS",
-    "TRANSITIONS",
-    "Action",
-    "CheckpointAsked",
-    "ConnectionBroken",
-    "DeadlinePassed",
-    "DowngradeAsked",
-    "ElasticDeclared",
-    "Event",
-    "FailJob",
-    "FinishJob",
-    "ForbiddenTransition",
-    "Freeze",
-    "GiveUpCheckpoint",
-    "GiveUpResize",
-    "GroupResized",
-    "GroupRestarted",
-    "Incident",
-    "Inherited",
-    "Job",
-    "KillRank",
-    "Life",
-    "Limits",
-    "LoadMirror",
-    "LoadState",
-    "MachineError",
-    "Member",
-    "MismatchFound",
-    "MissingTransition",
-    "NodeLost",
-    "NoteUnusable",
-    "Persist",
-    "Phase",
-    "RankDiverged",
-    "RankEvent",
-    "RankExited",
-    "RankFaulted",
-    "RankFrozen",
-    "RankHindered",
-    "RankHung",
-    "RankJoined",
-    "RankProtected",
-    "RankRebuilt",
-    "RankReissued",
-    "RankRepaired",
-    "RankReplayed",
-    "RankStarted",
-    "RankTrainsAlone",
-    "RankUnprotected",
-    "RanksCompared",
-    "RecordIncident",
-    "Regroup",
-    "Remaining",
-    "RepairEvent",
-    "ReplacementAsked",
-    "Replay",
-    "ResizeAsked",
-    "RestartGroup",
-    "Resume",
-    "ResumeAsked",
-    "Rewind",
-    "Saved",
-    "SendState",
-    "SetDeadline",
-    "Settings",
-    "SnapshotTaken",
-    "SpawnFailed",
-    "SpawnRank",
-    "StatePersisted",
-    "StateSent",
-    "StopAsked",
-    "UnexpectedStart",
-    "UpgradeAsked",
-    "advance",
-    "cost_of_a_loss",
-    "cost_of_a_loss_alone",
-    "groups_left",
-    "is_alone",
-    "is_elastic",
-    "is_last_survivor",
-    "may_persist",
-    "new_job",
-    "succeed",
-    "who_is_awaited",
-    "why_not_replaceable",
-    "why_not_saved",
-    "why_not_upgradable",
-    "why_not_without",
-    "with_size",
-]

@@ -27,11 +27,11 @@ from ttprun.recovery.actions import (
 )
 from ttprun.recovery.event import Event, RankEvent, RepairEvent
 from ttprun.recovery.events import DeadlinePassed, RankJoined, RankTrainsAlone, SnapshotTaken
-from ttprun.recovery.job import Job, Phase
-from ttprun.recovery.members import Life, Mark, Member, Members, Ties
+from ttprun.recovery.job import Job, JobPhase
+from ttprun.recovery.members import GroupMembership, Life, Member, MemberFlag, Members
 from ttprun.recovery.phases import Result
 
-_AT_REST = (Phase.RUNNING, Phase.DONE)
+_AT_REST = (JobPhase.RUNNING, JobPhase.DONE)
 _RUNGS = frozenset({"replace", "rewind", "restart"})
 
 
@@ -64,8 +64,8 @@ class Domain:
         if any(isinstance(action, RestartGroup | FailJob) for action in actions):
             after = replace(job, phase=own.phase, phase_since_s=own.phase_since_s, incident=own.incident)
             return give_up_repairs(job, after, orders, self.rank)
-        if job.count(Mark.IS_FINISHED) == len(job.members):
-            return replace(job, phase=Phase.DONE), (*orders, FinishJob())
+        if job.count(MemberFlag.IS_FINISHED) == len(job.members):
+            return replace(job, phase=JobPhase.DONE), (*orders, FinishJob())
         return job, orders
 
     def _as_order(self, action: Action) -> Action:
@@ -81,7 +81,7 @@ class Domain:
 
 def domain_of(job: Job, event: Event) -> Domain | None:
     """The rank that an event concerns alone; None if it concerns the whole job."""
-    if not job.alone and not job.count(Mark.TRAINS_ALONE):
+    if not job.alone and not job.count(MemberFlag.TRAINS_ALONE):
         return None
     rank = event.rank if isinstance(event, RankEvent | SnapshotTaken | DeadlinePassed) else None
     if rank is None or job.settings.is_alone or isinstance(event, RankTrainsAlone | RankJoined):
@@ -97,10 +97,10 @@ def is_alone(job: Job, rank: int) -> bool:
     own = job.alone.get(rank)
     if job.settings.is_alone or (own is not None and own.phase not in _AT_REST):
         return True
-    ties = job.members[rank].ties
+    membership = job.members[rank].membership
     # Others may have begun to make a group: it does not concern this rank before it has joined.
-    is_apart = ties is Ties.ALONE or (ties is Ties.UNKNOWN and job.are_alone)
-    return job.phase is Phase.RUNNING and is_apart and not job.unprotected_reason
+    has_no_group = membership is GroupMembership.ALONE or (membership is GroupMembership.UNKNOWN and job.are_alone)
+    return job.phase is JobPhase.RUNNING and has_no_group and not job.unprotected_reason
 
 
 def as_own(job: Job, rank: int) -> Job:
@@ -132,7 +132,7 @@ def give_up_repairs(before: Job, after: Job, actions: tuple[Action, ...], cause:
 
     cause   the rank whose own repair has led to it
     """
-    if before.phase is not Phase.RUNNING or after.phase is Phase.RUNNING:
+    if before.phase is not JobPhase.RUNNING or after.phase is JobPhase.RUNNING:
         return after, actions
     closed = []
     for rank, own in after.alone.items():
@@ -146,12 +146,12 @@ def give_up_repairs(before: Job, after: Job, actions: tuple[Action, ...], cause:
 
 def on_trains_alone(job: Job, event: RankTrainsAlone) -> Result:
     """The rank is independent, unless some rank still has a process group."""
-    return job.with_member(event.rank, ties=Ties.ALONE), ()
+    return job.with_member(event.rank, membership=GroupMembership.ALONE), ()
 
 
 def on_joined(job: Job, event: RankJoined) -> Result:
     """The rank is one of a group: after its own repair, if one is open, its faults concern the whole job."""
-    job = job.with_member(event.rank, ties=Ties.JOINED, has_joined=True)
+    job = job.with_member(event.rank, membership=GroupMembership.JOINED, has_joined=True)
     own = job.alone.get(event.rank)
     if own is None or own.phase not in _AT_REST:
         return job, ()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ttprun.recovery.alone import as_own
 from ttprun.recovery.job import Job
-from ttprun.recovery.ladder import may_persist, may_rewind
+from ttprun.recovery.ladder import may_persist
+from ttprun.recovery.ways_back import may_rewind
 
 
 def cost_of_a_loss(job: Job) -> str:

@@ -81,23 +81,33 @@ class RankExited(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankFaulted(RankEvent):
-    """A transient error has ended a rank's script; the process lives, and waits for orders to run it again.
+class LivingRankLost(RankEvent):
+    """A rank is lost though its process lives.
 
     pid                the process; if it is not the rank's present one, this is an echo
     boundary           newest boundary in the rank's record, 0 if it never had one
-    detected_after_s   the rank says so at once
-    device_fault       what has happened to its device, "" if it is another error
-    reason             the error
+    detected_after_s   seconds from the fault until it was noticed
+    reason             how it shows, or ""
     """
 
     pid: int | None
     boundary: int
     detected_after_s: float = 0.0
-    device_fault: str = ""
     reason: str = ""
 
     is_script_error: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFaulted(LivingRankLost):
+    """A transient error has ended a rank's script; the process lives, and waits for orders to run it again.
+
+    detected_after_s   the rank says so at once
+    device_fault       what has happened to its device, "" if it is another error
+    reason             the error
+    """
+
+    device_fault: str = ""
 
     @property
     def kind(self) -> str:
@@ -112,22 +122,14 @@ class RankFaulted(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankHung(RankEvent):
+class RankHung(LivingRankLost):
     """A rank's process is there, but does not get on while others wait for it. It is killed, and then lost.
 
-    pid                the process; if it is not the rank's present one, this is an echo
-    boundary           newest boundary in the rank's record, 0 if it never had one
     detected_after_s   seconds since it last got on
     reason             how it hangs: phase, collective, how long, innermost frame
     """
 
-    pid: int | None
-    boundary: int
-    detected_after_s: float = 0.0
-    reason: str = ""
-
     kind: ClassVar[str] = "hang"
-    is_script_error: ClassVar[bool] = False
 
     @property
     def sentence(self) -> str:
@@ -136,22 +138,14 @@ class RankHung(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankDiverged(RankEvent):
+class RankDiverged(LivingRankLost):
     """A rank's weights differ from the majority's. It is killed, and so lost; its replacement gets the majority's.
 
-    pid                the process; if it is not the rank's present one, this is an echo
-    boundary           newest boundary in the rank's record
     detected_after_s   not known: a replica may have diverged at any moment since all were last alike
     reason             at which boundary it was seen
     """
 
-    pid: int | None
-    boundary: int
-    detected_after_s: float = 0.0
-    reason: str = ""
-
     kind: ClassVar[str] = "divergence"
-    is_script_error: ClassVar[bool] = False
 
     @property
     def sentence(self) -> str:

@@ -20,7 +20,7 @@ from ttprun.recovery.events import (
     StopAsked,
 )
 from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankExited, RankFaulted, RankHung
-from ttprun.recovery.job import Ending, Fault, Job, Phase, fresh_members, name_ranks
+from ttprun.recovery.job import Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
     begin_attempt,
     drain,
@@ -32,7 +32,7 @@ from ttprun.recovery.ladder import (
     why_no_source,
     why_too_many_incidents,
 )
-from ttprun.recovery.members import Life, Mark
+from ttprun.recovery.members import Life, MemberFlag
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,
     RESUME,
@@ -48,7 +48,7 @@ from ttprun.recovery.repair import end_resuming, note_process
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.recovery.resize import give_up_replacing
 
-Loss = RankExited | RankFaulted | RankHung | RankDiverged | NodeLost
+LossEvent = RankExited | RankFaulted | RankHung | RankDiverged | NodeLost
 
 
 def on_protected(job: Job, event: RankProtected) -> Result:
@@ -75,7 +75,7 @@ def on_compared(job: Job, event: RanksCompared) -> Result:
 def on_compared_in_repair(job: Job, event: RanksCompared) -> Result:
     """The repair continues only if each lost rank still has a source."""
     job, _ = on_compared(job, event)
-    why_not = why_no_source(job, job.lost, job.standing) if job.rewind_to is None else ""
+    why_not = why_no_source(job, job.lost, job.quiesced) if job.rewind_to is None else ""
     return restart_group(job, event.at_s, why_not) if why_not else (job, ())
 
 
@@ -94,7 +94,7 @@ def on_exit(job: Job, event: RankExited) -> Result:
     if not event.is_finish:
         return answer_fault(job, event)
     job = mark_finished(job, event)
-    if job.count(Mark.IS_LIVE):
+    if job.count(MemberFlag.IS_LIVE):
         return job, ()
     return finish_job(job, event.at_s)
 
@@ -133,12 +133,12 @@ def on_faulted(job: Job, event: RankFaulted) -> Result:
     return job, actions if is_kept else (KillRank(event.rank, event.sentence), *actions)
 
 
-def is_known(job: Job, event: Loss) -> bool:
+def is_known(job: Job, event: LossEvent) -> bool:
     """Whether the same fault has opened this incident or an earlier one."""
-    return Fault(rank=event.rank, kind=event.kind, boundary=event.boundary) in job.faults
+    return FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary) in job.faults
 
 
-def fail_for_good(job: Job, event: Loss) -> Result:
+def fail_for_good(job: Job, event: LossEvent) -> Result:
     """The script has failed in a new process as it had in the old one."""
     where = f"rank {event.rank} at boundary {event.boundary}"
     why = f"the script fails in {where} again: this is an error of the script itself"
@@ -154,7 +154,7 @@ def on_faulted_while_draining(job: Job, event: RankFaulted) -> Result:
     """No repair is possible, so its process waits for nothing."""
     kill = KillRank(event.rank, "no repair is possible any more")
     job = note_fault(job, event).with_member(event.rank, pid=None, is_rerun=False)
-    if job.count(Mark.IS_LIVE):
+    if job.count(MemberFlag.IS_LIVE):
         return job, (kill,)
     job, actions = end_drain(job, event.at_s)
     return job, (kill, *actions)
@@ -163,7 +163,7 @@ def on_faulted_while_draining(job: Job, event: RankFaulted) -> Result:
 def on_exit_while_draining(job: Job, event: RankExited) -> Result:
     """One rank less to wait for; after the last one the group is restarted, unless all have finished."""
     job = mark_finished(job, event) if event.is_finish else note_fault(job, event)
-    if job.count(Mark.IS_LIVE):
+    if job.count(MemberFlag.IS_LIVE):
         return job, ()
     return end_drain(job, event.at_s)
 
@@ -176,9 +176,9 @@ def on_node_lost(job: Job, event: NodeLost) -> Result:
     lost = tuple(rank for rank in event.ranks if job.members[rank].life in (Life.LIVE, Life.LOST))
     if not lost:
         return unchanged(job, event)
-    job = replace(unseat(job, lost), snapshot=None)
+    job = replace(without_nodes(job, lost), snapshot=None)
     event = replace(event, ranks=lost)
-    if job.alone or job.count(Mark.TRAINS_ALONE):
+    if job.alone or job.count(MemberFlag.TRAINS_ALONE):
         why = "ranks that train without a process group are repaired on their own node only"
         return restart_group(note_fault(job, event), event.at_s, why)
     return answer_fault(job, event)
@@ -189,14 +189,14 @@ def on_node_lost_while_draining(job: Job, event: NodeLost) -> Result:
     lost = tuple(rank for rank in event.ranks if job.members[rank].life in (Life.LIVE, Life.LOST))
     if not lost:
         return unchanged(job, event)
-    job = note_fault(unseat(job, lost), replace(event, ranks=lost))
-    return (job, ()) if job.count(Mark.IS_LIVE) else end_drain(job, event.at_s)
+    job = note_fault(without_nodes(job, lost), replace(event, ranks=lost))
+    return (job, ()) if job.count(MemberFlag.IS_LIVE) else end_drain(job, event.at_s)
 
 
-def unseat(job: Job, ranks: tuple[int, ...]) -> Job:
+def without_nodes(job: Job, ranks: tuple[int, ...]) -> Job:
     """These ranks have no node: a process that was requested for them will not start."""
     return job.with_members(
-        *(replace(job.members[rank], spawn_asked_at_s=None, is_unseated=True) for rank in ranks),
+        *(replace(job.members[rank], spawn_asked_at_s=None, is_without_node=True) for rank in ranks),
     )
 
 
@@ -206,7 +206,7 @@ def end_drain(job: Job, at_s: float) -> Result:
     return restart_group(job, at_s, why) if job.lost else finish_job(job, at_s)
 
 
-def on_started_while_draining(job: Job, event: RankStarted) -> Result:
+def on_started_in_vain(job: Job, event: RankStarted) -> Result:
     """A replacement that was still being started is not needed any more; any other rank starts late."""
     job = note_process(job, event)
     member = job.members[event.rank]
@@ -217,7 +217,7 @@ def on_started_while_draining(job: Job, event: RankStarted) -> Result:
 
 def on_drain_deadline(job: Job, event: DeadlinePassed) -> Result:
     """The ranks that have not finished in time wait for a lost rank: restart the group."""
-    if event.name != DEADLINE_NAMES[Phase.DRAINING]:
+    if event.name != DEADLINE_NAMES[JobPhase.DRAINING]:
         return unchanged(job, event)
     waited_s = event.at_s - job.phase_since_s
     why = f"{name_ranks(job.survivors)} did not finish within {waited_s:.0f} s"
@@ -238,10 +238,10 @@ def on_stop(job: Job, event: StopAsked) -> Result:
 def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
     """All processes are new: forget what was known about the old ones."""
     reason = reason_of(job, "the agent restarted the whole group")
-    if job.phase is Phase.RESTARTING and job.incident is not None:
+    if job.phase is JobPhase.RESTARTING and job.incident is not None:
         reason = job.incident.reason
     job = replace(with_new_ranks(job), restarts=job.restarts + 1)
-    return enter(job, Phase.RUNNING, event.at_s, outcome="restarted", rung="restart", reason=reason)
+    return enter(job, JobPhase.RUNNING, event.at_s, outcome="restarted", rung="restart", reason=reason)
 
 
 def with_new_ranks(job: Job) -> Job:
@@ -264,7 +264,7 @@ def with_new_ranks(job: Job) -> Job:
     )
 
 
-def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
+def answer_fault(job: Job, event: LossEvent, is_costly: bool = False) -> Result:
     """A rank is lost: replace it, or say why not. The order of the questions matters.
 
     is_costly   it counts as an attempt even where other losses of survivors do not: a deadline has passed
@@ -278,7 +278,7 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     why_not = why_not_protected(job, needs_process and not is_going_back) or why_not_replayed(job, event)
     was_survivor = any(job.members[rank].life is Life.LIVE for rank in ranks_of(event))
     is_first_fault = job.incident is None
-    is_free = is_first_fault or (was_survivor and job.phase is Phase.FREEZING and not is_costly)
+    is_free = is_first_fault or (was_survivor and job.phase is JobPhase.FREEZING and not is_costly)
     attempt = (job.incident.attempt if job.incident else 1) + (0 if is_free else 1)
     phase = job.phase
     job = note_fault(job, event)
@@ -315,7 +315,7 @@ def why_not_protected(job: Job, needs_process: bool = True) -> str:
     return job.unprotected_reason
 
 
-def why_not_replayed(job: Job, event: Loss) -> str:
+def why_not_replayed(job: Job, event: LossEvent) -> str:
     """Why no replay would reach a lost rank's boundary; "" if one may, or need not."""
     if job.settings.is_alone and job.snapshot is not None:
         return ""
@@ -324,7 +324,7 @@ def why_not_replayed(job: Job, event: Loss) -> str:
     return next(filter(None, (job.members[rank].hindrance for rank in ranks_of(event))), "")
 
 
-def ranks_of(event: Loss) -> tuple[int, ...]:
+def ranks_of(event: LossEvent) -> tuple[int, ...]:
     """The ranks that are lost by it."""
     return event.ranks if isinstance(event, NodeLost) else (event.rank,)
 
@@ -343,7 +343,7 @@ def why_it_does_not_help(job: Job) -> str:
     return why_too_many_incidents(job)
 
 
-def note_fault(job: Job, event: Loss) -> Job:
+def note_fault(job: Job, event: LossEvent) -> Job:
     """The rank is lost: open an incident, or add the fault to the open one."""
     if isinstance(event, RankFaulted) and may_rerun(job, event.rank):
         job = job.with_member(event.rank, life=Life.LOST, is_rerun=True, has_orders=False)
@@ -353,7 +353,7 @@ def note_fault(job: Job, event: Loss) -> Job:
             *(replace(one, pid=None, life=Life.LOST, is_rerun=False, is_protected=False) for one in lost)
         )
     if job.incident is None:
-        fault = Fault(rank=event.rank, kind=event.kind, boundary=event.boundary)
+        fault = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
         job = replace(job, faults=(*(past for past in job.faults if past.boundary == fault.boundary), fault))
         job = open_incident(job, event.at_s, event.kind, event.sentence, event.detected_after_s)
         return job.with_incident(ranks=ranks_of(event))

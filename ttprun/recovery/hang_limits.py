@@ -16,7 +16,7 @@ BUSY_LIMIT_S = 600.0
 
 
 @dataclass(slots=True)
-class Limits:
+class HangLimits:
     """How long a rank may not get on, in seconds.
 
     hang_s   what the user has set; None: learnt from the steps so far

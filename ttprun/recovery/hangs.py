@@ -8,7 +8,7 @@ looks the same. A stopped process is a suspect even if no rank waits for it yet.
 
 If all ranks are in the same collective and nothing moves, the connection is the suspect (`Stalled`).
 
-Read `Watch.look` first, then `hang_limits.py`.
+Read `HangWatch.look` first, then `hang_limits.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ttprun.recovery.hang_limits import SETUP_LIMIT_S, Limits
+from ttprun.recovery.hang_limits import SETUP_LIMIT_S, HangLimits
 from ttprun.recovery.observations import IN_COLLECTIVE, Doing, Observation, Track
 
 FORGOTTEN_PULSE_S = 3.0  # the pulse comes every second
@@ -94,24 +94,24 @@ class Straggler:
         return f"rank {of.rank} holds up step {of.boundary}: {took}; it is {of.where}"
 
 
-Verdict = Hung | Stalled | Straggler
+HangVerdict = Hung | Stalled | Straggler
 
 
-class Watch:
+class HangWatch:
     """Watches the ranks of one group.
 
     hang_s   the user's limit; None: learnt
     """
 
     def __init__(self, hang_s: float | None) -> None:
-        self.limits = Limits(hang_s)
+        self.limits = HangLimits(hang_s)
         self._tracks: dict[int, Track] = {}
         self._looked_at_s: float | None = None
         self._boundary = 0
         self._stepped_at_s: float | None = None
         self._is_slow = False
 
-    def look(self, at_s: float, observations: Sequence[Observation], is_alone: bool = False) -> tuple[Verdict, ...]:
+    def look(self, at_s: float, observations: Sequence[Observation], is_alone: bool = False) -> tuple[HangVerdict, ...]:
         """Judge the ranks while all train.
 
         observations    of the ranks that live and have not finished, in any order
@@ -127,7 +127,7 @@ class Watch:
 
     def look_at_repair(
         self, at_s: float, observations: Sequence[Observation], replaying: Sequence[int] = ()
-    ) -> tuple[Verdict, ...]:
+    ) -> tuple[HangVerdict, ...]:
         """Judge the ranks during a recovery, without their places; deadlines find the rest.
 
         replaying   ranks that wait for no other now

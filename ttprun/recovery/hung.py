@@ -12,7 +12,7 @@ from ttprun.recovery.actions import KillRank
 from ttprun.recovery.events import DeadlinePassed, MismatchFound
 from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankExited, RankHung
 from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
-from ttprun.recovery.job import NOBODY, Fault, Job, Phase, name_ranks
+from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import begin_attempt, drain, end_job, fail_job, restart_group, why_too_many_incidents
 from ttprun.recovery.members import Life, Member
 from ttprun.recovery.phases import DEADLINE_NAMES, Result, add_fault, open_incident, unchanged
@@ -20,13 +20,8 @@ from ttprun.recovery.repair import give_up_on_mismatch, missing_from, senders_of
 from ttprun.recovery.resize import give_up_replacing
 
 
-def on_hung(job: Job, event: RankHung) -> Result:
-    """The agent has found a rank that hangs."""
-    return lose(job, (event,))
-
-
-def on_diverged(job: Job, event: RankDiverged) -> Result:
-    """A rank trains with other weights than the majority: its process is replaced."""
+def on_unfit(job: Job, event: RankHung | RankDiverged) -> Result:
+    """A rank hangs, or trains with other weights than the majority: its process is replaced."""
     return lose(job, (event,))
 
 
@@ -74,16 +69,16 @@ def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
     missing = unconnected or tuple(wanted)
     of_silent = frozenset(silent)
     known = tuple(member.rank for member in missing if member.rank in of_silent)
-    first = Life.LIVE if job.phase is Phase.FREEZING else Life.LOST
+    first = Life.LIVE if job.phase is JobPhase.FREEZING else Life.LOST
     likely = tuple(member.rank for member in missing if member.life is first)
     return known or likely or tuple(member.rank for member in missing)
 
 
 def who_is_awaited(job: Job) -> tuple[int, ...]:
     """The ranks that hold the current phase up; () if nothing is waited for."""
-    if job.phase is Phase.RUNNING:
+    if job.phase is JobPhase.RUNNING:
         return ()
-    if job.phase is Phase.DRAINING or (job.phase is Phase.PERSISTING and job.persists_at is not None):
+    if job.phase is JobPhase.DRAINING or (job.phase is JobPhase.PERSISTING and job.persists_at is not None):
         return job.survivors
     return who_is_guilty(job, silent=())
 
@@ -122,7 +117,7 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
     """
     if job.finished or why_not_protected(job):
         return unchanged(job, event)
-    fault = Fault(rank=NOBODY, kind=event.kind, boundary=event.boundary)
+    fault = FaultIdentity(rank=NOBODY, kind=event.kind, boundary=event.boundary)
     job = replace(job, faults=(*(past for past in job.faults if past.boundary == fault.boundary), fault))
     times = sum(past.rank == NOBODY for past in job.faults)
     if times == job.settings.max_reconnects + 1 and event.rank is not None:

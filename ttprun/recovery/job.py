@@ -1,6 +1,6 @@
 """The machine's state: settings, ranks, phase, open incident. Frozen data, no decisions.
 
-The progress of a repair is in what each member has answered so far (`members`). Read `Phase` and `Job` first.
+The progress of a repair is in what each member has answered so far (`members`). Read `JobPhase` and `Job` first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ttprun.recovery.event import Event
 from ttprun.recovery.events import RankFrozen, Saved, UpgradeAsked
 from ttprun.recovery.frozen import changed
 from ttprun.recovery.incident import Incident
-from ttprun.recovery.members import OF_LIFE, Life, Mark, Member, Members
+from ttprun.recovery.members import OF_LIFE, Life, Member, MemberFlag, Members
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 NOBODY = -1  # the rank of a fault that belongs to no rank
@@ -22,7 +22,7 @@ RUNGS = frozenset({"reconnect", "rerun", "replace", "rewind", "resize", "restart
 WINDOW_S = 3600.0
 
 
-class Phase(StrEnum):
+class JobPhase(StrEnum):
     """The phase of the job."""
 
     RUNNING = "RUNNING"  # ranks train, or have finished
@@ -38,7 +38,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class PhaseLimits:
     """How long each phase of a recovery may take, in seconds; ranks that have not answered by then count as hung."""
 
     freeze_s: float = 60.0
@@ -84,11 +84,11 @@ class Settings:
     same_command_goes_on: bool = True
     are_replicas_declared: bool = False
     is_elastic: bool = False
-    limits: Limits = Limits()
+    limits: PhaseLimits = PhaseLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class FaultIdentity:
     """The fault that opened an incident, to recognize it if it comes back: rank (or NOBODY), kind and boundary."""
 
     rank: int
@@ -163,7 +163,7 @@ class Job:
     settings: Settings
     members: Members
     alone: Mapping[int, Job] = field(default_factory=dict)
-    phase: Phase = Phase.RUNNING
+    phase: JobPhase = JobPhase.RUNNING
     generation: int = 0
     phase_since_s: float = 0.0
     incident: Incident | None = None
@@ -171,9 +171,9 @@ class Job:
     incident_count: int = 0
     unprotected_reason: str = ""
     replicas: Replicas = UNKNOWN
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[FaultIdentity, ...] = ()
     openings: tuple[Opening, ...] = ()
-    rewinds: tuple[Fault, ...] = ()
+    rewinds: tuple[FaultIdentity, ...] = ()
     snapshot: int | None = None
     saved: tuple[Saved, ...] = ()
     rewind_to: int | None = None
@@ -210,17 +210,17 @@ class Job:
     @property
     def are_alone(self) -> bool:
         """Whether some rank takes its steps without a process group, and no rank has one now."""
-        return self.count(Mark.TRAINS_ALONE) > 0 and not self.count(Mark.HAS_JOINED)
+        return self.count(MemberFlag.TRAINS_ALONE) > 0 and not self.count(MemberFlag.HAS_JOINED)
 
     @property
     def is_upgrading(self) -> bool:
         """Whether the ranks that were away are being started again."""
         is_upgrade = self.incident is not None and self.incident.kind == UpgradeAsked.kind
-        return is_upgrade and not self.count(Mark.IS_AWAY)
+        return is_upgrade and not self.count(MemberFlag.IS_AWAY)
 
-    def count(self, mark: Mark) -> int:
+    def count(self, flag: MemberFlag) -> int:
         """How many ranks this holds of."""
-        return self.members.counts[mark]
+        return self.members.counts[flag]
 
     def ranks_that_are(self, life: Life) -> tuple[int, ...]:
         """Ranks of one kind, in order."""
@@ -231,7 +231,7 @@ class Job:
     @property
     def hindrance(self) -> str:
         """Why no replay can reach the current boundary, by the lowest rank that reports a reason; "" if one can."""
-        if not self.count(Mark.IS_HINDERED):
+        if not self.count(MemberFlag.IS_HINDERED):
             return ""
         return next(member.hindrance for member in self.members if member.hindrance)
 
@@ -250,22 +250,24 @@ class Job:
     @property
     def source(self) -> RankFrozen | None:
         """The answer of the lowest quiesced survivor, at whose boundary all resume."""
-        if not self.count(Mark.STANDS):
+        if not self.count(MemberFlag.IS_QUIESCED):
             return None
         return next(member.frozen for member in self.members if member.frozen is not None)
 
     @property
-    def standing(self) -> tuple[int, ...]:
+    def quiesced(self) -> tuple[int, ...]:
         """Survivors that are quiesced."""
         return tuple(member.rank for member in self.members if member.frozen is not None)
 
     @property
     def sources(self) -> dict[int, int]:
         """Lost rank -> the lowest quiesced survivor that holds its state; without those whose state nobody holds."""
-        standing = self.standing
+        quiesced = self.quiesced
         if self.settings.are_replicas_declared:
-            return dict.fromkeys(self.lost, standing[0]) if standing else {}
-        return self.replicas.sources(self.lost, standing)
+            return dict.fromkeys(self.lost, quiesced[0]) if quiesced else {}
+        if self.replicas.has_collective_steps:
+            return {}
+        return self.replicas.sources(self.lost, quiesced)
 
     @property
     def from_mirrors(self) -> tuple[int, ...]:

@@ -18,14 +18,14 @@ from ttprun.recovery.actions import (
     NoteUnusable,
     Regroup,
     RestartGroup,
-    Rewind,
     SetDeadline,
     SpawnRank,
 )
 from ttprun.recovery.events import MismatchFound, Saved
-from ttprun.recovery.job import NOBODY, Ending, Fault, Job, Phase, name_ranks
-from ttprun.recovery.members import Life, Mark, Member
+from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
+from ttprun.recovery.members import Member, MemberFlag
 from ttprun.recovery.phases import HALT, UNDONE, Result, deadline_of, enter, open_incident, reason_of
+from ttprun.recovery.ways_back import begin_rewind, go_back, may_rewind, steps_reached, what_sends_back, why_no_rewind
 
 
 def begin_attempt(job: Job, at_s: float) -> Result:
@@ -53,11 +53,11 @@ def begin_attempt(job: Job, at_s: float) -> Result:
         lost.append(member)
     job = replace(job, members=job.members.with_changed(lost).with_each(Member.with_answers_forgotten))
     freeze = Freeze(job.survivors, job.generation, job.lost)
-    actions = (freeze, *spawns, deadline_of(job, Phase.FREEZING))
+    actions = (freeze, *spawns, deadline_of(job, JobPhase.FREEZING))
     job = replace(job, rewind_to=None, rewind_place="")
     rung = "replace" if any(not member.is_rerun for member in job.replacements) else "rerun"
     rung = "resize" if job.is_upgrading else rung if job.lost else "reconnect"
-    return enter(job, Phase.FREEZING, at_s, actions, rung=rung, **UNDONE)
+    return enter(job, JobPhase.FREEZING, at_s, actions, rung=rung, **UNDONE)
 
 
 def why_no_source(job: Job, ranks: Collection[int], among: Collection[int]) -> str:
@@ -67,7 +67,10 @@ def why_no_source(job: Job, ranks: Collection[int], among: Collection[int]) -> s
     """
     if job.settings.are_replicas_declared:
         return ""
-    return job.replicas.why_no_sources([rank for rank in ranks if rank not in job.replicas.mirrored], among)
+    alone = tuple(rank for rank in ranks if rank not in job.replicas.mirrored)
+    if alone and job.replicas.has_collective_steps:
+        return f"the optimizer communicates inside step(), and the state of {name_ranks(alone)} is not mirrored"
+    return job.replicas.why_no_sources(alone, among)
 
 
 def drain(job: Job, at_s: float, why: str) -> Result:
@@ -84,8 +87,8 @@ def drain(job: Job, at_s: float, why: str) -> Result:
     useless = tuple(member for member in job.replacements if member.pid is not None)
     job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
     kills = (KillRank(member.rank, "it is no longer needed: " + why) for member in useless)
-    actions = (*kills, deadline_of(job, Phase.DRAINING))
-    return enter(job, Phase.DRAINING, at_s, actions, rung="restart", reason=reason)
+    actions = (*kills, deadline_of(job, JobPhase.DRAINING))
+    return enter(job, JobPhase.DRAINING, at_s, actions, rung="restart", reason=reason)
 
 
 def restart_group(
@@ -101,7 +104,7 @@ def restart_group(
     if job.incident is None:
         job = open_incident(job, at_s, "checkpoint", "all waited for a checkpoint", detect_s=0.0)
     job = job if is_replayable or job.is_resumed else replace(job, is_contradicted=True)
-    if job.count(Mark.IS_UNSEATED):  # they cannot have processes
+    if job.count(MemberFlag.IS_WITHOUT_NODE):  # they cannot have processes
         job = replace(job, rewind_to=None, rewind_place="")
         return leave_group(job, at_s, why, is_trusted)
     if job.rewind_to is not None:
@@ -150,12 +153,6 @@ def begin_anew(job: Job, at_s: float, why: str) -> Result:
     if steps_reached(job):
         why = f"{why or why_not_alone(job)}; it starts anew"
     return go_back(job, at_s, Saved(0, place=""), reason_of(job, why))
-
-
-def steps_reached(job: Job) -> int:
-    """Optimizer steps that lost ranks had completed when the fault came, as far as it is known."""
-    reached = [fault.boundary for fault in job.faults] if job.stood_at is None else [job.stood_at]
-    return max(reached, default=0)
 
 
 def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
@@ -256,75 +253,9 @@ def why_too_many_incidents(job: Job) -> str:
     return ""
 
 
-def may_rewind(job: Job) -> bool:
-    """Whether all ranks can rewind to a snapshot."""
-    if job.snapshot is None or job.unprotected_reason or job.finished:
-        return False
-    is_free = job.settings.is_alone and job.snapshot >= steps_reached(job)
-    return ("replace" if is_free else "rewind") in job.settings.rungs
-
-
-def go_back(job: Job, at_s: float, to: Saved, why: str) -> Result:
-    """All ranks resume from a stored state; with boundary 0 they start from the top.
-
-    why   for the operator
-    """
-    job = replace(job.with_incident(reason=why), rewind_to=to.boundary, rewind_place=to.place, ending=None)
-    if to.place or not to.boundary:  # the reason held for the old processes
-        job = replace(job, unprotected_reason="")
-    if to.place and not job.is_resumed:
-        job = replace(job, went_back_to=to.boundary)
-    return begin_rewind(job, at_s)
-
-
-def why_no_rewind(job: Job) -> str:
-    """Why another rewind to the snapshot would not help; "" if it may."""
-    cause = what_sends_back(job)
-    times = job.rewinds.count(cause)
-    if times < job.settings.max_rewinds:
-        return ""
-    return f"all ranks went back to step {job.snapshot} {times} times, and the same fault comes back ({cause.kind})"
-
-
-def what_sends_back(job: Job) -> Fault:
-    """The kind of the open incident, with the boundary of its newest fault, or else of the snapshot."""
-    kind = "" if job.incident is None else job.incident.kind
-    places = [past.boundary for past in job.faults if past.kind == kind]
-    return Fault(rank=NOBODY, kind=kind, boundary=places[-1] if places else job.snapshot or 0)
-
-
-def begin_rewind(job: Job, at_s: float) -> Result:
-    """Rung "rewind": every rank gets a new process, which replays up to the stored boundary.
-
-    Rung "restart" if that is a checkpoint that this job has saved because nothing else was possible; "replace" if a
-    rank that is alone returns to its newest step.
-    """
-    boundary = job.rewind_to
-    assert boundary is not None
-    job = replace(job, generation=job.generation + 1)
-    is_alone = job.settings.is_alone
-    where = f"all ranks go back to step {boundary}" if boundary else "all ranks start anew"
-    if is_alone:
-        where = f"it goes back to step {boundary}" if boundary else "it starts anew"
-    present = [member for member in job.members if not is_alone or member.life is not Life.AWAY]
-    kills = tuple(KillRank(member.rank, where) for member in present if member.pid is not None)
-    unasked = [member.rank for member in present if member.pid is not None or member.spawn_asked_at_s is None]
-    job = job.with_members(*(member.as_lost(at_s) for member in present))
-    job = replace(job, persists_at=None)
-    spawns = (SpawnRank(rank, job.generation) for rank in unasked)
-    ranks = tuple(member.rank for member in present)
-    actions = (*kills, Rewind(ranks, boundary, job.rewind_place), *spawns, deadline_of(job, Phase.REPLAYING))
-    rung = "restart" if job.rewind_place and not job.is_resumed else "rewind"
-    if rung == "restart" and job.incident is not None and job.incident.rung == "resize":
-        rung = "resize"
-    if is_alone and not job.rewind_place and boundary >= steps_reached(job):
-        rung = "replace"
-    return enter(job, Phase.REPLAYING, at_s, actions, rung=rung, **UNDONE | {"boundary": boundary})
-
-
 def finish_job(job: Job, at_s: float) -> Result:
     """All scripts have reached their end."""
-    return enter(job, Phase.DONE, at_s, (FinishJob(),), outcome="recovered", steps_lost=0)
+    return enter(job, JobPhase.DONE, at_s, (FinishJob(),), outcome="recovered", steps_lost=0)
 
 
 def fail_job(
@@ -344,22 +275,24 @@ def end_job(job: Job, at_s: float) -> Result:
     """End the job, or the current processes, as `job.ending` says; or all resume from the newest saved state."""
     ending = job.ending
     assert ending is not None
-    is_unseated = bool(job.count(Mark.IS_UNSEATED))
-    if ending.goes_on and job.saved and not job.finished and (job.settings.is_elastic or not is_unseated):
+    is_without_node = bool(job.count(MemberFlag.IS_WITHOUT_NODE))
+    if ending.goes_on and job.saved and not job.finished and (job.settings.is_elastic or not is_without_node):
         newest = job.saved[0]
         if job.went_back_to is None or newest.boundary > job.went_back_to:
             why = f"{ending.why}; all resume from the state saved at step {newest.boundary}"
-            return regroup(job, at_s, newest, why) if is_unseated else go_back(job, at_s, newest, why)
+            return regroup(job, at_s, newest, why) if is_without_node else go_back(job, at_s, newest, why)
         why = f"{ending.reason}; no optimizer step was completed since all went back to step {job.went_back_to}"
         ending = replace(ending, reason=why, has_progress=ending.has_progress and ending.is_restart)
     if ending.is_restart and job.settings.is_elastic:
         return regroup(job, at_s, Saved(0, place=""), ending.reason)
     if ending.is_restart:
         actions = (RestartGroup(ending.reason),)
-        return enter(replace(job, ending=None), Phase.RESTARTING, at_s, actions, rung="restart", reason=ending.reason)
+        return enter(
+            replace(job, ending=None), JobPhase.RESTARTING, at_s, actions, rung="restart", reason=ending.reason
+        )
     order = FailJob(ending.reason, ending.has_progress)
     changes = {"rung": ending.rung} if ending.rung else {}
-    return enter(job, Phase.FAILED, at_s, (order,), outcome="failed", reason=ending.reason, **changes)
+    return enter(job, JobPhase.FAILED, at_s, (order,), outcome="failed", reason=ending.reason, **changes)
 
 
 def regroup(job: Job, at_s: float, to: Saved, why: str) -> Result:
@@ -369,7 +302,7 @@ def regroup(job: Job, at_s: float, to: Saved, why: str) -> Result:
     """
     order = Regroup(to.place, to.boundary, why)
     rung = "resize" if to.place else "restart"
-    return enter(replace(job, ending=None), Phase.RESTARTING, at_s, (order,), rung=rung, reason=why)
+    return enter(replace(job, ending=None), JobPhase.RESTARTING, at_s, (order,), rung=rung, reason=why)
 
 
 def may_persist(job: Job) -> bool:
@@ -379,7 +312,7 @@ def may_persist(job: Job) -> bool:
 
 def why_not_saved(job: Job) -> str:
     """Why the ranks cannot be made to write a checkpoint now; "" if they can."""
-    if job.phase in (Phase.PERSISTING, Phase.RESTARTING, Phase.DONE, Phase.FAILED):
+    if job.phase in (JobPhase.PERSISTING, JobPhase.RESTARTING, JobPhase.DONE, JobPhase.FAILED):
         return f"the job is {job.phase}"
     if "persist" not in job.settings.rungs:
         return "saving is switched off (rungs)"
@@ -404,4 +337,4 @@ def begin_persisting(job: Job, at_s: float) -> Result:
     kills = (KillRank(member.rank, "the job ends before it has caught up") for member in useless)
     freeze = Freeze(job.survivors, job.generation, job.lost)
     deadline = SetDeadline(job.generation, HALT, job.settings.limits.halt_s)
-    return enter(job, Phase.PERSISTING, at_s, (freeze, *kills, deadline))
+    return enter(job, JobPhase.PERSISTING, at_s, (freeze, *kills, deadline))

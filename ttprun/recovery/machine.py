@@ -57,7 +57,7 @@ from ttprun.recovery.fault_events import (
 )
 from ttprun.recovery.frozen import changed
 from ttprun.recovery.job import Job
-from ttprun.recovery.job import Phase as P
+from ttprun.recovery.job import JobPhase as P
 from ttprun.recovery.phases import Result, unchanged
 
 STORY_LENGTH = 40
@@ -66,7 +66,7 @@ Handler = Callable[[Job, Any], Result]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Transition:
     """What one event does in one phase.
 
     handler    answers it
@@ -82,21 +82,21 @@ class Row:
 Key = tuple[P, type[Event]]
 
 
-def row(handler: Handler, *leads_to: P) -> Row:
+def row(handler: Handler, *leads_to: P) -> Transition:
     """One line of the table."""
-    return Row(handler, leads_to)
+    return Transition(handler, leads_to)
 
 
-def ignored(phase: P, why: str, *event_types: type[Event]) -> dict[Key, Row]:
+def ignored(phase: P, why: str, *event_types: type[Event]) -> dict[Key, Transition]:
     """Lines of the table that change nothing.
 
     why   the reason, for all of them
     """
-    return {(phase, event_type): Row(unchanged, (phase,), why) for event_type in event_types}
+    return {(phase, event_type): Transition(unchanged, (phase,), why) for event_type in event_types}
 
 
 OF_CHECKPOINTS = (SnapshotTaken, ResumeAsked, CheckpointAsked, ResizeAsked, StatePersisted)
-OF_TIES = (RankTrainsAlone, RankJoined)
+OF_MEMBERSHIP = (RankTrainsAlone, RankJoined)
 OF_SIZE = (ElasticDeclared, DowngradeAsked, UpgradeAsked)
 
 # Where a fault can lead: another attempt, or one of the ways down: back to a snapshot (REPLAYING), a restart, the end
@@ -106,30 +106,72 @@ END = (P.PERSISTING, P.FAILED)
 OVER = (P.REPLAYING, P.RESTARTING, P.FAILED)
 ANSWERS = (P.FREEZING, P.DRAINING, *DOWN)
 
-TRANSITIONS: dict[Key, Row] = {
+NOTED: dict[type[Event], Handler] = {
+    RankProtected: faults.on_protected,
+    RankHindered: faults.on_hindered,
+    RankTrainsAlone: alone.on_trains_alone,
+    RankJoined: alone.on_joined,
+    SnapshotTaken: persist.on_snapshot,
+    ElasticDeclared: resize.on_declared,
+}
+
+
+def noted(phase: P) -> dict[Key, Transition]:
+    """Lines of the table for what is only noted while the phase goes on."""
+    return {(phase, event_type): row(handler, phase) for event_type, handler in NOTED.items()}
+
+
+def begun_anew(phase: P) -> dict[Key, Transition]:
+    """Lines of the table for a group that the agent has started again."""
+    return {
+        (phase, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+        (phase, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
+    }
+
+
+def in_repair(phase: P) -> dict[Key, Transition]:
+    """Lines of the table that all phases of a repair share."""
+    return {
+        **noted(phase),
+        **begun_anew(phase),
+        **ignored(phase, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked, UpgradeAsked),
+        **ignored(phase, "a repair comes first", ResizeAsked),
+        **ignored(phase, "all ranks have been started", ResumeAsked),
+        (phase, DeadlinePassed): row(hung.on_deadline, phase, *ANSWERS),
+    }
+
+
+def before_resuming(phase: P) -> dict[Key, Transition]:
+    """Lines of the table that the phases of a repair share as long as no connection is made again."""
+    return {
+        **in_repair(phase),
+        (phase, RankUnprotected): row(faults.on_unprotected_in_repair, *DOWN),
+        (phase, RankFaulted): row(faults.on_faulted, *ANSWERS),
+        (phase, RankHung): row(hung.on_unfit, *ANSWERS),
+        (phase, RankDiverged): row(hung.on_unfit, *ANSWERS),
+        (phase, StopAsked): row(faults.on_stop, *END),
+        **ignored(phase, "all connections are cut anyway", ConnectionBroken),
+    }
+
+
+TRANSITIONS: dict[Key, Transition] = {
+    **noted(P.RUNNING),
+    **begun_anew(P.RUNNING),
     (P.RUNNING, RankStarted): row(resize.unless_away(repair.on_started), P.RUNNING),
     (P.RUNNING, SpawnFailed): row(resize.forget_spawn, P.RUNNING),
-    (P.RUNNING, RankProtected): row(faults.on_protected, P.RUNNING),
     (P.RUNNING, RankUnprotected): row(faults.on_unprotected, P.RUNNING),
     (P.RUNNING, RanksCompared): row(faults.on_compared, P.RUNNING),
-    (P.RUNNING, RankHindered): row(faults.on_hindered, P.RUNNING),
-    (P.RUNNING, RankTrainsAlone): row(alone.on_trains_alone, P.RUNNING),
-    (P.RUNNING, RankJoined): row(alone.on_joined, P.RUNNING),
     (P.RUNNING, RankExited): row(faults.on_exit, P.RUNNING, P.DONE, *ANSWERS),
     (P.RUNNING, RankFaulted): row(faults.on_faulted, *ANSWERS),
-    (P.RUNNING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.RUNNING, RankHung): row(hung.on_unfit, *ANSWERS),
     (P.RUNNING, NodeLost): row(faults.on_node_lost, P.RUNNING, *ANSWERS),
-    (P.RUNNING, RankDiverged): row(hung.on_diverged, *ANSWERS),
+    (P.RUNNING, RankDiverged): row(hung.on_unfit, *ANSWERS),
     (P.RUNNING, ConnectionBroken): row(hung.on_connection_broken, P.RUNNING, P.FREEZING, *DOWN),
     (P.RUNNING, ReplacementAsked): row(planned.on_replacement_asked, P.RUNNING, P.FREEZING),
-    (P.RUNNING, ElasticDeclared): row(resize.on_declared, P.RUNNING),
     (P.RUNNING, UpgradeAsked): row(planned.on_upgrade_asked, P.RUNNING, P.FREEZING),
     **ignored(P.RUNNING, "no rank is lost", DowngradeAsked),
     (P.RUNNING, MismatchFound): row(faults.on_mismatch_in_running, *DOWN),
-    (P.RUNNING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.RUNNING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
     (P.RUNNING, StopAsked): row(faults.on_stop, *END),
-    (P.RUNNING, SnapshotTaken): row(persist.on_snapshot, P.RUNNING),
     (P.RUNNING, ResumeAsked): row(persist.on_resume_asked, P.REPLAYING),
     (P.RUNNING, CheckpointAsked): row(persist.on_checkpoint_asked, P.RUNNING, P.PERSISTING),
     (P.RUNNING, ResizeAsked): row(regroup.on_resize_asked, P.RUNNING, P.PERSISTING),
@@ -138,116 +180,47 @@ TRANSITIONS: dict[Key, Row] = {
     **ignored(P.RUNNING, "reported twice: its repair is over", RankRebuilt, RankReissued),
     **ignored(P.RUNNING, "a deadline of a repair that is over", DeadlinePassed),
     #
+    **before_resuming(P.FREEZING),
     (P.FREEZING, RankStarted): row(resize.unless_away(repair.on_started_in_freezing), P.FREEZING, P.RESUMING),
     (P.FREEZING, SpawnFailed): row(resize.on_spawn_failed, P.FREEZING, *DOWN),
-    (P.FREEZING, RankProtected): row(faults.on_protected, P.FREEZING),
-    (P.FREEZING, RankUnprotected): row(faults.on_unprotected_in_repair, *DOWN),
     (P.FREEZING, RanksCompared): row(faults.on_compared, P.FREEZING),
-    (P.FREEZING, RankHindered): row(faults.on_hindered, P.FREEZING),
-    (P.FREEZING, RankTrainsAlone): row(alone.on_trains_alone, P.FREEZING),
-    (P.FREEZING, RankJoined): row(alone.on_joined, P.FREEZING),
     (P.FREEZING, RankExited): row(faults.on_exit_in_repair, P.DONE, *ANSWERS),
     (P.FREEZING, RankFrozen): row(repair.on_frozen, P.FREEZING, P.REPLAYING, P.RESUMING, *DOWN),
     (P.FREEZING, MismatchFound): row(repair.give_up_on_mismatch, *DOWN),
-    (P.FREEZING, RankFaulted): row(faults.on_faulted, *ANSWERS),
-    (P.FREEZING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.FREEZING, NodeLost): row(faults.on_node_lost, *ANSWERS),
-    (P.FREEZING, RankDiverged): row(hung.on_diverged, *ANSWERS),
-    (P.FREEZING, DeadlinePassed): row(hung.on_deadline, P.FREEZING, *ANSWERS),
-    (P.FREEZING, SnapshotTaken): row(persist.on_snapshot, P.FREEZING),
-    (P.FREEZING, ElasticDeclared): row(resize.on_declared, P.FREEZING),
     (P.FREEZING, DowngradeAsked): row(planned.on_downgrade_asked, P.FREEZING),
-    **ignored(
-        P.FREEZING, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked, UpgradeAsked, ResizeAsked
-    ),
-    **ignored(P.FREEZING, "all ranks have been started", ResumeAsked),
-    (P.FREEZING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.FREEZING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
-    (P.FREEZING, StopAsked): row(faults.on_stop, *END),
-    **ignored(P.FREEZING, "all connections are cut anyway", ConnectionBroken),
     **ignored(P.FREEZING, "not asked for yet", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     #
+    **before_resuming(P.REPLAYING),
     (P.REPLAYING, RankStarted): row(resize.unless_away(repair.on_started_in_replaying), P.REPLAYING, P.RESUMING),
     (P.REPLAYING, SpawnFailed): row(resize.on_spawn_failed, P.FREEZING, *DOWN),
-    (P.REPLAYING, RankProtected): row(faults.on_protected, P.REPLAYING),
-    (P.REPLAYING, RankUnprotected): row(faults.on_unprotected_in_repair, *DOWN),
     (P.REPLAYING, RanksCompared): row(faults.on_compared_in_repair, P.REPLAYING, *DOWN),
-    (P.REPLAYING, RankHindered): row(faults.on_hindered, P.REPLAYING),
-    (P.REPLAYING, RankTrainsAlone): row(alone.on_trains_alone, P.REPLAYING),
-    (P.REPLAYING, RankJoined): row(alone.on_joined, P.REPLAYING),
     (P.REPLAYING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
     (P.REPLAYING, RankReplayed): row(repair.on_replayed, P.REPLAYING, P.TRANSFERRING, *DOWN),
     (P.REPLAYING, MismatchFound): row(hung.on_mismatch, P.FREEZING, *DOWN),
-    (P.REPLAYING, RankFaulted): row(faults.on_faulted, *ANSWERS),
-    (P.REPLAYING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.REPLAYING, NodeLost): row(faults.on_node_lost, P.REPLAYING, *ANSWERS),
-    (P.REPLAYING, RankDiverged): row(hung.on_diverged, *ANSWERS),
-    (P.REPLAYING, DeadlinePassed): row(hung.on_deadline, P.REPLAYING, *ANSWERS),
-    (P.REPLAYING, SnapshotTaken): row(persist.on_snapshot, P.REPLAYING),
-    (P.REPLAYING, ElasticDeclared): row(resize.on_declared, P.REPLAYING),
     (P.REPLAYING, DowngradeAsked): row(planned.on_downgrade_asked, P.REPLAYING, P.FREEZING),
-    **ignored(
-        P.REPLAYING,
-        "a repair comes first",
-        CheckpointAsked,
-        StatePersisted,
-        ReplacementAsked,
-        UpgradeAsked,
-        ResizeAsked,
-    ),
-    **ignored(P.REPLAYING, "all ranks have been started", ResumeAsked),
-    (P.REPLAYING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.REPLAYING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
-    (P.REPLAYING, StopAsked): row(faults.on_stop, *END),
-    **ignored(P.REPLAYING, "all connections are cut anyway", ConnectionBroken),
     **ignored(P.REPLAYING, "reported twice: all survivors are quiesced", RankFrozen),
     **ignored(P.REPLAYING, "not asked for yet", StateSent, RankRepaired, RankRebuilt, RankReissued),
     #
+    **before_resuming(P.TRANSFERRING),
     (P.TRANSFERRING, RankStarted): row(resize.unless_away(repair.on_started), P.TRANSFERRING),
     (P.TRANSFERRING, SpawnFailed): row(resize.on_spawn_failed, P.TRANSFERRING, P.FREEZING, *DOWN),
-    (P.TRANSFERRING, RankProtected): row(faults.on_protected, P.TRANSFERRING),
-    (P.TRANSFERRING, RankUnprotected): row(faults.on_unprotected_in_repair, *DOWN),
     (P.TRANSFERRING, RanksCompared): row(faults.on_compared_in_repair, P.TRANSFERRING, *DOWN),
-    (P.TRANSFERRING, RankHindered): row(faults.on_hindered, P.TRANSFERRING),
-    (P.TRANSFERRING, RankTrainsAlone): row(alone.on_trains_alone, P.TRANSFERRING),
-    (P.TRANSFERRING, RankJoined): row(alone.on_joined, P.TRANSFERRING),
     (P.TRANSFERRING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
     (P.TRANSFERRING, StateSent): row(repair.on_state_sent, P.TRANSFERRING, P.RESUMING, *DOWN),
     (P.TRANSFERRING, RankRepaired): row(repair.on_repaired, P.TRANSFERRING, P.RESUMING, *DOWN),
     (P.TRANSFERRING, MismatchFound): row(hung.on_mismatch, P.FREEZING, *DOWN),
-    (P.TRANSFERRING, RankFaulted): row(faults.on_faulted, *ANSWERS),
-    (P.TRANSFERRING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.TRANSFERRING, NodeLost): row(faults.on_node_lost, P.TRANSFERRING, *ANSWERS),
-    (P.TRANSFERRING, RankDiverged): row(hung.on_diverged, *ANSWERS),
-    (P.TRANSFERRING, DeadlinePassed): row(hung.on_deadline, P.TRANSFERRING, *ANSWERS),
-    (P.TRANSFERRING, SnapshotTaken): row(persist.on_snapshot, P.TRANSFERRING),
-    (P.TRANSFERRING, ElasticDeclared): row(resize.on_declared, P.TRANSFERRING),
     (P.TRANSFERRING, DowngradeAsked): row(planned.on_downgrade_asked, P.TRANSFERRING, P.FREEZING),
-    **ignored(
-        P.TRANSFERRING,
-        "a repair comes first",
-        CheckpointAsked,
-        StatePersisted,
-        ReplacementAsked,
-        UpgradeAsked,
-        ResizeAsked,
-    ),
-    **ignored(P.TRANSFERRING, "all ranks have been started", ResumeAsked),
-    (P.TRANSFERRING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.TRANSFERRING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
-    (P.TRANSFERRING, StopAsked): row(faults.on_stop, *END),
-    **ignored(P.TRANSFERRING, "all connections are cut anyway", ConnectionBroken),
     **ignored(P.TRANSFERRING, "reported twice: its phase is over", RankFrozen, RankReplayed),
     **ignored(P.TRANSFERRING, "not asked for yet", RankRebuilt, RankReissued),
     #
+    **in_repair(P.RESUMING),
     (P.RESUMING, RankStarted): row(resize.unless_away(repair.on_started), P.RESUMING),
     (P.RESUMING, SpawnFailed): row(resize.on_spawn_failed, P.RESUMING, P.FREEZING, *DOWN),
-    (P.RESUMING, RankProtected): row(faults.on_protected, P.RESUMING),
     (P.RESUMING, RankUnprotected): row(persist.unless_ending(faults.on_unprotected_in_repair), *DOWN),
     (P.RESUMING, RanksCompared): row(faults.on_compared, P.RESUMING),
-    (P.RESUMING, RankHindered): row(faults.on_hindered, P.RESUMING),
-    (P.RESUMING, RankTrainsAlone): row(alone.on_trains_alone, P.RESUMING),
-    (P.RESUMING, RankJoined): row(alone.on_joined, P.RESUMING),
     (P.RESUMING, RankExited): row(
         persist.unless_ending(faults.on_exit_in_repair), P.RESUMING, P.RUNNING, P.DONE, *ANSWERS
     ),
@@ -256,32 +229,21 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RESUMING, ConnectionBroken): row(persist.unless_ending(hung.on_connection_broken_again), *ANSWERS),
     (P.RESUMING, MismatchFound): row(persist.unless_ending(hung.on_mismatch), *ANSWERS),
     (P.RESUMING, RankFaulted): row(persist.unless_ending(faults.on_faulted), *ANSWERS),
-    (P.RESUMING, RankHung): row(persist.unless_ending(hung.on_hung), *ANSWERS),
+    (P.RESUMING, RankHung): row(persist.unless_ending(hung.on_unfit), *ANSWERS),
     (P.RESUMING, NodeLost): row(persist.unless_ending(faults.on_node_lost), P.RESUMING, *ANSWERS),
-    (P.RESUMING, RankDiverged): row(persist.unless_ending(hung.on_diverged), *ANSWERS),
-    (P.RESUMING, DeadlinePassed): row(hung.on_deadline, P.RESUMING, *ANSWERS),
-    (P.RESUMING, SnapshotTaken): row(persist.on_snapshot, P.RESUMING),
-    (P.RESUMING, ElasticDeclared): row(resize.on_declared, P.RESUMING),
-    **ignored(
-        P.RESUMING, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked, UpgradeAsked, ResizeAsked
-    ),
+    (P.RESUMING, RankDiverged): row(persist.unless_ending(hung.on_unfit), *ANSWERS),
     **ignored(P.RESUMING, "the replacements are there", DowngradeAsked),
-    **ignored(P.RESUMING, "all ranks have been started", ResumeAsked),
-    (P.RESUMING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.RESUMING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
     (P.RESUMING, StopAsked): row(persist.unless_ending(faults.on_stop), *END),
     **ignored(P.RESUMING, "reported twice: its phase is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
     #
+    **noted(P.PERSISTING),
+    **begun_anew(P.PERSISTING),
     (P.PERSISTING, RankFrozen): row(persist.on_frozen_to_persist, P.PERSISTING, P.RESUMING, *OVER),
     (P.PERSISTING, StatePersisted): row(persist.on_persisted, P.RESUMING, *OVER),
-    (P.PERSISTING, RankStarted): row(resize.unless_away(persist.on_started_to_persist), P.PERSISTING),
+    (P.PERSISTING, RankStarted): row(resize.unless_away(faults.on_started_in_vain), P.PERSISTING),
     (P.PERSISTING, SpawnFailed): row(resize.forget_spawn, P.PERSISTING),
-    (P.PERSISTING, RankProtected): row(faults.on_protected, P.PERSISTING),
     (P.PERSISTING, RankUnprotected): row(faults.on_unprotected, P.PERSISTING),
     (P.PERSISTING, RanksCompared): row(faults.on_compared, P.PERSISTING),
-    (P.PERSISTING, RankHindered): row(faults.on_hindered, P.PERSISTING),
-    (P.PERSISTING, RankTrainsAlone): row(alone.on_trains_alone, P.PERSISTING),
-    (P.PERSISTING, RankJoined): row(alone.on_joined, P.PERSISTING),
     (P.PERSISTING, RankExited): row(
         regroup.unless_resizing(persist.on_exit_to_persist), P.PERSISTING, P.RESUMING, P.DONE, *ANSWERS
     ),
@@ -295,12 +257,8 @@ TRANSITIONS: dict[Key, Row] = {
     (P.PERSISTING, DeadlinePassed): row(
         regroup.unless_resizing(persist.on_deadline_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
     ),
-    (P.PERSISTING, SnapshotTaken): row(persist.on_snapshot, P.PERSISTING),
-    (P.PERSISTING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.PERSISTING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
     (P.PERSISTING, StopAsked): row(persist.on_stop_while_persisting, P.PERSISTING),
     **ignored(P.PERSISTING, "one is being written", CheckpointAsked, ResizeAsked),
-    (P.PERSISTING, ElasticDeclared): row(resize.on_declared, P.PERSISTING),
     **ignored(P.PERSISTING, "it comes first, and whoever asked is informed", ReplacementAsked, UpgradeAsked),
     **ignored(P.PERSISTING, "nobody waits for replacements", DowngradeAsked),
     **ignored(P.PERSISTING, "all ranks have been started", ResumeAsked),
@@ -308,14 +266,13 @@ TRANSITIONS: dict[Key, Row] = {
     **ignored(P.PERSISTING, "the repair was abandoned", RankReplayed, StateSent, RankRepaired),
     **ignored(P.PERSISTING, "the repair was abandoned", RankRebuilt, RankReissued),
     #
-    (P.DRAINING, RankStarted): row(resize.unless_away(faults.on_started_while_draining), P.DRAINING),
+    **begun_anew(P.DRAINING),
+    (P.DRAINING, RankStarted): row(resize.unless_away(faults.on_started_in_vain), P.DRAINING),
     (P.DRAINING, SpawnFailed): row(resize.forget_spawn, P.DRAINING),
     (P.DRAINING, RankExited): row(faults.on_exit_while_draining, P.DRAINING, P.DONE, *DOWN),
     (P.DRAINING, RankFaulted): row(faults.on_faulted_while_draining, P.DRAINING, *DOWN),
     (P.DRAINING, NodeLost): row(faults.on_node_lost_while_draining, P.DRAINING, P.DONE, *DOWN),
     (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, *DOWN),
-    (P.DRAINING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.DRAINING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
     (P.DRAINING, StopAsked): row(faults.on_stop, *END),
     **ignored(
         P.DRAINING,
@@ -330,12 +287,11 @@ TRANSITIONS: dict[Key, Row] = {
     ),
     **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.DRAINING, "nothing will be repaired any more", RankProtected, RankUnprotected, MismatchFound),
-    **ignored(P.DRAINING, "nothing will be repaired any more", *OF_TIES, RanksCompared, RankHindered),
+    **ignored(P.DRAINING, "nothing will be repaired any more", *OF_MEMBERSHIP, RanksCompared, RankHindered),
     **ignored(P.DRAINING, "the repair was abandoned", RankFrozen, RankReplayed, StateSent, RankRepaired),
     **ignored(P.DRAINING, "the repair was abandoned", RankRebuilt, RankReissued),
     #
-    (P.RESTARTING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.RESTARTING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
+    **begun_anew(P.RESTARTING),
     (P.RESTARTING, StopAsked): row(faults.on_stop, P.FAILED),
     **ignored(P.RESTARTING, "a consequence of a group that has ended", *OF_CHECKPOINTS),
     **ignored(P.RESTARTING, "the agent is ending this process", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
@@ -345,24 +301,11 @@ TRANSITIONS: dict[Key, Row] = {
     **ignored(P.RESTARTING, "the agent is ending this process", RanksCompared, RankHindered),
     **ignored(P.RESTARTING, "the agent is ending this process", RankRepaired, RankRebuilt, RankReissued, MismatchFound),
     **ignored(P.RESTARTING, "the repair was abandoned", DeadlinePassed),
-    **ignored(P.RESTARTING, "all ranks are replaced anyway", ReplacementAsked, *OF_SIZE, *OF_TIES),
+    **ignored(P.RESTARTING, "all ranks are replaced anyway", ReplacementAsked, *OF_SIZE, *OF_MEMBERSHIP),
     #
-    **ignored(P.DONE, "the job is over", *OF_CHECKPOINTS, *OF_SIZE, SpawnFailed, RanksCompared),
-    **ignored(P.DONE, "the job is over", RankFaulted, RankHung, RankDiverged, NodeLost, ConnectionBroken),
-    **ignored(P.DONE, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
-    **ignored(P.DONE, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
-    **ignored(P.DONE, "the job is over", RankHindered, *OF_TIES),
-    **ignored(P.DONE, "the job is over", MismatchFound, DeadlinePassed, StopAsked, ReplacementAsked),
-    **ignored(P.DONE, "the job is over", GroupRestarted, GroupResized),
-    #
-    **ignored(P.FAILED, "the job is over", *OF_CHECKPOINTS, *OF_SIZE, SpawnFailed, RanksCompared),
-    **ignored(P.FAILED, "the job is over", RankFaulted, RankHung, RankDiverged, NodeLost, ConnectionBroken),
-    **ignored(P.FAILED, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
-    **ignored(P.FAILED, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
-    **ignored(P.FAILED, "the job is over", RankHindered, *OF_TIES),
-    **ignored(P.FAILED, "the job is over", MismatchFound, DeadlinePassed, StopAsked, ReplacementAsked),
-    **ignored(P.FAILED, "the job is over", GroupRestarted, GroupResized),
 }
+for _, _event_type in [key for key in TRANSITIONS if key[0] is P.RUNNING]:
+    TRANSITIONS |= ignored(P.DONE, "the job is over", _event_type) | ignored(P.FAILED, "the job is over", _event_type)
 
 
 def advance(job: Job, event: Event) -> Result:

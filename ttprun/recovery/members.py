@@ -1,7 +1,7 @@
 """The ranks of a job: one `Member` each, and all of them with counts, by which an event is answered without a scan.
 
 A job of 16,384 ranks hears three answers of each in an incident. So `Members` shares all but one chunk with the members
-before a change, and knows how many ranks a phase still waits for. Read `Member` first, then `Mark`.
+before a change, and knows how many ranks a phase still waits for. Read `Member` first, then `MemberFlag`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ttprun.recovery.events import ElasticDeclared, RankFrozen
 CHUNK = 128
 
 
-class Ties(Enum):
+class GroupMembership(Enum):
     """A rank's connection with the others."""
 
     UNKNOWN = "unknown"  # it has neither taken a step nor made a process group
@@ -40,11 +40,11 @@ class Member:
     pid                 current process; None if there is none, or if we have killed it
     is_rerun            lost, but the process has survived the fault: it runs the script again as its own replacement
     is_protected        its hooks have reported
-    ties                its connection with the others now
+    membership          its connection with the others now
     has_joined          it has had a process group with others
     hindrance           why its current boundary (of a lost rank: its last) cannot be replayed, "" if it can
     spawn_asked_at_s    when a process was requested that has not started yet
-    is_unseated         its node is lost, and it has not got a process on another one yet
+    is_without_node     its node is lost, and it has not got a process on another one yet
     has_orders          a replacement that has its orders; a new attempt needs a new process
     elastic             its declaration, if it can continue in a smaller group
     frozen              answer to Freeze
@@ -57,11 +57,11 @@ class Member:
     life: Life = Life.LIVE
     is_rerun: bool = False
     is_protected: bool = False
-    ties: Ties = Ties.UNKNOWN
+    membership: GroupMembership = GroupMembership.UNKNOWN
     has_joined: bool = False
     hindrance: str = ""
     spawn_asked_at_s: float | None = None
-    is_unseated: bool = False
+    is_without_node: bool = False
     has_orders: bool = False
     elastic: ElasticDeclared | None = None
     frozen: RankFrozen | None = None
@@ -86,7 +86,9 @@ class Member:
     def as_lost(self, at_s: float) -> Member:
         """The lost rank, whose new process was requested at that time."""
         place = Member(rank=self.rank, life=Life.LOST, spawn_asked_at_s=at_s)
-        return replace(place, ties=self.ties, has_joined=self.has_joined, is_unseated=self.is_unseated)
+        return replace(
+            place, membership=self.membership, has_joined=self.has_joined, is_without_node=self.is_without_node
+        )
 
     def with_answers_forgotten(self) -> Member:
         """The same process at the beginning of another attempt."""
@@ -98,23 +100,23 @@ class Member:
             life=self.life,
             is_rerun=self.is_rerun,
             is_protected=self.is_protected,
-            ties=self.ties,
+            membership=self.membership,
             has_joined=self.has_joined,
             hindrance=self.hindrance,
             spawn_asked_at_s=self.spawn_asked_at_s,
-            is_unseated=self.is_unseated,
+            is_without_node=self.is_without_node,
             elastic=self.elastic,
         )
 
 
-class Mark(IntEnum):
+class MemberFlag(IntEnum):
     """What is counted: the ranks of which this holds."""
 
     IS_LIVE = 0
     IS_LOST = 1
     IS_FINISHED = 2
     IS_AWAY = 3
-    STANDS = 4  # it has answered Freeze
+    IS_QUIESCED = 4  # it has answered Freeze
     MUST_FREEZE = 5  # a survivor that has not
     MUST_START = 6  # a lost rank without a process
     MUST_REPLAY = 7  # a lost rank that has not
@@ -125,53 +127,53 @@ class Mark(IntEnum):
     HAS_JOINED = 12
     IS_HINDERED = 13
     IS_ELASTIC = 14
-    IS_UNSEATED = 15
+    IS_WITHOUT_NODE = 15
 
 
 OF_LIFE = {
-    Life.LIVE: Mark.IS_LIVE,
-    Life.LOST: Mark.IS_LOST,
-    Life.FINISHED: Mark.IS_FINISHED,
-    Life.AWAY: Mark.IS_AWAY,
+    Life.LIVE: MemberFlag.IS_LIVE,
+    Life.LOST: MemberFlag.IS_LOST,
+    Life.FINISHED: MemberFlag.IS_FINISHED,
+    Life.AWAY: MemberFlag.IS_AWAY,
 }
 
 
-def marks_of(member: Member) -> list[Mark]:
+def flags_of(member: Member) -> list[MemberFlag]:
     """What holds of one rank."""
     if member.life is Life.LIVE:
-        found = [Mark.IS_LIVE] if member.frozen is not None else [Mark.IS_LIVE, Mark.MUST_FREEZE]
+        found = [MemberFlag.IS_LIVE] if member.frozen is not None else [MemberFlag.IS_LIVE, MemberFlag.MUST_FREEZE]
     elif member.life is Life.LOST:
-        found = [Mark.IS_LOST]
+        found = [MemberFlag.IS_LOST]
         if member.pid is None:
-            found.append(Mark.MUST_START)
+            found.append(MemberFlag.MUST_START)
         if not member.has_replayed:
-            found.append(Mark.MUST_REPLAY)
+            found.append(MemberFlag.MUST_REPLAY)
         if member.repaired_digest is None:
-            found.append(Mark.MUST_LOAD)
+            found.append(MemberFlag.MUST_LOAD)
     else:
         found = [OF_LIFE[member.life]]
     if member.life is Life.LIVE or member.life is Life.LOST:
         if not member.has_rebuilt:
-            found.append(Mark.MUST_CONNECT)
+            found.append(MemberFlag.MUST_CONNECT)
         if not member.has_reissued:
-            found.append(Mark.MUST_REISSUE)
+            found.append(MemberFlag.MUST_REISSUE)
     if member.frozen is not None:
-        found.append(Mark.STANDS)
-    if member.ties is not Ties.UNKNOWN:
-        found.append(Mark.TRAINS_ALONE if member.ties is Ties.ALONE else Mark.HAS_JOINED)
+        found.append(MemberFlag.IS_QUIESCED)
+    if member.membership is not GroupMembership.UNKNOWN:
+        found.append(MemberFlag.TRAINS_ALONE if member.membership is GroupMembership.ALONE else MemberFlag.HAS_JOINED)
     if member.hindrance:
-        found.append(Mark.IS_HINDERED)
+        found.append(MemberFlag.IS_HINDERED)
     if member.elastic is not None:
-        found.append(Mark.IS_ELASTIC)
-    if member.is_unseated:
-        found.append(Mark.IS_UNSEATED)
+        found.append(MemberFlag.IS_ELASTIC)
+    if member.is_without_node:
+        found.append(MemberFlag.IS_WITHOUT_NODE)
     return found
 
 
 class Members:
     """The members of a job in the order of ranks: it never changes, and a changed one shares almost all with it.
 
-    counts   of each `Mark`
+    counts   of each `MemberFlag`
     """
 
     __slots__ = ("_chunks", "counts")
@@ -185,9 +187,9 @@ class Members:
         """These members, of rank 0, 1, ..."""
         waiting = iter(members)
         chunks = tuple(iter(lambda: tuple(islice(waiting, CHUNK)), ()))
-        counts = [0] * len(Mark)
-        for mark in chain.from_iterable(map(marks_of, chain.from_iterable(chunks))):
-            counts[mark] += 1
+        counts = [0] * len(MemberFlag)
+        for flag in chain.from_iterable(map(flags_of, chain.from_iterable(chunks))):
+            counts[flag] += 1
         return cls(chunks, counts)
 
     def with_changed(self, members: Iterable[Member]) -> Members:
@@ -196,10 +198,10 @@ class Members:
         for member in members:
             number, place = divmod(member.rank, CHUNK)
             chunk = list(chunks[number])
-            for mark in marks_of(chunk[place]):
-                counts[mark] -= 1
-            for mark in marks_of(member):
-                counts[mark] += 1
+            for flag in flags_of(chunk[place]):
+                counts[flag] -= 1
+            for flag in flags_of(member):
+                counts[flag] += 1
             chunk[place] = member
             chunks[number] = tuple(chunk)
         return Members(tuple(chunks), counts)

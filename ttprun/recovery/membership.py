@@ -17,7 +17,7 @@ _SHOWN = 80  # characters of what is refused
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observation:
+class NodesObserved:
     """What is known at one moment.
 
     members   hosts of the group's nodes, by number
@@ -36,7 +36,7 @@ class Observation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class MembershipPlan:
     """The group as it should be.
 
     stay      numbers of nodes that stay, in order
@@ -78,7 +78,7 @@ class Membership:
     max_nodes: int
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
 
-    def planned(self, observation: Observation) -> Plan:
+    def planned(self, observation: NodesObserved) -> MembershipPlan:
         """The group as it should be now."""
         room = dict(observation.named) if observation.named is not None else None
         stay: list[int] = []
@@ -100,12 +100,16 @@ class Membership:
         if len(stay) + len(join) < self.min_nodes:
             why_not = f"{len(stay) + len(join)} of at least {self.min_nodes} nodes are there"
         is_due = is_smaller or (bool(join) and has_settled)
-        return Plan(stay=tuple(stay), join=tuple(join), leave=tuple(leave), is_due=is_due, why_not=why_not)
+        return MembershipPlan(stay=tuple(stay), join=tuple(join), leave=tuple(leave), is_due=is_due, why_not=why_not)
 
     def is_quarantined(self, host: str, at_s: float) -> bool:
         """A host must wait since its node was lost."""
         known = self.quarantines.get(host)
         return known is not None and at_s < known.until_s
+
+    def quarantined(self, at_s: float) -> tuple[str, ...]:
+        """All hosts that must wait."""
+        return tuple(host for host in self.quarantines if self.is_quarantined(host, at_s))
 
     def with_lost(self, hosts: Collection[str], at_s: float) -> Membership:
         """The nodes of these hosts were lost."""

@@ -19,7 +19,6 @@ from ttprun.recovery.events import (
     DeadlinePassed,
     MismatchFound,
     RankFrozen,
-    RankStarted,
     ResumeAsked,
     Saved,
     SnapshotTaken,
@@ -27,9 +26,16 @@ from ttprun.recovery.events import (
     StopAsked,
 )
 from ttprun.recovery.fault_events import NodeLost, RankExited, RankFaulted
-from ttprun.recovery.faults import answer_fault, let_others_finish, mark_finished, on_faulted, on_node_lost, unseat
-from ttprun.recovery.job import Ending, Job, Phase
-from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, go_back, why_not_saved
+from ttprun.recovery.faults import (
+    answer_fault,
+    let_others_finish,
+    mark_finished,
+    on_faulted,
+    on_node_lost,
+    without_nodes,
+)
+from ttprun.recovery.job import Ending, Job, JobPhase
+from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, why_not_saved
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,
@@ -43,7 +49,8 @@ from ttprun.recovery.phases import (
     unchanged,
 )
 from ttprun.recovery.regroup import is_resizing, keep_nodes, on_saved_to_resize
-from ttprun.recovery.repair import is_anyone_moving, note_process, why_survivors_disagree
+from ttprun.recovery.repair import is_anyone_moving, why_survivors_disagree
+from ttprun.recovery.ways_back import go_back
 
 
 def on_snapshot(job: Job, event: SnapshotTaken) -> Result:
@@ -86,7 +93,7 @@ def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
     cause = "asked" if job.ending is None else "dying gasp" if job.ending.is_fault else "ended"
     cause = "resize" if is_resizing(job) else cause
     order = Persist(job.survivors, job.generation, event.boundary, cause)
-    return enter(job, Phase.PERSISTING, event.at_s, (order, deadline_of(job, Phase.PERSISTING)))
+    return enter(job, JobPhase.PERSISTING, event.at_s, (order, deadline_of(job, JobPhase.PERSISTING)))
 
 
 def on_persisted(job: Job, event: StatePersisted) -> Result:
@@ -168,8 +175,8 @@ def go_on(job: Job, at_s: float, why_not: str = "", is_handled: bool = False) ->
         return end_job(job, at_s)
     if stands_at is None:  # a rank cannot write, and others are not quiesced yet
         return begin_attempt(open_incident(job, at_s, "mismatch", why_not, detect_s=0.0), at_s)
-    actions = (Resume(job.survivors, job.generation, stands_at), deadline_of(job, Phase.RESUMING))
-    return enter(job, Phase.RESUMING, at_s, actions)
+    actions = (Resume(job.survivors, job.generation, stands_at), deadline_of(job, JobPhase.RESUMING))
+    return enter(job, JobPhase.RESUMING, at_s, actions)
 
 
 def on_exit_to_persist(job: Job, event: RankExited) -> Result:
@@ -191,7 +198,7 @@ def on_node_lost_to_persist(job: Job, event: NodeLost) -> Result:
         return giving_up(job, event.sentence, on_node_lost(job, event))
     gone = (job.members[rank] for rank in event.ranks if job.members[rank].life is not Life.FINISHED)
     job = job.with_members(*(replace(one, pid=None, life=Life.LOST, is_protected=False) for one in gone))
-    job = unseat(job, tuple(rank for rank in event.ranks if job.members[rank].life is Life.LOST))
+    job = without_nodes(job, tuple(rank for rank in event.ranks if job.members[rank].life is Life.LOST))
     return begin_persisting(job, event.at_s) if job.survivors else go_on(job, event.at_s, "all ranks were lost")
 
 
@@ -205,20 +212,12 @@ def on_faulted_to_persist(job: Job, event: RankFaulted) -> Result:
     return job, (kill, *actions)
 
 
-def on_started_to_persist(job: Job, event: RankStarted) -> Result:
-    """A replacement that was still being started: it is not needed any more, if the job ends."""
-    job = note_process(job, event)
-    if job.members[event.rank].life is not Life.LOST:
-        return job, ()
-    return job.with_member(event.rank, pid=None), (KillRank(event.rank, "the job ends"),)
-
-
 def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
     """A rank is not quiesced in time: if the job ends, the others write without it.
 
     Otherwise it is an incident: connections are cut, and no rank can resume before all are quiesced.
     """
-    if event.name == DEADLINE_NAMES[Phase.PERSISTING]:
+    if event.name == DEADLINE_NAMES[JobPhase.PERSISTING]:
         return give_up(job, event.at_s, f"it took more than {event.at_s - job.phase_since_s:.0f} s")
     late = tuple(rank for rank in job.survivors if job.members[rank].frozen is None)
     if event.name != HALT or job.persists_at is not None or not late:

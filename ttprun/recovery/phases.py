@@ -11,17 +11,17 @@ from typing import Any
 from ttprun.recovery.actions import Action, RecordIncident, SetDeadline
 from ttprun.recovery.event import Event
 from ttprun.recovery.incident import Incident
-from ttprun.recovery.job import WINDOW_S, Job, Opening, Phase
+from ttprun.recovery.job import WINDOW_S, Job, JobPhase, Opening
 
 Result = tuple[Job, tuple[Action, ...]]
 
 DEADLINE_NAMES = {
-    Phase.FREEZING: "freeze",
-    Phase.REPLAYING: "replay",
-    Phase.TRANSFERRING: "transfer",
-    Phase.RESUMING: "resume",
-    Phase.PERSISTING: "persist",
-    Phase.DRAINING: "drain",
+    JobPhase.FREEZING: "freeze",
+    JobPhase.REPLAYING: "replay",
+    JobPhase.TRANSFERRING: "transfer",
+    JobPhase.RESUMING: "resume",
+    JobPhase.PERSISTING: "persist",
+    JobPhase.DRAINING: "drain",
 }
 RESUME = "resume"  # kind of a new launch that resumes from a checkpoint, which is not an incident
 HALT = "halt"  # the deadline to quiesce, with which PERSISTING begins
@@ -82,7 +82,7 @@ def _new_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float)
     )
 
 
-def enter(job: Job, phase: Phase, at_s: float, actions: tuple[Action, ...] = (), **incident_changes: Any) -> Result:
+def enter(job: Job, phase: JobPhase, at_s: float, actions: tuple[Action, ...] = (), **incident_changes: Any) -> Result:
     """Begin a phase; the open incident is recorded, and closed if its outcome is no longer open.
 
     at_s               time of the event, monotonic
@@ -99,7 +99,7 @@ def enter(job: Job, phase: Phase, at_s: float, actions: tuple[Action, ...] = (),
     return replace(job, incident=None, cause=""), (*actions, RecordIncident(incident))
 
 
-def deadline_of(job: Job, phase: Phase, extra_s: float = 0.0) -> SetDeadline:
+def deadline_of(job: Job, phase: JobPhase, extra_s: float = 0.0) -> SetDeadline:
     """The deadline with which a phase begins.
 
     phase     one that has a deadline (DEADLINE_NAMES)

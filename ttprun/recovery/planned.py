@@ -12,7 +12,7 @@ from dataclasses import replace
 from ttprun.recovery.actions import KillRank
 from ttprun.recovery.events import DowngradeAsked, ReplacementAsked, UpgradeAsked
 from ttprun.recovery.faults import why_not_protected
-from ttprun.recovery.job import Job, Phase, name_ranks
+from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import begin_attempt, why_no_source
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import Result, open_incident, unchanged
@@ -27,7 +27,7 @@ def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> str:
     if job.are_alone:
         return "the ranks train without a process group, so a new process could get its state from no rank"
     strangers = tuple(rank for rank in ranks if rank not in job.survivors)
-    if job.phase is not Phase.RUNNING:
+    if job.phase is not JobPhase.RUNNING:
         return f"the job is {job.phase}"
     if strangers or job.finished:
         return f"{name_ranks(strangers or job.finished)} no longer trains"
@@ -53,7 +53,7 @@ def why_not_upgradable(job: Job) -> str:
     """Why the ranks that are away cannot come back now; "" if they can."""
     if not job.away:
         return "no rank is away"
-    if job.phase is not Phase.RUNNING:
+    if job.phase is not JobPhase.RUNNING:
         return f"the job is {job.phase}"
     if job.finished:
         return f"{name_ranks(job.finished)} no longer trains"

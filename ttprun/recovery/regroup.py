@@ -14,10 +14,11 @@ from ttprun.recovery.actions import Action, GiveUpResize
 from ttprun.recovery.event import Event
 from ttprun.recovery.events import GroupResized, ResizeAsked, Saved, StatePersisted
 from ttprun.recovery.faults import with_new_ranks
-from ttprun.recovery.job import Ending, Job, Phase
-from ttprun.recovery.ladder import begin_persisting, go_back, regroup, why_not_saved
+from ttprun.recovery.job import Ending, Job, JobPhase
+from ttprun.recovery.ladder import begin_persisting, regroup, why_not_saved
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import Result, enter, open_incident
+from ttprun.recovery.ways_back import go_back
 
 KIND = "nodes"  # of an incident in which nothing has failed
 
@@ -81,7 +82,7 @@ def on_group_resized(job: Job, event: GroupResized) -> Result:
     """All ranks are being started, on other nodes: they resume, as those of a new launch would."""
     if not event.saved:
         job = replace(job, restarts=job.restarts + 1)
-        return enter(job, Phase.RUNNING, event.at_s, outcome="restarted", rung="restart")
+        return enter(job, JobPhase.RUNNING, event.at_s, outcome="restarted", rung="restart")
     if job.incident is None:  # another agent has led until now
         job = open_incident(job, event.at_s, KIND, event.reason, detect_s=0.0).with_incident(rung="resize")
     members = job.members.with_each(lambda one: replace(one, life=Life.LOST, spawn_asked_at_s=event.at_s))

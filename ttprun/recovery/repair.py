@@ -21,10 +21,11 @@ from ttprun.recovery.events import (
     RankStarted,
     StateSent,
 )
-from ttprun.recovery.job import Job, Phase, name_ranks
-from ttprun.recovery.ladder import end_job, restart_group, steps_reached, why_no_source
-from ttprun.recovery.members import Life, Mark, Member
+from ttprun.recovery.job import Job, JobPhase, name_ranks
+from ttprun.recovery.ladder import end_job, restart_group, why_no_source
+from ttprun.recovery.members import Life, Member, MemberFlag
 from ttprun.recovery.phases import Result, deadline_of, enter, unchanged
+from ttprun.recovery.ways_back import steps_reached
 
 
 def note_process(job: Job, event: RankStarted) -> Job:
@@ -37,7 +38,7 @@ def note_process(job: Job, event: RankStarted) -> Job:
     if member.spawn_asked_at_s is not None and job.incident is not None:
         spawn_s = max(job.incident.spawn_s or 0.0, event.at_s - member.spawn_asked_at_s)
         job = job.with_incident(spawn_s=spawn_s)
-    return job.with_member(event.rank, pid=event.pid, spawn_asked_at_s=None, is_unseated=False)
+    return job.with_member(event.rank, pid=event.pid, spawn_asked_at_s=None, is_without_node=False)
 
 
 def on_started(job: Job, event: RankStarted) -> Result:
@@ -76,20 +77,20 @@ def end_freezing(job: Job, at_s: float) -> Result:
         return job, ()
     if not job.lost:
         return begin_resuming(job, at_s, source.boundary)
-    why_not = why_no_source(job, job.lost, job.standing)
+    why_not = why_no_source(job, job.lost, job.quiesced)
     if source.boundary > 0 and why_not:
         return restart_group(job, at_s, why_not)
     if source.boundary > 0:
         job, replays = order_replays(job, job.lost)
-        return enter(job, Phase.REPLAYING, at_s, (*replays, deadline_of(job, Phase.REPLAYING)))
-    if job.count(Mark.MUST_START):
+        return enter(job, JobPhase.REPLAYING, at_s, (*replays, deadline_of(job, JobPhase.REPLAYING)))
+    if job.count(MemberFlag.MUST_START):
         return job, ()
     return begin_resuming(job, at_s, boundary=0, extra_s=job.settings.limits.replay_s)
 
 
 def is_anyone_moving(job: Job) -> bool:
     """Whether some survivor is not quiesced yet."""
-    return job.count(Mark.MUST_FREEZE) > 0
+    return job.count(MemberFlag.MUST_FREEZE) > 0
 
 
 def why_survivors_disagree(job: Job) -> str:
@@ -98,7 +99,7 @@ def why_survivors_disagree(job: Job) -> str:
     if len({answer.boundary for answer in frozen}) > 1:
         places = ", ".join(f"rank {answer.rank} at {answer.boundary}" for answer in frozen)
         return f"the survivors are at different boundaries: {places}"
-    for ranks in job.alike(job.standing):
+    for ranks in job.alike(job.quiesced):
         of_alike = [answer for rank in ranks if (answer := job.members[rank].frozen) is not None]
         if len({answer.digest for answer in of_alike}) > 1:
             digests = ", ".join(f"rank {answer.rank} has {answer.digest or 'none'}" for answer in of_alike)
@@ -124,7 +125,7 @@ def on_started_in_replaying(job: Job, event: RankStarted) -> Result:
     job = note_process(job, event)
     if job.rewind_to != 0:
         return order_replays(job, (event.rank,) if job.members[event.rank].life is Life.LOST else ())
-    if job.count(Mark.MUST_START):
+    if job.count(MemberFlag.MUST_START):
         return job, ()
     return begin_resuming(job, event.at_s, boundary=0, extra_s=job.settings.limits.replay_s)
 
@@ -139,11 +140,11 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
         why = f"rank {event.rank} replayed up to boundary {event.boundary} instead of {target}"
         return restart_group(job, event.at_s, why, is_replayable=False)
     job = job.with_member(event.rank, has_replayed=True)
-    if job.count(Mark.MUST_REPLAY):
+    if job.count(MemberFlag.MUST_REPLAY):
         return job, ()
     job = job.with_incident(replay_s=event.at_s - job.phase_since_s)
     orders = order_transfers(job, target)
-    return enter(job, Phase.TRANSFERRING, event.at_s, (*orders, deadline_of(job, Phase.TRANSFERRING)))
+    return enter(job, JobPhase.TRANSFERRING, event.at_s, (*orders, deadline_of(job, JobPhase.TRANSFERRING)))
 
 
 def order_transfers(job: Job, target: int) -> tuple[LoadState | SendState | LoadMirror, ...]:
@@ -167,7 +168,7 @@ def receivers_of(job: Job) -> dict[int, tuple[int, ...]]:
 
 def senders_of(job: Job) -> Collection[int]:
     """The survivors that send their state to lost ranks."""
-    return receivers_of(job).keys() if job.phase is Phase.TRANSFERRING and job.rewind_to is None else ()
+    return receivers_of(job).keys() if job.phase is JobPhase.TRANSFERRING and job.rewind_to is None else ()
 
 
 def on_state_sent(job: Job, event: StateSent) -> Result:
@@ -189,7 +190,7 @@ def on_repaired(job: Job, event: RankRepaired) -> Result:
 def end_transferring(job: Job, at_s: float) -> Result:
     """If the state is sent, loaded and equal everywhere: all resume."""
     source = job.source
-    if job.count(Mark.MUST_LOAD):
+    if job.count(MemberFlag.MUST_LOAD):
         return job, ()
     if job.rewind_to is not None:
         return end_loading(job, at_s, job.rewind_to)
@@ -225,7 +226,7 @@ def why_not_as_mirrored(job: Job, source: RankFrozen) -> str:
 
     A digest is of all but declared shards.
     """
-    if job.replicas.parted:
+    if job.replicas.differing:
         return ""
     loaded = (job.members[rank] for rank in job.from_mirrors)
     wrong = next((member for member in loaded if member.repaired_digest != source.digest), None)
@@ -267,8 +268,8 @@ def begin_resuming(job: Job, at_s: float, boundary: int, extra_s: float = 0.0) -
     """
     job = job.with_members(*(replace(member, has_orders=True) for member in job.replacements))
     ranks = tuple(sorted((*job.survivors, *job.lost)))
-    actions = (Resume(ranks, job.generation, boundary), deadline_of(job, Phase.RESUMING, extra_s))
-    return enter(job, Phase.RESUMING, at_s, actions)
+    actions = (Resume(ranks, job.generation, boundary), deadline_of(job, JobPhase.RESUMING, extra_s))
+    return enter(job, JobPhase.RESUMING, at_s, actions)
 
 
 def on_rebuilt(job: Job, event: RankRebuilt) -> Result:
@@ -283,11 +284,11 @@ def on_reissued(job: Job, event: RankReissued) -> Result:
 
 def end_resuming(job: Job, at_s: float) -> Result:
     """If all ranks that have not finished are connected and have caught up: the job runs again, or ends as ordered."""
-    if job.count(Mark.MUST_CONNECT):
+    if job.count(MemberFlag.MUST_CONNECT):
         return job, ()
     if job.incident is not None and job.incident.rebuild_s is None:
         job = job.with_incident(rebuild_s=at_s - job.phase_since_s)
-    if job.count(Mark.MUST_REISSUE):
+    if job.count(MemberFlag.MUST_REISSUE):
         return job, ()
     if job.ending is not None:
         return end_job(job, at_s)
@@ -296,7 +297,7 @@ def end_resuming(job: Job, at_s: float) -> Result:
     steps_lost = steps_lost_by_rewinding(job)
     members = job.members.with_each(Member.with_answers_forgotten)
     job = replace(job, members=members, rewind_to=None, rewind_place="", is_resumed=False, stood_at=None)
-    phase, actions = (Phase.RUNNING, ()) if job.count(Mark.IS_LIVE) else (Phase.DONE, (FinishJob(),))
+    phase, actions = (JobPhase.RUNNING, ()) if job.count(MemberFlag.IS_LIVE) else (JobPhase.DONE, (FinishJob(),))
     return enter(job, phase, at_s, actions, outcome="recovered", steps_lost=steps_lost, reissue_s=reissue_s)
 
 
@@ -332,18 +333,18 @@ def what_is_missing(job: Job, member: Member, senders: Collection[int]) -> str:
     if is_replacement and member.pid is None:
         return "to start"
     match job.phase:
-        case Phase.FREEZING if not is_replacement and member.frozen is None:
+        case JobPhase.FREEZING if not is_replacement and member.frozen is None:
             return "to freeze"
-        case Phase.REPLAYING if is_replacement and not member.has_replayed:
+        case JobPhase.REPLAYING if is_replacement and not member.has_replayed:
             return "to replay"
-        case Phase.TRANSFERRING if member.rank in senders and member.sent_digest is None:
+        case JobPhase.TRANSFERRING if member.rank in senders and member.sent_digest is None:
             return "to send its state"
-        case Phase.TRANSFERRING if is_replacement and member.repaired_digest is None:
+        case JobPhase.TRANSFERRING if is_replacement and member.repaired_digest is None:
             return "to load its state"
-        case Phase.PERSISTING if not is_replacement and member.frozen is None:
+        case JobPhase.PERSISTING if not is_replacement and member.frozen is None:
             return "to quiesce"
-        case Phase.RESUMING if member.life is not Life.FINISHED and not member.has_rebuilt:
+        case JobPhase.RESUMING if member.life is not Life.FINISHED and not member.has_rebuilt:
             return "to connect"
-        case Phase.RESUMING if member.life is not Life.FINISHED and not member.has_reissued:
+        case JobPhase.RESUMING if member.life is not Life.FINISHED and not member.has_reissued:
             return "to issue its journal"
     return ""

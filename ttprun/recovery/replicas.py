@@ -25,26 +25,28 @@ class Replicas:
     """Which ranks have always held the same.
 
     compared_at  newest boundary of a full comparison; None: there was none, so no replica is known
-    parted       key of each parameter that differs somewhere -> by rank, the lowest rank that has always held the same
+    differing    key of each parameter that differs somewhere -> by rank, the lowest rank that has always held the same
     shards       the same of each parameter whose mesh declares that a rank holds a part of it
     names        key -> name for people, of those
     mirrored     ranks whose own state is kept in memory that outlives their processes
+    has_collective_steps  an optimizer communicates inside step(): in its middle no survivor has a boundary's state
     """
 
     compared_at: int | None = None
-    parted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    differing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     shards: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     mirrored: frozenset[int] = frozenset()
+    has_collective_steps: bool = False
 
     @property
-    def apart(self) -> Mapping[str, tuple[int, ...]]:
+    def unequal(self) -> Mapping[str, tuple[int, ...]]:
         """Of all parameters that not all ranks hold alike, the owners by rank."""
-        return {**self.parted, **self.shards}
+        return {**self.differing, **self.shards}
 
     def of(self, rank: int) -> tuple[int, ...]:
         """The same for all ranks that have always held what this one held, and for no other rank."""
-        return tuple(owners[rank] for owners in (*self.parted.values(), *self.shards.values()))
+        return tuple(owners[rank] for owners in (*self.differing.values(), *self.shards.values()))
 
     def peers(self, rank: int, among: Iterable[int]) -> tuple[int, ...]:
         """Those among these ranks that hold all that this one holds, itself not among them."""
@@ -55,7 +57,7 @@ class Replicas:
         """Names of the parameters of a rank that none of these ranks holds."""
         return [
             self.names.get(key, key)
-            for key, owners in self.apart.items()
+            for key, owners in self.unequal.items()
             if not any(owners[other] == owners[rank] for other in among)
         ]
 
@@ -93,7 +95,7 @@ class Replicas:
         for key in dict.fromkeys(key for of_rank in digests.values() for key in of_rank):
             held: dict[int, str | None] = {}
             for rank, of_rank in digests.items():
-                owner = self.parted[key][rank] if key in self.parted else 0
+                owner = self.differing[key][rank] if key in self.differing else 0
                 if held.setdefault(owner, of_rank.get(key)) != of_rank.get(key):
                     found.append(key)
                     break
@@ -102,23 +104,30 @@ class Replicas:
     @property
     def all_names(self) -> list[str]:
         """Of the parameters that differ somewhere."""
-        return [self.names.get(key, key) for key in self.apart]
+        return [self.names.get(key, key) for key in self.unequal]
+
+    @property
+    def single_holders(self) -> frozenset[int]:
+        """Ranks that hold what no other one does: in the middle of a collective step, each of them."""
+        if self.has_collective_steps:
+            return frozenset(rank for ranks in self.groups for rank in ranks)
+        return frozenset(ranks[0] for ranks in self.groups if len(ranks) == 1)
 
     @property
     def has_single_holders(self) -> bool:
         """Some rank holds what no other one does."""
-        return any(len(ranks) == 1 for ranks in self.groups)
+        return bool(self.single_holders)
 
     @property
     def needs_snapshots(self) -> bool:
         """Some rank holds what no other one does, and does not mirror it."""
-        return any(len(ranks) == 1 and ranks[0] not in self.mirrored for ranks in self.groups)
+        return not self.single_holders <= self.mirrored
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
         """The ranks, those that hold the same together."""
         found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(len(next(iter(self.apart.values()), ()))):
+        for rank in range(len(next(iter(self.unequal.values()), ()))):
             found.setdefault(self.of(rank), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
@@ -191,13 +200,13 @@ class Divergence:
 class Look:
     """What came out of one boundary at which all ranks have reported.
 
-    parted      keys of the parameters in which replicas have turned out to be none, mapped to the ranks now apart
+    differing   keys of the parameters in which replicas have turned out to be none, mapped to the ranks now unlike
     divergence  None if all replica peers hold the same weights
     """
 
     boundary: int
     is_full: bool
-    parted: Mapping[str, tuple[int, ...]]
+    differing: Mapping[str, tuple[int, ...]]
     divergence: Divergence | None = None
 
 
@@ -238,12 +247,12 @@ class Looks:
             return replace(self, reported={at: known[at] for at in newest}), None
         after = replace(self, reported={at: parts for at, parts in self.reported.items() if at[0] > boundary})
         held_by = {one: found for of_part in of_boundary.values() for one, found in of_part.items()}
-        look, apart = self._compare(boundary, held_by, is_full)
+        look, unequal = self._compare(boundary, held_by, is_full)
         declared = {*shards, *self.replicas.shards}
         replicas = replace(
             self.replicas,
-            parted={key: owners for key, owners in apart.items() if key not in declared},
-            shards={key: owners for key, owners in apart.items() if key in declared},
+            differing={key: owners for key, owners in unequal.items() if key not in declared},
+            shards={key: owners for key, owners in unequal.items() if key in declared},
             compared_at=boundary if is_full else self.replicas.compared_at,
         )
         is_agreed = look.divergence is None and (is_full or self.agreed_at is not None)
@@ -252,7 +261,7 @@ class Looks:
     def _compare(
         self, boundary: int, held_by: Mapping[int, Mapping[str, Held]], is_full: bool
     ) -> tuple[Look, dict[str, tuple[int, ...]]]:
-        parted = {**self.replicas.apart}
+        differing = {**self.replicas.unequal}
         newly: dict[str, tuple[int, ...]] = {}
         odd: set[int] = set()
         is_undecided = False
@@ -261,7 +270,7 @@ class Looks:
             by_rank = [held_by[rank].get(key) for rank in range(self.world_size)]
             if by_rank.count(by_rank[0]) == self.world_size:
                 continue
-            before = parted.get(key, (0,) * self.world_size)
+            before = differing.get(key, (0,) * self.world_size)
             after = before
             alike: dict[int, list[int]] = {}
             for rank, owner in enumerate(before):
@@ -281,12 +290,12 @@ class Looks:
                     is_undecided = True
             if after != before:
                 newly[key] = after
-        parted |= newly
+        differing |= newly
         divergence = None
         if (odd or is_undecided) and self.agreed_at is not None:
             ranks_odd = () if is_undecided else tuple(sorted(odd))
             divergence = Divergence(boundary=boundary, agreed_at=self.agreed_at, ranks=ranks_odd, digests=digests)
-        return Look(boundary=boundary, is_full=is_full, parted=newly, divergence=divergence), parted
+        return Look(boundary=boundary, is_full=is_full, differing=newly, divergence=divergence), differing
 
 
 def split(owners: tuple[int, ...], ranks: Sequence[int], found: Sequence[object]) -> tuple[int, ...]:

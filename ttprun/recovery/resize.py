@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from ttprun.recovery.actions import Freeze, KillRank
 from ttprun.recovery.events import ElasticDeclared, RankStarted, SpawnFailed
-from ttprun.recovery.job import Job, Phase, name_ranks
+from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import restart_group
-from ttprun.recovery.members import Life, Mark, Member
+from ttprun.recovery.members import Life, Member, MemberFlag
 from ttprun.recovery.phases import UNDONE, Result, deadline_of, enter, reason_of
 from ttprun.recovery.shards import ReplicaGroup, groups_of, who_leaves
 
@@ -55,7 +55,7 @@ def forget_spawn(job: Job, event: SpawnFailed) -> Result:
 
 def is_elastic(job: Job) -> bool:
     """Whether fewer ranks are thought of at all."""
-    return "resize" in job.settings.rungs and job.count(Mark.IS_ELASTIC) > 0
+    return "resize" in job.settings.rungs and job.count(MemberFlag.IS_ELASTIC) > 0
 
 
 def why_not_without(job: Job, lost: Collection[int]) -> str:
@@ -128,8 +128,8 @@ def begin_shrinking(job: Job, at_s: float, why: str) -> Result:
     job = replace(job.with_members(*left), generation=job.generation + 1, rewind_to=None)
     job = replace(job, members=job.members.with_each(Member.with_answers_forgotten))
     freeze = Freeze(job.survivors, job.generation, job.lost)
-    actions = (freeze, *kills, deadline_of(job, Phase.FREEZING))
-    return enter(job, Phase.FREEZING, at_s, actions, rung="resize", reason=reason, **UNDONE)
+    actions = (freeze, *kills, deadline_of(job, JobPhase.FREEZING))
+    return enter(job, JobPhase.FREEZING, at_s, actions, rung="resize", reason=reason, **UNDONE)
 
 
 def unless_away(handler: Callable[[Job, RankStarted], Result]) -> Callable[[Job, RankStarted], Result]:

@@ -49,15 +49,15 @@ class ReplicaGroup:
         return tuple(chosen)
 
 
-class Loss(Enum):
+class LossKind(Enum):
     """What a lost rank needs."""
 
-    PROCESS = "process"  # another process sits there, and holds nothing
+    PROCESS = "process"  # another process, which holds nothing
     MEMORY = "memory"  # the same process, whose device has lost memory that held state
     NOTHING = "nothing"  # the same process, which has lost nothing that is kept
 
 
-class Role(Enum):
+class RepairRole(Enum):
     """A rank's part in a repair."""
 
     SEND = "send"
@@ -69,14 +69,14 @@ class Role(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RepairTask:
     """What one rank does.
 
     kinds, sources, targets   of each transfer: place of the group among those declared, who sends, who receives
     ranks                     all that send or receive in this repair
     """
 
-    role: Role
+    role: RepairRole
     kinds: tuple[int, ...]
     sources: tuple[int, ...]
     targets: tuple[int, ...]
@@ -84,14 +84,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RepairPlan:
     """A repair.
 
     parts     by rank
     missing   ranks whose shards no living rank holds: all load a checkpoint then
     """
 
-    parts: Mapping[int, tuple[Part, ...]]
+    parts: Mapping[int, tuple[RepairTask, ...]]
     missing: tuple[int, ...] = ()
 
 
@@ -124,10 +124,10 @@ def who_leaves(groups: Mapping[int, Sequence[Sequence[int]]], gone: Collection[i
 
 def plan_repair(
     groups: Mapping[int, Sequence[ReplicaGroup]],
-    lost: Mapping[int, Loss],
+    lost: Mapping[int, LossKind],
     world_size: int,
     away: Collection[int] = (),
-) -> Plan:
+) -> RepairPlan:
     """Say who sends what to whom.
 
     groups   declared by each rank; a rank that has declared nothing holds what all the others hold
@@ -137,7 +137,7 @@ def plan_repair(
     transfers: list[_Transfer] = []
     missing: list[int] = []
     for rank, loss in lost.items():
-        if loss is Loss.NOTHING:
+        if loss is LossKind.NOTHING:
             continue
         for kind, group in enumerate(groups_of(groups, rank, world_size)):
             source = next((one for one in group.holders(rank) if one not in lost and one not in away), None)
@@ -147,21 +147,21 @@ def plan_repair(
                 transfers.append(_Transfer(kind, source, rank))
     if missing:
         present = tuple(rank for rank in range(world_size) if rank not in away)
-        return Plan(_all_load(lost, present), tuple(dict.fromkeys(missing)))
+        return RepairPlan(_all_load(lost, present), tuple(dict.fromkeys(missing)))
     ranks = tuple(sorted({transfer.source for transfer in transfers} | {transfer.target for transfer in transfers}))
-    parts: dict[int, tuple[Part, ...]] = {}
+    parts: dict[int, tuple[RepairTask, ...]] = {}
     for source in sorted({transfer.source for transfer in transfers}):
-        parts[source] = (_part(Role.SEND, [one for one in transfers if one.source == source], ranks),)
+        parts[source] = (_part(RepairRole.SEND, [one for one in transfers if one.source == source], ranks),)
     for rank, loss in lost.items():
         of_rank = [one for one in transfers if one.target == rank]
-        if loss is Loss.NOTHING:
+        if loss is LossKind.NOTHING:
             kinds = range(len(groups_of(groups, rank, world_size)))
             of_rank = [_Transfer(kind, rank, rank) for kind in kinds]
-            parts[rank] = (_part(Role.KEEP, of_rank, (rank,)),)
+            parts[rank] = (_part(RepairRole.KEEP, of_rank, (rank,)),)
         elif of_rank:
-            role = Role.RECEIVE if loss is Loss.PROCESS else Role.RECEIVE_IN_PLACE
+            role = RepairRole.RECEIVE if loss is LossKind.PROCESS else RepairRole.RECEIVE_IN_PLACE
             parts[rank] = (_part(role, of_rank, ranks),)
-    return Plan(parts)
+    return RepairPlan(parts)
 
 
 def groups_of(groups: Mapping[int, Sequence[ReplicaGroup]], rank: int, world_size: int) -> Sequence[ReplicaGroup]:
@@ -195,9 +195,9 @@ def plan_dump(
     return saves
 
 
-def _part(role: Role, transfers: Iterable[_Transfer], ranks: tuple[int, ...]) -> Part:
+def _part(role: RepairRole, transfers: Iterable[_Transfer], ranks: tuple[int, ...]) -> RepairTask:
     found = tuple(transfers)
-    return Part(
+    return RepairTask(
         role,
         kinds=tuple(one.kind for one in found),
         sources=tuple(one.source for one in found),
@@ -206,11 +206,11 @@ def _part(role: Role, transfers: Iterable[_Transfer], ranks: tuple[int, ...]) ->
     )
 
 
-def _all_load(lost: Mapping[int, Loss], ranks: tuple[int, ...]) -> dict[int, tuple[Part, ...]]:
+def _all_load(lost: Mapping[int, LossKind], ranks: tuple[int, ...]) -> dict[int, tuple[RepairTask, ...]]:
     return {
         rank: (
-            Part(
-                Role.LOAD_IN_PLACE if lost.get(rank) is Loss.MEMORY else Role.LOAD,
+            RepairTask(
+                RepairRole.LOAD_IN_PLACE if lost.get(rank) is LossKind.MEMORY else RepairRole.LOAD,
                 kinds=(0,),
                 sources=(rank,),
                 targets=(rank,),

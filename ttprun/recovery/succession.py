@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ttprun.recovery.events import Saved
 from ttprun.recovery.job import Job, Settings
-from ttprun.recovery.members import Life, Member, Members, Ties
+from ttprun.recovery.members import GroupMembership, Life, Member, Members
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 
@@ -23,7 +23,7 @@ class Remaining:
     pid            of its newest process, which may have ended; None: it has none, or its agent is lost
     is_finished    its script has reached its end
     is_protected   its hooks have reported
-    ties           its connection with the others
+    membership     its connection with the others
     hindrance      why its newest boundary cannot be replayed; "" if it can
     """
 
@@ -31,7 +31,7 @@ class Remaining:
     pid: int | None = None
     is_finished: bool = False
     is_protected: bool = False
-    ties: Ties = Ties.UNKNOWN
+    membership: GroupMembership = GroupMembership.UNKNOWN
     hindrance: str = ""
 
 
@@ -84,7 +84,7 @@ def _member_of(one: Remaining) -> Member:
         pid=None if one.is_finished else one.pid,
         life=Life.FINISHED if one.is_finished else Life.LIVE,
         is_protected=one.is_protected,
-        ties=one.ties,
-        has_joined=one.ties is Ties.JOINED,
+        membership=one.membership,
+        has_joined=one.membership is GroupMembership.JOINED,
         hindrance=one.hindrance,
     )

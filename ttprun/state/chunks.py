@@ -41,7 +41,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldChunks:
     """Who holds what of one tensor.
 
     by_rank  rank -> its box
@@ -60,18 +60,22 @@ class Held:
         return found
 
 
-def held_of(reported: Sequence[tuple[str, Sequence[tuple[int, list[int], list[int], list[int]]]]]) -> dict[str, Held]:
+def held_of(
+    reported: Sequence[tuple[str, Sequence[tuple[int, list[int], list[int], list[int]]]]],
+) -> dict[str, HeldChunks]:
     """A rank's report, as name -> the parts of each rank.
 
     reported   [name, [[rank, shape, offsets, sizes] of each rank]] of each sharded tensor
     """
     return {
-        name: Held({rank: Chunk(tuple(shape), tuple(offsets), tuple(sizes)) for rank, shape, offsets, sizes in by_rank})
+        name: HeldChunks(
+            {rank: Chunk(tuple(shape), tuple(offsets), tuple(sizes)) for rank, shape, offsets, sizes in by_rank}
+        )
         for name, by_rank in reported
     }
 
 
-def what_is_missing(held: Mapping[str, Held], living: Sequence[int]) -> list[str]:
+def what_is_missing(held: Mapping[str, HeldChunks], living: Sequence[int]) -> list[str]:
     """The parts that no rank holds any more: "blocks.0.weight rows 32:64 (rank 1)", in the order of `held`.
 
     held    name of each sharded tensor -> who holds what of it

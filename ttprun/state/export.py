@@ -52,10 +52,10 @@ def load_model(checkpoint: Checkpoint, model: Mapping[str, tuple[str, str]]) -> 
 
     Raises InvalidCheckpointError, or ConfigError if a file does not hold what the manifest says.
     """
-    apart = sorted(name for name, (_, key) in model.items() if OWNER in key)
-    if apart:
+    differing = sorted(name for name, (_, key) in model.items() if OWNER in key)
+    if differing:
         raise ConfigError(
-            f"checkpoint '{checkpoint.path}': the ranks held different values of {in_short(apart)}, and only the "
+            f"checkpoint '{checkpoint.path}': the ranks held different values of {in_short(differing)}, and only the "
             "script knows how these make up one model",
             "export it from your script",
         )

@@ -21,7 +21,7 @@ _PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?(s|sec|min|m|h|steps?)")
 
 
 @dataclass(frozen=True)
-class Interval:
+class SnapshotInterval:
     """Between two snapshots: steps or seconds, neither for `auto`, both None and `is_never` for none at all."""
 
     steps: int | None = None
@@ -34,18 +34,18 @@ class Interval:
         return self.steps is None and self.seconds is None and not self.is_never
 
 
-def parse_interval(text: str) -> Interval:
+def parse_interval(text: str) -> SnapshotInterval:
     """ "auto", "never", "500 steps", "20min", "90s". Raises ValueError ("what; cure")."""
     if text in ("auto", "never"):
-        return Interval(is_never=text == "never")
+        return SnapshotInterval(is_never=text == "never")
     found = _PATTERN.fullmatch(text.strip())
     if found is None or not float(found[1]):
         raise ValueError(f"'{text}' is not an interval; write 500steps, 20min, 90s, auto or never")
     if found[2].startswith("step"):
         if "." in found[1]:
             raise ValueError(f"'{text}' is not a whole number of steps; write 500steps")
-        return Interval(steps=int(found[1]))
-    return Interval(seconds=float(found[1]) * _UNITS_S[found[2]])
+        return SnapshotInterval(steps=int(found[1]))
+    return SnapshotInterval(seconds=float(found[1]) * _UNITS_S[found[2]])
 
 
 def best_interval_s(cost_s: float, run_s: float, failures: int) -> float:

@@ -1,4 +1,4 @@
-"""All checkpoints of a save directory: writes new ones, finds the newest valid one, removes old ones.
+"""All checkpoints of a save directory: writes new ones, checks them, removes old ones.
 
 A checkpoint becomes one by a single rename, and no directory ever takes the place of another: whatever dies at
 whatever point, what was valid before stays valid. Read `CheckpointStore` first.
@@ -111,31 +111,6 @@ class CheckpointStore:
             return []
         found = [inspect(self.save_dir / name) for name in filter(is_checkpoint_name, names)]
         return sorted(found, key=lambda one: (one.boundary, one.sequence, one.name), reverse=True)
-
-    def newest_valid(
-        self, progress: Progress = lambda done, of: None
-    ) -> tuple[Checkpoint | None, list[tuple[str, str]]]:
-        """The checkpoint to resume from: of those whose files are read and found whole, the one that was written last.
-
-        returns  it, or None if there is none; and (name, reason) of each that would have been newer but for the reason
-
-        Nothing is changed or removed. Takes as long as the disk needs for one checkpoint, more if some are damaged.
-        """
-        found = self.checkpoints()
-        skipped = [one for one in found if not one.is_valid]
-        chosen = None
-        for candidate in last_written_first(found):
-            checked = self.verify(candidate, progress)
-            if checked.is_valid:
-                chosen = checked
-                break
-            skipped.append(checked)
-        newer = [
-            (one.name, one.reason)
-            for one in skipped
-            if chosen is None or one.boundary >= chosen.boundary or one.sequence > chosen.sequence
-        ]
-        return chosen, newer
 
     def verify(self, checkpoint: Checkpoint, progress: Progress = lambda done, of: None) -> Checkpoint:
         """A checkpoint whose files have been read; one that is damaged is never removed to make room."""

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
-from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ttprun.web.address import is_loopback
 
 _OPEN = ("/healthz", "/readyz")
 _HEADERS = {
@@ -61,7 +61,7 @@ class Access:
         if self._is_for_probes:
             return None if request.url.path in _OPEN else _plain(404, "only /healthz and /readyz are answered here")
         if self._token is None:
-            if _is_loopback(request.headers.get("host", "")):
+            if is_loopback(request.headers.get("host", "")):
                 return None
             return _plain(403, "ask for localhost, or start ttprun with a host: --http HOST:PORT")
         if request.url.path in _OPEN:
@@ -83,15 +83,6 @@ class Access:
     def _is_right(self, given: str) -> bool:
         assert self._token is not None
         return secrets.compare_digest(given.encode(errors="replace"), self._token.encode())
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether the host that a request names stands for the loopback address."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _plain(code: int, text: str, **headers: str) -> Response:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 LOOPBACK = "127.0.0.1"
 _FORM = re.compile(r"^(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[^\s:/\[\]]*)):(?P<port>\d{1,5})$")
@@ -40,11 +42,14 @@ class Address:
             raise
         return listener
 
-    def url(self, listener: socket.socket) -> str:
-        """What to type into a browser: `http://127.0.0.1:41233/`; for all interfaces, with this machine's name."""
+    def url(self, listener: socket.socket, name: str) -> str:
+        """What to type into a browser: `http://127.0.0.1:41233/`.
+
+        name   of this machine, which stands for all of its interfaces
+        """
         host, port = listener.getsockname()[:2]
         if host in ("0.0.0.0", "::"):
-            host = socket.gethostname()
+            host = name
         return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
@@ -54,3 +59,12 @@ def parse_address(text: str) -> Address:
     if found is None or int(found["port"]) > 65535:
         raise ValueError(f"'{text}' is no address; write [HOST]:PORT, such as :8080, or :0 for a free port")
     return Address(found["ipv6"] or found["host"] or "", int(found["port"]))
+
+
+def is_loopback(place: str) -> bool:
+    """Whether HOST:PORT, as a request or an address names it, can be reached from this machine alone."""
+    try:
+        name = urlsplit(f"//{place}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from urllib.parse import urlencode
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -23,6 +24,7 @@ from ttprun.web.feed import Feed
 from ttprun.web.metrics import RunCollector
 from ttprun.web.summary import unix_s
 
+Answer = Callable[[Request], Awaitable[Response]]
 STALE_S = 30.0
 _PAUSE_S = 0.5  # between two messages to one page
 _PAUSE_PER_RANK_S = 0.0005
@@ -74,16 +76,25 @@ def build(feed: Feed, token: str | None, is_for_probes: bool = False) -> ASGIApp
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"content-type": content_type})
 
-    routes = {
+    def from_who_leads(answer: Answer) -> Answer:
+        async def answer_or_redirect(request: Request) -> Response:
+            place = feed.status.leaders_page if feed.status is not None else ""
+            if not place:
+                return await answer(request)
+            proof = f"?{urlencode({'token': token})}" if token else ""  # who is let in here has given it
+            return RedirectResponse(place.rstrip("/") + request.url.path + proof)
+
+        return answer_or_redirect
+
+    of_the_job = {
         "/": index,
-        "/healthz": healthz,
-        "/readyz": readyz,
         "/api/status": status,
         "/api/summary": summary,
         "/api/incidents/{number:int}": incident,
         "/api/events": events,
-        "/metrics": metrics,
     }
+    of_this_node = {"/healthz": healthz, "/readyz": readyz, "/metrics": metrics}
+    routes = {path: from_who_leads(answer) for path, answer in of_the_job.items()} | of_this_node
     return Access(Starlette(routes=[Route(path, answer) for path, answer in routes.items()]), token, is_for_probes)
 
 

@@ -35,11 +35,12 @@ _END_LIMIT_S = 3.0
 
 
 @contextlib.contextmanager
-def serving(http: str | None, token_file: str | None, run: RunDirectory) -> Iterator[str]:
+def serving(http: str | None, token_file: str | None, run: RunDirectory, name: str | None = None) -> Iterator[str]:
     """Serve the page of a run inside `with`, and say where; yields its address, "" if there is none.
 
     http        [HOST]:PORT; None: no page
     token_file  holds the token that readers must know if a host is named; None: a new one in the run directory
+    name        by which others reach this machine; None: the one that it has
 
     Raises ConfigError, before anything is started, if that cannot be done.
     """
@@ -55,7 +56,7 @@ def serving(http: str | None, token_file: str | None, run: RunDirectory) -> Iter
     except OSError as error:
         raise ConfigError(f"--http: cannot listen on '{http}' ({error.strerror or error})", _ANOTHER) from None
     how = f" (read only, with the token in {token}: ?token=...)" if token else " (read only)"
-    url = address.url(listener)
+    url = address.url(listener, name or socket.gethostname())
     try:
         with _running("the page", run, listener, *([str(token)] if token else [])):
             print(f"ttprun: {url} shows this run{how}", file=sys.stderr, flush=True)

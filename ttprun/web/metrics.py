@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ttprun import __version__
+from ttprun.observe.spans import PHASES
 from ttprun.observe.status import RunStatus
 from ttprun.web.feed import Feed
 from ttprun.web.histogram import Histogram
@@ -20,7 +21,6 @@ from ttprun.web.summary import Summary, unix_s
 
 STATES = ("starting", "healthy", "recovering", "restarting", "done", "failed")
 RANK_STATES = ("starting", "running", "replaying", "repairing", "lost", "finished", "away")
-PHASES = ("detect", "freeze", "spawn", "replay", "transfer", "rebuild", "reissue", "total")
 _RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
@@ -54,13 +54,15 @@ def _of_run(status: RunStatus) -> Iterator[Metric]:
     yield _one_of("ttprun_state", "How the job stands: 1 for its state", "state", STATES, {status.state: 1})
     counts = Counter(rank.state for rank in status.ranks)
     yield _one_of("ttprun_ranks", "Ranks by what they do", "state", RANK_STATES, counts)
+    lost, size = len(status.lost_nodes), max(1, len(status.nodes))
+    nodes = {"training": size - lost, "lost": lost, "spare": len(status.spares), "quarantined": len(status.quarantine)}
+    yield _one_of("ttprun_nodes", "Nodes by how they stand", "state", tuple(nodes), nodes)
     protections = Counter(rank.protection for rank in status.ranks)
     words = ("on", "not yet", "off")
     yield _one_of("ttprun_ranks_protected", "Ranks by whether a loss is repaired", "protection", words, protections)
     for name, what, value in (
         ("ttprun_protected", "1 if any lost rank is replaced and no step is lost", int(status.protection == "on")),
         ("ttprun_world_size", "Ranks that the job has", status.world_size),
-        ("ttprun_nodes", "Nodes that the job has", max(1, len(status.nodes))),
         ("ttprun_generation", "Number of the communicator set", status.generation),
         ("ttprun_standbys_ready", "Processes that stand ready on this node", status.standbys),
         ("ttprun_restarts_left", "Restarts of all ranks that may still happen", status.restarts_left),
@@ -77,6 +79,7 @@ def _of_run(status: RunStatus) -> Iterator[Metric]:
 
 def _of_time(status: RunStatus, summary: Summary) -> Iterator[Metric]:
     yield GaugeMetricFamily("ttprun_step", "Optimizer steps that are done", value=status.step)
+    yield GaugeMetricFamily("ttprun_stragglers", "Ranks for which the others wait", value=len(summary.stragglers))
     if not status.is_leading:
         return  # when incidents went on is in the log of the node whose agent leads
     yield CounterMetricFamily(
@@ -100,7 +103,7 @@ def _of_incidents(status: RunStatus) -> Iterator[Metric]:
     lost = sum(one.steps_lost or 0 for one in status.incidents)
     yield CounterMetricFamily("ttprun_steps_lost", "Optimizer steps that had to be run again", value=lost)
     recovery = HistogramMetricFamily("ttprun_recovery_seconds", "Time of each phase of an incident", labels=("phase",))
-    for phase in PHASES:
+    for phase in (*PHASES, "total"):
         histogram = Histogram(_RECOVERY_S)
         for one in status.incidents:
             took_s = getattr(one, f"{phase}_s")

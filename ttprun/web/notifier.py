@@ -98,7 +98,9 @@ class Notifier:
             why = error.strerror or str(error)
         if why and not self._has_warned:
             self._has_warned = True
-            print(f"ttprun: --on-event: '{self._command}' has failed ({why}); the job continues", file=sys.stderr)
+            print(
+                f"ttprun: '{self._command}', run for an event, has failed ({why}); the job continues", file=sys.stderr
+            )
 
 
 def run_command(command: str, given: bytes, limit_s: float) -> int:

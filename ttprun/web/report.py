@@ -15,12 +15,13 @@ from ttprun.errors import ConfigError
 from ttprun.observe.events import read_events
 from ttprun.observe.history import Point, read_history
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.spans import PHASES
 from ttprun.observe.status import IncidentStatus, RunStatus, read_status
 from ttprun.web import page
 from ttprun.web.summary import REASONS, Summary, describe_rate, summarize, unix_s
 
 _EVENTS = 20_000  # of the log, the newest
-_PHASES = ("detect", "freeze", "spawn", "replay", "transfer", "rebuild", "reissue", "total")
+_PHASES = (*PHASES, "total")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def as_markdown(run: Run) -> str:
         f"* protection: {status.protection}",
         f"* ttprun {__version__}",
         *(f"* not proved: {name}" for name in status.not_proved),
+        *(f"* rank {rank} holds the others up" for rank in summary.stragglers),
         "",
     ]
     if status.is_leading:

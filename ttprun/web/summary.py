@@ -7,15 +7,19 @@ with `summarize`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
+from statistics import median
 from typing import Any
 
 from ttprun.observe.history import Point
+from ttprun.observe.spans import spans_of
 from ttprun.observe.status import IncidentStatus, RunStatus
 
 Event = Mapping[str, Any]
 _RECENT_S = 60.0
+_SPANS = 50  # incidents whose phases are drawn
+_MORE_BUSY = 0.2  # than the others: chance alone does not make it in so many looks
 REASONS = {
     "startup": "from the launch to the first step",
     "recovery": "incidents, from the loss to the next step",
@@ -47,6 +51,9 @@ class Summary:
     wall_s        from the launch to now, or to the end
     productive_s  of it, time in which steps were done for the first time
     lost_s        seconds by reason (REASONS); what is neither is the step that is under way
+    usual_busy    the median of the ranks' `busy`; null if too little was seen
+    stragglers    ranks for which the others wait: their `busy` is much higher; the slowest first
+    spans         incident -> (phase, beginning, end) of each phase that it has reached, in seconds since the loss
     """
 
     sentence: str
@@ -54,6 +61,9 @@ class Summary:
     wall_s: float
     productive_s: float
     lost_s: dict[str, float]
+    usual_busy: float | None = None
+    stragglers: tuple[int, ...] = ()
+    spans: dict[int, list[tuple[str, float, float]]] = field(default_factory=dict)
 
 
 def summarize(status: RunStatus, history: Sequence[Point], events: Iterable[Event]) -> Summary:
@@ -66,7 +76,20 @@ def summarize(status: RunStatus, history: Sequence[Point], events: Iterable[Even
     pauses = pauses_of(events, now_s)
     productive_s, lost_s = _account(started_s, now_s, history, pauses, status.has_ended)
     rate = recent_rate(history, pauses)
-    return Summary(sentence_of(status, rate), rate, max(0.0, now_s - started_s), productive_s, lost_s)
+    busy = {rank.rank: rank.busy for rank in status.ranks if rank.busy is not None}
+    usual_busy = median(busy.values()) if len(busy) > 1 else None
+    slow = [rank for rank in busy if usual_busy is not None and busy[rank] > usual_busy + _MORE_BUSY]
+    slow.sort(key=busy.__getitem__, reverse=True)
+    return Summary(
+        sentence=sentence_of(status, rate),
+        steps_per_s=rate,
+        wall_s=max(0.0, now_s - started_s),
+        productive_s=productive_s,
+        lost_s=lost_s,
+        usual_busy=usual_busy,
+        stragglers=tuple(slow),
+        spans={one.id: spans_of(one) for one in status.incidents[-_SPANS:]},
+    )
 
 
 def unix_s(at: str) -> float:

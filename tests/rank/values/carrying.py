@@ -30,7 +30,7 @@ def record(
     with values.room_to_walk():
         packed = values.pack(snapshot.variables(scope, key, is_lasting))
     blobs = as_the_recorder_writes_them(snapshot.blobs)
-    return values.unpack(packed), blobs
+    return values.unpack_named(packed), blobs
 
 
 def as_the_recorder_writes_them(blobs: list[torch.Tensor]) -> list[memoryview]:

@@ -52,12 +52,12 @@ RECORDED: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], 
 
 @pytest.mark.parametrize("kind", RECORDED)
 def test_an_object_whose_state_an_adapter_knows_comes_back(kind: str) -> None:
-    lost, live, told = RECORDED[kind]
+    lost, live, state_of = RECORDED[kind]
     here: Scope = {"x": live(), "holder": [live()]}
 
     assert carry({"x": lost(), "holder": [lost()]}, here) == []
 
-    assert told(here["x"]) == told(here["holder"][0]) == told(lost())
+    assert state_of(here["x"]) == state_of(here["holder"][0]) == state_of(lost())
     assert not_proved({"x": lost()}) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from tests.rank.values.carrying import (
     Scope,
     carry,
     is_refused,
+    not_proved,
     plain,
 )
 from ttprun import text_hashes
@@ -175,6 +177,19 @@ def test_a_count_by_a_key_of_any_kind_is_not_silently_left_as_it_was(key: Any) -
     assert refused or here["counts"][key] == 5
 
 
+@pytest.mark.parametrize("count", [2, 40])
+def test_a_dict_and_a_set_of_ids_have_those_of_the_replacements_objects(count: int) -> None:
+    lost: Scope = {"meters": [Meter() for _ in range(count)]}
+    lost |= {"places": {id(one): at for at, one in enumerate(lost["meters"])}, "all": set(map(id, lost["meters"]))}
+    here: Scope = {"meters": [Meter() for _ in range(count)], "places": {}, "all": set()}
+
+    mismatches = carry(lost, here)
+
+    assert mismatches == []
+    assert here["places"] == {id(one): at for at, one in enumerate(here["meters"])}
+    assert here["all"] == set(map(id, here["meters"]))
+
+
 def test_two_names_for_one_object_stay_two_names_for_one_object() -> None:
     shared = [1, 2]
     meter = Meter()
@@ -258,6 +273,14 @@ def test_a_list_that_grows_from_boundary_to_boundary_comes_back_each_time() -> N
         losses.append(item)
         carry({"losses": losses}, here)
         assert here["losses"] == losses
+
+
+def test_what_is_not_proved_beside_a_long_dict_is_named() -> None:
+    scope = {"places": {number: 1000 * number for number in range(40)}, "kept": contextvars.ContextVar("kept")}
+
+    named = not_proved(scope)
+
+    assert [one.partition(" ")[0] for one in named] == ["kept"]
 
 
 def test_an_item_that_is_set_in_the_middle_of_a_long_list_comes_back() -> None:

@@ -29,7 +29,7 @@ def test_a_function_that_runs_goes_on_with_the_variables_of_the_lost_rank() -> N
     def act(stack: list[types.FrameType]) -> None:
         if not recorded:
             snapshot = Snapshot({})
-            recorded.extend(values.unpack(values.pack([snapshot.variables(frame.f_locals) for frame in stack])))
+            recorded.extend(values.unpack_named(values.pack(snapshot.variables(frame.f_locals))) for frame in stack)
             return
         restore = Restore([], is_comparing=True)
         for frame, variables in zip(stack, recorded, strict=True):
@@ -87,7 +87,7 @@ def test_what_stays_the_same_is_reported_at_each_boundary_and_what_changes_then_
         if step == 5:
             lost["name"] = lost.pop("name") + "b"
             lost["new"] = 1
-        recorded = values.unpack(values.pack(Snapshot(stepped).variables(lost, "a scope of this test")))
+        recorded = values.unpack_named(values.pack(Snapshot(stepped).variables(lost, "a scope of this test")))
         Restore([], is_comparing=True).module(here, recorded, "")
 
         assert here["meter"].count == step + 1
@@ -98,17 +98,17 @@ def test_what_stays_the_same_is_reported_at_each_boundary_and_what_changes_then_
 
 def test_an_attribute_that_a_function_is_given_after_some_steps_is_recorded() -> None:
     stepped: dict[int, int] = {}
-    told = []
+    reported = []
     try:
         for step in range(5):
             if step > 2:
                 count_up.calls = step  # type: ignore[attr-defined]
             found = Snapshot(stepped).variables({"count_up": count_up, "device": torch.device("cpu")}, "another scope")
-            told.append(found["count_up"][4] if "count_up" in found else None)
+            reported.append(found["count_up"].attributes if "count_up" in found else None)
     finally:
         del count_up.calls  # type: ignore[attr-defined]
 
-    assert told == [None, None, None, {"calls": 3}, {"calls": 4}]
+    assert reported == [None, None, None, {"calls": 3}, {"calls": 4}]
 
 
 def test_a_variable_of_a_function_that_the_lost_rank_has_deleted_is_unset() -> None:

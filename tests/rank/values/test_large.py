@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from ttprun.rank.records.nodes import ChangedDataNode, DataNode
 from ttprun.rank.values import large, written_pages
-from ttprun.rank.values.nodes import Tag
 from ttprun.rank.values.snapshot import Snapshot
 
 ELEMENTS = 1 << 20
@@ -63,7 +63,7 @@ def test_whatever_is_done_to_a_tensor_behind_many_boundaries_is_seen(change: str
         tensor.resize_(100_000)  # it can be read again
     behind = met_often(tensor)
 
-    assert {node[0] for node in before} == {Tag.DATA}
+    assert set(map(type, before)) == {DataNode}
     assert behind[0] != before[-1]
     assert [node for node in behind if node == before[-1]] == []
 
@@ -76,8 +76,8 @@ def test_one_number_written_to_an_array_behind_many_boundaries_is_seen(elements:
     array[elements // 3 + 77] = 7.0
     behind = met_often(array)
 
-    assert {node[0] for node in before} == {Tag.DATA}
-    assert {node[0] for node in behind} == {Tag.CHANGED_DATA}
+    assert set(map(type, before)) == {DataNode}
+    assert set(map(type, behind)) == {ChangedDataNode}
 
 
 @pytest.mark.parametrize("make", [np.ones, torch.ones])

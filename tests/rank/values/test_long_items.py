@@ -18,7 +18,7 @@ from tests.rank.user_values import Meter, Stage, count_up
 from tests.rank.values.carrying import Scope, carry, is_refused
 from ttprun.rank import values
 from ttprun.rank.values import Snapshot, containers, long_items
-from ttprun.rank.values.long_items import WALKS, kept_items
+from ttprun.rank.values.long_items import MIN_ITEMS, WALKS, kept_items
 
 
 def make_rows(count: int = 40) -> list[Any]:
@@ -242,10 +242,10 @@ def test_rows_that_are_added_one_by_one_are_packed_alone_and_come_back() -> None
 
 def test_equal_rows_in_two_processes_are_reported_alike_however_many_others_there_are() -> None:
     """A batch's fingerprint is compared with that of another process."""
-    one = values.pack(Snapshot({}, is_apart=True).node({"rows": make_rows()}, 0))
+    one = values.pack(Snapshot({}, is_separate=True).node({"rows": make_rows()}, 0))
     carried(make_rows(50), make_rows(50))
 
-    other = values.pack(Snapshot({}, is_apart=True).node({"rows": copy.deepcopy(make_rows())}, 0))
+    other = values.pack(Snapshot({}, is_separate=True).node({"rows": copy.deepcopy(make_rows())}, 0))
 
     assert one == other
 
@@ -282,3 +282,13 @@ def test_many_functions_of_the_script_are_looked_at_each_time_since_they_may_be_
     values.begin_boundary()
 
     assert kept_items(Snapshot({}), functions := [count_up] * 20, functions) is None
+
+
+@pytest.mark.parametrize("beside", [1 << 100, "\ud800"], ids=["an integer over 64 bits", "a lone surrogate"])
+def test_a_long_list_is_restored_beside_what_is_packed_in_another_way(beside: Any) -> None:
+    losses = [0.5 * n for n in range(MIN_ITEMS + 1)]
+    here: Scope = {"losses": [0.0], "beside": 0}
+
+    carry({"losses": losses, "beside": beside}, here)
+
+    assert here == {"losses": losses, "beside": beside}

@@ -13,11 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.rank.records import record_of
 from tests.rank.user_values import Meter, State
 from tests.rank.values.carrying import as_the_recorder_writes_them
 from ttprun.elastic_resume.merge import Merge
 from ttprun.elastic_resume.touched import spoil
 from ttprun.rank import values
+from ttprun.rank.records.boundary_record import read_head
 from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, Tree
 from ttprun.rank.weights.optimizer_registry import places
 
@@ -25,7 +27,7 @@ Scope = dict[str, Any]
 PLACE = [["script.py", "main", 7]]
 
 
-def told(scope: Scope, optimizers: tuple[torch.optim.Optimizer, ...] = ()) -> Tree:
+def recorded(scope: Scope, optimizers: tuple[torch.optim.Optimizer, ...] = ()) -> Tree:
     """The record of a script whose variables are these."""
     values.begin_boundary()
     parameters = [[one for group in optimizer.param_groups for one in group["params"]] for optimizer in optimizers]
@@ -35,15 +37,13 @@ def told(scope: Scope, optimizers: tuple[torch.optim.Optimizer, ...] = ()) -> Tr
     ]
     counts = [[len(one), len(state)] for one, state in zip(parameters, states, strict=True)]
     snapshot = Snapshot(places([tensor for found in (*parameters, *states) for tensor in found]))
-    fields = {
-        "place": PLACE,
-        "variables": [snapshot.variables(scope)],
-        "loops": [[]],
-        "modules": {},
-        "optimizers": [snapshot.node(optimizer, 0) for optimizer in optimizers],
-        "stepped": counts,
-    }
-    return Tree(values.unpack(values.pack(fields)), as_the_recorder_writes_them(snapshot.blobs))
+    fields = record_of(
+        place=PLACE,
+        variables=[snapshot.variables(scope)],
+        optimizers=[snapshot.node(optimizer, 0) for optimizer in optimizers],
+        stepped=counts,
+    )
+    return Tree(read_head(values.pack(fields)), as_the_recorder_writes_them(snapshot.blobs))
 
 
 def merged(
@@ -54,8 +54,8 @@ def merged(
 
 def go_on(first: Scope, last: Scope, mine: Scope, ahead: frozenset[bytes] = frozenset()) -> Scope:
     """What becomes of the new run's variables `mine`; they are changed in place."""
-    trees = [first if isinstance(first, Tree) else told(first), last if isinstance(last, Tree) else told(last)]
-    merge = merged(trees[0], trees[1], told(mine), ahead)
+    trees = [first if isinstance(first, Tree) else recorded(first), last if isinstance(last, Tree) else recorded(last)]
+    merge = merged(trees[0], trees[1], recorded(mine), ahead)
     made = merge.record()
     restore = Restore(merge.blobs, is_comparing=True)
     restore.module(mine, made["variables"][0], "")
@@ -148,7 +148,7 @@ def test_objects_that_hold_each_other_are_walked_once() -> None:
     assert found["one"].other is found["other"]
 
 
-def test_numbers_of_another_kind_and_not_a_number_are_told_apart() -> None:
+def test_numbers_of_another_kind_and_not_a_number_are_distinguished() -> None:
     nan = float("nan")
 
     found = go_on({"a": 1, "b": nan, "c": 0}, {"a": True, "b": float("nan"), "c": 0.0}, {"a": 5, "b": 6.0, "c": 7})
@@ -200,7 +200,7 @@ def test_a_large_tensor_that_the_new_run_has_made_again_is_left() -> None:
 def test_a_large_tensor_that_the_script_changes_is_taken_over() -> None:
     ema, mine = torch.zeros(20_000), torch.zeros(20_000)
     values.begin_boundary()
-    first = told({"ema": ema})
+    first = recorded({"ema": ema})
     ema += 3
 
     found = go_on(first, {"ema": ema}, {"ema": mine})
@@ -265,7 +265,7 @@ def test_of_an_optimizer_what_a_schedule_has_changed_is_taken_over_and_new_argum
         return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=lr, weight_decay=weight_decay)
 
     mine = of(0.1, 0.3)
-    merge = merged(told({}, (of(0.1, 0.0),)), told({}, (of(0.05, 0.0),)), told({}, (mine,)))
+    merge = merged(recorded({}, (of(0.1, 0.0),)), recorded({}, (of(0.05, 0.0),)), recorded({}, (mine,)))
     restore = Restore(merge.blobs, is_comparing=True)
     restore.value(mine, merge.record()["optimizers"][0], "optimizer")
 
@@ -283,7 +283,7 @@ def test_a_weight_is_known_again_though_the_optimizers_before_it_have_got_state_
 
     mine, optimizers = of(0, 1)
     weights = [*mine["all"]]
-    merge = merged(told(*of(0, 1)), told(*of(2, 0)), told(mine, optimizers))
+    merge = merged(recorded(*of(0, 1)), recorded(*of(2, 0)), recorded(mine, optimizers))
     stepped = [parameter for one in optimizers for parameter in one.param_groups[0]["params"]]
     restore = Restore(merge.blobs, True, stepped)
     restore.module(mine, merge.record()["variables"][0], "")
@@ -304,7 +304,7 @@ def test_generators_that_were_drawn_from_are_taken_over_and_reported_and_others_
     first, last, mine = of(1), of(1), of(2)
     last["used"].random()
     torch.rand(1, generator=last["torch"])
-    merge = merged(told(first), told(last), told(mine))
+    merge = merged(recorded(first), recorded(last), recorded(mine))
     restore = Restore(merge.blobs, is_comparing=True)
     restore.module(mine, merge.record()["variables"][0], "")
 
@@ -349,7 +349,7 @@ def test_a_file_that_the_script_reads_by_itself_is_refused_for_other_ranks_and_g
 
     with pytest.raises(CannotRestoreError, match="reads a file by itself"):
         go_on(first, last, mine)
-    merge = merged(told(first), told(last), told(mine), is_resized=False)
+    merge = merged(recorded(first), recorded(last), recorded(mine), is_resized=False)
     Restore(merge.blobs, is_comparing=True).module(mine, merge.record()["variables"][0], "")
 
     assert opened[2].tell() == 7
@@ -358,11 +358,11 @@ def test_a_file_that_the_script_reads_by_itself_is_refused_for_other_ranks_and_g
 
 
 def test_a_first_step_in_another_function_is_refused() -> None:
-    first, last = told({}), told({})
-    first.fields["place"] = [["script.py", "another", 3]]
+    first, last = recorded({}), recorded({})
+    first.fields.place[0][1] = "another"
 
     with pytest.raises(CannotRestoreError, match="in another function"):
-        merged(first, last, told({})).record()
+        merged(first, last, recorded({})).record()
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
@@ -390,7 +390,7 @@ def test_if_nothing_has_changed_all_is_left_and_if_the_new_run_is_as_the_first_a
 
 
 def _shown(scope: Scope) -> str:
-    """Told apart by type and by the order of keys, and not a number is not a number."""
+    """Distinguished by type and by the order of keys, and not a number is not a number."""
     return repr(sorted(scope.items(), key=itemgetter(0)))
 
 
@@ -402,9 +402,9 @@ def test_state_of_a_dataclass_is_merged_like_any_object() -> None:
 
 def after_a_first_step(first: Scope, last: Scope, before: Scope, mine: Scope) -> Scope:
     """What becomes of `mine`, if the new run's variables were `before` before its first step."""
-    tree, own = told(first), told(mine)
-    spoil(tree, told(before), own)
-    merge = merged(tree, told(last), own)
+    tree, own = recorded(first), recorded(mine)
+    spoil(tree, recorded(before), own)
+    merge = merged(tree, recorded(last), own)
     restore = Restore(merge.blobs, is_comparing=True)
     restore.module(mine, merge.record()["variables"][0], "")
     return mine

@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 from tests.rank.processes import run_alone
 from tests.rank.user_values import (
     Net,
+    applied_twice,
 )
 from tests.rank.values.carrying import (
     Scope,
@@ -23,7 +24,7 @@ from tests.rank.values.carrying import (
 )
 from ttprun import frameworks
 from ttprun.rank import values
-from ttprun.rank.values import CannotRestoreError, Restore, unchanged
+from ttprun.rank.values import CannotRestoreError, Restore, modules, unchanged
 from ttprun.rank.weights import checkpoint_shards, gradients
 
 
@@ -422,3 +423,20 @@ def test_what_a_framework_knows_of_a_module_by_the_ids_of_its_parts_is_left_to_t
     carry({"model": lost}, {"model": live})
 
     assert live.kept_for == {2: "of this process"}
+
+
+def test_a_function_in_a_module_that_holds_the_module_is_walked_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Counted(modules._Layout):
+        def __init__(self, *args: Any) -> None:
+            made.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(modules, "_Layout", Counted)
+    model = torch.nn.Linear(2, 2)
+    model.twice = applied_twice(model)
+
+    record({"model": model})
+
+    assert len(made) == 1

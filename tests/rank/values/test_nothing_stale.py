@@ -36,8 +36,8 @@ from tests.rank.values.carrying import (
     record,
 )
 from ttprun.rank import values
+from ttprun.rank.records.nodes import DataNode, ListNode, Number, ValueObjectNode, WeightNode
 from ttprun.rank.values import CannotRestoreError, Restore
-from ttprun.rank.values.nodes import Tag
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.trees import with_fixed
 
@@ -113,9 +113,9 @@ def test_nothing_in_a_record_can_call_what_the_script_has_not_made() -> None:
     here: Scope = {"x": 0, "strike": lambda: struck.append(1)}
 
     with pytest.raises((CannotRestoreError, KeyError)):
-        Restore([], True).module(here, {"x": ["l", 0, [], "os:system", {}]}, "")
+        Restore([], True).module(here, {"x": ListNode(Number(0), [], "os:system", {})}, "")
     with pytest.raises((CannotRestoreError, KeyError)):
-        Restore([], True).module(here, {"x": ["v", "subprocess:Popen", {"args": "true"}]}, "")
+        Restore([], True).module(here, {"x": ValueObjectNode("subprocess:Popen", {"args": "true"})}, "")
 
     assert struck == []
 
@@ -233,10 +233,10 @@ def test_a_large_tensor_that_changes_behind_many_boundaries_comes_as_it_is_now(c
     LARGE_TENSORS[change](lost)
     found = Snapshot(nothing).node(lost, 0)
 
-    assert before[0] == Tag.DATA
+    assert isinstance(before, DataNode)
     assert found != before
-    assert [*map(str, found)].count(str(list(lost.shape))) == 1
-    assert str(lost.dtype) == f"torch.{found[1] if found[0] == Tag.DATA else found[2]}"
+    assert found.shape == list(lost.shape)
+    assert str(lost.dtype) == f"torch.{found.dtype}"
 
 
 def test_a_large_tensor_that_an_optimizer_has_now_is_reported_as_a_weight() -> None:
@@ -247,7 +247,7 @@ def test_a_large_tensor_that_an_optimizer_has_now_is_reported_as_a_weight() -> N
 
     found = Snapshot({lost.untyped_storage().data_ptr(): 0}).node(lost, 0)
 
-    assert found[0] == Tag.WEIGHT
+    assert isinstance(found, WeightNode)
 
 
 def test_what_a_walk_has_met_does_not_outlive_its_variables_though_the_walk_is_still_held() -> None:

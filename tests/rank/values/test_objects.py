@@ -122,7 +122,7 @@ def test_a_frozen_object_that_is_shared_does_not_change_under_its_other_name() -
 def test_counters_on_a_class_come_back() -> None:
     class_of_user = user_values.Meter
     recorded, _ = record({"Meter": class_of_user})
-    recorded["Meter"][3]["total_made"] = 41
+    recorded["Meter"].attributes["total_made"] = 41
 
     Restore([], is_comparing=True).module({"Meter": class_of_user}, recorded, "")
     found, class_of_user.total_made = class_of_user.total_made, 0
@@ -171,7 +171,7 @@ def test_an_attribute_that_a_class_without_any_is_given_behind_the_first_boundar
 
 
 def test_a_set_of_classes_comes_back() -> None:
-    """As the classes that FSDP is to wrap are told."""
+    """As the classes that FSDP is to wrap are named."""
     here: Scope = {"wrapped": {Bare}, "fixed": None}
 
     carry({"Bare": Bare, "wrapped": {Bare, Meter, torch.nn.Linear}, "fixed": frozenset({Meter})}, here)
@@ -252,12 +252,12 @@ GETTERS: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("kind", GETTERS)
 def test_what_was_made_of_other_arguments_is_made_anew(kind: str) -> None:
-    lost, live, told = GETTERS[kind]
+    lost, live, digest_of = GETTERS[kind]
     here: Scope = {"x": live, "holder": [live]}
 
     assert carry({"x": lost, "holder": [lost]}, here) == []
 
-    assert told(here["x"]) == told(here["holder"][0]) == told(lost)
+    assert digest_of(here["x"]) == digest_of(here["holder"][0]) == digest_of(lost)
     assert not_proved({"x": lost}) == []
 
 

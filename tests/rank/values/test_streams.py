@@ -20,8 +20,8 @@ import pytest
 
 from tests.rank import user_values
 from tests.rank.values.carrying import carry, is_refused, not_proved
-from ttprun.rank.position import iterables, loops
-from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, pack, streams, unpack
+from ttprun.rank.position import iterables, loop_sites, loops
+from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, pack, streams, unpack_named
 
 LINES = [f"line {number}\n" for number in range(5000)]  # more than a buffer
 
@@ -62,11 +62,11 @@ def test_a_file_is_read_on_where_the_lost_rank_had_read_to(text: Path, kind: str
 def test_a_file_below_a_table_that_a_loop_reads_is_named_by_the_loop(text: Path, read: Callable[[Any], Any]) -> None:
     with text.open() as lost, text.open() as here:
         tables = [read(lost), read(here)]
-        loop = loops.Loop(loops.Site("key", loops.Extent((7, 0), (7, 9), (8, 4), (8, 8))), None, tables[0])
+        loop = loops.Loop(loop_sites.Site("key", loop_sites.Extent((7, 0), (7, 9), (8, 4), (8, 8))), None, tables[0])
         for table in tables:
             next(table)
         snapshot = Snapshot({}, iterables.followed([loop]))
-        recorded = unpack(pack(snapshot.variables({"rows": tables[0], "file": lost})))
+        recorded = unpack_named(pack(snapshot.variables({"rows": tables[0], "file": lost})))
         restore = Restore([], is_comparing=True)
 
         restore.module({"rows": tables[1], "file": here}, recorded, "")
@@ -149,7 +149,7 @@ def _used(writer: user_values.EventWriter) -> user_values.EventWriter:
 def test_a_thread_that_writes_what_it_is_given_is_an_effect() -> None:
     lost, here = _used(user_values.EventWriter()), _used(user_values.EventWriter())
     try:
-        lost.add(("loss", object()))  # no other process could be told of it
+        lost.add(("loss", object()))  # no other process could be sent it
 
         assert carry({"writer": lost, "step": 1}, {"writer": here, "step": 0}) == []
 

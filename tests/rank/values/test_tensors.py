@@ -126,12 +126,12 @@ def test_names_for_parts_of_one_batch_share_its_memory_in_the_replacement() -> N
 
 
 def test_what_is_only_compared_holds_the_contents_of_a_batch_itself() -> None:
-    apart = Snapshot({}, is_apart=True)
+    separate = Snapshot({}, is_separate=True)
 
-    first, second = (apart.node(torch.full((3000,), fill), 0) for fill in (0.0, 1.0))
+    first, second = (separate.node(torch.full((3000,), fill), 0) for fill in (0.0, 1.0))
 
-    assert first[5] != second[5]
-    assert not apart.blobs
+    assert first.contents != second.contents
+    assert not separate.blobs
 
 
 def test_a_loss_comes_back_as_one_that_was_computed_with_gradients() -> None:
@@ -237,7 +237,7 @@ def test_a_parameter_that_is_a_part_of_a_flat_buffer_is_known_from_the_others_in
     live = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))]
     here: Scope = {"second": None, "row": None}
     snapshot = Snapshot(places(lost))
-    recorded = values.unpack(values.pack(snapshot.variables({"second": lost[1], "row": lost[1][:1]})))
+    recorded = values.unpack_named(values.pack(snapshot.variables({"second": lost[1], "row": lost[1][:1]})))
 
     Restore([], is_comparing=True, stepped=live).module(here, recorded, "")
 
@@ -521,7 +521,7 @@ def test_a_checkpoint_of_the_weights_that_is_left_in_a_variable_is_made_of_the_r
     storages = {p.untyped_storage().data_ptr(): i for i, p in enumerate(lost.parameters())}
     snapshot = Snapshot(storages)
     checkpoint = {"model": {n: p.detach() for n, p in lost.named_parameters()}, "iter": 5}
-    recorded = values.unpack(values.pack(snapshot.variables({"model": lost, "checkpoint": checkpoint})))
+    recorded = values.unpack_named(values.pack(snapshot.variables({"model": lost, "checkpoint": checkpoint})))
     blobs = as_the_recorder_writes_them(snapshot.blobs)
     here: Scope = {"model": live}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.rank.values import unchanged, written_pages
+from ttprun.rank.values import unchanged
 from ttprun.rank.values.unchanged import Remembered, Unchanged
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -115,47 +115,20 @@ LIST_CHANGES: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@pytest.fixture(params=["kernel reports writes", "kernel does not", "addresses unknown"])
-def long_list(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A long list looked at, where the kernel or the interpreter helps or not."""
-    if request.param == "kernel does not":
-        monkeypatch.setattr(unchanged, "watch", lambda at, size: None)
-    monkeypatch.setattr(unchanged, "HAVE_ADDRESSES", request.param != "addresses unknown")
-    return unchanged.LongList()
-
-
 @pytest.mark.parametrize("change", LIST_CHANGES)
-@pytest.mark.parametrize("looks", [1, 3, 5])
-def test_each_change_of_a_long_list_is_seen(change: str, looks: int, long_list: Any) -> None:
+@pytest.mark.parametrize("are_known", [True, False], ids=["addresses known", "addresses unknown"])
+def test_each_change_of_a_long_list_is_seen(change: str, are_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unchanged, "HAVE_ADDRESSES", are_known and unchanged.HAVE_ADDRESSES)
     items: list[Any] = [float(number) for number in range(50_000)]
     first = items.copy()
     items[40_000] = first[40_000] = 40_000
 
-    assert [long_list.begins_with(items, first) for _ in range(looks)] == [True] * looks
+    assert unchanged.begins_with(items, first)
     LIST_CHANGES[change](items)
-    is_longer = change == "as many items again"
-    assert [long_list.begins_with(items, first) for _ in range(3)] == [is_longer] * 3
-    items[:] = first
-    assert [long_list.begins_with(items, first) for _ in range(looks)] == [True] * looks
-    long_list.end()
+    assert unchanged.begins_with(items, first) == (change == "as many items again")
 
 
-def test_a_long_list_that_is_dropped_is_not_watched_any_more() -> None:
-    items: list[Any] = list(map(float, range(50_000)))
-    first = items.copy()
-    before = len(written_pages._watched)
-    looked_at = unchanged.LongList()
-
-    for _ in range(4):
-        looked_at.begins_with(items, first)
-    del looked_at, items
-
-    assert len(written_pages._watched) == before
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_each_change_of_one_of_many_dictionaries_is_seen(in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unchanged, "ARE_IN_MEMORY", in_memory and unchanged.ARE_IN_MEMORY)
+def test_each_change_of_one_of_many_dictionaries_is_seen() -> None:
     rows: list[dict[str, Any]] = [{"a": number, "z": 0} for number in range(2000)]
     for change in CHANGES.values():
         held = Unchanged(rows)

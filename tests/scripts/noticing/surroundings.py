@@ -185,22 +185,22 @@ FUNCTIONS = {
 
 def describe_functions():
     for name, one in FUNCTIONS.items():
-        told = [type(one).__name__, one.__name__, one.__qualname__, one.__module__, (one.__doc__ or "")[:60]]
+        facts = [type(one).__name__, one.__name__, one.__qualname__, one.__module__, (one.__doc__ or "")[:60]]
         try:
-            told.append(str(inspect.signature(one)))
+            facts.append(str(inspect.signature(one)))
         except ValueError as error:
-            told.append(repr(error)[:30])
+            facts.append(repr(error)[:30])
         try:
-            told.append(str(inspect.getfullargspec(one)))
+            facts.append(str(inspect.getfullargspec(one)))
         except TypeError as error:
-            told.append(str(error))
+            facts.append(str(error))
         try:
-            told.append(pickle.loads(pickle.dumps(one)) is one)
+            facts.append(pickle.loads(pickle.dumps(one)) is one)
         except Exception as error:
-            told.append(repr(error))
-        told += [inspect.isbuiltin(one), inspect.isfunction(one), callable(one), hasattr(one, "__wrapped__")]
-        told.append(repr(one).partition(" at 0x")[0])
-        say(f"function {name}", told)
+            facts.append(repr(error))
+        facts += [inspect.isbuiltin(one), inspect.isfunction(one), callable(one), hasattr(one, "__wrapped__")]
+        facts.append(repr(one).partition(" at 0x")[0])
+        say(f"function {name}", facts)
     say("identity", [
         torch.save is torch.serialization.save, dist.new_group is dist.distributed_c10d.new_group, open is io.open,
         torch.autograd.backward is torch.autograd.__init__, random._urandom is os.urandom,

@@ -14,7 +14,7 @@ import msgpack
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshot_buffer import SnapshotBuffer
-from ttprun.agent.checkpoints.writer import Apart, CheckpointWriter, Written
+from ttprun.agent.checkpoints.writer import CheckpointWriter, RankDifferences, Written
 from ttprun.agent.cluster import record_copies
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.node import Node
@@ -40,7 +40,7 @@ class _Writing:
 
     waiting   ranks that have not said yet that they are done
     reports   what the others have said, by rank
-    apart     ranks of other nodes whose own parts are not written yet
+    elsewhere  ranks of other nodes whose own parts are not written yet
     missing   ranks whose own parts there are no records for
     held      whose records this node has: its own ranks, and those of a lost node of which it keeps copies
     """
@@ -49,7 +49,7 @@ class _Writing:
     order: recovery.Persist
     waiting: set[int]
     began_s: float
-    apart: set[int] = field(default_factory=set)
+    elsewhere: set[int] = field(default_factory=set)
     missing: set[int] = field(default_factory=set)
     held: list[RankSlot] = field(default_factory=list)
     reports: dict[int, Dumped] = field(default_factory=dict)
@@ -65,6 +65,7 @@ class _Writing:
         return {rank: report.share for rank, report in self.reports.items() if report.share is not None}
 
 
+@dataclass
 class Checkpoints:
     """Composes checkpoints of what the ranks hold, or have held at a snapshot.
 
@@ -72,22 +73,17 @@ class Checkpoints:
     why_never  why none can be written in this job, "" if they can
     """
 
-    why_never = ""
+    _node: Node
+    _actuators: Actuators
+    writer: CheckpointWriter
+    _comparisons: Comparisons
+    _mirrors: Mirrors
+    why_never: str = ""
+    _writing: _Writing | None = None
 
-    def __init__(
-        self,
-        node: Node,
-        actuators: Actuators,
-        writer: CheckpointWriter,
-        comparisons: Comparisons,
-        mirrors: Mirrors,
-    ) -> None:
-        self._node = node
-        self._actuators = actuators
-        self._mirrors = mirrors
-        self.writer = writer
-        self._comparisons = comparisons
-        self._writing: _Writing | None = None
+    def rule_out(self, why: str) -> None:
+        """None can be written in this job; "": they can."""
+        self.why_never = why
 
     @property
     def is_busy(self) -> bool:
@@ -113,7 +109,7 @@ class Checkpoints:
             return
         self._writing = _Writing(draft, order, set(order.ranks), time.monotonic())
         self._order_parts(self._writing)
-        owners = {key: list(ranks) for key, ranks in self._node.job.replicas.parted.items()}
+        owners = {key: list(ranks) for key, ranks in self._node.job.replicas.differing.items()}
         writers = list(order.ranks)
         mirrored = self._mirrored(draft, order)
         for share, rank in enumerate(order.ranks):
@@ -132,10 +128,9 @@ class Checkpoints:
         for slot in self._node.here:
             if slot.rank in order.ranks or replicas.peers(slot.rank, order.ranks):
                 continue
-            source = self._mirrors.source_of(slot, order.boundary)
-            if source is not None and not source.is_step:
+            if path := self._mirrors.state_of(slot, order.boundary):
                 share = len(order.ranks) + len(found)
-                found.append(MirroredShare(slot.rank, source.path, str(draft.path(file_of(share))), share))
+                found.append(MirroredShare(slot.rank, path, str(draft.path(file_of(share))), share))
         return found
 
     def _order_parts(self, writing: _Writing) -> None:
@@ -149,15 +144,15 @@ class Checkpoints:
                 writing.held.append(slot)
             else:
                 path = str(writing.draft.path(rank_file(slot.rank)))
-                writing.apart.add(slot.rank)
+                writing.elsewhere.add(slot.rank)
                 self._actuators.on(holder).carry_out(node_orders.StorePart(slot.rank, writing.order.boundary, path))
 
     def take_part(self, message: node_reports.PartStored) -> None:
         """The agent of another node has written what is a rank's own, or could not."""
         writing = self._writing
-        if writing is None or message.boundary != writing.order.boundary or message.rank not in writing.apart:
+        if writing is None or message.boundary != writing.order.boundary or message.rank not in writing.elsewhere:
             return
-        writing.apart.discard(message.rank)
+        writing.elsewhere.discard(message.rank)
         if not message.why_not:
             writing.draft.record(rank_file(message.rank), FileEntry(bytes=message.bytes, xxh3=message.xxh3))
         elif message.why_not == NO_RECORD:
@@ -179,7 +174,7 @@ class Checkpoints:
         self._finish_if_all_is_there(writing)
 
     def _finish_if_all_is_there(self, writing: _Writing) -> None:
-        if writing.waiting or writing.apart:
+        if writing.waiting or writing.elsewhere:
             return
         self._writing = None
         why_not = next((report.why_not for report in writing.reports.values() if report.why_not), "")
@@ -210,17 +205,26 @@ class Checkpoints:
             elif checkpoint is not None:
                 why_not = f"it would lack {in_short(missing)}; what there is was written to {checkpoint.path}"
             is_handled = any(report.is_handled for report in writing.reports.values())
-            unusable, without = written.why_unusable, in_short(written.without, 1)
-            self._report_to_machine(writing.order.generation, place, why_not, unusable, is_handled, without)
+            self._node.advance(
+                recovery.StatePersisted(
+                    at_s=time.monotonic(),
+                    generation=writing.order.generation,
+                    place=place,
+                    why_not=why_not,
+                    why_unusable=written.why_unusable,
+                    without=in_short(written.without, 1),
+                    is_handled=is_handled,
+                )
+            )
 
-        headers = {rank: share.header for rank, share in shares.items()} if replicas.parted else {}
+        headers = {rank: share.header for rank, share in shares.items()} if replicas.differing else {}
         for rank in range(len(self._node.slots)) if headers else ():
             peer = next(iter(replicas.peers(rank, writing.reports)), None)
             if rank not in headers and peer is not None:
                 headers[rank] = headers[peer]
-        apart = Apart(headers, replicas)
+        differences = RankDifferences(headers, replicas)
         self.writer.submit(
-            writing.draft, parts.items(), first, apart, writing.order.cause, missing, writing.began_s, done
+            writing.draft, parts.items(), first, differences, writing.order.cause, missing, writing.began_s, done
         )
 
     def _why_not_alike(self, writing: _Writing) -> str:
@@ -252,7 +256,9 @@ class Checkpoints:
     def _fail(self, order: recovery.Persist, why_not: str, is_handled: bool = False) -> None:
         """Nothing can be made of what was ordered."""
         self.writer.note_failure(order.boundary, order.cause, why_not)
-        self._report_to_machine(order.generation, why_not=why_not, is_handled=is_handled)
+        at_s, generation = time.monotonic(), order.generation
+        failed = recovery.StatePersisted(at_s=at_s, generation=generation, why_not=why_not, is_handled=is_handled)
+        self._node.advance(failed)
 
     def _rank_parts(self, boundary: int, slots: Sequence[RankSlot]) -> tuple[dict[int, bytes], list[str]]:
         """(each own part of these ranks, what is missing): the records outlive their ranks."""
@@ -280,29 +286,8 @@ class Checkpoints:
 
         parts = [(rank, _reader_of(fd, buffer.reports[rank].records_bytes)) for rank, fd in enumerate(buffer.records)]
         shares = [(rank, _reader_of(fd, buffer.written[rank].bytes)) for rank, fd in enumerate(buffer.shares)]
-        apart = Apart(buffer.headers, buffer.replicas)
-        self.writer.submit(draft, parts, buffer.first, apart, "periodic", [], time.monotonic(), finish, shares)
-
-    def _report_to_machine(
-        self,
-        generation: int,
-        place: str = "",
-        why_not: str = "",
-        why_unusable: str = "",
-        is_handled: bool = False,
-        without: str = "",
-    ) -> None:
-        self._node.advance(
-            recovery.StatePersisted(
-                at_s=time.monotonic(),
-                generation=generation,
-                place=place,
-                why_not=why_not,
-                why_unusable=why_unusable,
-                is_handled=is_handled,
-                without=without,
-            )
-        )
+        differences = RankDifferences(buffer.headers, buffer.replicas)
+        self.writer.submit(draft, parts, buffer.first, differences, "periodic", [], time.monotonic(), finish, shares)
 
 
 def own_part(node: Node, slot: RankSlot, boundary: int) -> bytes:

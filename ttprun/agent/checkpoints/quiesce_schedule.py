@@ -24,7 +24,7 @@ class QuiesceSchedule:
         self._node = node
         self._orders: list[tuple[Callable[[], None], bool]] = []
         self._ends_s = 0.0
-        self._is_leader_told = False
+        self._is_leader_informed = False
 
     def ask(self, order: Callable[[], None], is_end: bool) -> None:
         """Give the order once the ranks stand well, at once as a rule, LIMIT_S after the first that waits in any case.
@@ -34,7 +34,7 @@ class QuiesceSchedule:
         if not self._orders:
             self._ends_s = time.monotonic() + LIMIT_S
         self._orders.append((order, is_end))
-        self._tell_leader(True)
+        self._inform_leader(True)
         self.look()
 
     def look(self) -> None:
@@ -42,10 +42,10 @@ class QuiesceSchedule:
 
         The first rank is held back until it has heard of the order: it may go on when the job runs again.
         """
-        is_running = self._node.job.phase is recovery.Phase.RUNNING
+        is_running = self._node.job.phase is recovery.JobPhase.RUNNING
         if not self._orders:
-            if is_running and self._is_leader_told:
-                self._tell_leader(False)
+            if is_running and self._is_leader_informed:
+                self._inform_leader(False)
             return
         if is_running and self._may_come() and time.monotonic() < self._ends_s:
             return
@@ -62,7 +62,7 @@ class QuiesceSchedule:
         open_at = node.board.get(LEADER, Field.OPEN_AT)
         return open_at > 0 and open_at >= node.board.get(LEADER, Field.APPLIED)
 
-    def _tell_leader(self, is_asked: bool) -> None:
-        self._is_leader_told = is_asked
+    def _inform_leader(self, is_asked: bool) -> None:
+        self._is_leader_informed = is_asked
         if self._node.slots:
-            self._node.board.set(LEADER, Field.STAND_ASKED, int(is_asked))
+            self._node.board.set(LEADER, Field.QUIESCE_ASKED, int(is_asked))

@@ -49,7 +49,7 @@ class SnapshotBuffer:
     @property
     def headers(self) -> dict[int, list[Any]]:
         """By rank, what they hold; empty if all hold the same."""
-        return {rank: share.header for rank, share in self.written.items()} if self.replicas.parted else {}
+        return {rank: share.header for rank, share in self.written.items()} if self.replicas.differing else {}
 
     def as_stored(self) -> Stored:
         """What ranks can go back to. They read it through this process, which holds the descriptors."""

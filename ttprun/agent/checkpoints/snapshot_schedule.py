@@ -69,8 +69,20 @@ class SnapshotTimes:
         now = time.monotonic()
         wanted_s = self._wanted_s(now)
         if self._is_only_source:
-            wanted_s = min(wanted_s, max(_OFTEN_S, self.cost_s / _OFTEN_SHARE))
+            wanted_s = min(wanted_s, self._often_s)
         return now - self._last_s >= wanted_s - ahead_s
+
+    @property
+    def _often_s(self) -> float:
+        """Seconds between two that are the only source of a lost rank's state."""
+        return max(_OFTEN_S, self.cost_s / _OFTEN_SHARE)
+
+    @property
+    def most_lost(self) -> str:
+        """How much work a lost rank costs at most that has no other source; "" if the user has set the interval."""
+        if not self._interval.is_auto:
+            return ""
+        return f"at most some {self._often_s:.0f} s of work (a snapshot takes {self.cost_s * 1000:.0f} ms)"
 
     def is_due_on_disk(self) -> bool:
         """Whether the one that has just been taken is to be written to disk."""

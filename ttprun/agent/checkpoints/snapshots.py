@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass, field
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
@@ -28,6 +29,7 @@ _BUFFERS = 2
 _ROOM_AHEAD_S = 60.0
 
 
+@dataclass
 class Snapshots:
     """The snapshots of a node's ranks.
 
@@ -35,19 +37,18 @@ class Snapshots:
     share_bytes  about how large a rank's share will be; 0 before the first step
     """
 
-    def __init__(self, node: Node, times: SnapshotTimes, comparisons: Comparisons, checkpoints: Checkpoints) -> None:
-        self._node = node
-        self._times = times
-        self._comparisons = comparisons
-        self._checkpoints = checkpoints
-        self.buffers: list[SnapshotBuffer] = []
-        self.newest: SnapshotBuffer | None = None
-        self.share_bytes = 0
-        self._has_room = False
-        self._taking: threading.Thread | None = None
-        self._number = 0  # of the one that was asked for last
-        self._is_pending = False
-        self._reason = ""  # why there was none the last time
+    _node: Node
+    _times: SnapshotTimes
+    _comparisons: Comparisons
+    _checkpoints: Checkpoints
+    buffers: list[SnapshotBuffer] = field(default_factory=list)
+    newest: SnapshotBuffer | None = None
+    share_bytes: int = 0
+    _has_room: bool = False
+    _taking: threading.Thread | None = None
+    _number: int = 0  # of the one that was asked for last
+    _is_pending: bool = False
+    _reason: str = ""  # why there was none the last time
 
     @property
     def every_steps(self) -> int:
@@ -78,7 +79,7 @@ class Snapshots:
     def look(self) -> None:
         """Ask for the next one, if it is time and there is room."""
         job = self._node.job
-        if self._times.is_off or job.phase is not recovery.Phase.RUNNING or job.unprotected_reason or job.are_alone:
+        if self._times.is_off or job.phase is not recovery.JobPhase.RUNNING or job.unprotected_reason or job.are_alone:
             self._is_pending = False  # a rank that has been replaced does not take it
             return
         if self.share_bytes and not self._has_room and self._times.is_due(_ROOM_AHEAD_S):
@@ -108,7 +109,7 @@ class Snapshots:
         if message.share is None:
             self._is_pending = False
             self._times.note_taken()
-            self._tell(message.boundary, message.why_not, "no snapshot was taken")
+            self._report_failure(message.boundary, message.why_not, "no snapshot was taken")
             return
         buffer = self.buffers[self._number % _BUFFERS]
         buffer.reports[slot.local_rank] = message
@@ -123,12 +124,12 @@ class Snapshots:
             return
         why_not = self._why_not_alike(buffer)
         if why_not:
-            self._tell(buffer.boundary, why_not, "no snapshot was taken")
+            self._report_failure(buffer.boundary, why_not, "no snapshot was taken")
             return
         why_not = self._why_not_complete(buffer)
         if why_not:
             self._times.is_off = True
-            self._tell(buffer.boundary, why_not, "no snapshots are taken from now on")
+            self._report_failure(buffer.boundary, why_not, "no snapshots are taken from now on")
             return
         self._times.is_wanted = False
         self._times.cost_s = took_s = max(report.took_s for report in buffer.reports.values())
@@ -155,7 +156,7 @@ class Snapshots:
     def _lacks_something(self, buffer: SnapshotBuffer) -> bool:
         """Whether a rank has left out what it alone holds, because it did not know: the next one will have it."""
         replicas = self._node.job.replicas
-        if {share.apart for share in buffer.written.values()} != {version_of(replicas.parted)}:
+        if {share.differing for share in buffer.written.values()} != {version_of(replicas.differing)}:
             for slot in self._node.slots:
                 self._comparisons.report_owners(slot)
             return True
@@ -178,7 +179,7 @@ class Snapshots:
             return "the ranks hold different parameters, of which there is no replica"
         return ""
 
-    def _tell(self, boundary: int, why_not: str, what: str) -> None:
+    def _report_failure(self, boundary: int, why_not: str, what: str) -> None:
         self._node.log("snapshot_failed", boundary=boundary, reason=why_not, is_off=self._times.is_off)
         if why_not != self._reason:
             self._reason = why_not

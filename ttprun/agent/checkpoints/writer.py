@@ -40,7 +40,7 @@ logger = logging.getLogger("ttprun")
 
 
 @dataclass(frozen=True)
-class Apart:
+class RankDifferences:
     """What a checkpoint must say of ranks that hold different things.
 
     headers   rank -> what it holds; empty if all hold the same
@@ -53,9 +53,9 @@ class Apart:
     @property
     def fields(self) -> dict[str, Any]:
         """For the checkpoint's state file."""
-        if not self.replicas.parted:
+        if not self.replicas.differing:
             return {}
-        owners = {key: list(ranks) for key, ranks in self.replicas.parted.items()}
+        owners = {key: list(ranks) for key, ranks in self.replicas.differing.items()}
         return {"headers": dict(self.headers), "owners": owners, "names": dict(self.replicas.names)}
 
 
@@ -135,7 +135,7 @@ class CheckpointWriter:
         draft: Draft,
         parts: Iterable[tuple[int, Any]],
         first: Share,
-        apart: Apart,
+        differences: RankDifferences,
         cause: str,
         missing: list[str],
         began_s: float,
@@ -146,7 +146,7 @@ class CheckpointWriter:
 
         parts   ranks' own parts
         first   what the rank with the first share has reported: header and names of the tensors
-        apart   what not all ranks hold alike
+        differences  what not all ranks hold alike
         shares  files of tensors that no rank writes itself
         done    called on the supervisor's thread
         """
@@ -163,7 +163,7 @@ class CheckpointWriter:
                     draft.add(file_of(share), content)
                 for rank, part in parts:
                     draft.add(rank_file(rank), part)
-                state = {"header": first.header, "arguments": words, **apart.fields}
+                state = {"header": first.header, "arguments": words, **differences.fields}
                 draft.add(STATE_FILE, msgpack.packb(state))
                 checkpoint = draft.keep_incomplete(description, missing) if missing else draft.commit(description)
                 if checkpoint.is_valid:

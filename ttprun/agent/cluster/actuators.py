@@ -20,7 +20,7 @@ class NodeActuator(ABC):
         """Carry out one order; returns at once."""
 
     @abstractmethod
-    def tell(self, rank: int, message: channel.Order) -> None:
+    def forward(self, rank: int, message: channel.Order) -> None:
         """Send to the process of a rank, with what only its node knows; it is held until the process has greeted."""
 
     @abstractmethod
@@ -42,13 +42,12 @@ class RemoteActuator(NodeActuator):
             case node_orders.Kill(rank=rank, reason=reason):
                 slot = node.slots[rank]
                 node.log("rank_killed", rank=rank, pid=slot.pid, reason=reason, stack="")
-                slot.is_lost, slot.pid = True, 0  # what it still sends is not heard
-                slot.note_leavings(node.board)
+                slot.lose_elsewhere(node.board)
             case node_orders.GoBack(ranks=ranks, boundary=boundary):
                 for rank in ranks:
                     node.go_back(node.slots[rank], boundary)
 
-    def tell(self, rank: int, message: channel.Order) -> None:
+    def forward(self, rank: int, message: channel.Order) -> None:
         self._node.slots[rank].send(message)
 
     def fingerprint(self, rank: int, boundary: int) -> str:

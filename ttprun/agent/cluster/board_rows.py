@@ -18,15 +18,15 @@ from ttprun.protocol.board import AWAITED, SHARED, Field
 _TIMES = (Field.SEEN_NS, Field.PULSE_NS)
 
 
-def row_of(node: Node, slot: RankSlot) -> node_reports.Row:
+def row_of(node: Node, slot: RankSlot) -> node_reports.BoardRow:
     """How one rank stands."""
     values = [node.board.get(slot.rank, field) for field in SHARED]
     if slot.elsewhere is not None:
-        return node_reports.Row(slot.rank, values, slot.elsewhere.state, slot.elsewhere.cpu_s)
+        return node_reports.BoardRow(slot.rank, values, slot.elsewhere.state, slot.elsewhere.cpu_s)
     with contextlib.suppress(OSError, ValueError, IndexError):
         if slot.pid and not slot.is_buried:
-            return node_reports.Row(slot.rank, values, *state_of(slot.pid))
-    return node_reports.Row(slot.rank, values)
+            return node_reports.BoardRow(slot.rank, values, *state_of(slot.pid))
+    return node_reports.BoardRow(slot.rank, values)
 
 
 def rows_of(node: Node, slots: Iterable[RankSlot], is_awaited: bool = False) -> node_reports.Rows:
@@ -47,7 +47,7 @@ def share(node: Node, slots: Iterable[RankSlot], but: int = -1) -> None:
         node.peers.to_all(rows_of(node, slots, is_awaited=True), but)
 
 
-def copy_in(node: Node, rows: Iterable[node_reports.Row], now_ns: int) -> None:
+def copy_in(node: Node, rows: Iterable[node_reports.BoardRow], now_ns: int) -> None:
     """Write how other nodes' ranks stand to our board, and wake who waits for it.
 
     now_ns   when they were sent, on the sender's clock

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ttprun import recovery
@@ -23,7 +23,7 @@ from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.report.status import StatusPublisher
 from ttprun.protocol import channel, from_rank, meeting, node_orders, node_reports, to_rank
 from ttprun.protocol.codec import Refused, decode, encode
-from ttprun.recovery.members import Ties
+from ttprun.recovery.members import GroupMembership
 
 logger = logging.getLogger("ttprun")
 
@@ -41,7 +41,7 @@ class Noted:
 
     hindrance: str = ""
     unprotected: str = ""
-    membership: Ties = Ties.UNKNOWN
+    membership: GroupMembership = GroupMembership.UNKNOWN
     exit_code: int = 0
     cause: str = ""
     is_catching_up: bool = False
@@ -120,18 +120,17 @@ class Follower:
                 board_rows.share(node, [slot])
                 return
             case from_rank.Present():
-                slot.main_thread = message.main_thread
-                slot.greet()
+                slot.greet(message.main_thread)
             case from_rank.Protected():
-                slot.is_protected = slot.had_torch = True
+                slot.protect()
             case from_rank.Unprotected(reason=reason):
                 noted.unprotected = noted.unprotected or reason
             case from_rank.Hindered(reason=reason):
                 noted.hindrance = reason
             case from_rank.TrainsAlone():
-                noted.membership = Ties.ALONE
+                noted.membership = GroupMembership.ALONE
             case from_rank.Joined():
-                noted.membership = Ties.JOINED
+                noted.membership = GroupMembership.JOINED
             case from_rank.Reissued():
                 noted.is_catching_up = False
             case from_rank.Faulted():
@@ -155,18 +154,18 @@ class Follower:
             case node_reports.Rows(now_ns=now_ns, rows=theirs):
                 board_rows.copy_in(node, theirs, now_ns)
             case node_orders.Begin(generation=generation):
-                self._note_generation(generation)
+                node.note_generation(generation)
                 self.actuator.carry_out(order)
             case node_orders.Spawn(rank=rank, generation=generation):
-                self._note_generation(generation)
+                node.note_generation(generation)
                 self.noted[rank].is_catching_up = True
                 self.actuator.carry_out(order)
             case node_orders.GoBack(generation=generation):
-                self._note_generation(generation)
+                node.note_generation(generation)
                 if self.actuator.rewinds.open(order):
                     self.actuator.carry_out(order)
-            case node_orders.Tell():
-                self._tell(order)
+            case node_orders.Forward():
+                self._forward(order)
             case node_orders.Published():
                 self.status.take(order)
             case meeting.SparePools():
@@ -180,9 +179,8 @@ class Follower:
             case meeting.Concluded():
                 self._conclude(order)
             case meeting.Regroup():
-                node.regroup = order
                 node.log("regroup", nodes=order.size, node=order.node, reason=order.reason)
-                node.conclude(Verdict("resize", order.reason))
+                node.conclude(Verdict("resize", order.reason, regroup=order))
             case Refused(reason=reason):
                 node.log("message_refused", reason=reason)
                 logger.warning("a message of the agent that leads is ignored: %s", reason)
@@ -192,21 +190,18 @@ class Follower:
                 else:
                     node.log("message_refused", reason=f"{type(order).__name__} is no order")
 
-    def _note_generation(self, generation: int) -> None:
-        self.node.job = replace(self.node.job, generation=generation)
-
-    def _tell(self, order: node_orders.Tell) -> None:
+    def _forward(self, order: node_orders.Forward) -> None:
         node = self.node
         slot = node.slots[order.rank]
         if slot.pid != order.pid or not slot.is_present:
             return  # it is of a process that has ended
         message = decode(order.line.encode(), channel.KNOWN)
         if isinstance(message, to_rank.Freeze):
-            self._note_generation(message.generation)
+            node.note_generation(message.generation)
         if isinstance(message, Refused):
             node.log("message_refused", reason=message.reason)
             return
-        self.actuator.tell(order.rank, message)
+        self.actuator.forward(order.rank, message)
 
     def give_up(self, reason: str, kind: str = "fail") -> None:
         """This node has no part in the job any more: its ranks end.
@@ -228,5 +223,5 @@ class Follower:
         if order.kind == "restart":
             logger.warning("all ranks start again: %s", order.reason)
         node.log("group_given_up", kind=order.kind, reason=order.reason)
-        node.ended_by = order.ended_by
+        node.end_by(order.ended_by)
         node.conclude(Verdict(order.kind, order.reason, order.has_progress))

@@ -42,7 +42,7 @@ class Leader:
     reports: Reports
     spares: Spares
     membership: NodeMembership
-    standing: QuiesceSchedule
+    quiesce_schedule: QuiesceSchedule
     _shared: tuple[object, ...] = field(default=(), init=False)
     _shared_replicas: Replicas = field(default=UNKNOWN, init=False)
     _next_s: float = field(default=0.0, init=False)
@@ -103,8 +103,7 @@ class Leader:
         self.membership.note_lost(number)
         slots = [slot for slot in node.slots if peers.node_of(slot.rank) == number and not slot.is_finished]
         for slot in slots:
-            slot.is_lost, slot.pid = True, 0
-            slot.note_leavings(node.board)
+            slot.lose_elsewhere(node.board)
         # The board knows its rows as of some time ago. What our own ranks have applied, all had recorded.
         known = [node.board.get(slot.rank, Field.APPLIED) for slot in node.here]
         boundary = max(*known, *(slot.lost_boundary for slot in slots)) if slots else 0
@@ -161,9 +160,9 @@ class Leader:
             case node_reports.Records(rank=rank, part=part):
                 self.spares.take_records(rank, part)
             case node_reports.EndAsked(reason=reason, signal=signal):
-                node.ended_by = node.ended_by or signal
+                node.end_by(node.ended_by or signal)
                 stop = recovery.StopAsked(at_s=time.monotonic(), reason=reason)
-                self.standing.ask(lambda: node.advance(stop), is_end=True)
+                self.quiesce_schedule.ask(lambda: node.advance(stop), is_end=True)
             case node_reports.Leaving(reason=reason):
                 self.membership.leave(number, reason)
             case node_reports.PartStored():
@@ -209,10 +208,7 @@ class Leader:
         board_rows.share(node, [slot], but=number)
         if slot.pid != ended.pid:
             return
-        slot.is_present = False
-        slot.is_finished, slot.is_lost = ended.code == 0, ended.code != 0
-        slot.lost_boundary = ended.boundary
-        slot.script_error, slot.device_fault = "", ended.device_fault
+        slot.end_elsewhere(ended)
         if slot.is_lost:
             failure = Failure(ended.rank, ended.pid, ended.code, ended.reason, ended.traceback)
             note_failure(node, failure)
@@ -239,7 +235,7 @@ def known_of(job: recovery.Job, why_no_checkpoints: str) -> node_orders.Known:
         restarts=job.restarts,
         unprotected=job.unprotected_reason,
         compared_at=replicas.compared_at,
-        parted={key: list(owners) for key, owners in replicas.parted.items()},
+        differing={key: list(owners) for key, owners in replicas.differing.items()},
         shards={key: list(owners) for key, owners in replicas.shards.items()},
         names=dict(replicas.names),
         why_no_checkpoints=why_no_checkpoints,

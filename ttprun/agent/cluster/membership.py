@@ -21,7 +21,7 @@ from ttprun.agent.launcher.verdict import Verdict
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting
 from ttprun.protocol.board import LEADER, Field
-from ttprun.recovery.membership import Membership, Observation, Plan
+from ttprun.recovery.membership import Membership, MembershipPlan, NodesObserved
 from ttprun.state.errors import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")
@@ -47,19 +47,23 @@ class NodeMembership:
     waits       why nodes do not join or leave though they should; "" if there is nothing to wait for
     """
 
-    def __init__(self, node: Node, resumption: Resumption, standing: QuiesceSchedule, elasticity: Elasticity) -> None:
+    def __init__(
+        self, node: Node, resumption: Resumption, quiesce_schedule: QuiesceSchedule, elasticity: Elasticity
+    ) -> None:
         self._node = node
         self._resumption = resumption
-        self._standing = standing
+        self._quiesce_schedule = quiesce_schedule
         self.policy = elasticity.policy
         self.discovery = elasticity.discovery
         self.waits = ""
         self._is_asked = False
         self._not_before_s = 0.0
         self._leaving: dict[int, str] = {}
+        self._attempt = 0
 
-    def begin_group(self) -> None:
-        """All nodes are there."""
+    def begin_group(self, attempt: int) -> None:
+        """All nodes are there; `attempt` is the number of the group's, as torch counts restarts."""
+        self._attempt = attempt
         self._is_asked, self.waits = False, ""
         self._leaving.clear()
 
@@ -76,14 +80,14 @@ class NodeMembership:
             return
         why_not = plan.why_not or self._why_not_now()
         self._wait_for(f"{self._named(plan)}: {why_not}" if why_not else "")
-        if why_not or node.job.phase is not recovery.Phase.RUNNING:
+        if why_not or node.job.phase is not recovery.JobPhase.RUNNING:
             return
         self._is_asked = True
         self._resumption.resize(plan.size * node.peers.ranks_per_node)
         reason = self._named(plan)
         node.log("resize_asked", reason=reason, nodes=plan.size)
         event = recovery.ResizeAsked(at_s=time.monotonic(), reason=reason)
-        self._standing.ask(lambda: node.advance(event), is_end=False)
+        self._quiesce_schedule.ask(lambda: node.advance(event), is_end=False)
 
     def _why_not_now(self) -> str:
         if self._node.board.get(LEADER, Field.APPLIED) == 0:
@@ -95,10 +99,10 @@ class NodeMembership:
             self._node.log("resize_waits", reason=why)
         self.waits = why
 
-    def _observation(self) -> Observation:
+    def _observation(self) -> NodesObserved:
         peers = self._node.peers
         waiting = peers.pool.waiting if peers.pool is not None else ()
-        return Observation(
+        return NodesObserved(
             at_s=time.monotonic(),
             members=tuple(peers.names[number] for number in range(peers.size)),
             lost=frozenset(number for number in range(peers.size) if not peers.is_connected(number)),
@@ -107,7 +111,7 @@ class NodeMembership:
             named=None if self.discovery is None else self.discovery.named,
         )
 
-    def _named(self, plan: Plan) -> str:
+    def _named(self, plan: MembershipPlan) -> str:
         """What a plan changes, for people."""
         peers = self._node.peers
         waiting = peers.pool.waiting if peers.pool is not None else ()
@@ -133,9 +137,9 @@ class NodeMembership:
     def _end(self, reason: str) -> None:
         """A node leaves, and the others cannot train on without it."""
         node = self._node
-        node.ended_by = node.ended_by or signal.SIGUSR1
+        node.end_by(node.ended_by or signal.SIGUSR1)
         stop = recovery.StopAsked(at_s=time.monotonic(), reason=reason)
-        self._standing.ask(lambda: node.advance(stop), is_end=True)
+        self._quiesce_schedule.ask(lambda: node.advance(stop), is_end=True)
 
     def note_lost(self, number: int) -> None:
         """A node is lost: its host has to wait before it may train again."""
@@ -146,6 +150,10 @@ class NodeMembership:
     def may_train(self, address: str) -> bool:
         """Whether a node may take slots now: not so soon after it was lost."""
         return self.policy is None or not self.policy.is_quarantined(address, time.monotonic())
+
+    def quarantined(self) -> tuple[str, ...]:
+        """Addresses that may not train yet."""
+        return () if self.policy is None else self.policy.quarantined(time.monotonic())
 
     def may_shrink(self) -> bool:
         """Whether the nodes that are left are enough to train on; the checkpoint will then be resumed on those."""
@@ -189,7 +197,7 @@ class NodeMembership:
                 size=plan.size,
                 least=policy.min_nodes,
                 where=listeners[0],
-                attempt=node.attempt + 1,
+                attempt=self._attempt + 1,
                 generation=node.job.generation,
                 place=order.place,
                 boundary=order.boundary,
@@ -197,18 +205,19 @@ class NodeMembership:
             )
             for number in range(plan.size)
         ]
+        own = None
         for number, theirs in zip(plan.stay, orders, strict=False):
             if number == peers.node:
-                node.regroup = theirs
+                own = theirs
             else:
                 peers.send(number, theirs)
         for one, theirs in zip(waiting, orders[len(plan.stay) :], strict=True):
             peers.pool.dismiss(one, theirs)
         for number in plan.leave:
             peers.send(number, meeting.Concluded("leave", order.reason, True, 0, signal.SIGUSR1))
-        node.conclude(Verdict("resize" if peers.node in plan.stay else "leave", order.reason))
+        node.conclude(Verdict("resize" if peers.node in plan.stay else "leave", order.reason, regroup=own))
 
-    def _why_not_resumed(self, order: recovery.Regroup, plan: Plan) -> str:
+    def _why_not_resumed(self, order: recovery.Regroup, plan: MembershipPlan) -> str:
         """Why so many ranks cannot resume from the checkpoint, as far as that can be seen here; "" if they can."""
         self._resumption.resize(plan.size * self._node.peers.ranks_per_node)
         try:

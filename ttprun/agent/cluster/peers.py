@@ -309,7 +309,7 @@ class RemoteChannel:
         """Send one message. If the process has ended meanwhile, its agent drops it."""
         line = encode(message).decode().rstrip("\n")
         rank = self._slot.rank
-        self._peers.send(self._peers.node_of(rank), node_orders.Tell(rank, self._slot.pid, line))
+        self._peers.send(self._peers.node_of(rank), node_orders.Forward(rank, self._slot.pid, line))
 
     def flush(self) -> None:
         """Nothing is kept here."""

@@ -10,6 +10,7 @@ import msgpack
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.protocol.board import Field
+from ttprun.rank.records.boundary_record import Outline
 from ttprun.rank.records.recorder import NO_BOUNDARY, Recorder
 
 
@@ -37,10 +38,8 @@ def restore(node: Node, slot: RankSlot, part: str) -> None:
     recorder = node.new_recorder(slot)
     recorder.restore(msgpack.unpackb(zlib.decompress(base64.b64decode(part)), strict_map_key=False))
     newest = recorder.newest
-    slot.had_torch = True
-    slot.is_lost = True
-    slot.go_back_to(newest)
-    out, err = node.recorded(slot, newest).get("lines", [0, 0])
+    slot.take_place_of_lost(newest)
+    out, err = (node.recorded(slot, newest) or Outline()).lines
     values = {Field.RECORDED: newest, Field.APPLIED: newest, Field.LINES_OUT: out, Field.LINES_ERR: err}
     for column, value in values.items():
         node.board.set(slot.rank, column, value)

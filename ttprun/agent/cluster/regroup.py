@@ -92,7 +92,8 @@ def _connect(order: meeting.Regroup, place: Place, limit_s: float) -> tuple[Peer
     where = order.where
     sock = socket.create_connection((where.address, where.port), timeout=limit_s)
     keep_alive(sock)
-    link, pool = Channel(sock, KNOWN), SparePool(Listener(place.address, KNOWN), place.alike, sees_needed=True)
+    link, own_listener = Channel(sock, KNOWN), Listener(place.address, KNOWN, place.page)
+    pool = SparePool(own_listener, place.alike, sees_needed=True)
     try:
         alike, listener = dict(place.alike), place.listener or meeting.Where()
         own = meeting.Where(**pool.listener.where)

@@ -53,6 +53,7 @@ class Place:
     master   address and port for the script's environment
     save_dir where checkpoints are kept if its agent leads
     listener     where its agent would listen if it led the next group; None: nodes neither join nor leave
+    page     as in `meeting.Where`
     """
 
     number: int
@@ -63,6 +64,7 @@ class Place:
     master: str = ""
     save_dir: str = ""
     listener: meeting.Where | None = None
+    page: str = ""
 
 
 def meet(store: Any, place: Place) -> Peers:
@@ -80,7 +82,7 @@ def _lead(store: Any, place: Place) -> Peers:
     found: dict[int, tuple[Channel, meeting.Hello]] = {}
     ahead_s: dict[int, float] = {}
     ends_s = time.monotonic() + LIMIT_S
-    listener = Listener(place.address, KNOWN)
+    listener = Listener(place.address, KNOWN, place.page)
     with selectors.DefaultSelector() as selector, _seen_file(place) as seen, contextlib.ExitStack() as undone:
         undone.callback(listener.close)
 
@@ -177,7 +179,7 @@ def _follow(store: Any, place: Place) -> Peers:
             raise NotMetError(why_not)
         if where is None:
             continue
-        listener = Listener(place.address, KNOWN)
+        listener = Listener(place.address, KNOWN, place.page)
         try:
             return _connect(place, where, max(_LOOK_AGAIN_S, ends_s - time.monotonic()), listener)
         except (OSError, EOFError) as error:  # of an earlier group, maybe: a new one comes in its place

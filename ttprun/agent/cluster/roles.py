@@ -18,7 +18,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.reports import OF_THIS_NODE, Reports
 from ttprun.agent.core.role import Role
 from ttprun.agent.health.hang_detector import HangDetector
-from ttprun.agent.health.unhooked_ranks import Unseen
+from ttprun.agent.health.unhooked_ranks import UnhookedRanks
 from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standby_watch import StandbyWatch
 from ttprun.agent.repair.repairs import Repairs
@@ -41,11 +41,13 @@ class Leading(Role):
     set_ups: SetUps
     snapshots: Snapshots
     standby_watch: StandbyWatch
-    standing: QuiesceSchedule
-    unseen: Unseen
+    quiesce_schedule: QuiesceSchedule
+    unseen: UnhookedRanks
 
     def advance(self, event: recovery.Event) -> None:
         self.coordinator.advance(event)
+        if isinstance(event, recovery.RanksCompared):  # an agent that leads next needs it for what it saves
+            self.leader.share()
 
     def hear(self, slot: RankSlot, message: Message) -> None:
         self.reports.take(slot, message)
@@ -72,7 +74,7 @@ class Leading(Role):
         self.set_ups.look()
         self.snapshots.look()
         self.checkpoint_writer.look()
-        self.standing.look()
+        self.quiesce_schedule.look()
 
     def leave(self, reason: str) -> None:
         self.leader.membership.leave(self.node.peers.node, reason)
@@ -90,7 +92,7 @@ class Following(Role):
     succession: Succession
     reports: Reports
     standby_watch: StandbyWatch
-    unseen: Unseen
+    unseen: UnhookedRanks
 
     @property
     def asked_elsewhere(self) -> str:  # type: ignore[override]

@@ -47,20 +47,21 @@ def wait_for_slots(
     alike: Mapping[str, str],
     warm_up: WarmUp,
     listener: meeting.Where | None = None,
+    page: str = "",
 ) -> Outcome | None:
     """Wait in the spare pool of a group until slots become free, or until the group starts again with this node.
 
     where     the spare pool is, as it was announced
     address   of this node
     warm_up   called with what standbys should import and compile
-    listener      as in `Place`
+    listener, page   as in `Place`
 
     returns   how the group has ended, if it did so first; None: nobody leads it any more
 
     Blocks as long as nothing happens; a signal's handler may end it by an exception. Raises ConfigError if this node
     does not fit the others.
     """
-    pool = SparePool(Listener(address, KNOWN), alike)
+    pool = SparePool(Listener(address, KNOWN, page), alike)
     try:
         shares = bool(where.get("seen")) and os.path.exists(where["seen"])
         own = meeting.Where(**pool.listener.where)

@@ -34,18 +34,18 @@ Came = Callable[[Channel, meeting.Hello], None]
 class Listener:
     """A listener that lets in who knows the token; who is silent holds up nobody.
 
-    where    its address, port and token
+    where    its address, port and token, and the page of its launcher
     known    classes of the messages that agents send, by name
     """
 
-    def __init__(self, address: str, known: Mapping[str, type]) -> None:
+    def __init__(self, address: str, known: Mapping[str, type], page: str = "") -> None:
         self._listener = socket.create_server((address, 0), backlog=_BACKLOG)
         self._token = secrets.token_hex(16)
         self._known = known
         self._newcomers: list[Channel] = []
         self._selector: selectors.BaseSelector | None = None
         self._came: Came = lambda link, hello: None
-        self.where = {"address": address, "port": self._listener.getsockname()[1], "token": self._token}
+        self.where = {"address": address, "port": self._listener.getsockname()[1], "token": self._token, "page": page}
 
     def open(self, selector: selectors.BaseSelector, came: Came) -> None:
         """Let them in by this selector from now on.

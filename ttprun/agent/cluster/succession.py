@@ -39,7 +39,7 @@ from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.patience import Patience
-from ttprun.recovery.members import Ties
+from ttprun.recovery.members import GroupMembership
 from ttprun.recovery.replicas import Replicas
 
 logger = logging.getLogger("ttprun")
@@ -276,14 +276,16 @@ class Succession:
             board_rows.copy_in(node, heir.remains.rows, heir.remains.now_ns)
         for slot in node.slots:
             if not slot.is_here:
-                _note(slot, left.get(slot.rank), node.board.get(slot.rank, Field.RECORDED) == FINISHED)
+                slot.inherit(left.get(slot.rank), node.board.get(slot.rank, Field.RECORDED) == FINISHED)
         known = self.follower.known
         generation = max(own.generation, *(heir.remains.generation for heir in heirs.values()), 0)
-        node.job = recovery.succeed(
-            node.job.settings,
-            (_remaining(slot, left.get(slot.rank)) for slot in node.slots),
-            generation,
-            _inherited(known, left.values()),
+        node.take_job(
+            recovery.succeed(
+                node.job.settings,
+                (_remaining(slot, left.get(slot.rank)) for slot in node.slots),
+                generation,
+                _inherited(known, left.values()),
+            )
         )
         self.comparisons.begin_resumed(node.job.replicas)
         self._store = TCPStore(peers.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
@@ -293,9 +295,9 @@ class Succession:
         peers.to_all(meeting.Master(master))
         node.log("leads", node=peers.node, generation=generation, followers=sorted(heirs))
         logger.warning("%s leads from now on", peers.name_of(peers.node))
-        node.role = self.leading
+        node.take_role(self.leading)
         if known is not None:
-            self.leader.reports.checkpoints.why_never = known.why_no_checkpoints
+            self.leader.reports.checkpoints.rule_out(known.why_no_checkpoints)
         node.watch_peers()
         self._on_lead()
         assert peers.pool is not None
@@ -330,17 +332,6 @@ class Succession:
         )
 
 
-def _note(slot: RankSlot, left: node_reports.Left | None, has_finished: bool) -> None:
-    """What the leader's slot of a rank of another node must know."""
-    if left is None:
-        slot.is_finished, slot.pid = has_finished, 0
-        return
-    slot.begin_process(left.pid)
-    slot.is_present, slot.is_protected, slot.is_finished = left.is_present, left.is_protected, left.is_finished
-    slot.had_torch = True
-    slot.is_lost, slot.lost_boundary = left.is_lost, left.boundary
-
-
 def _remaining(slot: RankSlot, left: node_reports.Left | None) -> recovery.Remaining:
     """A rank of a node whose agent is lost has a process that is not known any more."""
     if left is None:
@@ -350,7 +341,7 @@ def _remaining(slot: RankSlot, left: node_reports.Left | None) -> recovery.Remai
         pid=left.pid,
         is_finished=left.is_finished,
         is_protected=left.is_protected,
-        ties=Ties(left.membership),
+        membership=GroupMembership(left.membership),
         hindrance=left.hindrance,
     )
 
@@ -362,7 +353,7 @@ def _inherited(known: node_orders.Known | None, left: Any) -> recovery.Inherited
         return recovery.Inherited(unprotected_reason=unprotected)
     replicas = Replicas(
         compared_at=known.compared_at,
-        parted={key: tuple(owners) for key, owners in known.parted.items()},
+        differing={key: tuple(owners) for key, owners in known.differing.items()},
         shards={key: tuple(owners) for key, owners in known.shards.items()},
         names=known.names,
     )

@@ -27,7 +27,7 @@ class Calls:
         self._functions.put(function)
         self.wake()
 
-    def aside(self, work: Callable[[], _T], then: Callable[[_T], None] = lambda found: None) -> None:
+    def in_background(self, work: Callable[[], _T], then: Callable[[_T], None] = lambda found: None) -> None:
         """Have something done that may wait, on a thread of its own; then this thread is called with what it gives.
 
         work   if it raises, this thread does
@@ -41,7 +41,7 @@ class Calls:
             else:
                 self.add(lambda: then(found))
 
-        threading.Thread(target=run, name="ttprun-aside", daemon=True).start()
+        threading.Thread(target=run, name="ttprun-background", daemon=True).start()
 
     def wake(self) -> None:
         """Let the thread go round once."""

@@ -59,7 +59,7 @@ class Coordinator:
 
     def _decide(self, event: recovery.Event) -> None:
         before = self.node.job
-        self.node.job, actions = recovery.advance(before, event)
+        actions = self.node.decide(event)
         job = self.node.job
         if job.phase is not before.phase:
             incident = job.incident or before.incident
@@ -150,6 +150,6 @@ class Coordinator:
         self.repairs.note_incident(incident)
         if incident.outcome == "recovered":
             for slot in self.node.slots:
-                slot.journal = {}
-                slot.divergence = ""
+                slot.take_journal({})
+                slot.forget_divergence()
             self.actuators.order_all(node_orders.Recovered())

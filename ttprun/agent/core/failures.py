@@ -38,7 +38,7 @@ class Failure:
         """It looks like the consequence of another rank's failure."""
         return bool(_OF_A_PEER.search(self.reason))
 
-    def as_torch_tells_it(self, local_rank: int, error_file: str) -> ProcessFailure:
+    def as_torch_reports_it(self, local_rank: int, error_file: str) -> ProcessFailure:
         """For torch's summary; the traceback goes into the rank's error file, unless `record` has written one."""
         if self.traceback and not os.path.exists(error_file):
             extra = {"py_callstack": self.traceback, "timestamp": str(int(time.time()))}

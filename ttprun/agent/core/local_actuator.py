@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,13 @@ from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import NO_RECORD, own_part
 from ttprun.agent.cluster import record_copies
 from ttprun.agent.cluster.actuators import NodeActuator
+from ttprun.agent.core.new_group import ReplaceHandler
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.outcomes import report_mismatch
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.agent.processes import life_locks, stacks
-from ttprun.agent.processes.process_watch import Watch
+from ttprun.agent.processes.process_watch import ProcessWatch
 from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, kill_session
 from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standby_watch import StandbyWatch
@@ -36,8 +37,6 @@ from ttprun.chaos.injections import Injections
 from ttprun.protocol import channel, node_orders, node_reports, to_rank
 from ttprun.protocol.board import Field
 from ttprun.state.files import FileEntry, write_file
-
-ReplaceHandler = Callable[[int, RankHandler], None]
 
 
 @dataclass
@@ -52,7 +51,7 @@ class LocalActuator(NodeActuator):
     set_ups: SetUps
     standbys: Standbys
     standby_watch: StandbyWatch
-    watch: Watch
+    watch: ProcessWatch
     _replace_handler: ReplaceHandler = field(init=False)
     _unwelcomed: set[int] = field(default_factory=set, init=False)
 
@@ -116,7 +115,7 @@ class LocalActuator(NodeActuator):
             case _:
                 assert_never(order)
 
-    def tell(self, rank: int, message: channel.Order) -> None:
+    def forward(self, rank: int, message: channel.Order) -> None:
         slot = self.node.slots[rank]
         if isinstance(message, to_rank.Replay | to_rank.Resume):
             message = replace(message, skip_lines=self.node.lines_since(slot, message.boundary))
@@ -142,8 +141,7 @@ class LocalActuator(NodeActuator):
         is_on_its_way = self.standbys.is_on_its_way
         if is_on_its_way:
             self.standbys.hurry()
-        slot.is_spawn_due = slot.is_dying or is_on_its_way
-        if slot.is_spawn_due:
+        if slot.defer_spawn(is_on_its_way):
             return
         try:
             handler = self.set_ups.take(slot) or self.start_process(slot.handler.start)
@@ -153,7 +151,7 @@ class LocalActuator(NodeActuator):
             self.node.advance(event)
             return
         self._replace_handler(slot.local_rank, handler)
-        slot.sit(handler)
+        slot.assign(handler)
         self.watch.welcome(slot, is_replacement=True)
 
     def start_process(self, start: dict[str, Any]) -> RankHandler:
@@ -193,7 +191,7 @@ class LocalActuator(NodeActuator):
                 node.board.set(slot.rank, Field.RECORDED, slot.lost_boundary)
 
         if is_looked_at:
-            node.aside(partial(stacks.take, slot.pid, slot.stack_fd, is_stopped=True), kill)
+            node.in_background(partial(stacks.take, slot.pid, slot.stack_fd, is_stopped=True), kill)
         else:
             kill("")
 
@@ -218,7 +216,7 @@ class LocalActuator(NodeActuator):
             is_joining=order.is_joining,
             is_contradicted=order.is_contradicted,
         )
-        self.tell(order.rank, replay)
+        self.forward(order.rank, replay)
 
     def _store_part(self, order: node_orders.StorePart) -> None:
         """Write what the records have of a rank, dead or alive."""

@@ -9,18 +9,15 @@ import os
 import selectors
 import threading
 import time
-from typing import Any
-
-import msgpack
+from dataclasses import replace
 
 from ttprun import recovery
-from ttprun.agent.cluster.peers import Peers, RemoteHandler
+from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.calls import Calls
 from ttprun.agent.core.failures import FirstFailure
-from ttprun.agent.core.rank_slot import Elsewhere, RankSlot
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.role import Role
 from ttprun.agent.launcher.verdict import Verdict
-from ttprun.agent.processes import stacks
 from ttprun.config import Config
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
@@ -28,6 +25,7 @@ from ttprun.protocol import meeting
 from ttprun.protocol.board import FIELDS, Board, Field
 from ttprun.rank.position import remembered
 from ttprun.rank.process import children
+from ttprun.rank.records.boundary_record import Outline, read_outline
 from ttprun.rank.records.recorder import Recorder
 
 _LOOK_AGAIN_S = 0.05
@@ -37,7 +35,7 @@ class Node:
     """The ranks of one node; in the leader's agent those of all nodes.
 
     All but `call`, `log` and `is_settled` is for the supervisor's thread. What may wait for a process or a disk goes
-    `aside`, on a thread of its own: heartbeats to other nodes, and all other ranks, depend on the supervisor's.
+    `in_background`, on a thread of its own: heartbeats to other nodes, and all other ranks, depend on the supervisor's.
 
     is_python      False: the ranks run the user's own program (--no-python)
     job            what the state machine knows
@@ -53,8 +51,6 @@ class Node:
     is_broken      the supervisor has failed: nothing is decided any more, and the job goes on as under torchrun
     first_failure  the root cause of what the present group suffers
     ended_by       the signal to the launcher of some node that ends the job; 0 while there is none
-    attempt        number of the present group's attempt, as torch counts restarts
-    regroup        the order to take part in another group, with the verdict "resize"
     """
 
     role: Role
@@ -66,7 +62,7 @@ class Node:
         self.job = job
         self.selector = selectors.DefaultSelector()
         calls = Calls(self.selector)
-        self.call, self.aside, self.wake = calls.add, calls.aside, calls.wake
+        self.call, self.in_background, self.wake = calls.add, calls.in_background, calls.wake
         self.slots: list[RankSlot] = []
         self.peers = Peers()
         self.loops: list[str] | None = None
@@ -79,8 +75,6 @@ class Node:
         self.is_paused = False
         self.first_failure = FirstFailure()
         self.ended_by = 0
-        self.attempt = 0
-        self.regroup: meeting.Regroup | None = None
         self._events = EventLog(run.events)
         self._log_lock = threading.Lock()
         self._stepped = 0
@@ -100,19 +94,14 @@ class Node:
         self.loops = None if self.peers.address else remembered.files()
         world_size = len(ranks) * self.peers.size
         for slot in self.here:
-            os.close(slot.record_fd)
-            os.close(slot.stack_fd)
-            if slot.copies_fd >= 0:
-                os.close(slot.copies_fd)
+            slot.close()
         if self.board_fd >= 0:
             os.close(self.board_fd)
         self.board_fd, self._board = Board.create(world_size)
-        own = [RankSlot(rank, local, None, Recorder.create(self._slot_bytes), stacks.create()) for rank, local in ranks]
-        for slot in own if self.peers.address else ():
-            slot.copies_fd = Recorder.create(self._slot_bytes)
+        own = [RankSlot.create(rank, local, self._slot_bytes, bool(self.peers.address)) for rank, local in ranks]
         first = self.peers.node * self.peers.ranks_per_node
-        before = [self._slot_elsewhere(rank) for rank in range(first)]
-        after = [self._slot_elsewhere(rank) for rank in range(first + len(ranks), world_size)]
+        before = [RankSlot.on_other_node(rank, self.peers) for rank in range(first)]
+        after = [RankSlot.on_other_node(rank, self.peers) for rank in range(first + len(ranks), world_size)]
         self.slots = [*before, *own, *after]
         self._here = slice(first, first + len(ranks))
         self.verdict = None
@@ -130,10 +119,39 @@ class Node:
         """Whether a signal has ended a process in a job that is done: its rank is away, or its script had ended."""
         return bool(self.job.away) or any(slot.handler.proc.poll() for slot in self.here)
 
-    def _slot_elsewhere(self, rank: int) -> RankSlot:
-        slot = RankSlot(rank, rank % self.peers.ranks_per_node, None, -1, elsewhere=Elsewhere())
-        slot.handler = RemoteHandler(self.peers, slot)
-        return slot
+    def take_role(self, role: Role) -> None:
+        """What this agent is to the others from now on."""
+        self.role = role
+
+    def take_job(self, job: recovery.Job) -> None:
+        """The group goes on, or begins, with what is known of it by these."""
+        self.job = job
+
+    def note_generation(self, generation: int) -> None:
+        """The agent that leads has begun another generation."""
+        self.job = replace(self.job, generation=generation)
+
+    def decide(self, event: recovery.Event) -> tuple[recovery.Action, ...]:
+        """Let the state machine take an event; returns what is to be done."""
+        self.job, actions = recovery.advance(self.job, event)
+        return actions
+
+    def pause(self) -> None:
+        """Nobody decides from now on."""
+        self.is_paused = True
+
+    def unpause(self) -> None:
+        """What happens is decided on again."""
+        self.is_paused = False
+
+    def break_down(self) -> None:
+        """The supervisor has failed."""
+        self.is_broken = self.is_paused = True
+        self.is_settled.set()
+
+    def end_by(self, signal: int) -> None:
+        """A launcher has got a signal that ends the job."""
+        self.ended_by = signal
 
     def conclude(self, verdict: Verdict) -> None:
         """This group has come to its end; torch's agent asks for the verdict."""
@@ -181,8 +199,7 @@ class Node:
     def void_beyond(self, boundary: int) -> None:
         """What lost ranks have recorded beyond a boundary is void: survivors wait for their replacements' records."""
         for slot in self.slots:
-            if slot.lost_boundary > boundary:
-                slot.lost_boundary = boundary
+            if slot.void_beyond(boundary):
                 self.board.set(slot.rank, Field.RECORDED, boundary)
 
     # What the ranks have left in shared memory, dead or alive.
@@ -212,21 +229,17 @@ class Node:
 
     def new_recorder(self, slot: RankSlot) -> Recorder:
         """Void a rank's records, and give it room for others."""
-        os.close(slot.record_fd)
-        slot.record_fd = Recorder.create(self._slot_bytes)
+        slot.renew_records(self._slot_bytes)
         return self.recorder_of(slot)
 
-    def recorded(self, slot: RankSlot, boundary: int) -> dict[str, Any]:
-        """A rank's record of a boundary, whoever wrote it; empty if there is none."""
+    def recorded(self, slot: RankSlot, boundary: int) -> Outline | None:
+        """Of a rank's record of a boundary, whoever wrote it; None if there is none."""
         found = self.recorder_of(slot).read(boundary)
-        fields: dict[str, Any] = (
-            {} if found is None else (msgpack.unpackb(found[0], strict_map_key=False, unicode_errors="surrogatepass"))
-        )
-        return fields
+        return None if found is None else read_outline(found[0])
 
     def lines_since(self, slot: RankSlot, boundary: int) -> tuple[int, int]:
         """Lines that a rank has written since its record of a boundary, to stdout and stderr: not to come out again."""
-        out, err = self.recorded(slot, boundary).get("lines", [0, 0])
+        out, err = (self.recorded(slot, boundary) or Outline()).lines
         written = (self.board.get(slot.rank, field) for field in (Field.LINES_OUT, Field.LINES_ERR))
         return next(written) - out, next(written) - err
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
@@ -19,15 +17,16 @@ from ttprun.agent.cluster.succession import Succession
 from ttprun.agent.core.coordinator import Coordinator
 from ttprun.agent.core.deadlines import Deadlines
 from ttprun.agent.core.incidents import Incidents
-from ttprun.agent.core.local_actuator import LocalActuator, ReplaceHandler
+from ttprun.agent.core.local_actuator import LocalActuator
+from ttprun.agent.core.new_group import NewGroup
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.reports import Reports
 from ttprun.agent.core.requests import Requests
 from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.agent.health.protection import Protection
-from ttprun.agent.health.unhooked_ranks import Unseen
+from ttprun.agent.health.unhooked_ranks import UnhookedRanks
 from ttprun.agent.launcher.resume import Resumption
-from ttprun.agent.processes.process_watch import Watch
+from ttprun.agent.processes.process_watch import ProcessWatch
 from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standby_watch import StandbyWatch
 from ttprun.agent.processes.standbys import Standbys
@@ -57,7 +56,7 @@ class Parts:
         is_replaced = "replace" in rungs or (node.config.mindio and "resize" in rungs)
         self.standbys = Standbys(node.config.standbys if is_replaced else 0, str(node.run.path), node.config.follow)
         self.standby_watch = StandbyWatch(node, self.standbys)
-        self.standing = QuiesceSchedule(node)
+        self.quiesce_schedule = QuiesceSchedule(node)
         self.actuators = Actuators(node)
         self.injections = Injections(node, self.actuators, self.standbys)
         incidents, times = Incidents(node), SnapshotTimes(node)
@@ -75,7 +74,7 @@ class Parts:
         self.hang_detector = HangDetector(node, self.repairs, self.own_states)
         self.deadlines = Deadlines(node, self.hang_detector)
         protection = Protection(node, times, self.own_states)
-        self.unseen = Unseen(node, protection)
+        self.unseen = UnhookedRanks(node, protection)
         self.reports = Reports(
             node,
             self.actuators,
@@ -91,9 +90,9 @@ class Parts:
             standbys=self.standbys,
             standby_watch=self.standby_watch,
         )
-        self.watch = Watch(node, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen)
+        self.watch = ProcessWatch(node, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen)
         self.set_ups = SetUps(node, self.standbys, self.watch)
-        self.membership = NodeMembership(node, resumption, self.standing, elasticity)
+        self.membership = NodeMembership(node, resumption, self.quiesce_schedule, elasticity)
         self.spares = Spares(node, self.actuators, self.membership)
         rewinds = Rewinds(
             node, self.actuators, resumption, self.comparisons, self.snapshots, self.own_states, self.mirrors
@@ -109,7 +108,7 @@ class Parts:
             standby_watch=self.standby_watch,
             watch=self.watch,
         )
-        self.leader = Leader(node, self.own_states, self.reports, self.spares, self.membership, self.standing)
+        self.leader = Leader(node, self.own_states, self.reports, self.spares, self.membership, self.quiesce_schedule)
         self.coordinator = Coordinator(
             node,
             self.actuators,
@@ -143,24 +142,25 @@ class Parts:
             set_ups=self.set_ups,
             snapshots=self.snapshots,
             standby_watch=self.standby_watch,
-            standing=self.standing,
+            quiesce_schedule=self.quiesce_schedule,
             unseen=self.unseen,
         )
         self.follower = Follower(node, self.actuator, self.status)
         self.succession = Succession(node, self.follower, self.leader, self.leading, self.comparisons)
         self.following = Following(node, self.follower, self.succession, self.reports, self.standby_watch, self.unseen)
-        node.role = self.leading
+        node.take_role(self.leading)
         self._node = node
-        self.requests = Requests(node, self.checkpoint_writer, self.repairs, self.standing)
+        self.requests = Requests(node, self.checkpoint_writer, self.repairs, self.quiesce_schedule)
 
-    def begin_group(self, replace_handler: ReplaceHandler, on_lead: Callable[[], None]) -> None:
-        """All ranks are new; as in `Supervisor.begin_group`."""
-        self._node.role = self.following if self._node.peers.is_follower else self.leading
+    def begin_group(self, group: NewGroup) -> None:
+        """All ranks are new; the node has begun with them."""
+        self._node.take_role(self.following if self._node.peers.is_follower else self.leading)
+        self.standbys.preloads.note_loops(self._node.loops)
         self.actuators.begin_group(self.actuator)
-        self.actuator.begin_group(replace_handler)
+        self.actuator.begin_group(group.replace_handler)
         self.set_ups.begin_group()
         self.spares.begin_group()
-        self.membership.begin_group()
+        self.membership.begin_group(group.attempt)
         self.hang_detector.begin_group()
         self.snapshots.begin_group()
         self.own_states.begin_group()
@@ -169,7 +169,8 @@ class Parts:
         self.reports.begin_group()
         self.repairs.begin_group()
         self.follower.begin_group()
-        self.succession.begin_group(on_lead)
+        self.succession.begin_group(group.on_lead)
+        self.status.begin_group(group.restarts_left)
 
     def look(self) -> None:
         """Time has passed."""

@@ -1,4 +1,4 @@
-"""A slot: the place of one rank in the job, whichever process sits there.
+"""A slot: the place of one rank in the job, whichever process is that rank now.
 
 Its recorder outlives the process, so that a replacement can read what the lost rank has left.
 """
@@ -12,13 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ttprun.agent.cluster.peers import Peers, RemoteHandler
 from ttprun.agent.processes import stacks
 from ttprun.agent.processes.rank_processes import RankHandler, kill_session
 from ttprun.agent.repair.stored_states import Stored
-from ttprun.protocol import to_rank
+from ttprun.protocol import from_rank, node_reports, to_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Order
 from ttprun.protocol.from_rank import GroupJournal
+from ttprun.rank.records.recorder import Recorder
 from ttprun.recovery.fault_events import RankExited
 
 
@@ -93,12 +95,36 @@ class RankSlot:
     copies_fd: int = -1
     elsewhere: Elsewhere | None = None
 
+    @classmethod
+    def create(cls, rank: int, local_rank: int, record_bytes: int, keeps_copies: bool) -> RankSlot:
+        """Of a rank of this node; `keeps_copies`: of the records of a rank of another node, too."""
+        copies_fd = Recorder.create(record_bytes) if keeps_copies else -1
+        return cls(rank, local_rank, None, Recorder.create(record_bytes), stacks.create(), copies_fd=copies_fd)
+
+    @classmethod
+    def on_other_node(cls, rank: int, peers: Peers) -> RankSlot:
+        """Of a rank that is reached by way of the agent of its node."""
+        slot = cls(rank, rank % peers.ranks_per_node, None, -1, elsewhere=Elsewhere())
+        slot.handler = RemoteHandler(peers, slot)
+        return slot
+
+    def close(self) -> None:
+        """Give back what it has for its records and stacks."""
+        for fd in (self.record_fd, self.stack_fd, self.copies_fd):
+            if fd >= 0:
+                os.close(fd)
+
+    def renew_records(self, record_bytes: int) -> None:
+        """Void what was recorded, and give it room for other records."""
+        os.close(self.record_fd)
+        self.record_fd = Recorder.create(record_bytes)
+
     @property
     def is_here(self) -> bool:
         """The rank is on this node."""
         return self.elsewhere is None
 
-    def sit(self, handler: RankHandler) -> None:
+    def assign(self, handler: RankHandler) -> None:
         """A process has been started for this rank."""
         self.handler = handler
         self.pidfd = os.pidfd_open(handler.proc.pid)
@@ -129,12 +155,47 @@ class RankSlot:
         if self.is_present:
             self.handler.channel.send(put)
 
-    def greet(self) -> None:
+    def greet(self, main_thread: int) -> None:
         """The process has greeted."""
+        self.main_thread = main_thread
         self.is_present = True
         if self.held is not None:
             self.handler.channel.send(self.held)
             self.held = None
+
+    def protect(self) -> None:
+        """The hooks of its process have been heard."""
+        self.is_protected = self.had_torch = True
+
+    def hang_up(self) -> None:
+        """The process has closed its end of the line."""
+        self.hung_up_at_s = time.monotonic()
+
+    def report_in(self, generation: int) -> None:
+        """The process has reported something to the others."""
+        self.reported_in = generation
+
+    def take_journal(self, journal: dict[str, GroupJournal]) -> None:
+        """What the process has issued since the boundary at which it waits."""
+        self.journal = journal
+
+    def diverge(self, how: str) -> None:
+        """Its weights are found to differ from the others': it is to wait at its next boundary."""
+        self.divergence = how
+        self.send(to_rank.StopDivergent())
+
+    def forget_divergence(self) -> None:
+        """It has the others' weights again, or the next comparison finds that it has not."""
+        self.divergence = ""
+
+    def note_error(self, error: from_rank.ScriptError) -> None:
+        """An exception ends its script; a traceback that is printed at once is not kept."""
+        self.script_error, self.device_fault = error.error, error.device_fault
+        self.traceback = "" if error.traceback else error.detail
+
+    def rewind_to(self, stored: Stored | None) -> None:
+        """What it goes back to; None: it begins anew."""
+        self.stored = stored
 
     def kill(self) -> None:
         """SIGKILL to the process and all that it has started; a signal handler may call it at any moment."""
@@ -144,10 +205,31 @@ class RankSlot:
     def bury(self) -> int:
         """The process is gone, or will be; returns its exit code, or minus the signal that ended it."""
         code: int = self.handler.proc.wait()
-        os.close(self.pidfd)
-        self.pidfd = -1
-        self.is_dying, self.is_buried = False, True
+        self.forget_process()
+        self.is_buried = True
         return code
+
+    def forget_process(self) -> None:
+        """Nobody waits any longer for its end."""
+        self.is_dying = False
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def begin_to_die(self) -> None:
+        """The first sign of the end of its process has been seen."""
+        self.is_dying = True
+
+    def let_die(self) -> None:
+        """Its process is killed, or will be at once: the rank is lost."""
+        self.is_lost, self.is_dying = True, self.pidfd >= 0
+        self.is_spawn_due = False
+        self.killed_at_s = time.monotonic()
+
+    def defer_spawn(self, waits_for_standby: bool) -> bool:
+        """Whether its next process has to wait, for a standby or for the end of this one; it is due from then on."""
+        self.is_spawn_due = self.is_dying or waits_for_standby
+        return self.is_spawn_due
 
     def leave(self, code: int, board: Board, cause_of_signal: Callable[[int, int], str]) -> RankExited:
         """The process runs no more: note what it leaves, and say how it ended.
@@ -173,9 +255,39 @@ class RankSlot:
             reason=reason,
         )
 
-    def fault(self, board: Board) -> None:
-        """The script has ended by a transient error, and the process waits: from now on it is sent what is new."""
-        self.note_boundary(board)
+    def end_elsewhere(self, ended: node_reports.Ended) -> None:
+        """Its process, on another node, has ended."""
+        self.is_present = False
+        self.is_finished, self.is_lost = ended.code == 0, ended.code != 0
+        self.lost_boundary = ended.boundary
+        self.script_error, self.device_fault = "", ended.device_fault
+
+    def lose_elsewhere(self, board: Board) -> None:
+        """Its process, on another node, is killed or out of reach: what it still sends is not heard."""
+        self.is_lost, self.pid = True, 0
+        self.note_leavings(board)
+
+    def inherit(self, left: node_reports.Left | None, has_finished: bool) -> None:
+        """What the next leader must know of a rank of another node; None: the agent there is lost, too."""
+        if left is None:
+            self.is_finished, self.pid = has_finished, 0
+            return
+        self.begin_process(left.pid)
+        self.is_present, self.is_protected, self.is_finished = left.is_present, left.is_protected, left.is_finished
+        self.had_torch = True
+        self.is_lost, self.lost_boundary = left.is_lost, left.boundary
+
+    def take_place_of_lost(self, boundary: int) -> None:
+        """This slot was a lost node's, whose rank had recorded this boundary last."""
+        self.had_torch = self.is_lost = True
+        self.go_back_to(boundary)
+
+    def fault(self, boundary: int) -> None:
+        """The script has ended by a transient error, and the process waits: from now on it is sent what is new.
+
+        boundary   from which a repair goes on
+        """
+        self.lost_boundary = boundary
         self.reported_in = -1
         self.journal = {}
         self.handler.channel.send(to_rank.Heard())
@@ -193,11 +305,18 @@ class RankSlot:
         """How far the script had come."""
         self.lost_boundary = board.get(self.rank, Field.RECORDED)
 
+    def void_beyond(self, boundary: int) -> bool:
+        """Whether a lost rank had recorded more than this, which is void."""
+        is_beyond = self.lost_boundary > boundary
+        if is_beyond:
+            self.lost_boundary = boundary
+        return is_beyond
+
     def go_back_to(self, boundary: int) -> None:
         """All ranks go back: what this one had done beyond the boundary is void."""
         self.lost_boundary = boundary
         self.is_finished = False
-        self.divergence = ""
+        self.forget_divergence()
         self.journal = {}
 
     def _cause(self, of_signal: str | None) -> str:

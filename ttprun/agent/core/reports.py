@@ -28,7 +28,7 @@ from ttprun.agent.repair.own_state import OwnStates
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.injections import Injections
 from ttprun.observe.cures import with_cure
-from ttprun.protocol import from_rank, meeting, mindio, node_orders
+from ttprun.protocol import from_rank, meeting, mindio, node_orders, standbys
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
@@ -37,7 +37,7 @@ from ttprun.recovery.journals import find_difference
 
 logger = logging.getLogger("ttprun")
 
-OF_THIS_NODE = (from_rank.ModulesOfTorch, from_rank.Imported, from_rank.Ready, Refused)
+OF_THIS_NODE = (standbys.ModulesOfTorch, standbys.Imported, standbys.Ready, Refused)
 
 
 @dataclass
@@ -73,24 +73,24 @@ class Reports:
                 self._pass_on(slot, message)
             case from_rank.RowChanged():
                 board_rows.share(node, [slot])
-            case from_rank.Ready():
+            case standbys.Ready():
                 pass  # a standby that was needed before it was ready
-            case from_rank.ModulesOfTorch(modules=modules, files=files):
+            case standbys.ModulesOfTorch(modules=modules, files=files):
                 self.standbys.warm_up(modules, files)
                 if node.peers.pool is not None:
                     node.peers.pool.warm_up(meeting.Warmth(modules, files))
                 self.standby_watch.start()
-            case from_rank.Imported():
+            case standbys.Imported():
                 starts = [other.handler.start for other in node.here]
                 self.standbys.preloads.note(slot.local_rank, message, starts)
-            case from_rank.SetUpDone(why_not=why_not):
+            case standbys.SetUpDone(why_not=why_not):
                 node.log(
                     "set_up_of_no_use", rank=rank, reason=why_not
                 )  # it ends, and another process replaces the rank
             case from_rank.Present():
                 self._on_present(slot, message)
             case from_rank.Protected():
-                slot.is_protected = slot.had_torch = True
+                slot.protect()
                 node.advance(recovery.RankProtected(at_s=at_s, rank=rank))
             case from_rank.Unprotected(reason=reason):
                 self.protection.note_unprotected(slot, reason)
@@ -100,6 +100,8 @@ class Reports:
                 self.own_states.note(slot, message)
             case from_rank.StateMirrored():
                 self.comparisons.note_mirrored(slot, message)
+            case from_rank.CollectiveStep():
+                self.comparisons.note_collective_steps()
             case from_rank.Hindered():
                 self.protection.note_hindered(slot, message)
             case from_rank.ScriptError():
@@ -142,8 +144,8 @@ class Reports:
                 self.incidents.note_compared(rank, equal, not_proved)
             case from_rank.Held():
                 self.comparisons.take(slot, message)
-            case from_rank.SteppedAside():
-                self._on_aside(slot)
+            case from_rank.StoppedDivergent():
+                self._on_stopped(slot)
             case from_rank.NanFound():
                 self._on_nan(slot, message)
             case SnapshotSize(bytes=share_bytes):
@@ -188,8 +190,7 @@ class Reports:
 
     def _on_present(self, slot: RankSlot, message: from_rank.Present) -> None:
         """A process has greeted: it is sent what it has missed."""
-        slot.main_thread = message.main_thread
-        slot.greet()
+        slot.greet(message.main_thread)
         self.comparisons.report_owners(slot)
         for sender, put in self._broadcasts:
             if sender != slot.rank:
@@ -201,29 +202,26 @@ class Reports:
         if message.traceback and not any(other.script_error for other in self.node.slots):
             with contextlib.suppress(OSError):  # whoever read it has gone
                 os.write(2, message.traceback.encode(errors="backslashreplace"))
-        slot.script_error = message.error
-        slot.device_fault = message.device_fault
-        slot.traceback = "" if message.traceback else message.detail
+        slot.note_error(message)
         self.node.log("script_error", rank=slot.rank, error=message.error, traceback=message.detail)
 
     def begin_group(self) -> None:
         """All ranks are new."""
         self._nan_step = -2
 
-    def _on_aside(self, slot: RankSlot) -> None:
+    def _on_stopped(self, slot: RankSlot) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
         recorded = self.node.board.get(slot.rank, Field.RECORDED)
         at_s, reason = time.monotonic(), slot.divergence
         diverged = recovery.RankDiverged(at_s=at_s, rank=slot.rank, pid=slot.pid, boundary=recorded, reason=reason)
         self.node.advance(diverged)
         if not slot.is_lost:  # it came while a checkpoint was written, say: the next comparison finds it again
-            slot.divergence = ""
+            slot.forget_divergence()
 
     def _on_faulted(self, slot: RankSlot, message: from_rank.Faulted) -> None:
         """A transient error has ended the script of a rank, which waits for orders."""
         node = self.node
-        slot.fault(node.board)
-        slot.lost_boundary = self.own_states.reached(slot, slot.lost_boundary)
+        slot.fault(self.own_states.reached(slot, node.board.get(slot.rank, Field.RECORDED)))
         self.comparisons.report_owners(slot)
         failure = Failure(slot.rank, slot.pid, 1, message.error, message.detail)
         note_failure(node, failure)
@@ -272,14 +270,14 @@ class Reports:
 
     def _pass_on(self, slot: RankSlot, put: from_rank.Put) -> None:
         """Pass on what a rank reports to all others; one that has no process now hears it when it has greeted."""
-        slot.reported_in = put.generation
+        slot.report_in(put.generation)
         present = self.node.job.generation
         self._broadcasts = [one for one in [*self._broadcasts, (slot.rank, put)] if one[1].generation >= present]
         self.actuators.order_all(node_orders.Broadcast(slot.rank, put))
 
     def _on_frozen(self, slot: RankSlot, message: from_rank.Frozen) -> None:
         """A survivor has quiesced at a boundary."""
-        slot.journal = message.journal
+        slot.take_journal(message.journal)
         self.actuators.order_all(node_orders.VoidBeyond(message.boundary))
         self._compare_journals(slot, message.generation)
         self.node.advance(

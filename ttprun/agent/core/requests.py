@@ -24,7 +24,7 @@ class Requests:
     node: Node
     checkpoint_writer: CheckpointWriter
     repairs: Repairs
-    standing: QuiesceSchedule
+    quiesce_schedule: QuiesceSchedule
     stack_reports: int = 0
 
     def answer(self, request: Request) -> Reply:
@@ -59,14 +59,14 @@ class Requests:
             why_not = "ttprun's supervisor has failed: the job runs as under torchrun"
         elif node.config.mindio:
             why_not = "the framework writes its own checkpoints (--mindio)"
-        elif job.phase is not recovery.Phase.RUNNING:
+        elif job.phase is not recovery.JobPhase.RUNNING:
             why_not = f"the job is {job.phase}; ask again"
         else:
             why_not = recovery.why_not_saved(job)
         if why_not:
             return Rejected(why_not)
         number = 0 if self.checkpoint_writer.status is None else self.checkpoint_writer.status.number
-        self.standing.ask(lambda: node.advance(recovery.CheckpointAsked(at_s=time.monotonic())), is_end=False)
+        self.quiesce_schedule.ask(lambda: node.advance(recovery.CheckpointAsked(at_s=time.monotonic())), is_end=False)
         return Accepted(after=number)
 
     def _take_stacks(self) -> Reply:

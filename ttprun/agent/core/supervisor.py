@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ttprun import recovery
 from ttprun.agent.cluster.membership import Elasticity
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.control_socket import ControlSocket
+from ttprun.agent.core.file_reserve import FileReserve
+from ttprun.agent.core.new_group import NewGroup
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.parts import Parts
 from ttprun.agent.health.hang_detector import EVERY_S as LOOK_EVERY_S
@@ -39,6 +41,7 @@ _STATUS_EVERY_S = 0.5
 _LOOK_AGAIN_S = 1.0
 _LOOK_FOR_STANDBY_S = 0.1
 _START_LIMIT_S = 60.0
+_T = TypeVar("_T")
 _LEFT_LIMIT_S = 0.5  # processes that were sent SIGKILL are gone by then
 
 
@@ -67,6 +70,7 @@ class Supervisor:
         self._resized: meeting.Regroup | None = None
         self.parts = Parts(self.node, store, resumption, elasticity)
         self._is_stopping = False
+        self._reserve = FileReserve()
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
 
     # Called from torch's agent, on the main thread.
@@ -76,64 +80,60 @@ class Supervisor:
         self._control = ControlSocket(self.node.run, self.parts.requests.answer, self.node.selector)
         self._thread.start()
 
-    def begin_group(
-        self,
-        ranks: list[tuple[int, int]],
-        replace_handler: Callable[[int, RankHandler], None],
-        peers: Peers | None = None,
-        on_lead: Callable[[], None] = lambda: None,
-    ) -> None:
+    def begin_group(self, group: NewGroup, peers: Peers | None = None) -> None:
         """A group of ranks is about to be started.
 
-        ranks            (global rank, local rank) of each that is on this node
-        replace_handler  called with a local rank and its new process
-        peers            the agents of the other nodes, if there are any
-        on_lead          called by its thread when this agent, which was a follower, has begun to lead
+        peers   the agents of the other nodes, if there are any
 
-        Raises ConfigError as `Resumption.find` does, in the agent that leads several nodes.
+        Blocks until the supervisor's thread has begun it, _START_LIMIT_S at most. Raises TimeoutError after that, and
+        ConfigError as `Resumption.find` does, in the agent that leads several nodes.
         """
         is_leading_first = peers is not None and not peers.is_follower and not self.node.has_board and not self._resized
         if is_leading_first and peers is not None and not peers.without_save_dir and self._resumption.is_of_leader:
             self._resume_from = self._resumption.find()
-        self.node.begin_group(ranks, peers)
-        self.parts.standbys.preloads.loops = self.node.loops
-        self.parts.begin_group(replace_handler, on_lead)
+        self._on_thread(lambda: self._begin_group(group, peers))
 
-    def begin_resized_group(
-        self,
-        ranks: list[tuple[int, int]],
-        replace_handler: Callable[[int, RankHandler], None],
-        peers: Peers,
-        order: meeting.Regroup,
-        on_lead: Callable[[], None],
-    ) -> None:
-        """The same for a group that starts again on other nodes; the number of ranks is another one from now on.
+    def _begin_group(self, group: NewGroup, peers: Peers | None) -> None:
+        self.node.begin_group(group.ranks, peers)
+        self.parts.begin_group(group)
 
-        peers   the agents of the new group's nodes
-        order   by which the leader has started it; the other arguments are as for `begin_group`
+    def _on_thread(self, work: Callable[[], _T]) -> _T:
+        """Have the supervisor's thread do this between two looks, as nothing is whole meanwhile, and wait for it.
 
-        Blocks until the supervisor's thread has begun it, _START_LIMIT_S at most. Raises TimeoutError after that, and
-        what that thread has raised.
+        Blocks for _START_LIMIT_S at most. Raises TimeoutError after that, and what `work` raises.
         """
-        done: Future[None] = Future()
+        done: Future[_T] = Future()
 
-        def begin() -> None:
-            node = self.node
-            size = len(ranks) * peers.size
-            generation = max(node.job.generation, order.generation)
+        def run() -> None:
             try:
-                node.job = recovery.with_size(replace(node.job, generation=generation), size)
-                self._resumption.resize(size)
-                self._resized = order
-                self.begin_group(ranks, replace_handler, peers, on_lead)
-                self.parts.standbys.preloads.begin_group()
-                done.set_result(None)
+                done.set_result(work())
             except Exception as error:
                 done.set_exception(error)
 
+        self.node.call(run)
+        return done.result(_START_LIMIT_S)
+
+    def begin_resized_group(self, group: NewGroup, peers: Peers, order: meeting.Regroup) -> None:
+        """The same for a group that starts again on other nodes; the number of ranks is another one from now on.
+
+        peers   the agents of the new group's nodes
+        order   by which the leader has started it
+
+        Blocks and raises as `begin_group` does.
+        """
+
+        def begin() -> None:
+            node = self.node
+            size = len(group.ranks) * peers.size
+            generation = max(node.job.generation, order.generation)
+            node.take_job(recovery.with_size(replace(node.job, generation=generation), size))
+            self._resumption.resize(size)
+            self._resized = order
+            self._begin_group(group, peers)
+            self.parts.standbys.preloads.begin_group()
+
         self._resume_from = ()
-        self.node.call(begin)
-        done.result(_START_LIMIT_S)
+        self._on_thread(begin)
 
     def take_over(self, records: Mapping[int, str]) -> None:
         """The slots of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
@@ -156,20 +156,11 @@ class Supervisor:
 
     def start_from_standby(self, start: dict[str, Any]) -> RankHandler:
         """The first process of a rank whose slot was a lost node's: a standby, or a new one. Raises OSError."""
-        started: Future[RankHandler] = Future()
+        return self._on_thread(lambda: self.parts.actuator.start_process(start))
 
-        def start_it() -> None:
-            try:
-                started.set_result(self.parts.actuator.start_process(start))
-            except OSError as error:
-                started.set_exception(error)
-
-        self.node.call(start_it)
-        return started.result(_START_LIMIT_S)
-
-    def sit(self, local_rank: int, handler: RankHandler) -> None:
+    def assign(self, local_rank: int, handler: RankHandler) -> None:
         """The first process of a rank has been started."""
-        self.node.here[local_rank].sit(handler)
+        self.node.here[local_rank].assign(handler)
 
     def group_started(self, is_restart: bool) -> None:
         """All processes of the group have been started."""
@@ -179,7 +170,8 @@ class Supervisor:
         """Welcome all ranks. They wait for that, so they are also welcomed if something breaks here."""
         node = self.node
         if node.peers.is_follower:
-            self.node.is_paused = node.is_broken
+            if not node.is_broken:
+                node.unpause()
             if is_restart and self._resized is None:
                 self.parts.standbys.preloads.begin_group()
             self._resized = None
@@ -191,17 +183,17 @@ class Supervisor:
             resume_from = (recovery.Saved(resized.boundary, resized.place),)
         blind = ", ".join(map(node.peers.name_of, node.peers.without_save_dir))
         if blind:
-            self.parts.checkpoints.why_never = f"{blind} does not see the save directory of this node"
-            logger.warning(
-                "no checkpoints: %s; name one that all nodes share (--save-dir)", self.parts.checkpoints.why_never
-            )
+            why = f"{blind} does not see the save directory of this node"
+            self.parts.checkpoints.rule_out(why)
+            logger.warning("no checkpoints: %s; name one that all nodes share (--save-dir)", why)
         is_resumed = bool(resume_from) and not node.is_broken and not blind
         try:
-            self.node.is_paused = False
+            node.unpause()
             if is_restart and resized is None:
                 self.parts.standbys.preloads.begin_group()
                 self.node.advance(recovery.GroupRestarted(at_s=time.monotonic()))
-            self.node.is_paused = node.is_broken
+            if node.is_broken:
+                node.pause()
             now = time.monotonic()
             if is_resumed:
                 place = resume_from[0].place
@@ -221,7 +213,7 @@ class Supervisor:
             self.parts.leader.share()
             node.watch_peers()
         except Exception as error:
-            self.node.is_paused = True  # nobody decides any more
+            node.pause()
             if is_resumed:  # then nobody would order them where to resume
                 self._resumption.note_unusable(resume_from[0].place, repr(error), is_refused=True)
                 why = f"the run cannot resume from the checkpoint: {error!r}; the next launch will not try it again"
@@ -241,14 +233,14 @@ class Supervisor:
         peers = self.node.peers
         where = f" on {peers.name_of(peers.node)}" if peers.names else ""
         reason = f"ended by {ended_by.name}{where}"
-        self.node.ended_by = ended_by
+        self.node.end_by(ended_by)
         self.node.log("ending", reason=reason, grace_s=grace_s)
 
         def stop() -> None:
             def order() -> None:
                 self.node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
 
-            self.parts.standing.ask(order, is_end=True)
+            self.parts.quiesce_schedule.ask(order, is_end=True)
             self.parts.injections.answered()
             if self.node.is_paused:  # nobody decides: the ranks are being ended or started, or we have broken
                 self.node.is_settled.set()
@@ -285,7 +277,7 @@ class Supervisor:
         done = threading.Event()
 
         def pause() -> None:
-            self.node.is_paused = True
+            self.node.pause()
             self.node.is_settled.set()
             for slot in self.node.here:
                 self.parts.watch.forget(slot)
@@ -319,6 +311,7 @@ class Supervisor:
         self.node.wake()
         if self._thread.is_alive():
             self._thread.join(10)
+        self._reserve.give_up()
         self.parts.set_ups.end()
         self.parts.standbys.end()
         self.end_ranks_at_once()
@@ -334,7 +327,9 @@ class Supervisor:
         selector = self.node.selector
         while not self._is_stopping:
             try:
-                for key, _ in selector.select(self._wait_s()):
+                happened = selector.select(self._wait_s())
+                self._reserve.look()
+                for key, _ in happened:
                     if selector.get_map().get(key.fd) is key:  # not what has got the number of one just closed
                         key.data()
                 if self.node.has_board:
@@ -349,8 +344,7 @@ class Supervisor:
             except Exception as error:
                 logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
                 self.node.log("supervisor_failed", error=repr(error))
-                self.node.is_broken = self.node.is_paused = True
-                self.node.is_settled.set()
+                self.node.break_down()
                 self.node.wake()  # for the calls behind one that has failed
             if self.node.is_broken and self.node.verdict is None:
                 self._conclude_from_processes()

@@ -28,7 +28,7 @@ from ttprun.device.errors import DeviceFault
 from ttprun.observe.stacks import RankStack, groups_of
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
 from ttprun.protocol.from_rank import Broken
-from ttprun.recovery.hangs import Hung, Stalled, Straggler, Verdict, Watch
+from ttprun.recovery.hangs import HangVerdict, HangWatch, Hung, Stalled, Straggler
 from ttprun.recovery.observations import Doing, Observation
 
 logger = logging.getLogger("ttprun")
@@ -37,10 +37,10 @@ EVERY_S = 0.25
 _STALE_S = 2.0
 _TICKS_PER_S = 100.0  # of /proc/PID/stat, on every Linux that we run on
 _REPAIRING = (
-    recovery.Phase.FREEZING,
-    recovery.Phase.REPLAYING,
-    recovery.Phase.TRANSFERRING,
-    recovery.Phase.RESUMING,
+    recovery.JobPhase.FREEZING,
+    recovery.JobPhase.REPLAYING,
+    recovery.JobPhase.TRANSFERRING,
+    recovery.JobPhase.RESUMING,
 )
 _DOING = {phase: Doing(phase.name.lower()) for phase in Phase if phase is not Phase.FROZEN} | {
     Phase.FROZEN: Doing.COMPUTING
@@ -56,8 +56,8 @@ class HangDetector:
         self._own_states = own_states
         limit = node.config.hang_timeout_s
         self._limit_s = None if limit == "auto" else float(limit)
-        self._watch = Watch(self._limit_s)
-        self._of_alone: dict[int, Watch] = {}  # by rank
+        self._watch = HangWatch(self._limit_s)
+        self._of_alone: dict[int, HangWatch] = {}  # by rank
         self._next_s = 0.0
         self._is_repairing = False
         self._reported: set[tuple[int, int]] = set()  # what has been reported already
@@ -70,7 +70,7 @@ class HangDetector:
 
     def begin_group(self) -> None:
         """New ranks: nothing is known of them."""
-        self._watch = Watch(self._limit_s)
+        self._watch = HangWatch(self._limit_s)
         self._of_alone = {}
         self._reported = set()
 
@@ -92,7 +92,7 @@ class HangDetector:
         if self._repairs.is_paused:
             self._is_repairing = True  # nobody is expected to get on, and afterwards all begin anew
             return
-        if phase is recovery.Phase.RUNNING:
+        if phase is recovery.JobPhase.RUNNING:
             if self._is_repairing:
                 self._watch.begin_anew(now)
             self._is_repairing = False
@@ -102,7 +102,7 @@ class HangDetector:
             replaying = [
                 member.rank
                 for member in self._node.job.replacements
-                if phase is recovery.Phase.REPLAYING and member.has_orders and not member.has_replayed
+                if phase is recovery.JobPhase.REPLAYING and member.has_orders and not member.has_replayed
             ]
             verdicts = self._watch.look_at_repair(now, self._observations(), replaying)
         else:
@@ -111,14 +111,14 @@ class HangDetector:
         for verdict in verdicts:
             self._act(verdict)
 
-    def _watch_all(self, now: float) -> tuple[Verdict, ...]:
+    def _watch_all(self, now: float) -> tuple[HangVerdict, ...]:
         """Ranks that wait for each other are judged together, others each for itself."""
         job, observations = self._node.job, self._observations()
         if not (job.settings.is_alone or job.are_alone) or (job.settings.world_size == 1 and self._limit_s is None):
             return self._watch.look(now, observations)  # one rank alone may wait for a person, who debugs it
-        found: tuple[Verdict, ...] = ()
+        found: tuple[HangVerdict, ...] = ()
         for observation in observations:
-            watch = self._of_alone.setdefault(observation.rank, Watch(self._limit_s))
+            watch = self._of_alone.setdefault(observation.rank, HangWatch(self._limit_s))
             found += watch.look(now, [observation], is_alone=True)
         return found
 
@@ -138,9 +138,9 @@ class HangDetector:
             if observation.is_stopped or (observation.pulse_at_s and self._watch.is_silent(observation, now))
         )
         slots = [node.slots[rank] for rank in job.survivors]
-        if dead or job.phase not in (recovery.Phase.FREEZING, recovery.Phase.RESUMING):
+        if dead or job.phase not in (recovery.JobPhase.FREEZING, recovery.JobPhase.RESUMING):
             return dead
-        if job.phase is recovery.Phase.RESUMING:
+        if job.phase is recovery.JobPhase.RESUMING:
             # Who connects reports its port to the others first; who has not done so is waited for by all.
             has_any = any(slot.reported_in == job.generation for slot in node.slots)
             return tuple(slot.rank for slot in node.slots if has_any and slot.reported_in < job.generation)
@@ -166,7 +166,7 @@ class HangDetector:
             return  # its exit is the fault, of which the agent hears next
         self._watch.look(now, self._observations())
         is_time_out = "imed out" in message.reason or fault == DeviceFault.COLLECTIVE_TIMEOUT
-        is_running = node.job.phase is recovery.Phase.RUNNING
+        is_running = node.job.phase is recovery.JobPhase.RUNNING
         laggards = self._watch.laggards() if is_time_out and is_running else ()
         for observation in laggards:
             self._report(self._watch.why_absent(now, observation.rank))
@@ -180,7 +180,7 @@ class HangDetector:
         slots = self._node.slots
         return min(board.get(slot.rank, Field.APPLIED) for slot in slots if slot.rank not in away)
 
-    def _act(self, verdict: Verdict) -> None:
+    def _act(self, verdict: HangVerdict) -> None:
         node = self._node
         if isinstance(verdict, Straggler):
             observation = verdict.observation
@@ -224,14 +224,14 @@ class HangDetector:
         slot = node.slots[observation.rank]
         if slot.is_lost or slot.pid != observation.pid:
             return  # what was done about another rank has ended this process
-        is_only_told = self._limit_s is None and self._is_unrepairable(observation.rank)
-        is_only_told = is_only_told or recovery.is_last_survivor(node.job, observation.rank)
+        is_only_reported = self._limit_s is None and self._is_unrepairable(observation.rank)
+        is_only_reported = is_only_reported or recovery.is_last_survivor(node.job, observation.rank)
         is_known = (observation.rank, observation.boundary) in self._reported
-        if is_known and not is_only_told and recovery.is_alone(node.job, observation.rank):
-            is_only_told = True  # it stands there again: it waits for something, and not for another rank
+        if is_known and not is_only_reported and recovery.is_alone(node.job, observation.rank):
+            is_only_reported = True  # it stands there again: it waits for something, and not for another rank
             if slot.pid in self._reported_pids:
                 return
-        elif is_known and is_only_told:
+        elif is_known and is_only_reported:
             return
         self._reported.add((observation.rank, observation.boundary))
         self._reported_pids.add(slot.pid)
@@ -247,13 +247,13 @@ class HangDetector:
                 taken, records = found
                 groups = [asdict(group) for group in groups_of(taken)]
                 node.log("stacks", because_of=observation.rank, groups=groups, flight_records=records)
-                self._conclude(hung, taken[0].all_threads, is_only_told)
+                self._conclude(hung, taken[0].all_threads, is_only_reported)
 
-            node.aside(take, conclude)
+            node.in_background(take, conclude)
         else:
-            self._conclude(hung, "", is_only_told)
+            self._conclude(hung, "", is_only_reported)
 
-    def _conclude(self, hung: Hung, text: str, is_only_told: bool) -> None:
+    def _conclude(self, hung: Hung, text: str, is_only_reported: bool) -> None:
         """A rank that hangs, and its stack, as far as it could be had."""
         node, observation = self._node, hung.observation
         slot = node.slots[observation.rank]
@@ -278,9 +278,9 @@ class HangDetector:
             stack=text,
         )
         stack = f"\n{main_thread}" if main_thread else ""
-        action = "it cannot be replaced, so it is not killed" if is_only_told else "it is killed"
+        action = "it cannot be replaced, so it is not killed" if is_only_reported else "it is killed"
         logger.warning("rank %d hangs (%s): %s%s", observation.rank, reason, action, stack)
-        if not is_only_told:
+        if not is_only_reported:
             failure = Failure(observation.rank, observation.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
             note_failure(node, failure)
             if recovery.is_alone(node.job, slot.rank) and slot.is_here:

@@ -14,7 +14,8 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import stacks
 from ttprun.observe.events import timestamp
-from ttprun.observe.stacks import RankStack, StackReport, write_stacks
+from ttprun.observe.run_directory import replace_file
+from ttprun.observe.stacks import RankStack, StackReport
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
 
 _FLIGHT_RECORDER = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -80,12 +81,12 @@ def write_when_taken(node: Node, number: int) -> None:
 
     def work() -> str:
         try:
-            write_stacks(node.run.stacks, StackReport(number, at, take()))
+            replace_file(node.run.stacks, StackReport(number, at, take()).to_json())
         except OSError as error:
             return error.strerror or str(error)
         return ""
 
-    node.aside(work, lambda why_not: node.log("stacks_not_written", error=why_not) if why_not else None)
+    node.in_background(work, lambda why_not: node.log("stacks_not_written", error=why_not) if why_not else None)
 
 
 def flight_records(ranks: list[int], since_s: float) -> list[str]:

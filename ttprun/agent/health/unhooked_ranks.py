@@ -3,7 +3,7 @@
 A rank whose Python has loaded our `sitecustomize` mostly reports by itself (rank/unhooked.py). From outside are
 found: a Python that has skipped it (-E, -I, -S, a wrapper), one that has taken the rank's place by exec, and training
 in a child of the rank. Each is reported for what the process shows, never for how long it has been silent: on a busy
-machine all are. Begin with `Unseen.look`.
+machine all are. Begin with `UnhookedRanks.look`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("ttprun")
 EVERY_S = 0.5
 
 
-class Unseen:
+class UnhookedRanks:
     """Watches the processes of ranks in which no hook has spoken."""
 
     def __init__(self, node: Node, protection: Protection) -> None:

@@ -13,7 +13,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from ttprun.agent.cluster.rendezvous import KNOWN, NotMetError, Place, meet
 from ttprun.agent.cluster.spare_launcher import Taken, wait_for_slots
 from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys
 from ttprun.agent.core.failures import Failure
+from ttprun.agent.core.new_group import NewGroup
 from ttprun.agent.core.supervisor import Supervisor
 from ttprun.agent.launcher.signals import Signals
 from ttprun.agent.launcher.verdict import Verdict
@@ -47,7 +48,7 @@ torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.
 class Meeting:
     """How the agent of this node meets those of the others; by default there are none.
 
-    address, alike, save_dir   as in `rendezvous.Place`
+    address, alike, save_dir, page   as in `rendezvous.Place`
     seen_file    who sees it shares the save directory
     nodes        that train
     is_elastic   nodes may join and leave
@@ -59,6 +60,7 @@ class Meeting:
     seen_file: str = ""
     nodes: int = 1
     is_elastic: bool = False
+    page: str = ""
 
 
 class ReplacingAgent(LocalElasticAgent):
@@ -96,21 +98,21 @@ class ReplacingAgent(LocalElasticAgent):
 
         def on_lead() -> None:
             if peers is not None:
-                self._announce_aside(worker_group, peers)
+                self._announce_in_background(worker_group, peers)
 
+        left = self._remaining_restarts
+        group = NewGroup(ranks, self._replace_handler, on_lead, worker_group.spec.max_restarts - left, left)
         if again is not None and self._order is not None:
-            supervisor.begin_resized_group(ranks, self._replace_handler, again, self._order, on_lead)
+            supervisor.begin_resized_group(group, again, self._order)
             self._announce(worker_group, again)
         else:
-            supervisor.begin_group(ranks, self._replace_handler, peers, on_lead)
-        supervisor.node.attempt = worker_group.spec.max_restarts - self._remaining_restarts
+            supervisor.begin_group(group, peers)
         if taken is not None:
             supervisor.take_over(taken.records)
         if peers is not None:
             # Who comes later waits for slots, and that is no reason to start all ranks again.
             worker_group.spec.rdzv_handler.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]
             self._leave_lost_store_alone(worker_group.spec.rdzv_handler)
-        supervisor.parts.status.restarts_left = self._remaining_restarts
         with _handlers_made_by(self._make_handler):
             pids = super()._start_workers(worker_group)
         self.signals.install()
@@ -133,7 +135,8 @@ class ReplacingAgent(LocalElasticAgent):
     def _place(self, number: int, size: int, ranks: int, master: str = "") -> Place:
         meeting = self.meeting
         listener = self._next_listener()
-        return Place(number, size, ranks, meeting.address, meeting.alike, master, meeting.save_dir, listener)
+        how = {"master": master, "save_dir": meeting.save_dir, "page": meeting.page}
+        return Place(number, size, ranks, meeting.address, meeting.alike, **how, listener=listener)
 
     def _announce(self, worker_group: WorkerGroup, peers: Peers) -> None:
         """Name the spare pool of a group that this agent leads."""
@@ -144,7 +147,7 @@ class ReplacingAgent(LocalElasticAgent):
             except Exception as error:  # torch's stores raise errors of their own
                 logger.warning("no other node can join: the rendezvous store is lost (%s)", error)
 
-    def _announce_aside(self, worker_group: WorkerGroup, peers: Peers) -> None:
+    def _announce_in_background(self, worker_group: WorkerGroup, peers: Peers) -> None:
         """This agent leads instead of a lost one: name its spare pool, if the store lives; that may take long."""
         threading.Thread(target=self._announce, args=(worker_group, peers), name="ttprun-announce", daemon=True).start()
 
@@ -154,7 +157,7 @@ class ReplacingAgent(LocalElasticAgent):
         """Where this agent listens if it leads the next group; None: there is none on other nodes."""
         if not self.meeting.is_elastic:
             return None
-        self._listener = Listener(self.meeting.address, KNOWN)
+        self._listener = Listener(self.meeting.address, KNOWN, self.meeting.page)
         return Where(**self._listener.where)
 
     def _meet_again(self, worker_group: WorkerGroup, order: Regroup) -> None:
@@ -173,7 +176,7 @@ class ReplacingAgent(LocalElasticAgent):
             raise SignalException(reason, signal.SIGTERM) from None
         self._remaining_restarts -= 0 if order.place else 1
         group.spec.max_restarts = order.attempt + self._remaining_restarts
-        self._sit(worker_group, self._again, master)
+        self._join_group(worker_group, self._again, master)
 
     def _make_store(self) -> str:
         """A store for the ranks of the next group; returns its address and port."""
@@ -184,7 +187,8 @@ class ReplacingAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Take part in the rendezvous; a launcher that comes when the job has all its nodes waits for slots instead."""
-        order, self.supervisor.node.regroup = self.supervisor.node.regroup, None
+        verdict = self.supervisor.node.verdict
+        order = None if verdict is None else verdict.regroup
         self._taken = self._again = None
         if order is None and not self._has_entered and self.meeting.alike:
             found = self._wait_for_slots(worker_group)
@@ -196,11 +200,11 @@ class ReplacingAgent(LocalElasticAgent):
         if order is not None:
             self._meet_again(worker_group, order)
         elif self._taken is not None:
-            self._sit(worker_group, self._taken.peers, self._taken.master)
+            self._join_group(worker_group, self._taken.peers, self._taken.master)
         else:
             super()._rendezvous(worker_group)
 
-    def _sit(self, worker_group: WorkerGroup, peers: Peers, master: str) -> None:
+    def _join_group(self, worker_group: WorkerGroup, peers: Peers, master: str) -> None:
         """Let the group be as the others have it.
 
         master   address and port of the ranks' store
@@ -241,7 +245,7 @@ class ReplacingAgent(LocalElasticAgent):
             logger.warning("the job has all its nodes: this one waits %s", what_for)
             listener = self._next_listener()
             meeting, warm_up = self.meeting, self.supervisor.warm_up_standbys
-            taken = wait_for_slots(where, meeting.address, meeting.alike, warm_up, listener)
+            taken = wait_for_slots(where, meeting.address, meeting.alike, warm_up, listener, meeting.page)
             if isinstance(taken, Taken | Regroup):
                 return taken
             if taken is not None and taken.kind not in ("restart", "resize", "leave"):
@@ -272,7 +276,7 @@ class ReplacingAgent(LocalElasticAgent):
             handler = self.supervisor.start_from_standby(start)
         else:
             handler = RankHandler(start, str(node.run.path), is_new=True, is_python=node.is_python)
-        self.supervisor.sit(start["local_rank_id"], handler)
+        self.supervisor.assign(start["local_rank_id"], handler)
         return handler
 
     def _replace_handler(self, local_rank: int, handler: RankHandler) -> None:
@@ -325,7 +329,7 @@ class ReplacingAgent(LocalElasticAgent):
             failure = Failure(first, 0, failure.exit_code, why)
         local_rank = local_ranks[failure.rank]
         context: Any = self._pcontext
-        return {failure.rank: failure.as_torch_tells_it(local_rank, context.error_files[local_rank])}
+        return {failure.rank: failure.as_torch_reports_it(local_rank, context.error_files[local_rank])}
 
     # What torch passes to these two beside the group and the signal differs between its releases.
 
@@ -348,15 +352,12 @@ class ReplacingAgent(LocalElasticAgent):
         super()._shutdown(death_sig, *args, **kwargs)
 
 
-class _handlers_made_by:
+@contextlib.contextmanager
+def _handlers_made_by(make: Callable[..., Any]) -> Iterator[None]:
     """While in it, torch makes its subprocess handlers with our function."""
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
-
-    def __enter__(self) -> None:
-        self._original = torch_multiprocessing.get_subprocess_handler
-        torch_multiprocessing.get_subprocess_handler = self._make
-
-    def __exit__(self, *_: object) -> None:
-        torch_multiprocessing.get_subprocess_handler = self._original
+    original = torch_multiprocessing.get_subprocess_handler
+    torch_multiprocessing.get_subprocess_handler = make
+    try:
+        yield
+    finally:
+        torch_multiprocessing.get_subprocess_handler = original

@@ -52,11 +52,13 @@ def launch(
     run: RunDirectory,
     is_python: bool,
     is_place_named: bool,
+    page: str = "",
 ) -> int:
     """Run the job to its end; returns the launcher's exit code.
 
     is_python        False: the ranks run the user's own program (--no-python)
     is_place_named   the same command has the same save directory the next time
+    page             address at which other machines see the job; "": at none
 
     Blocks as long as the job runs. What signals do to it is said in `signals.py`. Raises ConfigError, before any rank
     is started, if there is something wrong with the checkpoints.
@@ -81,7 +83,7 @@ def launch(
     meeting = Meeting()
     if is_on_several:
         config = config.for_several_nodes()
-        meeting = _meeting_of(config, launch_config, args)
+        meeting = _meeting_of(config, launch_config, args, page)
         _say_how(config, launch_config, spares)
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
     if is_python and store.save_dir.parent != run.path and not is_on_several:
@@ -139,7 +141,7 @@ def why_not_over_nodes(launch_config: torch_launcher.LaunchConfig, is_python: bo
     return "" if is_python else "on several nodes the ranks must run Python (not --no-python)"
 
 
-def _meeting_of(config: Config, launch_config: torch_launcher.LaunchConfig, args: list[str]) -> Meeting:
+def _meeting_of(config: Config, launch_config: torch_launcher.LaunchConfig, args: list[str], page: str) -> Meeting:
     """What the agents of the nodes report to each other. Raises ConfigError if this node does not find its address."""
     try:
         address = own_address(launch_config.local_addr, launch_config.rdzv_endpoint)
@@ -156,7 +158,8 @@ def _meeting_of(config: Config, launch_config: torch_launcher.LaunchConfig, args
         "ranks (--nproc-per-node)": str(launch_config.nproc_per_node),
         "the script": hash_of(words[0]) if words else "",
     }
-    return Meeting(address, alike, config.save_dir or "", nodes=launch_config.max_nodes, is_elastic=config.elastic)
+    save_dir, nodes = config.save_dir or "", launch_config.max_nodes
+    return Meeting(address, alike, save_dir, nodes=nodes, is_elastic=config.elastic, page=page)
 
 
 def hash_of(path: str) -> str:

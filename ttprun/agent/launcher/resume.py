@@ -171,7 +171,7 @@ class Resumption:
         what_differs = (
             f"is of {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, and this job has {self._world_size}"
         )
-        if stored.replicas.parted and manifest.world_size != self._world_size:
+        if stored.replicas.differing and manifest.world_size != self._world_size:
             raise ConfigError(
                 f"checkpoint '{checkpoint.path}' {what_differs}; its ranks held different values of "
                 f"{in_short(stored.replicas.all_names)}, and only the script knows how to divide them",

@@ -15,14 +15,14 @@ def settings_of(
     is_python      False: the ranks run the user's own program, and none can be repaired
     max_restarts   how often torch may restart all ranks
     """
-    limits = recovery.Limits(
+    limits = recovery.PhaseLimits(
         freeze_s=config.freeze_timeout_s,
         replay_s=config.replay_timeout_s,
         transfer_s=config.transfer_timeout_s,
         resume_s=config.resume_timeout_s,
         persist_s=config.persist_timeout_s,
         # A rank that must reach its next collective to quiesce needs more time.
-        halt_s=config.freeze_timeout_s if config.mindio else recovery.Limits().halt_s,
+        halt_s=config.freeze_timeout_s if config.mindio else recovery.PhaseLimits().halt_s,
     )
     is_one = world_size == 1 and not config.elastic
     rungs = config.without_repair() if not is_python else config.for_one_rank() if is_one else config

@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ttprun.agent.processes import priority
-from ttprun.agent.processes.rank_processes import Copy, Standby, command_of, kill_session
-from ttprun.protocol import to_rank
+from ttprun.agent.processes.rank_processes import Standby, StandbyCopy, command_of, kill_session
+from ttprun.protocol import standbys
 from ttprun.protocol.codec import encode
-from ttprun.protocol.from_rank import Imported, Ready
-from ttprun.protocol.plan import Plan
+from ttprun.protocol.standbys import Imported, PreloadPlan, Ready
 
 HANG_S = 300.0  # in one module, at a low priority on a busy machine
 MAX_ROUNDS = 6
@@ -30,7 +29,7 @@ _OWN = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC
 _NAMED_AT_MOST = 3
 
 
-def plan_of(reports: Sequence[Imported], starts: Sequence[dict[str, Any]]) -> Plan | str:
+def plan_of(reports: Sequence[Imported], starts: Sequence[dict[str, Any]]) -> PreloadPlan | str:
     """What all ranks of this node have imported; or why a standby must not import it.
 
     reports   of each local rank, the leader's first
@@ -55,7 +54,7 @@ def plan_of(reports: Sequence[Imported], starts: Sequence[dict[str, Any]]) -> Pl
     )
     is_module = arguments[0][:1] == ["-m"]
     words = arguments[0][1:] if is_module else arguments[0]
-    return Plan(modules, tuple(sorted(own)), words, given=tuple(sorted(own - changed)))
+    return PreloadPlan(modules, tuple(sorted(own)), words, given=tuple(sorted(own - changed)))
 
 
 def _history(report: Imported) -> dict[str, list[str | None]]:
@@ -74,7 +73,7 @@ class Preloaded(Standby):
     count     modules that it imports
     """
 
-    def __init__(self, copy: Copy, plan: Plan, refused: dict[str, str], asked: to_rank.Preload) -> None:
+    def __init__(self, copy: StandbyCopy, plan: PreloadPlan, refused: dict[str, str], asked: standbys.Preload) -> None:
         self.process = copy.process
         self.channel = copy.channel
         self.has_started = self.is_copyable = False
@@ -128,7 +127,7 @@ class Preloads:
         self._follow = list(follow)
         self.loops: list[str] | None = None
         self._reports: dict[int, Imported] = {}
-        self._plan: Plan | None = None
+        self._plan: PreloadPlan | None = None
         self._refused: dict[str, str] = {}
         self._rounds = 0
         self._current: Preloaded | None = None
@@ -139,6 +138,10 @@ class Preloads:
             kill_session(self._current.process.pid)
         self._current = None
         self._reports, self._plan, self.why_not, self._rounds = {}, None, "", 0
+
+    def note_loops(self, files: list[str] | None) -> None:
+        """In these files earlier runs have met a training loop; None: on several nodes they may differ."""
+        self.loops = files
 
     def note(self, local_rank: int, message: Imported, starts: Sequence[dict[str, Any]]) -> None:
         """A rank has reported after its first step what it has imported; a replacement's report changes nothing.
@@ -156,7 +159,7 @@ class Preloads:
             reports = [self._reports[rank] for rank in range(len(starts))]
             self._reports = {}
             plan = plan_of(reports, starts)
-            if isinstance(plan, Plan):
+            if isinstance(plan, PreloadPlan):
                 self._plan = plan
             else:
                 self.why_not = plan
@@ -183,7 +186,7 @@ class Preloads:
         copy = standby.copy()
         if copy is not None:
             self._rounds += 1
-            asked = to_rank.Preload(self._follow, self.loops)
+            asked = standbys.Preload(self._follow, self.loops)
             self._current = Preloaded(copy, self._plan, self._refused, asked)
             watch(self._current)
 

@@ -1,6 +1,7 @@
 """Watching the processes of ranks: what they send, the first sign of their end, and the end itself.
 
-Everything that is seen becomes an event of the state machine, or a report (`reports.py`). Begin with `Watch.welcome`.
+Everything that is seen becomes an event of the state machine, or a report (`reports.py`).
+Begin with `ProcessWatch.welcome`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import os
 import selectors
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshots import Snapshots
@@ -20,7 +21,7 @@ from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.outcomes import note_failure
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.health.unhooked_ranks import Unseen
+from ttprun.agent.health.unhooked_ranks import UnhookedRanks
 from ttprun.agent.processes import life_locks
 from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, command_of, with_agent
 from ttprun.agent.repair.mirrors import Mirrors
@@ -35,26 +36,18 @@ DEATH_LIMIT_S = 10.0  # of a process that was sent SIGKILL
 _LOOK_AGAIN_S = 0.05
 
 
-class Watch:
+@dataclass
+class ProcessWatch:
     """Watches the processes of a node's ranks, by its selector."""
 
-    def __init__(
-        self,
-        node: Node,
-        own_states: OwnStates,
-        mirrors: Mirrors,
-        snapshots: Snapshots,
-        injections: Injections,
-        unseen: Unseen,
-    ) -> None:
-        self._node = node
-        self._own_states = own_states
-        self._mirrors = mirrors
-        self._snapshots = snapshots
-        self._injections = injections
-        self._unseen = unseen
-        self._causes = Causes()
-        self._undead: list[RankHandler] = []
+    _node: Node
+    _own_states: OwnStates
+    _mirrors: Mirrors
+    _snapshots: Snapshots
+    _injections: Injections
+    _unseen: UnhookedRanks
+    _causes: Causes = field(default_factory=Causes)
+    _undead: list[RankHandler] = field(default_factory=list)
 
     def introduction(
         self, slot: RankSlot, handler: RankHandler, is_replacement: bool
@@ -71,7 +64,7 @@ class Watch:
         options = to_rank.Options(
             allow_faults=config.allow_faults,
             keeps_state=not rungs.isdisjoint(("rewind", "persist")),
-            mirror=self._mirrors.paths_for(slot.local_rank),
+            mirror=self._mirrors.paths_for(slot),
             own_state=self._own_states.paths_for(slot.local_rank),
             buffers=self._snapshots.paths_for(slot.local_rank),
             snapshot_every_steps=self._snapshots.every_steps,
@@ -132,7 +125,7 @@ class Watch:
             with contextlib.suppress(KeyError, ValueError):
                 self._node.selector.unregister(handler.channel.sock)
             if slot.handler is handler:
-                slot.hung_up_at_s = time.monotonic()
+                slot.hang_up()
             return
         for message in messages:
             if slot.handler is handler:
@@ -150,7 +143,7 @@ class Watch:
 
         def on_dying(code: int) -> None:
             if slot.handler is handler and slot.pidfd >= 0 and code != 0:  # one that finishes is not urgent
-                slot.is_dying = True
+                slot.begin_to_die()
                 self._on_end(slot, code)
 
         life_locks.watch(
@@ -166,7 +159,7 @@ class Watch:
         slot.kill()  # what it has started, as long as its number is its own
         handler = slot.handler
         if handler.proc.poll() is None:  # a debugger that is attached to it has to hear of it first
-            self._node.aside(lambda: _take_code(handler), lambda _: self._on_gone(slot, handler))
+            self._node.in_background(lambda: _take_code(handler), lambda _: self._on_gone(slot, handler))
         else:
             self._on_gone(slot, handler)
 
@@ -182,9 +175,7 @@ class Watch:
         """A process is killed, or will be at once: what it may still send is not heard, and its rank is lost."""
         with contextlib.suppress(KeyError, ValueError):
             self._node.selector.unregister(slot.handler.channel.sock)
-        slot.is_lost, slot.is_dying = True, slot.pidfd >= 0
-        slot.is_spawn_due = False
-        slot.killed_at_s = time.monotonic()
+        slot.let_die()
 
     def look(self) -> None:
         """Do not wait longer for processes that do not die: one in an uninterruptible read may take hours."""
@@ -246,10 +237,7 @@ class Watch:
         for watched in (slot.pidfd, slot.handler.channel.sock):
             with contextlib.suppress(KeyError, ValueError):
                 self._node.selector.unregister(watched)
-        slot.is_dying = False
-        if slot.pidfd >= 0:
-            os.close(slot.pidfd)
-            slot.pidfd = -1
+        slot.forget_process()
 
 
 def _take_code(handler: RankHandler) -> None:

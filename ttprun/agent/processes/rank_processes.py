@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from ttprun import text_hashes
 from ttprun.agent.processes import priority
 from ttprun.agent.processes.adopted import AdoptedProcess, adopting
-from ttprun.protocol import channel, from_rank, to_rank
+from ttprun.protocol import channel, standbys, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
 
@@ -95,7 +95,7 @@ class RankHandler(SubprocessHandler):
 class StandbyHandler(RankHandler):
     """A standby, or a copy of one, that has become a rank."""
 
-    def __init__(self, start: dict[str, Any], standby: Standby | Copy) -> None:
+    def __init__(self, start: dict[str, Any], standby: Standby | StandbyCopy) -> None:
         self.start = start
         self.local_rank_id = start["local_rank_id"]
         self.proc: Any = standby.process
@@ -121,7 +121,7 @@ def command_of(start: dict[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Copy:
+class StandbyCopy:
     """A process that a standby has forked, to become a rank in its place."""
 
     process: AdoptedProcess
@@ -170,10 +170,10 @@ class Standby:
     def read(self) -> None:
         """It has said that it is ready. Raises EOFError if it is gone."""
         for message in self.channel.read_available():
-            if isinstance(message, from_rank.Ready):
+            if isinstance(message, standbys.Ready):
                 self.take(message)
 
-    def take(self, message: from_rank.Ready) -> None:
+    def take(self, message: standbys.Ready) -> None:
         """What it says when it is ready."""
         self._answers_due -= 1
         self.has_started = True
@@ -182,21 +182,21 @@ class Standby:
     def warm_up(self, modules: list[str], files: list[str]) -> None:
         """Have it import modules, and compile the user's; it is not ready until it says so again."""
         self._answers_due += 1
-        self.channel.send(to_rank.WarmUp(modules, files))
+        self.channel.send(standbys.WarmUp(modules, files))
 
     def hurry(self) -> None:
         """It is needed now, or will be at once: it has a rank's priority from now on."""
         priority.restore(self.process.pid)
 
-    def copy(self) -> Copy | None:
+    def copy(self) -> StandbyCopy | None:
         """A copy of it, made within milliseconds; None if it gives none, and then it has been killed."""
         ours, theirs = channel.pair()
         try:
             with adopting():
-                self.channel.send(to_rank.Copy(), [theirs.fileno()])
+                self.channel.send(standbys.Copy(), [theirs.fileno()])
                 pid = self._pid_of_copy(_COPY_LIMIT_S)
             priority.restore(pid)
-            return Copy(AdoptedProcess(pid), ours)
+            return StandbyCopy(AdoptedProcess(pid), ours)
         except (OSError, EOFError):
             ours.close()
             kill_session(self.process.pid)
@@ -211,7 +211,7 @@ class Standby:
         if not answered.poll(limit_s * 1000):
             raise TimeoutError("the standby does not answer")
         answer, _ = self.channel.receive_with_fds()
-        if not isinstance(answer, from_rank.Copied):
+        if not isinstance(answer, standbys.Copied):
             raise OSError(f"the standby has answered with {answer}")
         return answer.pid
 
@@ -238,9 +238,9 @@ def kill_session(pid: int) -> None:
 
 __all__ = [
     "Channel",
-    "Copy",
     "RankHandler",
     "Standby",
+    "StandbyCopy",
     "StandbyHandler",
     "command_of",
     "kill_session",

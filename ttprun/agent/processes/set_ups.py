@@ -20,10 +20,10 @@ from ttprun import recovery
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import priority
-from ttprun.agent.processes.process_watch import Watch
+from ttprun.agent.processes.process_watch import ProcessWatch
 from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, kill_session
 from ttprun.agent.processes.standbys import Standbys
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, standbys, to_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.process.free_memory import free_bytes
 
@@ -32,7 +32,7 @@ _FIRST_BOUNDARY = 3  # from here on no replay begins at the script's top
 
 
 @dataclass
-class SetUp:
+class PreparedSetUp:
     """One of these processes.
 
     welcome   with which it was started
@@ -52,12 +52,12 @@ class SetUps:
     watch   knows what to welcome a process with
     """
 
-    def __init__(self, node: Node, standbys: Standbys, watch: Watch) -> None:
+    def __init__(self, node: Node, standbys: Standbys, watch: ProcessWatch) -> None:
         self._node = node
         self._watch = watch
         self._standbys = standbys
         self._is_wanted = node.config.standby_depth == "setup"
-        self._waiting: dict[int, SetUp] = {}
+        self._waiting: dict[int, PreparedSetUp] = {}
         self._why_not = ""
 
     def begin_group(self) -> None:
@@ -74,7 +74,7 @@ class SetUps:
     def look(self) -> None:
         """Begin the next one, if nothing else is going on."""
         node = self._node
-        if not self._is_wanted or self._why_not or node.job.phase is not recovery.Phase.RUNNING:
+        if not self._is_wanted or self._why_not or node.job.phase is not recovery.JobPhase.RUNNING:
             return
         missing = [slot for slot in node.here if slot.rank not in self._waiting and slot.is_present]
         is_busy = any(not one.is_ready for one in self._waiting.values())
@@ -91,7 +91,7 @@ class SetUps:
         priority.lower(copy.process.pid)
         handler = StandbyHandler(slot.handler.start, copy)
         welcome, fds = self._watch.introduction(slot, handler, is_replacement=True)
-        one = self._waiting[slot.rank] = SetUp(handler, _lasting(welcome), os.fstat(slot.record_fd).st_ino)
+        one = self._waiting[slot.rank] = PreparedSetUp(handler, _lasting(welcome), os.fstat(slot.record_fd).st_ino)
         handler.channel.send(replace(_lasting(welcome), is_ahead=True), fds)
         sock = handler.channel.sock
         node.selector.register(sock, selectors.EVENT_READ, lambda: self._read(slot.rank, one))
@@ -100,7 +100,7 @@ class SetUps:
         board = self._node.board
         return all(board.get(slot.rank, Field.RECORDED) >= _FIRST_BOUNDARY for slot in self._node.here)
 
-    def _read(self, rank: int, one: SetUp) -> None:
+    def _read(self, rank: int, one: PreparedSetUp) -> None:
         try:
             messages = one.handler.channel.read_available()
         except (EOFError, OSError):
@@ -111,7 +111,7 @@ class SetUps:
         for message in messages:
             why_not = ""
             match message:
-                case from_rank.SetUpDone(why_not=why_not, took_s=took_s):
+                case standbys.SetUpDone(why_not=why_not, took_s=took_s):
                     one.is_ready = not why_not
                     fields = {"took_s": took_s, "bytes": _own_memory(one.handler.proc.pid), "why_not": why_not}
                     self._node.log("set_up_ahead", rank=rank, pid=one.handler.proc.pid, **fields)
@@ -147,7 +147,7 @@ class SetUps:
         priority.restore(one.handler.proc.pid)
         return one.handler
 
-    def _unregister(self, one: SetUp) -> None:
+    def _unregister(self, one: PreparedSetUp) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._node.selector.unregister(one.handler.channel.sock)
 
@@ -157,7 +157,7 @@ class SetUps:
         kill_session(one.handler.proc.pid)
         one.handler.close(signal.SIGKILL)
         one.handler.channel.close()
-        self._node.aside(one.handler.proc.wait)
+        self._node.in_background(one.handler.proc.wait)
 
     def end(self) -> None:
         """Kill those that were not needed."""

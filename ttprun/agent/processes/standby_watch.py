@@ -70,7 +70,7 @@ class StandbyWatch:
                 with contextlib.suppress(KeyError, ValueError):
                     node.selector.unregister(preloaded.channel.sock)
                 preloads.lost(preloaded)
-                node.aside(preloaded.bury)
+                node.in_background(preloaded.bury)
                 return
             is_usable = preloads.came(preloaded)
             fields = {"is_usable": is_usable, "refused": preloaded.refused or preloads.refused}
@@ -87,7 +87,7 @@ class StandbyWatch:
             except (EOFError, OSError):
                 node.selector.unregister(standby.channel.sock)
                 node.log("standby_lost", pid=standby.process.pid, was_ready=standby.has_started)
-                node.aside(standby.bury)
+                node.in_background(standby.bury)
                 if not standby.is_ready:
                     self._standbys.forget_warmth()
                 if standby.has_started:  # one that could not start would not start the next time either

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ttprun.agent.processes.preloads import Preloaded, Preloads
-from ttprun.agent.processes.rank_processes import Copy, Standby, kill_session
+from ttprun.agent.processes.rank_processes import Standby, StandbyCopy, kill_session
 
 
 class Standbys:
@@ -84,7 +84,7 @@ class Standbys:
             return f"ready, {self.preloads.state}"
         return "being prepared" if self.is_on_its_way else "none could be started; a lost rank gets a new process"
 
-    def take(self) -> Standby | Copy | None:
+    def take(self) -> Standby | StandbyCopy | None:
         """A process for a lost rank: a copy of a ready standby, which stays; else one itself. None if none is ready."""
         copy = self.copy()
         if copy is not None:
@@ -96,7 +96,7 @@ class Standbys:
         left[0].hurry()
         return left[0]
 
-    def copy(self) -> Copy | None:
+    def copy(self) -> StandbyCopy | None:
         """A copy of a ready standby; None if there is none that can be copied."""
         preloaded = self.preloads.ready
         copy = preloaded.copy() if preloaded is not None else None

@@ -21,14 +21,17 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.report.topology import topology_of
 from ttprun.errors import in_short
-from ttprun.observe.topology import Loss, write_topology
+from ttprun.observe.run_directory import replace_file
+from ttprun.observe.topology import StateSource
 from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.rank.checks.verification import PROOF_STEPS
-from ttprun.recovery.ladder import may_rewind
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
+from ttprun.recovery.ways_back import may_rewind
+from ttprun.state.memory_share import in_words
 
 logger = logging.getLogger("ttprun")
 
+_MOST_RANKS = 8  # that are named
 LOOK_AHEAD = 20  # boundaries, by which all ranks have heard of it
 
 
@@ -46,11 +49,16 @@ class Comparisons:
         self._names: dict[str, str] = {}  # of parameters, for people
         self._groups: dict[int, list[from_rank.Group]] = {}  # by rank
         self._repaired: tuple[tuple[int, ...], int] = ((), 0)  # ranks, boundary
+        self._weights: dict[int, int] = {}  # by rank: bytes
+        self._mirror_reports: dict[int, from_rank.StateMirrored] = {}  # by rank: the newest report
+        self._said_of_mirrors = ""
+        self._has_said_no_step = False
 
     def begin_group(self) -> None:
         """All ranks are new: nothing is known of their weights."""
         self._looks = Looks(world_size=len(self._node.slots))
         self._repaired = ((), 0)
+        self._mirror_reports, self._said_of_mirrors, self._has_said_no_step = {}, "", False
 
     def begin_resumed(self, replicas: Replicas) -> None:
         """The ranks go on from a checkpoint, whose writers were replicas so far."""
@@ -70,28 +78,35 @@ class Comparisons:
         self._groups[slot.rank] = message.groups or self._groups.get(slot.rank, [])
         if message.is_full:
             self._cuts[slot.rank] = message.shards
+            self._weights[slot.rank] = message.bytes
         if message.why_not_stored:
             self._times.turn_off(message.why_not_stored)
         self._looks, look = before.note(slot.rank, message.boundary, message.held, message.is_full, message.shards)
         if look is None:
             return
-        if look.parted and self._is_proof(look):
+        if look.differing and self._is_proof(look):
             self._looks = replace(self._looks, replicas=before.replicas)
-            what = f"{self.names_of(look.parted)}, or its gradient or optimizer state"
+            what = f"{self.names_of(look.differing)}, or its gradient or optimizer state"
             self._refuse_repair(slot, look.boundary, what)
             return
-        if look.is_full or look.parted:
+        if look.is_full or look.differing:
             self._look_at_shards()
+            self._share_out_mirrors()
             self._note_replicas(self._looks.replicas, look.boundary)
             self._write_topology()
         repaired, repaired_at = self._repaired
-        if look.is_full and not look.parted and look.divergence is None and look.boundary <= repaired_at + PROOF_STEPS:
+        if (
+            look.is_full
+            and not look.differing
+            and look.divergence is None
+            and look.boundary <= repaired_at + PROOF_STEPS
+        ):
             everyone = range(len(self._node.slots))
             for rank in (one for one in sorted({*repaired}) if self._looks.replicas.peers(one, everyone)):
                 equal = f"weights, gradients and optimizer state, those of its replicas, at boundary {look.boundary}"
                 self._incidents.note_compared(rank, [equal], [])
         job = self._node.job
-        if look.divergence is not None and (job.incident is None or job.phase is recovery.Phase.RESUMING):
+        if look.divergence is not None and (job.incident is None or job.phase is recovery.JobPhase.RESUMING):
             self._answer_divergence(slot, look.divergence)
 
     def _look_at_shards(self) -> None:
@@ -103,15 +118,15 @@ class Comparisons:
             self._times.turn_off(self.why_not_stored)
 
     def _is_proof(self, look: Look) -> bool:
-        """Whether a rank that was repaired a moment ago has parted from those that it was repaired from."""
+        """Whether a rank that was repaired a moment ago differs now from those that it was repaired from."""
         ranks, repaired_at = self._repaired
         everyone = range(len(self._node.slots))
         if not ranks or look.boundary > repaired_at + PROOF_STEPS or {*ranks} == {*everyone}:
             return False
-        known = self._node.job.replicas.apart
+        known = self._node.job.replicas.unequal
         return any(
             known.get(key, owners)[rank] == known.get(key, owners)[other] or key not in known
-            for key, owners in look.parted.items()
+            for key, owners in look.differing.items()
             for rank in ranks
             for other in everyone
             if owners[rank] != owners[other]
@@ -136,16 +151,19 @@ class Comparisons:
     def _note_replicas(self, replicas: Replicas, boundary: int) -> None:
         """It is known who is a replica of whom: the machine, the ranks and the operator hear what is new."""
         node = self._node
-        replicas = replace(replicas, names={key: self._names.get(key, key) for key in replicas.apart})
+        replicas = replace(replicas, names={key: self._names.get(key, key) for key in replicas.unequal})
         self._looks = replace(self._looks, replicas=replicas)
         before = node.job.replicas
         if replicas == before:
             return
         node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=replicas))
-        if replicas.apart == before.apart:
+        if replicas.unequal == before.unequal:
             return
-        node.log("replicas_parted", boundary=boundary, names=replicas.all_names, groups=replicas.groups)
-        logger.warning("%s", self._cost_of(replicas))
+        node.log("shards_found", boundary=boundary, names=replicas.all_names, groups=replicas.groups)
+        if not replicas.has_single_holders or self._mirrors.why_off:
+            logger.warning("%s", self._cost_of(replicas))
+        else:
+            self._say_mirrored()
         for slot in node.slots:
             self.report_owners(slot)
         if replicas.has_single_holders:
@@ -155,31 +173,73 @@ class Comparisons:
         """A rank has mirrored its state for the first time, or cannot."""
         node, mirrored = self._node, self._looks.replicas.mirrored
         node.log("state_mirrored", rank=slot.rank, **vars(message))
-        if message.why_not:
-            cost = self._cost_without_source()
-            logger.warning("rank %d cannot mirror its state (--buddy): %s; %s", slot.rank, message.why_not, cost)
-            mirrored = mirrored - {slot.rank}
-        else:
-            if not mirrored:
-                size = message.bytes / (1 << 20)
-                logger.info("mirrored in shared memory: each rank's state, in 2 slots of %.1f MiB (--buddy)", size)
-                if message.why_no_step:
-                    cost = self._cost_without_source()
-                    logger.warning("inside its step a rank is not replaced: %s; %s", message.why_no_step, cost)
-            mirrored = mirrored | {slot.rank}
+        self._mirror_reports[slot.rank] = message
+        mirrored = mirrored - {slot.rank} if message.why_not else mirrored | {slot.rank}
         self._looks = replace(self._looks, replicas=replace(self._looks.replicas, mirrored=mirrored))
         node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=self._looks.replicas))
+        self._say_mirrored()
         self._write_topology()
+
+    @property
+    def _awaits_mirrors(self) -> bool:
+        """Some rank that alone holds something has not answered yet whether it can mirror that."""
+        return not self._mirrors.why_off and not self._looks.replicas.single_holders <= self._mirror_reports.keys()
+
+    def _say_mirrored(self) -> None:
+        """Report, once each rank has answered, what is mirrored of what it alone holds, and what the rest costs."""
+        replicas, reports = self._looks.replicas, self._mirror_reports
+        if self._awaits_mirrors:
+            return
+        found: dict[str, list[int]] = {}  # why they are not mirrored, or "" -> ranks
+        for rank in sorted(replicas.single_holders):
+            found.setdefault(reports[rank].why_not, []).append(rank)
+        mirrored = found.pop("", [])
+        said = []
+        if mirrored:
+            size = in_words(sum(reports[rank].bytes for rank in mirrored))
+            said.append(f"{_hold(mirrored)}: mirrored in {size} of this node's memory (--buddy off to save it)")
+        for why_not, ranks in found.items():
+            size_bytes, limit = sum(reports[rank].bytes for rank in ranks), self._mirrors.limit_of(ranks)
+            sizes = (
+                f": {in_words(size_bytes)}, and {in_words(limit)} may be used (--buddy-memory)" if size_bytes else ""
+            )
+            said.append(f"{_hold(ranks)}, not mirrored: {why_not}{sizes}")
+        text = f"{self._finding(replicas)}; {'; '.join(said)}"
+        if text == self._said_of_mirrors:
+            return
+        self._said_of_mirrors = text
+        logger.warning("%s", f"{text}; {self._cost_without_source()}" if found else text)
+        why_no_step = next((reports[rank].why_no_step for rank in mirrored if reports[rank].why_no_step), "")
+        if why_no_step and not self._has_said_no_step:
+            self._has_said_no_step = True
+            logger.warning("inside its step a rank is not replaced: %s; %s", why_no_step, self._cost_without_source())
+
+    def note_collective_steps(self) -> None:
+        """An optimizer communicates inside step(): a lost rank's state can only come from its mirror."""
+        if self._looks.replicas.has_collective_steps:
+            return
+        self._looks = replace(self._looks, replicas=replace(self._looks.replicas, has_collective_steps=True))
+        self._node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=self._looks.replicas))
+        self._share_out_mirrors()
+
+    def _share_out_mirrors(self) -> None:
+        """Let the ranks that hold what no other one does keep mirrors."""
+        singles = self._looks.replicas.single_holders
+        if self._mirrors.share_out({rank: self._weights.get(rank, 0) for rank in singles}):
+            for rank in singles:
+                self.report_owners(self._node.slots[rank])
 
     def _write_topology(self) -> None:
         """Let `ttprun topology` know who holds what."""
         node = self._node
         groups = itertools.chain.from_iterable(self._groups.values())
-        otherwise: Loss = "snapshot" if may_rewind(node.job) else "restart"
-        topology = topology_of(self._looks.replicas, groups, len(node.slots), otherwise)
+        otherwise: StateSource = "snapshot" if may_rewind(node.job) else "restart"
+        replicas = self._looks.replicas
+        mirrors = {rank: self._mirror_reports[rank].bytes for rank in replicas.mirrored & self._mirror_reports.keys()}
+        text = topology_of(replicas, groups, len(node.slots), otherwise, mirrors).to_json()
         with contextlib.suppress(OSError):  # the status says already that the run's files cannot be written
-            write_topology(node.run.topology, topology)
-        node.peers.to_all(node_orders.Published("topology", topology.to_json()))
+            replace_file(node.run.topology, text)
+        node.peers.to_all(node_orders.Published("topology", text))
 
     def names_of(self, keys: Iterable[str]) -> str:
         """What the script calls these parameters, the first few."""
@@ -192,34 +252,32 @@ class Comparisons:
 
     def report_owners(self, slot: RankSlot) -> None:
         """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself, or mirror."""
-        if self._mirrors.is_on and (slot.rank,) in self._looks.replicas.groups:
-            slot.send_if_present(to_rank.KeepMirror())
+        if order := self._mirrors.order_for(slot):
+            slot.send_if_present(order)
         if (groups := self._looks.replicas.groups) and all(len(ranks) == 1 for ranks in groups):
             slot.send_if_present(to_rank.NoneAlike())
-        owners = self._looks.replicas.parted
+        owners = self._looks.replicas.differing
         if owners:
             slot.send_if_present(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))
 
+    def _finding(self, replicas: Replicas) -> str:
+        """Which parameters not all ranks hold alike."""
+        names = replicas.all_names
+        several = len(names) > 1
+        if replicas.differing:
+            differ = "parameters or their" if several else "parameter or its"
+            return f"{len(names)} {differ} optimizer state differ between the ranks ({in_short(names)})"
+        are = "parameters are" if several else "parameter is"
+        return f"{len(names)} {are} sharded over the ranks ({in_short(names)})"
+
     def _cost_of(self, replicas: Replicas) -> str:
         """What the operator must know of ranks that are no replicas of each other."""
-        names, node = replicas.all_names, self._node
-        several = len(names) > 1
-        if replicas.parted:
-            differ = "parameters or their" if several else "parameter or its"
-            finding = f"{len(names)} {differ} optimizer state differ between the ranks ({in_short(names)})"
-        else:
-            are = "parameters are" if several else "parameter is"
-            finding = f"{len(names)} {are} sharded over the ranks ({in_short(names)})"
+        finding, why_off = self._finding(replicas), self._mirrors.why_off
         if not replicas.has_single_holders:
             groups = " and ".join(", ".join(map(str, ranks)) for ranks in replicas.groups)
             return f"{finding}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
         finding = f"{finding}: no other rank holds what such a rank holds"
-        if self._mirrors.is_on:
-            return f"{finding}; each mirrors it in shared memory from its next step on (--buddy)"
-        why_off = ""
-        if node.config.buddy and not self._mirrors.is_possible:
-            why_off = "; ranks on several nodes are not mirrored yet (--buddy)"
-        return f"{finding}, so none can be replaced{why_off}; {self._cost_without_source()}"
+        return f"{finding}, so none can be replaced (--buddy: {why_off}); {self._cost_without_source()}"
 
     def _cost_without_source(self) -> str:
         """What the loss of a rank costs now whose state no other rank holds."""
@@ -234,15 +292,17 @@ class Comparisons:
     def note_snapshot(self) -> None:
         """There is a snapshot to which all ranks can go back, and there was none."""
         job = self._node.job
-        if job.replicas.needs_snapshots and may_rewind(job):
-            logger.warning("the first snapshot is taken: if a rank is lost, %s", recovery.cost_of_a_loss(job))
+        if job.replicas.needs_snapshots and may_rewind(job) and not self._awaits_mirrors:
+            cost, most_lost = recovery.cost_of_a_loss(job), self._times.most_lost
+            at_most = f": {most_lost}" if most_lost else ""
+            logger.warning("the first snapshot is taken: if a rank is lost, %s%s", cost, at_most)
         self._write_topology()
 
     def _answer_divergence(self, slot: RankSlot, divergence: Divergence) -> None:
         """Replica peers hold different weights, though they were alike and have had the same gradients."""
         new = [odd for odd in (self._node.slots[rank] for rank in divergence.ranks) if not odd.divergence]
         if not new and divergence.ranks:
-            return  # it has been ordered to stand aside, and is on its way there
+            return  # it has been ordered to stop, and is on its way there
         self._node.log("replicas_diverged", **asdict(divergence))
         reason = divergence.sentence
         ranks, repaired_at = self._repaired
@@ -256,5 +316,10 @@ class Comparisons:
             self._mismatch(slot, reason)
             return
         for odd in new:
-            odd.divergence = divergence.sentence
-            odd.send(to_rank.StandAside())
+            odd.diverge(divergence.sentence)
+
+
+def _hold(ranks: list[int]) -> str:
+    """The beginning of a sentence on what they hold."""
+    who = in_short([*map(str, ranks)], _MOST_RANKS)
+    return f"{f'rank {who} holds' if len(ranks) == 1 else f'ranks {who} each hold'} what no other rank holds"

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
-
-import msgpack
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.protocol import node_orders
-
-_NAMES = ("weights", "held", "stepped")
+from ttprun.rank.records.packing import pack
 
 
 def of(node: Node, slot: RankSlot, boundary: int) -> str:
@@ -20,16 +16,9 @@ def of(node: Node, slot: RankSlot, boundary: int) -> str:
     slot   of a rank of this node
     """
     record = node.recorded(slot, boundary)
-    if not record:
+    if record is None:
         return ""
-    return hashlib.sha256(msgpack.packb([_ordered(record.get(name)) for name in _NAMES])).hexdigest()
-
-
-def _ordered(value: Any) -> Any:
-    """The same for equal values: what a dict holds in an order of its own."""
-    if isinstance(value, dict):
-        return sorted(([_ordered(key), _ordered(one)] for key, one in value.items()), key=repr)
-    return [_ordered(one) for one in value] if isinstance(value, list | tuple) else value
+    return hashlib.sha256(pack([record.weights, record.held, record.stepped])).hexdigest()
 
 
 def why_not_alike(order: node_orders.Replay, mine: str) -> str:

@@ -19,22 +19,22 @@ from ttprun.agent.repair.schedulers import Scheduler
 from ttprun.protocol import mindio
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.mindio import RepairType
-from ttprun.recovery.shards import Loss, Part, ReplicaGroup, Role, plan_dump, plan_repair
+from ttprun.recovery.shards import LossKind, RepairRole, RepairTask, ReplicaGroup, plan_dump, plan_repair
 
 logger = logging.getLogger("ttprun")
 
 _CODES = {
-    Role.SEND: RepairType.RT_SEND,
-    Role.RECEIVE: RepairType.RT_RECV_REPAIR,
-    Role.RECEIVE_IN_PLACE: RepairType.RT_UCE_HIGHLEVEL,
-    Role.KEEP: RepairType.RT_UCE_LOWLEVEL,
-    Role.LOAD: RepairType.RT_LOAD_CKPT,
-    Role.LOAD_IN_PLACE: RepairType.RT_LOAD_REBUILD,
+    RepairRole.SEND: RepairType.RT_SEND,
+    RepairRole.RECEIVE: RepairType.RT_RECV_REPAIR,
+    RepairRole.RECEIVE_IN_PLACE: RepairType.RT_UCE_HIGHLEVEL,
+    RepairRole.KEEP: RepairType.RT_UCE_LOWLEVEL,
+    RepairRole.LOAD: RepairType.RT_LOAD_CKPT,
+    RepairRole.LOAD_IN_PLACE: RepairType.RT_LOAD_REBUILD,
 }
-_LOSSES: dict[mindio.Loses, Loss] = {
-    RepairType.RT_RECV_REPAIR: Loss.PROCESS,
-    RepairType.RT_UCE_HIGHLEVEL: Loss.MEMORY,
-    RepairType.RT_UCE_LOWLEVEL: Loss.NOTHING,
+_LOSSES: dict[mindio.Loses, LossKind] = {
+    RepairType.RT_RECV_REPAIR: LossKind.PROCESS,
+    RepairType.RT_UCE_HIGHLEVEL: LossKind.MEMORY,
+    RepairType.RT_UCE_LOWLEVEL: LossKind.NOTHING,
 }
 
 
@@ -59,7 +59,7 @@ class Frameworks(Repairs):
         self.replicas: dict[int, list[ReplicaGroup]] = {}
         self.batches: dict[int, tuple[int, ...]] = {}
         self.elastic: set[int] = set()
-        self.losses: dict[int, Loss] = {}
+        self.losses: dict[int, LossKind] = {}
         self._loads = False
         self._saving: set[int] = set()
         self._save_step = 0
@@ -87,7 +87,7 @@ class Frameworks(Repairs):
                 self.scheduler.pause.take(slot, number)
             case mindio.Prepared(part=part, journal=journal):
                 self.losses[slot.rank] = _LOSSES[part]
-                slot.journal = journal
+                slot.take_journal(journal)
             case mindio.SavedByFramework(generation=generation):
                 self._take_saved(slot, generation)
             case mindio.Renamed(generation=generation):
@@ -109,7 +109,7 @@ class Frameworks(Repairs):
         """Report to the scheduler how an incident stands."""
         self.scheduler.note_incident(incident)
         if (incident.rung, incident.outcome) == ("resize", "recovered"):
-            self._tell_size(incident)
+            self._report_size(incident)
 
     def _declare(self, rank: int) -> None:
         """Report to the state machine what is known of a rank, if it can train on in a smaller group."""
@@ -120,7 +120,7 @@ class Frameworks(Repairs):
             )
             self._node.advance(declared)
 
-    def _tell_size(self, incident: recovery.Incident) -> None:
+    def _report_size(self, incident: recovery.Incident) -> None:
         """Report how many ranks train from now on."""
         job = self._node.job
         self._node.log("group_resized", away=job.away, ranks=job.survivors, boundary=incident.boundary)
@@ -139,7 +139,7 @@ class Frameworks(Repairs):
     def repair_type(self) -> mindio.Strategy:
         """What the recovery that has just begun comes to, in MindIO's words."""
         job = self._node.job
-        if job.phase is recovery.Phase.PERSISTING:
+        if job.phase is recovery.JobPhase.PERSISTING:
             return "dump"
         if job.incident is not None and job.incident.rung == "resize":
             return "unknow"
@@ -151,7 +151,7 @@ class Frameworks(Repairs):
 
     def why_not_repairable(self, ranks: Sequence[int]) -> str:
         """Why these ranks' state could not be given to new processes; "" if it could."""
-        lost = dict.fromkeys(ranks, Loss.PROCESS)
+        lost = dict.fromkeys(ranks, LossKind.PROCESS)
         missing = plan_repair(self.replicas, lost, len(self._node.slots), self._node.job.away).missing
         return f"no other rank holds the state of rank {_named(missing)}" if missing else ""
 
@@ -215,7 +215,7 @@ class Frameworks(Repairs):
                     lost=list(action.to),
                     groups=self.groups_to_connect(),
                     repair_type=self.repair_type(),
-                    parts=[_told(part) for part in plan.parts.get(slot.rank, ())],
+                    parts=[_repair_part(part) for part in plan.parts.get(slot.rank, ())],
                     limit_s=node.config.transfer_timeout_s,
                 )
             )
@@ -226,7 +226,7 @@ class Frameworks(Repairs):
         loads, self._loads = self._loads, False
         node = self._node
         for slot in (node.slots[rank] for rank in node.job.away):
-            slot.journal = {}
+            slot.take_journal({})
             node.board.announce(slot.rank, Field.RECORDED, FINISHED)
         for rank in action.ranks:
             node.slots[rank].send(
@@ -268,7 +268,7 @@ class Frameworks(Repairs):
         )
 
 
-def _told(part: Part) -> mindio.RepairPart:
+def _repair_part(part: RepairTask) -> mindio.RepairPart:
     """MindIO's repair_info."""
     return mindio.RepairPart(
         type=list(part.kinds),

@@ -1,19 +1,28 @@
 """The mirrors of ranks that hold what no other rank holds (`--buddy`): the agent's memory for them, and what is there.
 
 A rank writes to its two slots in turns and says on the board what they hold (`ttprun.rank.weights.mirror`); a third
-memory has what the collectives of its step have given to it. Begin with `Mirrors.source_of`.
+memory has what the collectives of its step have given to it. How much memory all ranks of the node may take together is
+counted here. Begin with `Mirrors.share_out` and `Mirrors.source_of`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import shared_memory
+from ttprun.protocol import to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.mirrors import NOTHING, SLOTS, unpack
+from ttprun.rank.process.free_memory import free_bytes
+from ttprun.state.memory_share import parse_memory
+
+_UNKNOWN_BYTES = 1 << 62  # where the system does not tell how much is free
+
+_LIMIT_SHARE = 0.2  # of a step's time, which a copy may take that nobody has asked for
 
 _CELLS = (Field.MIRROR_0, Field.MIRROR_1)
 
@@ -34,45 +43,84 @@ class Mirrors:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._slots: list[list[int]] = []
+        self._slots: dict[int, list[int]] = {}  # by rank, of those that may keep one
+        self._limits: dict[int, int] = {}  # by rank
+        self._all_bytes = 0
 
     @property
-    def is_on(self) -> bool:
-        """Whether ranks may keep mirrors."""
-        config = self._node.config
-        rungs = self._node.job.settings.rungs
+    def why_off(self) -> str:
+        """Why no rank may keep a mirror; "" if they may."""
+        config, rungs = self._node.config, self._node.job.settings.rungs
         is_used = "replace" in rungs or ("persist" in rungs and "rewind" not in rungs)
-        return config.buddy and not config.mindio and is_used and self.is_possible
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether all ranks are on this node."""
-        return len(self._node.here) == len(self._node.slots)
+        if config.buddy == "off" or config.mindio or config.elastic or not is_used:
+            return "it is switched off"
+        is_one_node = len(self._node.here) == len(self._node.slots)
+        return "" if is_one_node else "ranks on several nodes are not mirrored yet"
 
     def begin_group(self) -> None:
         """All ranks are new, and what the old ones have mirrored is void."""
-        for slots in self._slots:
+        for slots in self._slots.values():
             for fd in slots:
                 os.close(fd)
-        self._slots = (
-            [shared_memory.new("mirror", SLOTS + 1) for _ in self._node.here] if self._node.config.buddy else []
-        )
+        self._slots, self._limits = {}, {}
         for slot in self._node.slots:
             self.forget(slot)
+        if self._node.config.buddy != "off":
+            self._all_bytes = self._may_take()
 
-    def paths_for(self, local_rank: int) -> list[str]:
-        """Where a rank may keep its mirror."""
-        return [shared_memory.path_of(fd) for fd in self._slots[local_rank]] if self.is_on else []
+    def _may_take(self) -> int:
+        """Bytes that all mirrors of this node may take together, by what is free now."""
+        wanted = parse_memory(self._node.config.buddy_memory) if self._node.config.buddy == "auto" else 1.0
+        free = free_bytes()
+        free = _UNKNOWN_BYTES if free is None else free
+        return int(free * wanted) if isinstance(wanted, float) else min(free, wanted)
+
+    def share_out(self, weights: Mapping[int, int]) -> bool:
+        """These ranks are to keep mirrors: each may take of the memory what its weights are of all their weights.
+
+        weights   by rank: bytes of its own, or of its parts
+        returns   whether it is other than before
+        """
+        together = sum(weights.values()) or 1
+        limits = {rank: self._all_bytes * size // together for rank, size in weights.items()}
+        if self.why_off or limits == self._limits:
+            return False
+        for rank in limits.keys() - self._slots.keys():
+            self._slots[rank] = shared_memory.new("mirror", SLOTS + 1)
+        self._limits = limits
+        return True
+
+    def limit_of(self, ranks: Iterable[int]) -> int:
+        """Bytes that these ranks may take together."""
+        return sum(self._limits.get(rank, 0) for rank in ranks)
+
+    def order_for(self, slot: RankSlot) -> to_rank.KeepMirror | None:
+        """What a rank must know to keep its mirror; None: it is to keep none."""
+        if slot.rank not in self._limits:
+            return None
+        limit_share = _LIMIT_SHARE if self._node.config.buddy == "auto" else 0.0
+        return to_rank.KeepMirror(self.paths_for(slot), self._limits[slot.rank], limit_share)
+
+    def paths_for(self, slot: RankSlot) -> list[str]:
+        """Where a rank keeps its mirror; empty: nowhere."""
+        return [shared_memory.path_of(fd) for fd in self._slots.get(slot.rank, ())]
 
     def source_of(self, slot: RankSlot, boundary: int) -> Source | None:
-        """Where the state that a rank had at a boundary is to be had; None: its mirror does not give it."""
-        if not self._slots:
-            return None
+        """Where a replacement gets the state that its rank had at a boundary; None: its mirror does not give it."""
+        is_before_step = self._node.job.replicas.has_collective_steps
+        state = "" if is_before_step else self.state_of(slot, boundary)
+        path = state or self._path_of(slot, boundary, "step")
+        return Source(path, is_step=not state) if path else None
+
+    def state_of(self, slot: RankSlot, boundary: int) -> str:
+        """The slot with the state that a rank had after the step of a boundary; "": its mirror does not hold that."""
+        return self._path_of(slot, boundary, "state")
+
+    def _path_of(self, slot: RankSlot, boundary: int, way: str) -> str:
+        if slot.rank not in self._slots:
+            return ""
         ways = [unpack(self._node.board.get(slot.rank, cell)).gives(boundary) for cell in _CELLS]
-        for way in ("state", "step"):
-            if way in ways:
-                return Source(shared_memory.path_of(self._slots[slot.local_rank][ways.index(way)]), way == "step")
-        return None
+        return self.paths_for(slot)[ways.index(way)] if way in ways else ""
 
     def forget(self, slot: RankSlot) -> None:
         """The rank goes back, or begins anew."""

@@ -36,7 +36,7 @@ class OwnStates:
     def __init__(self, node: Node, times: SnapshotTimes) -> None:
         self._node = node
         self._times = times
-        self._has_told = False
+        self._has_reported = False
         self._places: list[list[tuple[int, int]]] = []
 
     def begin_group(self) -> None:
@@ -64,9 +64,9 @@ class OwnStates:
         """A rank has kept its state for the first time, or cannot: say what its loss will cost, once a run."""
         node, why_not = self._node, message.why_not
         node.log("own_state", rank=slot.rank, **vars(message))
-        if self._has_told and not why_not:
+        if self._has_reported and not why_not:
             return
-        self._has_told = True
+        self._has_reported = True
         every_s = None if why_not else (0.0 if message.took_s <= CHEAP_S else message.took_s / SHARE)
         cost = recovery.cost_of_a_loss_alone(node.job, slot.rank, every_s)
         if why_not:

@@ -6,6 +6,10 @@ A replacement runs the script up to the boundary that the survivors hold, and ge
 
 from __future__ import annotations
 
+import os
+import tempfile
+from dataclasses import dataclass, field
+
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.cluster.actuators import Actuators
@@ -18,17 +22,16 @@ from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.from_rank import GroupJournal
 
 
+@dataclass
 class Replays(Repairs):
     """Repairs the ranks of a node by replay."""
 
-    def __init__(
-        self, node: Node, actuators: Actuators, comparisons: Comparisons, checkpoints: Checkpoints, mirrors: Mirrors
-    ) -> None:
-        self._node = node
-        self._actuators = actuators
-        self._mirrors = mirrors
-        self._comparisons = comparisons
-        self._checkpoints = checkpoints
+    _node: Node
+    _actuators: Actuators
+    _comparisons: Comparisons
+    _checkpoints: Checkpoints
+    _mirrors: Mirrors
+    _elsewhere: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
 
     def replay(self, action: recovery.Replay) -> None:
         """Order a replacement up to where to run the script; its node compares its record with that of its source."""
@@ -36,7 +39,7 @@ class Replays(Repairs):
         slot = node.slots[action.rank]
         stored = slot.stored
         if action.source is None and stored is not None and stored.origin is not None:
-            slot.send(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.adapt_for(slot.rank)))
+            slot.send(to_rank.Replay(action.generation, action.boundary, adapt=to_rank.Adapt(stored.origin.paths)))
             return
         if action.source == action.rank and slot.divergence:
             reason = f"rank {action.rank} has diverged, and its mirror holds the same"
@@ -59,11 +62,19 @@ class Replays(Repairs):
         """Have the source and the replacements pass the state over."""
         node = self._node
         self._comparisons.note_repair(action.to, action.boundary)
-        name = f"state-{action.generation}-{action.source}.sock"
+        name = self._meeting_place(f"state-{action.generation}-{action.source}.sock")
         limit_s = node.config.transfer_timeout_s
         node.slots[action.source].send(to_rank.SendState(action.generation, name, limit_s, len(action.to)))
         for rank in action.to:
             node.slots[rank].send(to_rank.FetchState(action.generation, name, limit_s))
+
+    def _meeting_place(self, name: str) -> str:
+        """A socket's path, from the run's directory; elsewhere if nothing can be made there any more."""
+        if os.access(self._node.run.path, os.W_OK):
+            return name
+        if self._elsewhere is None:
+            self._elsewhere = tempfile.TemporaryDirectory(prefix="ttprun-", ignore_cleanup_errors=True)
+        return os.path.join(self._elsewhere.name, name)
 
     def load_mirror(self, action: recovery.LoadMirror) -> None:
         """Have a replacement load what its rank had mirrored, if it has not done so before its step."""
@@ -87,7 +98,7 @@ class Replays(Repairs):
                 received=received_of(rank, list(journals.values())),
                 settled=settled_of(list(journals.values())),
             )
-            self._actuators.of(rank).tell(rank, resume)
+            self._actuators.of(rank).forward(rank, resume)
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ttprun import recovery
@@ -20,6 +20,7 @@ from ttprun.agent.repair.stored_states import Origin, Stored, open_checkpoint
 from ttprun.errors import ConfigError
 from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.board import LEADER, Field
+from ttprun.rank.records.boundary_record import Outline
 from ttprun.rank.records.recorder import RecordTooLargeError
 from ttprun.state.checkpoint import inspect
 from ttprun.state.errors import InvalidCheckpointError
@@ -28,26 +29,17 @@ logger = logging.getLogger("ttprun")
 _UNUSABLE = (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError)
 
 
+@dataclass
 class Rewinds:
     """Takes a node's ranks back."""
 
-    def __init__(
-        self,
-        node: Node,
-        actuators: Actuators,
-        resumption: Resumption,
-        comparisons: Comparisons,
-        snapshots: Snapshots,
-        own_states: OwnStates,
-        mirrors: Mirrors,
-    ) -> None:
-        self._node = node
-        self._actuators = actuators
-        self._resumption = resumption
-        self._comparisons = comparisons
-        self._snapshots = snapshots
-        self._own_states = own_states
-        self._mirrors = mirrors
+    _node: Node
+    _actuators: Actuators
+    _resumption: Resumption
+    _comparisons: Comparisons
+    _snapshots: Snapshots
+    _own_states: OwnStates
+    _mirrors: Mirrors
 
     def rewind(self, action: recovery.Rewind) -> None:
         """Put what was stored of ranks in the place of what they have recorded since; they have no process now."""
@@ -62,7 +54,7 @@ class Rewinds:
             return
         by_node: dict[int, list[int]] = {}
         for rank in action.ranks:
-            node.slots[rank].stored = stored
+            node.slots[rank].rewind_to(stored)
             by_node.setdefault(node.peers.node_of(rank), []).append(rank)
         is_adapted = stored is not None and stored.origin is not None
         for number, ranks in by_node.items():
@@ -80,7 +72,7 @@ class Rewinds:
         if stored is not None and order.is_adapted:
             stored = replace(stored, origin=Origin(0, ()))  # from whom each takes over, the leader says
         for rank in order.ranks:
-            self._node.slots[rank].stored = stored
+            self._node.slots[rank].rewind_to(stored)
         return True
 
     def go_back(self, order: node_orders.GoBack) -> None:
@@ -114,8 +106,8 @@ class Rewinds:
     def note_unusable(self, action: recovery.NoteUnusable) -> None:
         """Keep the next launch from the same failure."""
         self._node.log("checkpoint_unusable", place=action.place, reason=action.reason)
-        if action.is_refused:  # why stands in the incident
-            logger.warning("the same command and files do not resume from '%s' again", action.place)
+        if action.is_refused:
+            logger.warning("the same command and files do not resume from '%s' again: %s", action.place, action.reason)
         self._resumption.note_unusable(action.place, action.reason, action.is_refused)
 
     def _go_back(self, slot: RankSlot, is_trusted: bool) -> None:
@@ -136,8 +128,8 @@ class Rewinds:
             recorder.restore(part)
             if is_trusted:
                 recorder.evidence.take_over(older.evidence, boundary)
-            before = node.recorded(slot, boundary)["lines"]
-            out, err = (known + since for known, since in zip(before, part["lines"], strict=True))
+            before = node.recorded(slot, boundary) or Outline()
+            out, err = (known + since for known, since in zip(before.lines, part["lines"], strict=True))
         node.board.set(slot.rank, Field.LINES_OUT, out)
         node.board.set(slot.rank, Field.LINES_ERR, err)
         node.go_back(slot, boundary)
@@ -155,6 +147,6 @@ class Rewinds:
         for rank in action.ranks:
             stored = slots[rank].stored
             assert stored is not None
-            owners = {key: list(ranks) for key, ranks in stored.replicas.parted.items()}
+            owners = {key: list(ranks) for key, ranks in stored.replicas.differing.items()}
             order = to_rank.LoadState(action.generation, list(stored.files), owners, stored.header_of(rank))
             slots[rank].send(order)

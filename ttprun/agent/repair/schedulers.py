@@ -49,7 +49,7 @@ class Scheduler:
         self.pause.begin_group()
         self.switched: tuple[int, ...] = ()
         self._to_switch: tuple[int, ...] = ()
-        self._told = ""
+        self._notified = ""
         self._strategy = ""
         self._params = dict(_PARAMS)
 
@@ -60,7 +60,7 @@ class Scheduler:
     @property
     def is_paused(self) -> bool:
         """Nobody is expected to get on."""
-        return self.pause.is_complete and self._node.job.phase is recovery.Phase.RUNNING
+        return self.pause.is_complete and self._node.job.phase is recovery.JobPhase.RUNNING
 
     # What it asks for.
 
@@ -73,7 +73,7 @@ class Scheduler:
                 for rank, kind in message.ranks.items():
                     self._lose(rank, kind)
             case "pause":
-                is_possible = not node.job.away and node.job.phase is recovery.Phase.RUNNING
+                is_possible = not node.job.away and node.job.phase is recovery.JobPhase.RUNNING
                 if not self.pause.is_asked and is_possible:
                     self._pause(message.timeout_s)
             case "continue":
@@ -205,12 +205,12 @@ class Scheduler:
             self._drop_switch(f"a fault came first: {incident.reason}")
         ranks = {rank: _kind_of(incident.kind) for rank in incident.ranks}
         key = f"{incident.id} {incident.generation} {incident.phase} {incident.outcome}"
-        if key == self._told:
+        if key == self._notified:
             return
-        self._told = key
-        is_planned, is_persisting = incident.kind == PLANNED, incident.phase == recovery.Phase.PERSISTING
+        self._notified = key
+        is_planned, is_persisting = incident.kind == PLANNED, incident.phase == recovery.JobPhase.PERSISTING
         away = self._node.job.away
-        if incident.phase == recovery.Phase.FREEZING:
+        if incident.phase == recovery.JobPhase.FREEZING:
             size = "downgrade" if away else "upgrade"
             rung = {"rerun": "retry", "reconnect": "retry", "resize": size}.get(incident.rung, "recover")
             self._strategy = "migration" if is_planned else rung
@@ -220,7 +220,7 @@ class Scheduler:
                 self._report("report_fault_ranks", ranks, dict.fromkeys(ranks, ""))
             if rung == "downgrade":
                 self._report("report_result", _CHOSEN, "these ranks leave", dict.fromkeys(away, _PROCESS), rung)
-        elif is_persisting or (incident.phase == recovery.Phase.REPLAYING and not is_planned):
+        elif is_persisting or (incident.phase == recovery.JobPhase.REPLAYING and not is_planned):
             self._report("report_stop_complete", _DONE, "stopped", ranks)
             self._strategy = "dump" if is_persisting else self._strategy
             lost = self._node.job.lost

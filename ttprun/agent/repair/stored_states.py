@@ -13,7 +13,6 @@ from typing import Any
 
 import msgpack
 
-from ttprun.protocol.to_rank import Adapt
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.errors import InvalidCheckpointError
@@ -42,12 +41,6 @@ class Origin:
 
     world_size: int
     paths: tuple[str, ...]
-
-    def adapt_for(self, rank: int) -> Adapt:
-        """What a rank of this run must know: from whom it takes over, and who else there was."""
-        donor = rank % self.world_size
-        other = self.paths[(donor + 1) % self.world_size] if self.world_size > 1 else ""
-        return Adapt(self.world_size, self.paths[donor], other)
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,7 @@ def open_checkpoint(checkpoint: Checkpoint, checked_s: float) -> Stored:
 
     tensors = (str(checkpoint.file(name)) for name in manifest.files if name.endswith(".safetensors"))
     arguments, files = tuple(state["arguments"]), tuple(tensors)
-    parted = {key: tuple(owners) for key, owners in state.get("owners", {}).items()}
+    differing = {key: tuple(owners) for key, owners in state.get("owners", {}).items()}
     return Stored(
         manifest.boundary,
         str(checkpoint.path),
@@ -107,7 +100,7 @@ def open_checkpoint(checkpoint: Checkpoint, checked_s: float) -> Stored:
         rank_part,
         checked_s,
         headers=state.get("headers", {}),
-        replicas=Replicas(parted=parted, names=state.get("names", {})),
+        replicas=Replicas(differing=differing, names=state.get("names", {})),
     )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.checkpoints.writer import CheckpointWriter
@@ -17,10 +17,11 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standbys import Standbys
+from ttprun.agent.report.busy_shares import BusyShares
 from ttprun.errors import in_short
 from ttprun.observe.events import timestamp
 from ttprun.observe.history import History
-from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.run_directory import RunDirectory, replace_file
 from ttprun.observe.status import (
     RankStatus,
     RunState,
@@ -29,13 +30,11 @@ from ttprun.observe.status import (
     read_status,
     write_status,
 )
-from ttprun.observe.topology import write_topology_json
 from ttprun.protocol import node_orders
 from ttprun.protocol.board import FINISHED, Field, Phase
-from ttprun.recovery import Job, cost_of_a_loss, cost_of_a_loss_alone, is_elastic
-from ttprun.recovery import Phase as JobPhase
+from ttprun.recovery import Job, JobPhase, cost_of_a_loss, cost_of_a_loss_alone, is_elastic
 from ttprun.recovery.job import name_ranks
-from ttprun.recovery.ladder import may_rewind
+from ttprun.recovery.ways_back import may_rewind
 
 _EVERY_S = 0.5
 _MOST_RANKS_FOR_ALL = 1024  # of larger jobs the status would be the most that crosses nodes
@@ -53,6 +52,8 @@ _OF_THIS_NODE = (
     "host",
     "node",
     "is_leading",
+    "leader",
+    "pages",
 )
 _STATES: dict[JobPhase, RunState] = {
     JobPhase.RUNNING: "healthy",
@@ -63,38 +64,32 @@ _STATES: dict[JobPhase, RunState] = {
 }
 
 
+@dataclass
 class StatusPublisher:
-    """Writes the status of a run.
+    """Writes the status of a run."""
 
-    restarts_left   how often torch may still restart all ranks
-    """
+    _node: Node
+    _incidents: Incidents
+    _standbys: Standbys
+    _set_ups: SetUps
+    _checkpoint_writer: CheckpointWriter
+    _snapshots: Snapshots
+    _spares: Spares
+    _membership: NodeMembership
+    _busy_shares: BusyShares = field(default_factory=BusyShares)
+    _started_at: str = field(default_factory=timestamp)
+    _written_s: float = 0.0
+    _seen: tuple[object, ...] = ()
+    _of_all: RunStatus | None = None
+    _protection_in_run: str = ""
+    _restarts_left: int = 0
 
-    def __init__(
-        self,
-        node: Node,
-        incidents: Incidents,
-        standbys: Standbys,
-        set_ups: SetUps,
-        checkpoint_writer: CheckpointWriter,
-        snapshots: Snapshots,
-        spares: Spares,
-        membership: NodeMembership,
-    ) -> None:
-        self._node = node
-        self._incidents = incidents
-        self._standbys = standbys
-        self._set_ups = set_ups
-        self._checkpoint_writer = checkpoint_writer
-        self._snapshots = snapshots
-        self._history = History(node.run.history)
-        self._started_at = timestamp()
-        self._written_s = 0.0
-        self._seen: tuple[object, ...] = ()
-        self._of_all: RunStatus | None = None
-        self._protection_in_run = ""
-        self.restarts_left = 0
-        self._spares = spares
-        self._membership = membership
+    def __post_init__(self) -> None:
+        self._history = History(self._node.run.history)
+
+    def begin_group(self, restarts_left: int) -> None:
+        """All ranks are new; torch may still restart them all this often."""
+        self._restarts_left = restarts_left
 
     def publish(self) -> None:
         """Write the status if something has changed, or if half a second has passed."""
@@ -107,6 +102,10 @@ class StatusPublisher:
         state = _STATES.get(job.phase, "recovering")
         if state == "healthy" and not any(slot.is_present for slot in slots):
             state = "starting"
+        for slot in slots if state == "healthy" else ():
+            row = self._node.board_row(slot)
+            if slot.is_present and 0 < row[Field.APPLIED] < FINISHED:
+                self._busy_shares.note(slot.rank, Phase(row[Field.PHASE]))
         status = self._compose(state)
         if not job.finished:
             self._protection_in_run = status.protection
@@ -119,7 +118,7 @@ class StatusPublisher:
         """The leader has published something: `ttprun` shows the whole job here too."""
         with contextlib.suppress(OSError, ValueError):  # it comes again, or the disk is full, which the status says
             if published.name == "topology":
-                write_topology_json(self._node.run.topology, published.text)
+                replace_file(self._node.run.topology, published.text)
             else:
                 self._of_all = parse_status(published.text)
 
@@ -166,7 +165,7 @@ class StatusPublisher:
             agent_pid=os.getpid(),
             started_at=self._started_at,
             updated_at=timestamp(),
-            restarts_left=self.restarts_left,
+            restarts_left=self._restarts_left,
             standbys=self._standbys.ready,
             standby_state="; ".join(filter(None, (self._standbys.state, self._set_ups.state)))
             if exit_code is None
@@ -174,7 +173,7 @@ class StatusPublisher:
             protection=self._protection(),
             exit_code=exit_code,
             reason=reason or (node.verdict.reason if node.verdict else self._waits_for),
-            ranks=tuple(_rank(node, slot, exit_code is not None) for slot in slots),
+            ranks=tuple(_rank(node, slot, exit_code is not None, self._busy_shares) for slot in slots),
             incidents=self._incidents.published(),
             checkpoint=self._checkpoint_writer.status,
             resume=self._incidents.resume,
@@ -185,7 +184,24 @@ class StatusPublisher:
             nodes=tuple(peers.names.get(number, "") for number in range(peers.size)) if peers.names else (),
             node=peers.node,
             is_leading=not peers.is_follower,
+            leader=peers.leader,
+            pages=self._pages(),
+            lost_nodes=()
+            if peers.is_follower
+            else tuple(number for number in range(peers.size) if not peers.is_connected(number)),
+            spares=tuple(one.address for one in peers.pool.waiting) if peers.pool is not None else (),
+            quarantine=self._membership.quarantined(),
         )
+
+    def _pages(self) -> tuple[str, ...]:
+        """Of the nodes whose agents are there, as far as this one knows."""
+        peers = self._node.peers
+        known = {
+            number: where.page
+            for number, where in peers.pools.items()
+            if where.page and (peers.is_follower or peers.is_connected(number))
+        }
+        return tuple(known.get(number, "") for number in range(peers.size)) if known else ()
 
     def _protection(self) -> str:
         """The same for all nodes; the agent of the node that leads knows it."""
@@ -197,7 +213,7 @@ class StatusPublisher:
         return protection_of(node.job, unseen, unchecked, self._incidents.not_proved.unrecorded)
 
 
-def _rank(node: Node, slot: RankSlot, has_ended: bool) -> RankStatus:
+def _rank(node: Node, slot: RankSlot, has_ended: bool, busy_shares: BusyShares) -> RankStatus:
     row = node.board_row(slot)
     phase = Phase(row[Field.PHASE])
     is_away = slot.rank in node.job.away
@@ -223,6 +239,7 @@ def _rank(node: Node, slot: RankSlot, has_ended: bool) -> RankStatus:
         last_seen_s=seen_s,
         protection=_protection_of_rank(node, slot),
         node=node.peers.node_of(slot.rank),
+        busy=busy_shares.share(slot.rank),
     )
 
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
-from ttprun.observe.topology import Loss, RankTopology, Topology
+from ttprun.observe.topology import RankTopology, ShardedParameters, StateSource, Topology
 from ttprun.protocol.from_rank import Group
 from ttprun.recovery.replicas import Replicas
 
+UNNAMED = "dim_"  # as torch describes the dimensions of a mesh without names
 
-def topology_of(replicas: Replicas, groups: Iterable[Group], world_size: int, otherwise: Loss) -> Topology:
+
+def topology_of(
+    replicas: Replicas,
+    groups: Iterable[Group],
+    world_size: int,
+    otherwise: StateSource,
+    mirrors: Mapping[int, int] = MappingProxyType({}),
+) -> Topology:
     """What is known of a job that was compared.
 
     groups      that ranks have reported; the same one may come several times
     otherwise   what the loss of a rank costs that no other rank can be the source of
+    mirrors     bytes of each rank's mirror
     """
-    dimensions = dimensions_of(groups, world_size)
+    dimensions = dimensions_of(groups, world_size, replicas)
     coordinates: list[dict[str, int]] = [{} for _ in range(world_size)]
     named: dict[str, tuple[int, ...]] = {}
     for name, found in dimensions.items():
@@ -27,35 +37,88 @@ def topology_of(replicas: Replicas, groups: Iterable[Group], world_size: int, ot
     alike = replicas.groups or [tuple(range(world_size))]
     index_of = {rank: index for index, ranks in enumerate(alike) for rank in ranks}
     ranks = tuple(
-        RankTopology(rank, coordinates[rank], index, _loss_of(rank, alike[index], replicas, otherwise))
+        RankTopology(
+            rank, coordinates[rank], index, _loss_of(rank, alike[index], replicas, otherwise), mirrors.get(rank, 0)
+        )
         for rank, index in sorted(index_of.items())
     )
-    return Topology(replicas.compared_at or 0, named, tuple(alike), tuple(replicas.all_names), ranks)
+    parts = tuple(_parts_of(replicas))
+    return Topology(replicas.compared_at or 0, named, tuple(alike), tuple(replicas.all_names), ranks, parts)
 
 
-def _loss_of(rank: int, alike: tuple[int, ...], replicas: Replicas, otherwise: Loss) -> Loss:
+def _parts_of(replicas: Replicas) -> Iterator[ShardedParameters]:
+    """Who holds which part: parameters that are held in the same way together."""
+    held_so: dict[tuple[int, ...], list[str]] = {}
+    for key, owners in replicas.unequal.items():
+        held_so.setdefault(tuple(owners), []).append(replicas.names.get(key, key))
+    for owners, names in held_so.items():
+        holders: dict[int, list[int]] = {}
+        for rank, owner in enumerate(owners):
+            holders.setdefault(owner, []).append(rank)
+        yield ShardedParameters(tuple(names), tuple(map(tuple, holders.values())))
+
+
+def _loss_of(rank: int, alike: tuple[int, ...], replicas: Replicas, otherwise: StateSource) -> StateSource:
     if len(alike) > 1:
         return "peer"
     return "buddy" if rank in replicas.mirrored else otherwise
 
 
-def dimensions_of(groups: Iterable[Group], world_size: int) -> Mapping[str, Sequence[tuple[int, ...]]]:
+def dimensions_of(
+    groups: Iterable[Group], world_size: int, replicas: Replicas
+) -> Mapping[str, Sequence[tuple[int, ...]]]:
     """Dimension -> the groups along it, by their first ranks.
 
-    A mesh names its dimensions. Other groups of the script's own are a dimension, named after the distance of their
-    ranks, if together they hold each rank once.
+    A mesh names its dimensions, or else what is done along them: expert parallelism exchanges gradients by all_to_all
+    between ranks that hold different parameters (ep), a pipeline sends between such ranks (pp), context parallelism
+    does either between ranks that hold the same (cp). Other groups of the script's own are a dimension that is named
+    after the distance of their ranks, if together they hold each rank once.
     """
     named: dict[str, set[tuple[int, ...]]] = {}
     others: dict[int, set[tuple[int, ...]]] = {}
+    exchanging: set[tuple[int, ...]] = set()
+    messages: set[tuple[int, int]] = set()
     for group in groups:
         ranks = tuple(group.ranks)
-        if not 1 < len(ranks) < world_size:
+        if group.dimension and not group.dimension.startswith(UNNAMED):
+            if 1 < len(ranks) < world_size:
+                named.setdefault(group.dimension, set()).add(ranks)
             continue
-        if group.dimension:
-            named.setdefault(group.dimension, set()).add(ranks)
-        else:
+        if 1 < len(ranks) < world_size:
             others.setdefault(ranks[1] - ranks[0], set()).add(ranks)
-    for stride, found in sorted(others.items()):
-        if sorted(rank for ranks in found for rank in ranks) == list(range(world_size)):
-            named.setdefault(f"stride{stride}", found)
+        if group.exchanges:
+            exchanging.add(ranks)
+        messages |= {(sender, receiver) for sender, receiver in group.messages}
+    by_use = [(_use_of(exchanging, "ep", replicas), exchanging)]
+    if {sender for sender, _ in messages} == {receiver for _, receiver in messages}:
+        chains = _connected(messages)
+        by_use.append((_use_of(chains, "pp", replicas), chains))
+    known = list(named.values())
+    for name, found in (*by_use, *((f"stride{stride}", found) for stride, found in sorted(others.items()))):
+        each_once = sorted(rank for ranks in found for rank in ranks) == [*range(world_size)]
+        if name and each_once and found not in known:
+            known.append(named.setdefault(name, found))
     return {name: sorted(found) for name, found in sorted(named.items())}
+
+
+def _use_of(found: Iterable[tuple[int, ...]], if_unequal: str, replicas: Replicas) -> str:
+    """What groups are for that exchange gradients or send: `if_unequal`, if their members hold different parameters.
+
+    returns  "" if they differ only in what a mesh has cut, which may be for another reason
+    """
+
+    def differ(owners: Sequence[int]) -> bool:
+        return any(owners[rank] != owners[ranks[0]] for ranks in found for rank in ranks)
+
+    if any(map(differ, replicas.differing.values())):
+        return if_unequal
+    return "" if any(map(differ, replicas.shards.values())) else "cp"
+
+
+def _connected(messages: Iterable[tuple[int, int]]) -> set[tuple[int, ...]]:
+    """The ranks that messages connect, directly or through others."""
+    chain_of: dict[int, set[int]] = {}
+    for ends in messages:
+        chain = set().union(*(chain_of.get(rank, {rank}) for rank in ends))
+        chain_of.update(dict.fromkeys(chain, chain))
+    return {tuple(sorted(chain)) for chain in chain_of.values()}

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttprun.chaos.check.notes import AT_END, Difference
+from ttprun.chaos.check.notes import AT_END, RunDifference
 from ttprun.chaos.check.plan import WISHES, Moment, plan
-from ttprun.chaos.check.trial import Checked, Trial, Trials
+from ttprun.chaos.check.trial import CheckTarget, Trial, Trials
 from ttprun.chaos.check.verdict import (
-    Compared,
-    Row,
+    KillOutcome,
+    RunComparison,
     blamed,
     compare,
     compare_with_torchrun,
@@ -21,6 +21,7 @@ from ttprun.chaos.check.verdict import (
     unlike,
 )
 from ttprun.chaos.faults import Fault
+from ttprun.observe.topology import read_topology
 from ttprun.rank.position import remembered
 
 MOST_ENDED = 2  # launches that a kill may end; the rest is not tried then
@@ -29,7 +30,7 @@ _NOT_COMPARABLE = "the script is not reproducible by itself"
 
 
 @dataclass
-class Report:
+class CheckReport:
     """What a check has shown.
 
     rows           one a kill
@@ -43,9 +44,9 @@ class Report:
     took_s         seconds of all launches
     """
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[KillOutcome] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[RunDifference] = field(default_factory=list)
     by_itself: list[str] = field(default_factory=list)
     not_proved: list[str] = field(default_factory=list)
     problem: str = ""
@@ -69,7 +70,9 @@ class Report:
         return {"exact": self.is_exact, **fields}
 
 
-def check_script(checked: Checked, place: Path, say: Callable[[str], None], so_far: Callable[[str], None]) -> Report:
+def check_script(
+    checked: CheckTarget, place: Path, say: Callable[[str], None], so_far: Callable[[str], None]
+) -> CheckReport:
     """Run all launches, one after the other. Each takes at most the limit.
 
     place    an empty folder for what they leave
@@ -81,15 +84,15 @@ def check_script(checked: Checked, place: Path, say: Callable[[str], None], so_f
 
 class _Checkup:
     def __init__(
-        self, checked: Checked, place: Path, say: Callable[[str], None], so_far: Callable[[str], None]
+        self, checked: CheckTarget, place: Path, say: Callable[[str], None], so_far: Callable[[str], None]
     ) -> None:
         self._checked, self._say, self._so_far = checked, say, so_far
         self._trials = Trials(checked, place)
-        self._report = Report(steps=checked.steps)
-        self._compared: list[Compared] = []
-        self._by_itself: list[Difference] = []
+        self._report = CheckReport(steps=checked.steps)
+        self._compared: list[RunComparison] = []
+        self._by_itself: list[RunDifference] = []
 
-    def run(self) -> Report:
+    def run(self) -> CheckReport:
         """All of it."""
         report = self._report
         undisturbed = self._launch("undisturbed", [], f"{self._checked.steps} steps, undisturbed")
@@ -101,7 +104,7 @@ class _Checkup:
         if report.problem:
             return report
         seen = {rank: self._trained(found.moments) for rank, found in undisturbed.notes.items()}
-        launches, report.missed = plan(seen, self._checked.steps)
+        launches, report.missed = plan(seen, self._checked.steps, _ranks_to_kill(undisturbed))
         if not launches:
             report.problem = "it takes too few optimizer steps: there is no moment to kill a rank at"
             return report
@@ -137,7 +140,7 @@ class _Checkup:
             report.tail = [trial.as_users(line) for line in _last_lines(twin.folder)]
 
     def _compare_with_torchrun(self, undisturbed: Trial) -> None:
-        """What ttprun does to the script without any fault is told from what the script does otherwise each time."""
+        """Distinguish what ttprun does to the script without any fault from what differs in each run of it anyway."""
         report = self._report
         steps = {rank: len(found.values) for rank, found in undisturbed.notes.items() if not undisturbed.twin.exit_code}
         plain = self._launch_torchrun("torchrun", steps, "under torchrun")
@@ -166,7 +169,7 @@ class _Checkup:
         self._report.took_s += trial.twin.took_s
         return trial
 
-    def _note_by_itself(self, found: list[Difference], of: str) -> None:
+    def _note_by_itself(self, found: list[RunDifference], of: str) -> None:
         """Note what differs between two runs of the same kind; if what is trained does, nothing can be compared."""
         report = self._report
         self._by_itself += found
@@ -216,6 +219,14 @@ class _Checkup:
         again = self._launch("again", [], "something differs: undisturbed once more, to see what differs by itself")
         self._note_by_itself(compare(again, undisturbed).all, "two runs without any fault")
         report.differences = unlike(report.differences, self._by_itself)
+
+
+def _ranks_to_kill(undisturbed: Trial) -> list[int]:
+    """One of each coordinate; rank 0 and the last one, if who holds what is not known."""
+    try:
+        return read_topology(undisturbed.twin.folder / "run" / "topology.json").one_of_each_coordinate()
+    except (OSError, ValueError):
+        return sorted({0, max(undisturbed.notes, default=0)})
 
 
 def _last_lines(folder: Path) -> list[str]:

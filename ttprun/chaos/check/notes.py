@@ -58,7 +58,7 @@ def read_notes(folder: Path) -> Notes:
 
 
 @dataclass(frozen=True, order=True)
-class Difference:
+class RunDifference:
     """Something that is not as in the undisturbed run.
 
     boundary   at which it was seen first; a large number: it was seen at the end
@@ -73,7 +73,7 @@ class Difference:
 AT_END = 1 << 62
 
 
-def differences_by_step(disturbed: Notes, undisturbed: Notes) -> list[Difference]:
+def differences_by_step(disturbed: Notes, undisturbed: Notes) -> list[RunDifference]:
     """The first boundary of each rank at which what it trains, or its random numbers, differ."""
     found = []
     for rank, expected in undisturbed.items():
@@ -82,11 +82,11 @@ def differences_by_step(disturbed: Notes, undisturbed: Notes) -> list[Difference
             both = sorted(got.digests.keys() & expected.digests.keys())
             first = next((at for at in both if got.digests[at][what] != expected.digests[at][what]), None)
             if first is not None:
-                found.append(Difference(first, f"{what} of rank {rank}", f"after step {first - 1}"))
+                found.append(RunDifference(first, f"{what} of rank {rank}", f"after step {first - 1}"))
     return sorted(found)
 
 
-def differing_values(notes: Notes, by_torchrun: Notes) -> list[Difference]:
+def differing_values(notes: Notes, by_torchrun: Notes) -> list[RunDifference]:
     """The first value in each rank that is another one than under torchrun, by the step after which it was noted."""
     found = []
     for rank, expected in by_torchrun.items():
@@ -94,7 +94,7 @@ def differing_values(notes: Notes, by_torchrun: Notes) -> list[Difference]:
             what = next((what for what in {**there, **here} if here.get(what) != there.get(what)), None)
             if what is not None:
                 detail = f"after step {step}: {_beside(here.get(what), there.get(what))}"
-                found.append(Difference(step + 1, f"{what} in rank {rank}", detail))
+                found.append(RunDifference(step + 1, f"{what} in rank {rank}", detail))
                 break
     return sorted(found)
 
@@ -105,9 +105,9 @@ def _beside(value: str | None, expected: str | None) -> str:
     return "other elements" if shown == other else f"{shown} instead of {other}"
 
 
-def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[Difference]:
+def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[RunDifference]:
     """The user's variables whose values differ in the ranks' last records."""
-    from ttprun.rank.records.record import Record
+    from ttprun.rank.records.boundary_record import Record
     from ttprun.rank.values.trees import Comparison, Tree
 
     found = []
@@ -117,23 +117,23 @@ def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[Difference
             continue
         first, last = (Record.of(*record) for record in (expected.record, got.record))
         one, other = Tree(first.fields, first.blobs), Tree(last.fields, last.blobs)
-        if first["place"] != last["place"]:
-            found.append(Difference(AT_END, f"place in the script of rank {rank}"))
+        if first.fields.place != last.fields.place:
+            found.append(RunDifference(AT_END, f"place in the script of rank {rank}"))
             continue
         compared = Comparison(one, other)
-        for (file, function, line), here, there in zip(first["place"], one.variables, other.variables, strict=True):
+        for (file, function, line), here, there in zip(first.fields.place, one.variables, other.variables, strict=True):
             for name in sorted(here.keys() | there.keys()):
                 if _is_by_history(here.get(name)) or _is_by_history(there.get(name)):
                     continue
                 if name not in here or name not in there or not compared.is_same(here[name], there[name]):
                     where = f"{file}:{line}" + ("" if function == "<module>" else f", {function}()")
-                    found.append(Difference(AT_END, f"variable '{name}' of rank {rank}", where))
+                    found.append(RunDifference(AT_END, f"variable '{name}' of rank {rank}", where))
     return found
 
 
 def _is_by_history(node: Any) -> bool:
     """Whether a record holds of a value what it has become since an earlier record, and not what it is."""
-    from ttprun.rank.values.nodes import Tag
+    from ttprun.rank.records.nodes import ChangedDataNode, DataNode, LongNode
     from ttprun.rank.values.trees import walk
 
-    return any(found[0] in (Tag.LONG, Tag.CHANGED_DATA, Tag.DATA) for found, _ in walk(node, ""))
+    return any(isinstance(found, LongNode | ChangedDataNode | DataNode) for found, _ in walk(node, ""))

@@ -22,7 +22,7 @@ _UNSEEN_LIMIT_S = 10.0  # an unprotected job that has taken no step under our ho
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckTarget:
     """What is checked.
 
     options     of the launch, as given
@@ -76,7 +76,7 @@ class Trials:
     place   an empty folder for all that they leave
     """
 
-    def __init__(self, checked: Checked, place: Path) -> None:
+    def __init__(self, checked: CheckTarget, place: Path) -> None:
         self._checked, self._place = checked, place
 
     def run(self, name: str, faults: Sequence[Fault], steps_so_far: Callable[[int], None]) -> Trial:
@@ -124,7 +124,7 @@ class Trials:
         return Trial(twin, read_notes(twin.folder / "notes"), kept, changed, copy.as_users)
 
 
-def launcher_words(checked: Checked, copy: WorkingCopy, folder: Path, faults: Sequence[Fault]) -> list[str]:
+def launcher_words(checked: CheckTarget, copy: WorkingCopy, folder: Path, faults: Sequence[Fault]) -> list[str]:
     """The command of a launch: the user's options, and ours after them, which win.
 
     copy     whose script is run
@@ -138,7 +138,7 @@ def launcher_words(checked: Checked, copy: WorkingCopy, folder: Path, faults: Se
     return [sys.executable, "-m", "ttprun", *checked.options, *ours, *_command(checked, copy)]
 
 
-def torchrun_words(checked: Checked, copy: WorkingCopy, folder: Path) -> list[str]:
+def torchrun_words(checked: CheckTarget, copy: WorkingCopy, folder: Path) -> list[str]:
     """The command of the same launch by torchrun. All is on this machine, so that it finds a free port by itself.
 
     copy, folder   as for `launcher_words`
@@ -152,12 +152,12 @@ def _logs(folder: Path) -> list[str]:
     return ["--log-dir", str(folder / "logs"), "--redirects", "3", "--tee", "0"]
 
 
-def _command(checked: Checked, copy: WorkingCopy) -> list[str]:
+def _command(checked: CheckTarget, copy: WorkingCopy) -> list[str]:
     script, *arguments = checked.command
     return [script if checked.is_module else copy.inside(script), *map(copy.inside, arguments)]
 
 
-def _environment(checked: Checked, copy: WorkingCopy) -> dict[str, str]:
+def _environment(checked: CheckTarget, copy: WorkingCopy) -> dict[str, str]:
     """The user's own; code that an editable installation takes from the folder itself is the user's too."""
     clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name) or _is_setting(name)}
     paths = clean.get("PYTHONPATH", "").split(os.pathsep)

@@ -13,25 +13,23 @@ from typing import Literal
 
 from ttprun.chaos.check.notes import (
     AT_END,
-    Difference,
-    Notes,
+    RunDifference,
     differences_by_step,
     differing_values,
     differing_variables,
 )
 from ttprun.chaos.check.trial import Trial
-from ttprun.chaos.drill.compare import TWINS, Kinds, compare_files, compare_lines
+from ttprun.chaos.drill.compare import TWINS, Kinds, compare_runs
 from ttprun.chaos.drill.pairing import pair
 from ttprun.chaos.faults import Fault
-from ttprun.observe.cures import parted, says_cure, with_cure
+from ttprun.observe.cures import says_cure, split_cure, with_cure
 from ttprun.observe.status import IncidentStatus
 
-Result = Literal["exact", "by a weaker rung", "refused", "differs", "not reached", "not tried"]
+KillResult = Literal["exact", "by a weaker rung", "refused", "differs", "not reached", "not tried"]
 WITHOUT_LOSS = ("reconnect", "rerun", "replace")
 _PLACE = re.compile(r"[^\s'\"(),]+\.py:\d+")
 _NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 _FINDINGS = r"rank \d+ found a mismatch|rank \d+ cannot be shown to be as it was|the replay was refused"
-_ANNOUNCED = "[Gloo] Rank "  # some releases of torch say on stdout that a group has connected; after a repair again
 _CURE_OTHERWISE = (
     "nothing is known to help: see 'Not covered' in 'ttprun guide limits'; --max-restarts N starts all ranks again, as "
     "under torchrun"
@@ -39,7 +37,7 @@ _CURE_OTHERWISE = (
 
 
 @dataclass(frozen=True)
-class Row:
+class KillOutcome:
     """One kill.
 
     result   exact: replaced with no step lost, and all that was compared is the same
@@ -51,7 +49,7 @@ class Row:
     phase: str
     step: int
     rank: int
-    result: Result
+    result: KillResult
     detail: str
     rung: str | None = None
     steps_lost: int | None = None
@@ -60,7 +58,7 @@ class Row:
     cure: str = ""
 
 
-def rows_of(trial: Trial, faults: Sequence[Fault]) -> tuple[list[Row], list[Fault]]:
+def rows_of(trial: Trial, faults: Sequence[Fault]) -> tuple[list[KillOutcome], list[Fault]]:
     """A row for each kill that struck, in order, and the kills that did not since the run ended before."""
     struck = {one.fault: one for one in pair(trial.twin.events) if not one.failure}
     incidents = trial.twin.status.incidents if trial.twin.status is not None else ()
@@ -81,7 +79,7 @@ def rows_of(trial: Trial, faults: Sequence[Fault]) -> tuple[list[Row], list[Faul
     return rows, left
 
 
-def _row(trial: Trial, fault: Fault, incidents: list[IncidentStatus]) -> Row:
+def _row(trial: Trial, fault: Fault, incidents: list[IncidentStatus]) -> KillOutcome:
     """A row for a kill and what followed from it."""
     incident = next((one for one in incidents if not _is_without_loss(one)), incidents[0])
     is_anew = incident.rung == "rewind" and incident.boundary == 0
@@ -105,7 +103,7 @@ def essence(reason: str) -> str:
     return mismatch[1] if mismatch else why
 
 
-def refused(fault: Fault, result: Result, reason: str) -> Row:
+def refused(fault: Fault, result: KillResult, reason: str) -> KillOutcome:
     """A row for a kill that was not tried.
 
     result   "refused" or "not tried"
@@ -114,13 +112,13 @@ def refused(fault: Fault, result: Result, reason: str) -> Row:
     return _explained(_new(fault, result, reason))
 
 
-def _new(fault: Fault, result: Result, detail: str) -> Row:
-    return Row(fault.phase or "", fault.step or 0, fault.rank or 0, result, detail)
+def _new(fault: Fault, result: KillResult, detail: str) -> KillOutcome:
+    return KillOutcome(fault.phase or "", fault.step or 0, fault.rank or 0, result, detail)
 
 
-def _explained(row: Row) -> Row:
+def _explained(row: KillOutcome) -> KillOutcome:
     """With the place that the reason names, and what to do."""
-    place, (detail, cure) = _PLACE.search(row.detail), parted(with_cure(row.detail))
+    place, (detail, cure) = _PLACE.search(row.detail), split_cure(with_cure(row.detail))
     return replace(row, detail=detail, place=place[0] if place else "", cure=cure or _cure_in(detail))
 
 
@@ -129,7 +127,7 @@ def _cure_in(reason: str) -> str:
     return "as it says" if says_cure(reason) else _CURE_OTHERWISE
 
 
-def blamed(rows: Sequence[Row], found: Iterable[Difference]) -> list[Row]:
+def blamed(rows: Sequence[KillOutcome], found: Iterable[RunDifference]) -> list[KillOutcome]:
     """The rows, where what differs after a step is attributed to the last kill before it.
 
     rows    in the order of their steps
@@ -149,48 +147,44 @@ def blamed(rows: Sequence[Row], found: Iterable[Difference]) -> list[Row]:
 
 
 @dataclass(frozen=True)
-class Compared:
+class RunComparison:
     """How two runs of the same script compare.
 
     by_step   differences in what is trained, and in random numbers
     at_end    in variables, output and files
-    count     things at the end that were compared
     """
 
-    by_step: list[Difference]
-    at_end: list[Difference]
-    count: int = 0
+    by_step: list[RunDifference]
+    at_end: list[RunDifference]
 
     @property
-    def all(self) -> list[Difference]:
+    def all(self) -> list[RunDifference]:
         """All differences."""
         return [*self.by_step, *self.at_end]
 
 
-def compare(disturbed: Trial, undisturbed: Trial) -> Compared:
+def compare(disturbed: Trial, undisturbed: Trial) -> RunComparison:
     """Compare all that two trials have left; a run that was begun again has said and written things twice."""
     by_step = differences_by_step(disturbed.notes, undisturbed.notes)
     status = disturbed.twin.status
     is_whole = disturbed.twin.exit_code == 0 and status is not None
     if not is_whole or status is None or any(one.rung not in WITHOUT_LOSS for one in status.incidents):
-        return Compared(by_step, [])
+        return RunComparison(by_step, [])
     variables = differing_variables(disturbed.notes, undisturbed.notes)
     at_end = [replace(one, detail=undisturbed.as_users(one.detail)) for one in variables]
-    left, count = _compare_what_is_left(disturbed, undisturbed)
-    return Compared(by_step, at_end + left, count + _variables(undisturbed.notes))
+    return RunComparison(by_step, at_end + _compare_what_is_left(disturbed, undisturbed))
 
 
-def compare_with_torchrun(trial: Trial, by_torchrun: Trial) -> list[Difference]:
+def compare_with_torchrun(trial: Trial, by_torchrun: Trial) -> list[RunDifference]:
     """Whatever an undisturbed trial has other than one under torchrun, the earliest first."""
     found = differing_values(trial.notes, by_torchrun.notes)
     codes = trial.twin.exit_code, by_torchrun.twin.exit_code
     if codes[0] != codes[1]:
-        return [*found, Difference(AT_END, "the exit code", f"at the end: {codes[0]} instead of {codes[1]}")]
-    left, _ = _compare_what_is_left(trial, by_torchrun, ("ttprun", "torchrun"))
-    return found + left
+        return [*found, RunDifference(AT_END, "the exit code", f"at the end: {codes[0]} instead of {codes[1]}")]
+    return found + _compare_what_is_left(trial, by_torchrun, ("ttprun", "torchrun"))
 
 
-def unlike(found: Iterable[Difference], by_itself: Iterable[Difference]) -> list[Difference]:
+def unlike(found: Iterable[RunDifference], by_itself: Iterable[RunDifference]) -> list[RunDifference]:
     """The differences that a script does not have by itself. Names may hold a time or a pid, other ones each time.
 
     found       between two runs that are to be alike
@@ -200,26 +194,12 @@ def unlike(found: Iterable[Difference], by_itself: Iterable[Difference]) -> list
     return [one for one in found if _NUMBER.sub("", one.what) not in known]
 
 
-def _compare_what_is_left(one: Trial, other: Trial, kinds: Kinds = TWINS) -> tuple[list[Difference], int]:
-    """How files and output differ, and how many were compared."""
-    found = []
+def _compare_what_is_left(one: Trial, other: Trial, kinds: Kinds = TWINS) -> list[RunDifference]:
+    """How files and output differ."""
     names = sorted({*one.changed, *other.changed})
-    for name in names:
-        files = compare_files(name, one.kept, other.kept, kinds)
-        if not files.is_identical:
-            found.append(Difference(AT_END, f"file {name}", files.detail))
-    ranks = sorted(one.twin.output.keys() | other.twin.output.keys())
-    for rank in ranks:
-        lines = compare_lines(rank, lines_of(one, rank), lines_of(other, rank), kinds)
-        if not lines.is_identical:
-            found.append(Difference(AT_END, lines.what, lines.detail))
-    return found, len(names) + len(ranks)
-
-
-def lines_of(trial: Trial, rank: int) -> list[str]:
-    """What the script printed in a rank."""
-    return [line for line in trial.twin.output.get(rank, []) if not line.startswith(_ANNOUNCED)]
-
-
-def _variables(notes: Notes) -> int:
-    return sum(rank.record is not None for rank in notes.values())
+    compared = compare_runs(names, (one.kept, other.kept), (one.twin.output, other.twin.output), kinds)
+    return [
+        RunDifference(AT_END, found.what if found.how == "lines" else f"file {found.what}", found.detail)
+        for found in compared
+        if not found.is_identical
+    ]

@@ -1,30 +1,28 @@
 """What differs between two runs: the files that they left, and the lines that their ranks printed.
 
 A file of torch.save is compared by what is in it, since two archives of the same tensors differ in their bytes. Nothing
-is unpickled but what torch loads with weights_only. Begin with `compare_twins`.
+is unpickled but what torch loads with weights_only. Begin with `compare_runs`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ttprun.chaos.drill.scenario import Scenario
-from ttprun.chaos.drill.twins import Twin
-
 _CHUNK_BYTES = 1 << 20
 _SHOWN = 120
 Kinds = tuple[str, str]
+Output = Mapping[int, Sequence[str]]
 TWINS: Kinds = ("disturbed", "undisturbed")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class OutputComparison:
     """One thing that was compared.
 
     what    a file's name, or "output of rank 1"
@@ -38,19 +36,22 @@ class Comparison:
     detail: str
 
 
-def compare_twins(scenario: Scenario, disturbed: Twin, undisturbed: Twin) -> list[Comparison]:
-    """Compare all that the scenario names: its files, and if it says so the output of each rank.
+def compare_runs(
+    names: Iterable[str], folders: tuple[Path, Path], outputs: tuple[Output, Output], kinds: Kinds = TWINS
+) -> list[OutputComparison]:
+    """Compare what two runs have left, the disturbed one, if one is, first.
 
-    disturbed, undisturbed   the run with the faults and the one without; both have ended
+    names     of files in both folders
+    outputs   by rank, the lines that it printed; {}: they are not compared
+    kinds     what both runs are called in a sentence
     """
-    found = [compare_files(name, disturbed.folder, undisturbed.folder) for name in scenario.compare]
-    if scenario.compare_output:
-        for rank in sorted(disturbed.output.keys() | undisturbed.output.keys()):
-            found.append(compare_lines(rank, disturbed.output.get(rank, []), undisturbed.output.get(rank, [])))
+    found = [compare_files(name, *folders, kinds) for name in names]
+    for rank in sorted(outputs[0].keys() | outputs[1].keys()):
+        found.append(compare_lines(rank, outputs[0].get(rank, []), outputs[1].get(rank, []), kinds))
     return found
 
 
-def compare_files(name: str, disturbed: Path, undisturbed: Path, kinds: Kinds = TWINS) -> Comparison:
+def compare_files(name: str, disturbed: Path, undisturbed: Path, kinds: Kinds = TWINS) -> OutputComparison:
     """Compare one file of both twins, or of two other runs.
 
     name                     relative to each run's folder
@@ -60,14 +61,14 @@ def compare_files(name: str, disturbed: Path, undisturbed: Path, kinds: Kinds = 
     paths = (disturbed / name, undisturbed / name)
     missing = [kind for kind, path in zip(kinds, paths, strict=True) if not path.is_file()]
     if missing:
-        return Comparison(name, "bytes", False, f"the {' and the '.join(missing)} run did not write it")
+        return OutputComparison(name, "bytes", False, f"the {' and the '.join(missing)} run did not write it")
     digests = [digest_of(path) for path in paths]
     (how, first), (other_how, second) = digests
     if how != other_how:
-        return Comparison(name, "bytes", False, "one is a file of torch.save, the other is not")
+        return OutputComparison(name, "bytes", False, "one is a file of torch.save, the other is not")
     if first == second:
-        return Comparison(name, how, True, first[:16])
-    return Comparison(name, how, False, f"{first[:16]} {kinds[0]}, {second[:16]} {kinds[1]}")
+        return OutputComparison(name, how, True, first[:16])
+    return OutputComparison(name, how, False, f"{first[:16]} {kinds[0]}, {second[:16]} {kinds[1]}")
 
 
 def digest_of(path: Path) -> tuple[str, str]:
@@ -116,7 +117,9 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(f"{type(value).__name__} {value!r}".encode())
 
 
-def compare_lines(rank: int, disturbed: Iterable[str], undisturbed: Iterable[str], kinds: Kinds = TWINS) -> Comparison:
+def compare_lines(
+    rank: int, disturbed: Iterable[str], undisturbed: Iterable[str], kinds: Kinds = TWINS
+) -> OutputComparison:
     """Compare what one rank printed, line by line, up to the first line that differs.
 
     disturbed, undisturbed   its lines in both runs
@@ -127,8 +130,8 @@ def compare_lines(rank: int, disturbed: Iterable[str], undisturbed: Iterable[str
     for number, (got, expected) in enumerate(zip_longest(disturbed, undisturbed), 1):
         if got != expected:
             detail = f"line {number}: {_describe(got)}, {kinds[1]} {_describe(expected)}"
-            return Comparison(what, "lines", False, detail)
-    return Comparison(what, "lines", True, f"{number} lines")
+            return OutputComparison(what, "lines", False, detail)
+    return OutputComparison(what, "lines", True, f"{number} lines")
 
 
 def _describe(line: str | None) -> str:

@@ -7,24 +7,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ttprun.chaos.drill.compare import Comparison, compare_twins
+from ttprun.chaos.drill.compare import OutputComparison, compare_runs
 from ttprun.chaos.drill.pairing import Injection, pair
 from ttprun.chaos.drill.scenario import Scenario
 from ttprun.chaos.drill.twins import Twin, run_twin
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DrillReport:
     """What a drill has shown.
 
     problems   why it has not gone well, one sentence each; empty if it has
     """
 
-    scenario: Scenario
     disturbed: Twin
     undisturbed: Twin
     injections: list[Injection]
-    comparisons: list[Comparison]
+    comparisons: list[OutputComparison]
     problems: list[str]
 
     @property
@@ -54,7 +53,7 @@ class Rehearsal:
         }
 
 
-def rehearse(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> Rehearsal:
+def rehearse(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> DrillReport:
     """Run both twins, one after the other, and compare them. Blocks at most twice the scenario's `limit_s`.
 
     folder   empty or absent; keeps both runs
@@ -69,7 +68,13 @@ def rehearse(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> Re
     injections = pair(disturbed.events)
     comparisons = compare_twins(scenario, disturbed, undisturbed)
     problems = problems_of(scenario, disturbed, undisturbed, injections)
-    return Rehearsal(scenario, disturbed, undisturbed, injections, comparisons, problems)
+    return DrillReport(disturbed, undisturbed, injections, comparisons, problems)
+
+
+def compare_twins(scenario: Scenario, disturbed: Twin, undisturbed: Twin) -> list[OutputComparison]:
+    """Compare all that the scenario names: its files, and if it says so the output of each rank."""
+    outputs = (disturbed.output, undisturbed.output) if scenario.compare_output else ({}, {})
+    return compare_runs(scenario.compare, (disturbed.folder, undisturbed.folder), outputs)
 
 
 def problems_of(scenario: Scenario, disturbed: Twin, undisturbed: Twin, injections: list[Injection]) -> list[str]:

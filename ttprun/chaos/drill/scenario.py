@@ -5,17 +5,16 @@ Begin with `Scenario`; `read_scenario` checks a file and says in one line what i
 
 from __future__ import annotations
 
-import os
-import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ttprun.chaos.faults import parse_fault
-from ttprun.config import Config, LaunchValue, Seconds, Source, parse_yaml, resolve
-from ttprun.errors import ConfigError, one_line, suggestion
+from ttprun.config import Config, LaunchValue, Seconds
+from ttprun.config_sources import ConfigSource, resolve
+from ttprun.errors import ConfigError, suggestion
+from ttprun.yaml_files import read_yaml, validated
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -60,13 +59,7 @@ class Scenario(BaseModel):
 def read_scenario(name: str) -> Scenario:
     """Read a scenario's file; its script and directory come back as full paths. Raises ConfigError, one line."""
     path = Path(name)
-    try:
-        content = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        raise ConfigError(f"scenario '{name}' cannot be read ({why})", "give a YAML file") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"scenario '{name}' is not valid YAML ({one_line(error)})", "correct the file") from None
+    content = read_yaml(path, f"scenario '{name}'")
     if not isinstance(content, dict):
         raise ConfigError(f"scenario '{name}' is not a mapping", "write one 'key: value' a line, as script: train.py")
     scenario = _check(name, {str(key): value for key, value in content.items()})
@@ -88,20 +81,7 @@ def _check(name: str, values: dict[str, object]) -> Scenario:
         if key not in Scenario.model_fields:
             known = list(Scenario.model_fields)
             raise ConfigError(f"{name}: {key}: unknown", suggestion(key, known, f"use one of {', '.join(known)}"))
-    try:
-        return Scenario.model_validate(values, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        key = str(first["loc"][0])
-        about = Scenario.model_fields[key].description
-        if first["type"] == "missing":
-            raise ConfigError(f"{name}: {key}: missing", f"add it ({about})") from None
-        if first["type"] == "value_error":  # from a validator of ours, which writes "what; cure"
-            what, _, cure = str(first["ctx"]["error"]).rpartition("; ")
-            raise ConfigError(f"{name}: {where}: {what}", cure) from None
-        rule = first["msg"].replace("Input should", "it should").replace("String should", "it should")
-        raise ConfigError(f"{name}: {where}: {first['input']!r} is not valid", f"{rule} ({about})") from None
+    return validated(Scenario, values, lambda key: f"{name}: {key}", is_strict=True)
 
 
 def _check_settings(name: str, scenario: Scenario) -> None:
@@ -109,14 +89,9 @@ def _check_settings(name: str, scenario: Scenario) -> None:
     taken = {"faults", "allow_faults", "launch", "run_dir", "run_id"} & scenario.ttprun.keys()
     if taken:
         raise ConfigError(f"{name}: ttprun: {taken.pop()} is set by the drill", "take it out of this section")
-    resolve([Source("file", f"{name}: ttprun", scenario.ttprun)], {}, {})
+    resolve([ConfigSource("file", f"{name}: ttprun", scenario.ttprun)], {}, {})
 
 
 def command_of(scenario: Scenario, folder: Path) -> list[str]:
     """The script and its arguments, as they are for the twin that runs in `folder`."""
     return [scenario.script, *(argument.replace("{folder}", str(folder)) for argument in scenario.arguments)]
-
-
-def shell_line(words: list[str]) -> str:
-    """A command as one would type it."""
-    return shlex.join(words)

@@ -9,8 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +21,13 @@ import yaml
 from ttprun import text_hashes
 from ttprun.chaos.drill.scenario import Scenario, command_of
 from ttprun.config import LaunchValue
+from ttprun.errors import ConfigError
 from ttprun.observe.events import read_events
 from ttprun.observe.status import RunStatus, read_status
 
 GRACE_S = 45.0
 _LOOK_EVERY_S = 0.5
+_ANNOUNCED = "[Gloo] Rank "  # some releases of torch say on stdout that a group has connected; after a repair again
 _PR_SET_PDEATHSIG = 1
 # torchrun's options that say where ranks meet.
 PLACES = {"standalone", "nnodes", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint"}
@@ -39,7 +42,7 @@ class Twin:
     folder     its own: launcher.log, logs/, run/ (ttprun's run directory), and what the script wrote there
     exit_code  of the launcher; -N if signal N ended it
     took_s     seconds, start of Python included
-    output     rank -> lines that it wrote to stdout, of all its processes in their order
+    output     rank -> lines that it wrote to stdout, of all its processes in their order; without those of gloo
     problem    why it did not end by itself, "" if it did
     """
 
@@ -50,6 +53,22 @@ class Twin:
     problem: str = ""
     status: RunStatus | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def place_for_runs(folder: str | None, prefix: str) -> Iterator[Path]:
+    """A folder for all that runs leave: the named one, which is kept, or a new one, which is removed afterwards.
+
+    Raises ConfigError if the named one is not empty.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as place:
+            yield Path(place)
+        return
+    named = Path(folder).absolute()
+    if named.exists() and (not named.is_dir() or any(named.iterdir())):
+        raise ConfigError(f"--folder: '{folder}' is not empty", "name a new one")
+    yield named
 
 
 def run_twin(scenario: Scenario, folder: Path, kind: Literal["disturbed", "torchrun", "ttprun"]) -> Twin:
@@ -171,7 +190,7 @@ def _output(folder: Path) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for path in sorted(folder.glob("logs/*/attempt_*/*/stdout.log"), key=_attempt):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        found.setdefault(int(path.parent.name), []).extend(lines)
+        found.setdefault(int(path.parent.name), []).extend(line for line in lines if not line.startswith(_ANNOUNCED))
     return found
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import Board, Field
-from ttprun.rank.records.record import Record
+from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.records.recorder import Recorder
 
 _MAPS, _TASKS = Path("/proc/self/maps"), Path("/proc/self/task")

@@ -31,7 +31,6 @@ class _Row(NamedTuple):
     wrap: Callable[[Any], Any]
 
 
-_BOTH = "lightning.fabric lightning.pytorch lightning_fabric pytorch_lightning"
 _FABRIC = "lightning.fabric lightning_fabric"
 _TRAINER = "lightning.pytorch pytorch_lightning"
 _TABLE = (

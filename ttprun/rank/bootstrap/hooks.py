@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ttprun.chaos import observer, strikes
 from ttprun.elastic_resume.adapted import Adapted, log_of
-from ttprun.protocol import from_rank, patience, to_rank
+from ttprun.protocol import from_rank, patience, standbys, to_rank
 from ttprun.protocol.board import Board, Phase
 from ttprun.rank import fail_open, moments
 from ttprun.rank.bootstrap import framework_patches, patches, reset
@@ -40,7 +40,7 @@ from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.replay.set_up import SetUp
 from ttprun.rank.session import Session, begin, leave_in_children
 from ttprun.rank.step import step_hooks
-from ttprun.rank.step.crossing import Crossing
+from ttprun.rank.step.inter_node_commit import InterNodeCommit
 from ttprun.rank.weights import last_hook, optimizer_registry
 from ttprun.rank.weights.holdings import Holdings
 from ttprun.rank.weights.mirror import Mirror
@@ -132,14 +132,14 @@ def _run_ahead(presence: Presence, session: Session, ahead: Ahead) -> None:
     file_answers.begin_ahead(results.file_answers_in(session[Recorder].read_log()))
 
     def leave(why_not: str) -> NoReturn:
-        presence.channel.send(from_rank.SetUpDone(why_not, time.monotonic() - began_s))
+        presence.channel.send(standbys.SetUpDone(why_not, time.monotonic() - began_s))
         os.kill(os.getpid(), signal.SIGKILL)
         raise SystemExit
 
     def go_on() -> ReplayRun:
         if has_children():
             leave("it has started other processes")
-        presence.channel.send(from_rank.SetUpDone("", time.monotonic() - began_s))
+        presence.channel.send(standbys.SetUpDone("", time.monotonic() - began_s))
         presence.called.wait()
         ahead.end()
         presence.greet(session.board)
@@ -188,7 +188,7 @@ def _begin_file_answers(session: Session, order: object) -> None:
     """Answer a replacement as the file system has answered its lost rank, and keep what is new."""
     known = results.file_answers_in(session[Recorder].read_log())
     if isinstance(order, to_rank.Replay) and order.adapt is not None:
-        known = results.file_answers_in(log_of(order.adapt))
+        known = results.file_answers_in(log_of(order.adapt, session.rank))
     file_answers.begin(known, partial(results.keep_file_answer, session[Recorder]))
 
 
@@ -197,7 +197,6 @@ def make_session(presence: Presence) -> Session:
     welcome, options = presence.welcome, presence.welcome.options
     recorder = Recorder(presence.fds[1], options.record_limit_mib << 20)
     board = Board(presence.fds[0], welcome.world_size)
-    journal = Journal(options.journal_limit_mib << 20)
 
     def note(text: str) -> None:
         presence.channel.send(from_rank.Note(text))
@@ -213,33 +212,34 @@ def make_session(presence: Presence) -> Session:
         ranks_here=welcome.local_world_size,
         address=welcome.address,
         generation=presence.generation,
-        parts={
-            Recorder: recorder,
-            Journal: journal,
-            Verifier: Verifier(
-                presence.channel,
-                journal,
-                options.verify_every,
-                options.nan_limit_s,
-                is_compared=welcome.world_size > 1 and not options.mindio,
-            ),
-            Holdings: Holdings(),
-            Rehearsal: Rehearsal(),
-            SnapshotPart: SnapshotPart(
-                board, welcome.local_rank, options.buffers, options.snapshot_every_steps, recorder
-            ),
-            KeptWeights: KeptWeights(optimizer_registry.newest, note),
-            OwnState: OwnState(board, welcome.rank, options.own_state, recorder),
-            Mirror: Mirror(board, welcome.rank, options.mirror),
-            Results: Results(recorder),
-            Exchange: Exchange(presence.channel, welcome.address),
-        },
     )
+    journal = Journal(
+        options.journal_limit_mib << 20,
+        partial(patience.is_agent_awake, board),
+        session.diagnose,
+        lambda entry, after_s: session.report_broken(
+            session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.links.device_fault_of(entry.error)
+        ),
+    )
+    session.parts |= {
+        Recorder: recorder,
+        Journal: journal,
+        Verifier: Verifier(
+            presence.channel,
+            journal,
+            options.verify_every,
+            options.nan_limit_s,
+            is_compared=welcome.world_size > 1 and not options.mindio,
+        ),
+        Holdings: Holdings(),
+        Rehearsal: Rehearsal(),
+        SnapshotPart: SnapshotPart(board, welcome.local_rank, options.buffers, options.snapshot_every_steps, recorder),
+        KeptWeights: KeptWeights(optimizer_registry.newest, note),
+        OwnState: OwnState(board, welcome.rank, options.own_state, recorder),
+        Mirror: Mirror(board, welcome.rank, options.mirror),
+        Results: Results(recorder),
+        Exchange: Exchange(presence.channel, welcome.address),
+    }
     if welcome.address:
-        session.parts[Crossing] = Crossing(session, presence.fds[3])
-    journal.diagnose = session.diagnose
-    journal.is_agent_awake = lambda: patience.is_agent_awake(board)
-    journal.report_broken = lambda entry, after_s: session.report_broken(
-        session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.links.device_fault_of(entry.error)
-    )
+        session.parts[InterNodeCommit] = InterNodeCommit(session, presence.fds[3])
     return session

@@ -287,9 +287,12 @@ def _finish() -> None:
     if not _presence.has_script_failed:  # else the exit code reports it
         _finish_well(session)
     if session is not None:
-        from ttprun.rank.bootstrap import shutdown
+        from ttprun.rank.process import open_files
 
-        shutdown.close(session)
+        with open_files.with_room():  # the script may have used up its files
+            from ttprun.rank.bootstrap import shutdown
+
+            shutdown.close(session)
     gc.unfreeze()  # Python's last collection frees what it would free under torchrun; nanobind reports what is left
 
 

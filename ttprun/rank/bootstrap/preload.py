@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ttprun.protocol.codec import Refused, decode
-from ttprun.protocol.plan import Plan
+from ttprun.protocol.standbys import PreloadPlan
 from ttprun.rank.bootstrap.run_again import RunAgain
 from ttprun.rank.process import random_state
 
@@ -210,7 +210,7 @@ class Preloading:
 def preload(plan_fd: int, notebook: int) -> dict[str, str]:
     """Import modules, each after the changes of the environment that preceded it in a rank.
 
-    plan_fd   a memory file with a `Plan`, read to its end and closed
+    plan_fd   a memory file with a `PreloadPlan`, read to its end and closed
     notebook  see Preloading; closed
     returns   the reason for each refused module
 
@@ -218,7 +218,7 @@ def preload(plan_fd: int, notebook: int) -> dict[str, str]:
     """
     with open(plan_fd, "rb") as file:
         file.seek(0)
-        plan: Plan | Refused = decode(file.read(), {"Plan": Plan})
+        plan: PreloadPlan | Refused = decode(file.read(), {"PreloadPlan": PreloadPlan})
     if isinstance(plan, Refused):
         raise RuntimeError(f"the plan of the imports cannot be used: {plan.reason}")
     again.allow(plan.given)

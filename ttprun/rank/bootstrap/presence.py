@@ -113,7 +113,7 @@ class Presence:
                 heir(message)
 
     def _answer(self, message: Message) -> None:
-        is_of_fault = isinstance(message, to_rank.Fault | to_rank.FaultDone)
+        is_of_fault = isinstance(message, to_rank.InjectedFault | to_rank.FaultDone)
         if not (self.heard.is_set() or is_of_fault or isinstance(message, to_rank.Heard)):
             return
         match message:

@@ -18,7 +18,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import standbys, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import install, patches, preload
 from ttprun.rank.bootstrap.ahead import Ahead
@@ -50,24 +50,24 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     channel = Channel(socket.socket(fileno=fd))
     warm_up(WARM)
-    channel.send(from_rank.Ready(is_copyable()))
+    channel.send(standbys.Ready(is_copyable()))
     fds: list[int] = []
     try:
         while True:
             message, came = channel.receive_with_fds()
             fds += came  # one read may bring several messages, and then the descriptors come with the first
             match message:
-                case to_rank.WarmUp(modules=modules, files=files):
+                case standbys.WarmUp(modules=modules, files=files):
                     warm_up(modules)
                     ast_transform.prepare(files)
-                    channel.send(from_rank.Ready(is_copyable()))
-                case to_rank.Preload(follow=follow, loops=loops):
+                    channel.send(standbys.Ready(is_copyable()))
+                case standbys.Preload(follow=follow, loops=loops):
                     ast_transform.install(follow, loops)
                     patches.apply_all(with_replay=True)  # before a package does `from torch import save`
                     notebook, plan = fds.pop(), fds.pop()
                     refused = preload.preload(plan, notebook)
-                    channel.send(from_rank.Ready(is_copyable(), refused))
-                case to_rank.Copy():
+                    channel.send(standbys.Ready(is_copyable(), refused))
+                case standbys.Copy():
                     channel = give_copy(channel, fds.pop(), agent)
                 case to_rank.Welcome():
                     welcome = message
@@ -160,7 +160,7 @@ def give_copy(channel: Channel, theirs: int, agent: int) -> Channel:
         os.close(fd)
     if not pid:
         raise SystemExit("ttprun: a standby could not be copied")
-    channel.send(from_rank.Copied(int(pid)))
+    channel.send(standbys.Copied(int(pid)))
     return channel
 
 

@@ -66,9 +66,9 @@ def _suspects(entries: list[Entry], boundary: int, is_whole: bool) -> list[Entry
 def _sampled(tensor: torch.Tensor, boundary: int, is_whole: bool) -> torch.Tensor:
     """The elements that are checked."""
     found = elements_of(tensor.detach())
-    apart = found.numel() // SAMPLE
-    if apart > 1 and not is_whole:
-        return found.reshape(-1)[boundary % apart :: apart] if found.is_contiguous() else found[:1]
+    stride = found.numel() // SAMPLE
+    if stride > 1 and not is_whole:
+        return found.reshape(-1)[boundary % stride :: stride] if found.is_contiguous() else found[:1]
     return found
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ttprun.rank import fail_open, values
+from ttprun.rank.records.boundary_record import BoundaryRecord, read_head
 from ttprun.rank.records.recorder import Recorder
 
 SHARE = 0.005  # of the time since the process has begun
@@ -39,7 +40,7 @@ class Rehearsal:
         self._at = 0  # the boundary whose record is being read
         self._reading: Iterator[None] | None = None
 
-    def note(self, recorder: Recorder, record: dict[str, Any], head: bytes, is_strict: bool) -> None:
+    def note(self, recorder: Recorder, record: BoundaryRecord, head: bytes, is_strict: bool) -> None:
         """A record has been written: begin to read it as a replacement would, if that is due.
 
         recorder    holds the record
@@ -47,8 +48,8 @@ class Rehearsal:
         head        its packed part
         is_strict   --proof strict: what is not recorded refuses a replacement
         """
-        names = [[*scope, scope.get(values.FIXED)] for scope in (*record["variables"], *record["modules"].values())]
-        boundary: int = record["boundary"]
+        names = [[*scope, scope.get(values.FIXED)] for scope in (*record.variables, *record.modules.values())]
+        boundary = record.boundary
         self._is_due |= self._count < _FIRST or names != self._names
         if is_strict or boundary % _AGAIN == 0:
             self._is_due |= bool(self.refused or self.unrecorded) or values.MARK_OF_REFUSED in head
@@ -84,7 +85,7 @@ class Rehearsal:
         refused: list[str] = []
         unrecorded: list[str] = []
         try:
-            for sentence, is_needed in values.refusals(values.unpack(head)):
+            for sentence, is_needed in values.refusals(read_head(head)):
                 if sentence:
                     (refused if is_needed or is_strict else unrecorded).append(sentence)
                 yield

@@ -25,7 +25,7 @@ from ttprun.protocol import from_rank
 from ttprun.rank import fail_open
 from ttprun.rank.checks.reduced_gradients import find_nan, has_nan
 from ttprun.rank.session import current
-from ttprun.rank.weights import holdings
+from ttprun.rank.weights import holdings, optimizer_registry
 from ttprun.rank.weights.sharded import local_of
 from ttprun.rank.weights.tensor_bytes import FOLDED_FROM, bytes_of, elements_of, folded
 
@@ -83,7 +83,7 @@ class Verifier:
             where, is_own = nan_in(self._journal), True
         else:
             where, is_own = find_nan(self._journal, boundary)
-            held = (local_of(weight) for group in optimizer.param_groups for weight in group["params"])
+            held = (local_of(weight) for weight in optimizer_registry.parameters_of(optimizer))
             if where and not self._had_nan and any(has_nan(weight, boundary, True) for weight in held):
                 where, is_own = f"{where}; the weights held it before this step", False
         if where and not self._had_nan:
@@ -117,7 +117,8 @@ class Verifier:
             return
         session = current()
         groups = [] if session is None else [group.described() for group in session.groups.values()]
-        self._channel.send(from_rank.Held(boundary, True, held, names, shards, groups, why_not_stored))
+        size = optimizer_registry.weights_bytes()
+        self._channel.send(from_rank.Held(boundary, True, held, names, shards, groups, why_not_stored, size))
 
     def prove_from(self, boundary: int) -> None:
         """A recovery ends at this boundary: compare all hashes before each of the next steps.
@@ -142,7 +143,7 @@ class Verifier:
         """
         if self._is_divergent:
             self._is_divergent = False
-            self._channel.send(from_rank.SteppedAside())
+            self._channel.send(from_rank.StoppedDivergent())
             threading.Event().wait(_KILL_LIMIT_S)
 
     def end(self, limit_s: float = 0.0) -> None:

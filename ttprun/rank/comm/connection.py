@@ -207,7 +207,7 @@ class Connection:
 
     def issue(self, op: str, args: tuple[Any, ...]) -> Any:
         """Issue an operation; returns its work."""
-        if op in reduce_scatter.OPERATIONS and args[1].is_cpu:
+        if reduce_scatter.is_for(op, args):
             return reduce_scatter.ReduceScatter(self.native, self._rank, self._size, args)
         if op in lanes.OPERATIONS:
             return self._lanes.issue(self.native, op, args)

@@ -158,7 +158,7 @@ def wrap_new_group(original: Any) -> Any:
             session,
             shown,
             backends,
-            kwargs.get("device_id") or world.links.slot.device,
+            kwargs.get("device_id") or world.links.member.device,
             lambda: (group := original(ranks, timeout, INTERNAL_NAME, *args, **others), group),
             lambda: original(ranks, timeout, backend, *args, **kwargs),
         )

@@ -69,6 +69,9 @@ def has_ended(work: Any, limit_s: float) -> bool:
     return bool(work.is_completed())
 
 
+_TABLE = DeviceErrors({})
+
+
 class Journal:
     """All entries since the newest boundary, of all groups, in the order in which they were issued.
 
@@ -87,7 +90,13 @@ class Journal:
     is_ended       this process has been ordered to end, and no recovery will come
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        is_agent_awake: Callable[[], bool] = lambda: True,
+        diagnose: Callable[[BaseException], Diagnosis] = _TABLE.diagnose,
+        report_broken: Callable[[Entry, float], None] = lambda entry, after_s: None,
+    ) -> None:
         self.lock = threading.RLock()
         self.news = threading.Condition(self.lock)
         self.entries: list[Entry] = []
@@ -100,10 +109,10 @@ class Journal:
         self._issued = 0
         self.is_frozen = False
         self.is_ended = False
-        self.report_broken: Callable[[Entry, float], None] = lambda entry, after_s: None
         self.admit: Callable[[], None] = lambda: None
-        self.is_agent_awake: Callable[[], bool] = lambda: True
-        self.diagnose: Callable[[BaseException], Diagnosis] = DeviceErrors({}).diagnose
+        self.is_agent_awake = is_agent_awake
+        self._report_broken = report_broken
+        self._diagnose = diagnose
         self._is_watching = False
         self.held_bytes = 0
         self._limit_bytes = limit_bytes
@@ -297,7 +306,7 @@ class Journal:
                     entry.group.complete(entry, inner)
                     continue
                 failed = inner
-                if self._is_for_script(entry, inner, error, self.diagnose(error)):
+                if self._is_for_script(entry, inner, error, self._diagnose(error)):
                     fail_open.meant(error)
                     raise
             else:
@@ -327,7 +336,7 @@ class Journal:
                 patience = Patience(PATIENCE_S, self.is_agent_awake)
             elif failed is not None and not is_reported and time.monotonic() - started > REPORT_AFTER_S:
                 is_reported = True
-                self.report_broken(entry, REPORT_AFTER_S)
+                self._report_broken(entry, REPORT_AFTER_S)
             elif not entry.group.is_protected() or patience.look():
                 self.drop(entry)
                 lost = entry.error or RuntimeError(f"{entry.op}: the connection was lost and no recovery came")
@@ -342,7 +351,7 @@ class Journal:
 
         The future stays pending during a recovery; if none comes within PATIENCE_S, it gets the error.
         """
-        diagnosis = self.diagnose(error)
+        diagnosis = self._diagnose(error)
         with self.lock:
             entry.failed = inner
             self._is_for_script(entry, inner, error, diagnosis)  # if so, it is no longer in the journal
@@ -373,7 +382,7 @@ class Journal:
                     self.news.wait(0.2)
             if must_report:
                 is_reported = True
-                self.report_broken(failed[0], REPORT_AFTER_S)
+                self._report_broken(failed[0], REPORT_AFTER_S)
         for entry in failed:
             self.drop(entry)
             if not entry.is_done:

@@ -18,7 +18,7 @@ from ttprun.rank.comm import on_device
 from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, GenerationOverError
 from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.operations import tensors_in
-from ttprun.rank.comm.transports import TRANSPORTS, Link, RankSlot
+from ttprun.rank.comm.transports import TRANSPORTS, GroupMember, Link
 from ttprun.rank.session import Session
 
 
@@ -26,13 +26,13 @@ class Links:
     """The connections of one group.
 
     backends       type of device -> name of the backend for its tensors
-    slot           this process's place in the group, in the generation of the links; -1 before the first
+    member         this process's place in the group, in the generation of the links; -1 before the first
     is_joined      all members have connected once; until then the main thread connects
     """
 
-    def __init__(self, session: Session, slot: RankSlot, backends: Mapping[str, str]) -> None:
+    def __init__(self, session: Session, member: GroupMember, backends: Mapping[str, str]) -> None:
         self.backends = backends
-        self.slot = slot
+        self.member = member
         self.is_joined = False
         self._session = session
         self._by_type: dict[str, Link] = {}  # by type of device; {} while there is no connection
@@ -93,21 +93,21 @@ class Links:
 
     def are_of(self, generation: int) -> bool:
         """Whether the group is connected in that generation."""
-        return bool(self._by_type) and self.slot.generation == generation
+        return bool(self._by_type) and self.member.generation == generation
 
     def _connect_anew(self, generation: int) -> None:
-        device = self.slot.device or on_device.of_parameters()
-        slot = dataclasses.replace(self.slot, generation=generation, device=device)
-        made = {name: TRANSPORTS[name].make(slot) for name in dict.fromkeys(self.backends.values())}
+        device = self.member.device or on_device.of_parameters()
+        member = dataclasses.replace(self.member, generation=generation, device=device)
+        made = {name: TRANSPORTS[name].make(member) for name in dict.fromkeys(self.backends.values())}
         if moments.listener is not None and isinstance(made.get("gloo"), Connection):
-            moments.listener.connected(slot.exchange, made["gloo"], slot.name, slot.rank)
+            moments.listener.connected(member.exchange, made["gloo"], member.name, member.rank)
         with self._session[Journal].lock:
             self._by_type = {device_type: made[name] for device_type, name in self.backends.items()}
-            self.slot = slot
+            self.member = member
 
     def rename(self, name: str) -> None:
         """Torch has named the group."""
-        self.slot = dataclasses.replace(self.slot, name=name)
+        self.member = dataclasses.replace(self.member, name=name)
 
     # Ending them.
 
@@ -137,7 +137,7 @@ class Links:
         """
         links = self._by_type
         if not links:
-            raise RuntimeError(f"process group {self.slot.name!r} has been destroyed")
+            raise RuntimeError(f"process group {self.member.name!r} has been destroyed")
         if len(links) == 1 and "cpu" in links:
             return links["cpu"]
         tensors = tensors_in(args)

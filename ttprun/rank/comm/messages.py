@@ -21,7 +21,6 @@ from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, Journal
-from ttprun.rank.comm.operations import IN_STEP
 from ttprun.rank.comm.work import ManagedWork
 from ttprun.rank.context import Group
 from ttprun.rank.position.frames import calls_key
@@ -100,6 +99,7 @@ def issue(session: Session, group: Group, op: str, args: tuple[Any, ...]) -> Any
     if not is_skipped:
         session.meet(_NUMBERS[op], _MISSED_BY_NONE)
     message = Message(group, op, args)
+    group.messages.add((message.members[0], message.members[1]))
     if session.framework is not None:
         return session.framework.issue(message, is_skipped)
     if message.outputs and tensor.nbytes <= SMALL_RESULT_BYTES and session.is_repairable():
@@ -109,7 +109,7 @@ def issue(session: Session, group: Group, op: str, args: tuple[Any, ...]) -> Any
         message.is_done = True
         return ManagedWork(journal, message)
     if session.is_applying:
-        session.give_up_protection(IN_STEP)
+        session.note_collective_step()
     message.number = journal.number_of(message)
     if session.expected is not None:
         session.expected.check(message)

@@ -11,10 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-IN_STEP = (
-    "its optimizer communicates inside step(), as those do that divide their work among the ranks (Muon, ZeRO by hand) "
-    "or call a closure several times: what it holds differs between ranks, and is not repaired in mid-step"
-)
 # operation: (argument that holds the inputs, argument that holds the outputs)
 OPERATIONS = {
     "allreduce": (0, 0),
@@ -44,6 +40,7 @@ OPERATIONS = {
 # FSDP2 gathers parameters and reduces gradients by these.
 REDUCING = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
 GATHERING = frozenset({"_allgather_base", "all_gather_single"}) | REDUCING
+EXCHANGING = frozenset({"alltoall", "alltoall_base", "all_to_all_single"})
 # None of these completes anywhere before all members have issued it.
 OF_ALL_MEMBERS = GATHERING | {"allreduce", "allreduce_coalesced", "allgather", "barrier"}
 # The same for point-to-point operations, which are not repaired.

@@ -34,8 +34,8 @@ from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, EndedError, Journal
 from ttprun.rank.comm.links import Links
 from ttprun.rank.comm.operations import (
+    EXCHANGING,
     GATHERING,
-    IN_STEP,
     OPERATIONS,
     POINT_TO_POINT,
     REDUCING,
@@ -45,7 +45,7 @@ from ttprun.rank.comm.operations import (
 )
 from ttprun.rank.comm.reissue import call_or_take
 from ttprun.rank.comm.results import Results
-from ttprun.rank.comm.transports import TRANSPORTS, RankSlot
+from ttprun.rank.comm.transports import TRANSPORTS, GroupMember
 from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.position.frames import location_key
 from ttprun.rank.records.evidence import INPUT
@@ -100,16 +100,15 @@ class ManagedGroup(ProcessGroup):
         of_these = f"{name} of {','.join(map(str, ranks))}"
         session.groups_made[of_these] += 1
         key = f"{of_these}#{session.groups_made[of_these]}"
-        session.groups_count += 1
-        self.number = session.groups_count
+        self.number = session.groups_count = session.groups_count + 1
         self.is_made = False
         self.buckets = Buckets(self)
         self._batch_on: Any = None  # the link on which operations are being started together
-        self._description = ""
-        self._rank = rank
-        self._size = size
-        slot = RankSlot(exchange, -1, key, name, rank, size, ranks, op_limit, options, device)
-        self.links = Links(session, slot, backends)
+        self._description, self._exchanges = "", False
+        self.messages: set[tuple[int, int]] = set()
+        self._rank, self._size = rank, size
+        member = GroupMember(exchange, -1, key, name, rank, size, ranks, op_limit, options, device)
+        self.links = Links(session, member, backends)
         session.groups[name] = self
         living.add(self)
 
@@ -140,7 +139,7 @@ class ManagedGroup(ProcessGroup):
     def described(self) -> from_rank.Group:
         """Its members, and the dimension of the mesh that has made it: torch's meshes describe it as mesh_NAME."""
         _, _, dimension = self._description.partition("mesh_")
-        return from_rank.Group(dimension, self.ranks)
+        return from_rank.Group(dimension, self.ranks, self._exchanges, [list(pair) for pair in sorted(self.messages)])
 
     def shutdown(self) -> None:
         """The script has destroyed the group."""
@@ -223,10 +222,10 @@ class ManagedGroup(ProcessGroup):
     def issue(self, op: str, args: tuple[Any, ...]) -> Work:
         """Write a collective to the journal and issue it; every collective comes here."""
         if self._batch_on is not None:
-            return self._call(op, args)  # type: ignore[no-any-return]
-        session = self.session
-        journal = session[Journal]
+            return self.links.issue(op, args)  # type: ignore[no-any-return]
+        session, journal = self.session, self.session[Journal]
         inputs_at, outputs_at = OPERATIONS[op]
+        self._exchanges |= op in EXCHANGING and signal_handlers.Now.is_in_engine()
         outputs = [] if outputs_at is None else tensors_in(args[outputs_at])
         if outputs and not (outputs[0].is_cpu or self._is_repaired(outputs[0].device.type)):
             return self._issue_unprotected(op, args, outputs[0].device)
@@ -250,7 +249,7 @@ class ManagedGroup(ProcessGroup):
             entry.is_done = True
             return ManagedWork(journal, entry)
         if session.is_applying:
-            session.give_up_protection(IN_STEP)
+            session.note_collective_step()
         if session.expected is not None:
             session.expected.check(entry)
         if inputs_at is None or self._input_is_ignored(op, args):
@@ -272,14 +271,11 @@ class ManagedGroup(ProcessGroup):
     def enter(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
         """Write an operation to the journal, if it can be repaired, and issue it; returns whether it is kept.
 
-        While the journal is frozen, the recovery's thread issues it.
-
-        Raises EndedError once the run of the script is over.
+        While the journal is frozen, the recovery's thread issues it. Raises EndedError once the script's run is over.
 
         inputs   of the operation that this rank gives, [] if it only receives
         """
-        session = self.session
-        journal = session[Journal]
+        session, journal = self.session, self.session[Journal]
         with journal.lock:
             is_kept = session.is_repairable() and self._keep(entry, inputs)
             if journal.is_frozen:  # another thread issues it, on another stream
@@ -336,10 +332,7 @@ class ManagedGroup(ProcessGroup):
 
     def call(self, op: str, args: tuple[Any, ...]) -> Any:
         """Issue an operation on the current connection, without the journal; returns the backend's work."""
-        return fail_open.call_original(op, self._call, op, args)
-
-    def _call(self, op: str, args: tuple[Any, ...]) -> Any:
-        return self.links.issue(op, args)
+        return fail_open.call_original(op, self.links.issue, op, args)
 
     def _input_is_ignored(self, op: str, args: tuple[Any, ...]) -> bool:
         """Whether this rank only receives: a broadcast reads the root's tensors alone."""
@@ -384,7 +377,7 @@ def groups_of(session: Session) -> list[ManagedGroup]:
 def _operation(op: str) -> Callable[..., Work]:
     @gate_from_c
     def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
-        work: Work = fail_open.run(op, self.issue, self._call, (op, positional(op, args, kwargs)), {})
+        work: Work = fail_open.run(op, self.issue, self.links.issue, (op, positional(op, args, kwargs)), {})
         return held_works.hold(work) if held_works.IS_NEEDED else work
 
     call.__name__ = op
@@ -395,7 +388,7 @@ def _point_to_point(op: str) -> Callable[..., Any]:
     @gate_from_c
     def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Any:
         issue = partial(messages.issue, self.session, self)
-        return fail_open.run(op, issue, self._call, (op, (*args, *kwargs.values())), {})
+        return fail_open.run(op, issue, self.links.issue, (op, (*args, *kwargs.values())), {})
 
     call.__name__ = op
     return call

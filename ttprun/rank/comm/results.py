@@ -130,11 +130,6 @@ class Answers:
         return True
 
 
-def as_result(packed: list[Any]) -> Result:
-    """A result read from a record."""
-    return (packed[0], packed[1], packed[2])
-
-
 def as_if_alone(entry: Entry) -> None:
     """Fill a collective's outputs as if all ranks had this one's inputs."""
     op, args = entry.op, entry.args

@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from ttprun.rank.checks import proof
 from ttprun.rank.process.looks import is_a, values_of
 from ttprun.rank.records.evidence import BATCH
+from ttprun.rank.records.nodes import PARTS, AnyNode, FrozensetNode, SetNode
 from ttprun.rank.session import Session
 from ttprun.rank.values import Snapshot, fingerprint, pack
 from ttprun.rank.values.large import digest_of
-from ttprun.rank.values.nodes import Tag
 
 _MOST_PARTS = 8  # of a batch have fingerprints
 
@@ -36,7 +37,7 @@ def fingerprints(batch: Any) -> list[bytes]:
         return found
     if is_a(batch, torch.Tensor) and batch.layout is torch.strided:
         return [fingerprint(batch)]
-    node = Snapshot({}, is_apart=True).node(batch, 0)
+    node = Snapshot({}, is_separate=True).node(batch, 0)
     return [digest_of(memoryview(pack(_in_order(node))))]
 
 
@@ -62,13 +63,14 @@ def is_of_tensors(batch: Any) -> bool:
 
 
 def _in_order(node: Any) -> Any:
-    """The node with the items of sets sorted, as their iteration order differs between processes."""
+    """The node, or a part of one, with the items of sets sorted: their iteration order differs between processes."""
     if isinstance(node, dict):
         return {name: _in_order(item) for name, item in node.items()}
-    if not isinstance(node, list):
+    if isinstance(node, list):
+        return list(map(_in_order, node))
+    if not isinstance(node, AnyNode):
         return node
-    made = list(map(_in_order, node))
-    at = {Tag.SET: 2, Tag.FROZENSET: 1}.get(node[0]) if node and isinstance(node[0], Tag) else None
-    if at is not None:
-        made[at] = sorted(made[at], key=pack)
-    return made
+    made = {name: _in_order(getattr(node, name)) for name in PARTS[type(node)]}
+    if isinstance(node, SetNode | FrozensetNode):
+        made["items"].sort(key=pack)
+    return replace(node, **made)

@@ -11,18 +11,29 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import numpy
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ttprun.rank import values
 from ttprun.rank.process.looks import attributes_of, is_a
+from ttprun.rank.records.nodes import Node
+from ttprun.rank.records.packing import unpack_as
 from ttprun.rank.values.large import SMALL_BYTES
 from ttprun.rank.values.nodes import SETTLED
 from ttprun.rank.values.objects import is_of_user, restore_attributes
 
 # Types of the attributes that are recorded: small values that change between epochs.
-_HELD: tuple[Any, ...] = (*SETTLED, torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+_HELD: tuple[Any, ...] = (
+    *SETTLED,
+    bytes,
+    torch.Generator,
+    random.Random,
+    numpy.random.Generator,
+    numpy.random.RandomState,
+)
+_held_by_parts: msgspec.msgpack.Decoder[list[dict[str, Node]]] = msgspec.msgpack.Decoder(list[dict[str, Node]])
 
 
 def samplers(loader: DataLoader[Any]) -> list[Any]:
@@ -57,7 +68,7 @@ def generators(loader: DataLoader[Any]) -> list[Any]:
 
 def held_by(loader: DataLoader[Any]) -> bytes:
     """What samplers, and other parts of the user's own classes, hold that changes between epochs; b"" if nothing."""
-    snapshot = values.Snapshot({}, is_apart=True)
+    snapshot = values.Snapshot({}, is_separate=True)
     found = [
         {name: snapshot.node(item, 0) for name, item in attributes_of(part).items() if _is_held(part, item)}
         for part in _parts(loader)
@@ -77,7 +88,8 @@ def hold_again(loader: DataLoader[Any], held: bytes) -> None:
     if not held:
         return
     restore = values.Restore([], is_comparing=False)
-    for part, nodes in zip(_parts(loader), values.unpack(held), strict=False):
+    recorded = unpack_as(_held_by_parts, held)
+    for part, nodes in zip(_parts(loader), recorded, strict=False):
         restore_attributes(restore, part, nodes, type(part).__qualname__, keep=None)
 
 

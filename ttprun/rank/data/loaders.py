@@ -99,6 +99,12 @@ def _workers_key(loader: DataLoader[Any]) -> list[int]:
     return [next(_order), 0]
 
 
+def _number_on_from(number: int) -> None:
+    """Iterators that are made from now on have other numbers than this one."""
+    global _order
+    _order = itertools.count(max(next(_order), number + 1))
+
+
 def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
     return {
         **_state_of(loader),
@@ -145,7 +151,6 @@ def _note_first(iterator: Any, loader: DataLoader[Any], made_with: dict[str, Any
 
 def _register(iterator: Any, began: dict[str, Any]) -> None:
     iterator._ttprun = began
-    next(_order)  # also in a replay, where it has the lost rank's number
     iterator._ttprun_batch = None
     for worker in getattr(iterator, "_workers", ()):
         streams.is_worker(worker)
@@ -163,6 +168,7 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
     if recorded["rest"] is not None:
         Skipping.stream = rest_of_epoch.batches_of(loader, recorded["rest"])
     own_workers = recorded["workers"] or _workers_key(loader)
+    _number_on_from(own_workers[0])
     if own_workers[1]:
         # The lost rank's persistent iterator was restarted here; unlike making one, that draws no seed for workers.
         Skipping.before_first = functools.partial(_set_random_states, loader, recorded)
@@ -241,31 +247,21 @@ def forget() -> None:
     _draining = 0
     workers.will_make(None)
     _each.clear()
-    Skipping.batches = 0
-    Skipping.before_first = Skipping.stream = None
+    Skipping.batches, Skipping.before_first, Skipping.stream = 0, None, None
 
 
 def records() -> list[dict[str, Any]]:
     """The records of the iterators in use, oldest first."""
-    found = []
-    if _iterators:
-        alive = _alive()
-        for number in range(len(alive)):
-            if _is_under_way(alive, number):
-                found.append(_record_of(alive[number]))
-    return found
+    alive = _alive()
+    return [_record_of(alive[number]) for number in range(len(alive)) if _is_under_way(alive, number)]
 
 
 def _record_of(iterator: Any) -> dict[str, Any]:
     began = iterator._ttprun
     batch = batches.fingerprints(iterator._ttprun_batch)
     ahead = fetched_ahead(began["lead"], began["each"])
-    return dict(
-        began,
-        yielded=iterator._num_yielded,
-        batch=batch,
-        ahead=_fetched(iterator, batch, ahead) if ahead else [],
-    )
+    fetched = _fetched(iterator, batch, ahead) if ahead else []
+    return dict(began, yielded=iterator._num_yielded, batch=batch, ahead=fetched)
 
 
 def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | None:
@@ -287,8 +283,7 @@ def _alive() -> list[Any]:
     """The iterators that still exist, oldest first."""
     alive = []
     for known in _iterators:  # faster than a comprehension
-        iterator = known()
-        if iterator is not None:
+        if (iterator := known()) is not None:
             alive.append(iterator)
     return alive
 

@@ -1,9 +1,9 @@
 """Random states of DataLoader workers, so that a replacement's workers draw the same as the lost rank's.
 
-A worker draws from its own generators, batch after batch, ahead of the training. Before each batch it writes its states
-to a ring in the rank's recorder, which outlives both; a replacement's worker that begins at batch k restores the states
-of the lost one before batch k. Spawned workers have no recorder; their batches are compared like all others
-(batches.py), and a difference ends the replay.
+A worker draws from its own generators, batch after batch, ahead of the training. Before it hands one over, it writes
+its states to a ring in the rank's recorder, which outlives both. A replacement's worker that begins at batch k restores
+the states with which the lost one was to begin it, also if it had not begun it yet. Spawned workers have no recorder;
+their batches are compared like all others (batches.py), and a difference ends the replay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 
 from ttprun.rank.process import random_state
-from ttprun.rank.records.recorder import Recorder
+from ttprun.rank.records.recorder import WORKER_BATCHES, Recorder
 
 
 @dataclass
@@ -74,21 +74,43 @@ def _follow(making: Making, recorder: Recorder, worker: int, workers: int) -> No
         is_resumed = epoch == making.key[1] and (making.skip > 0 or epoch > 0)
         # Batch k belongs to worker k mod n; this is how many of its own are skipped.
         number = (making.skip - worker + workers - 1) // workers if is_resumed else 0
-        is_first = is_resumed
+        iterator = making.key[0]
+        if is_resumed:
+            _restore(recorder, iterator, worker, (epoch, number))
+
+        def keep() -> None:
+            recorder.write_worker((iterator, epoch, worker, number), msgpack.packb(random_state.capture()))
 
         def follow(index: Any) -> Any:
-            nonlocal number, is_first
-            place = (making.key[0], epoch, worker, number)
-            if is_first:
-                is_first = False
-                found = recorder.read_worker(place)
-                if found is not None:
-                    random_state.restore(msgpack.unpackb(found))
-            recorder.write_worker(place, msgpack.packb(random_state.capture()))
+            nonlocal number
+            batch = fetch(index)
             number += 1
-            return fetch(index)
+            keep()
+            return batch
 
+        keep()
         fetcher.fetch = follow
         return fetcher
 
     kind.create_fetcher = staticmethod(create_fetcher)
+
+
+def _restore(recorder: Recorder, iterator: int, worker: int, when: tuple[int, int]) -> None:
+    """Restore the states that the lost rank's worker had at `when`: before a batch of an epoch.
+
+    Raises RuntimeError, which the DataLoader raises in the rank, if they are not kept any more.
+    """
+    states = recorder.worker_states(iterator, worker)
+    _, number = when
+    found = states.get(when)
+    if found is None and number == 0:  # the lost worker had not begun this epoch
+        found = next((states[known] for known in sorted(states, reverse=True) if known < when), None)
+    elif found is None and states:
+        found = next(iter(states.values()))
+        if any(known != found for known in states.values()):
+            raise RuntimeError(
+                f"the random states of DataLoader worker {worker} before its batch {number} are not kept any more: it"
+                f" has prepared more than {WORKER_BATCHES - 1} further ones (prefetch_factor)"
+            )
+    if found is not None:
+        random_state.restore(msgpack.unpackb(found))

@@ -12,7 +12,7 @@ from typing import Any
 
 from ttprun.rank import fail_open
 from ttprun.rank.effects import origins
-from ttprun.rank.position.whose import records_frames
+from ttprun.rank.position.whose import is_script_code
 from ttprun.rank.session import current
 
 _USING_IT = frozenset({"random", "secrets", "uuid"})
@@ -41,7 +41,7 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
     """Whether the user's own code draws, directly or through a module that uses os.urandom."""
     while frame is not None and frame.f_globals.get("__name__") in _USING_IT:
         frame = frame.f_back
-    return frame is not None and records_frames(frame.f_code.co_filename)
+    return frame is not None and is_script_code(frame.f_code.co_filename)
 
 
 def _caller_with_a_name(frame: FrameType | None) -> FrameType | None:

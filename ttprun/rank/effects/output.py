@@ -18,6 +18,7 @@ from ttprun.rank import signal_handlers
 from ttprun.rank.session import Session, current
 
 _LAST_LINES, _LAST_BYTES = 3, 2000
+_ROOM_BYTES = 64 << 10  # that a replay log may take on the disk, to begin with
 _FIELDS = {"stdout": Field.LINES_OUT, "stderr": Field.LINES_ERR}
 
 
@@ -117,12 +118,20 @@ def skip_lines(skip_out: int, skip_err: int) -> None:
 
 
 class Diverted:
-    """Redirects descriptors 1 and 2 to a replay log until `end`, also for C++ code and child processes."""
+    """Redirects descriptors 1 and 2 to a replay log until `end`, also for C++ code and child processes.
+
+    The log is in memory, and lost afterwards, if the run's directory cannot be written.
+    """
 
     def __init__(self, session: Session) -> None:
         self._log = os.path.join(session.run_dir, "logs", f"replay-rank{session.rank}-gen{session.generation}.log")
-        os.makedirs(os.path.dirname(self._log), mode=0o700, exist_ok=True)
-        target = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            target = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            size = os.fstat(target).st_size
+            os.write(target, bytes(_ROOM_BYTES))  # a full disk says so only now
+            os.ftruncate(target, size)
+        except OSError:
+            self._log, target = "/proc/self/fd/1", os.memfd_create("ttprun-replay-log")
         self._saved = [os.dup(fd) for fd in (1, 2)]
         for fd in (1, 2):
             os.dup2(target, fd)

@@ -70,17 +70,13 @@ class Framework:
         session.mode = LIVE if joins_at is None else JOINING
         self.was_rebooted = self.is_joining
         self.reboot_type = reboot_type
-        self.is_stopping = False
+        self.is_stopping = self.is_past_setup = self.was_cleaned = self.is_torn = self.has_uce = False
         self.settled_in = -1
         self.place = MainThread.OUTSIDE
-        self.is_past_setup = False
         self.device_index: int | None = None
         self.fault = ReportState.RS_NORMAL
         self.repair_type: mindio.Strategy = "unknow"
         self.repair_step = joins_at or 0
-        self.was_cleaned = False
-        self.is_torn = False
-        self.has_uce = False
         self.times = session.updates
         self.errors = ErrorTable(self.times)
         self.handlers = Handlers()

@@ -24,7 +24,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from ttprun.rank import signal_handlers
-from ttprun.rank.position import compiled_cache, imported, loops, whose
+from ttprun.rank.position import compiled_cache, imported, loop_sites, loops, whose
 
 ENTER = "__ttprun_enter__"
 LOOP = "__ttprun_loop__"
@@ -63,7 +63,7 @@ def _yields(function: ast.FunctionDef) -> bool:
 
 
 def _wrap(node: ast.For, filename: str, is_generator: bool) -> None:
-    key = loops.new_site(filename, _place_of(node))
+    key = loop_sites.new_site(filename, _place_of(node))
     entered = ast.Call(ast.Name(ENTER, ast.Load()), [ast.Constant(key)], [])
     begun: ast.expr = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(key), entered, node.iter], [])
     if is_generator:
@@ -71,10 +71,10 @@ def _wrap(node: ast.For, filename: str, is_generator: bool) -> None:
     node.iter = ast.fix_missing_locations(ast.copy_location(begun, node.iter))
 
 
-def _place_of(node: ast.For) -> loops.Extent:
+def _place_of(node: ast.For) -> loop_sites.Extent:
     first, last = node.body[0], node.body[-1]
     begin = min([first, *getattr(first, "decorator_list", ())], key=lambda one: (one.lineno, one.col_offset))
-    return loops.Extent(
+    return loop_sites.Extent(
         start=(node.lineno, node.col_offset),
         over=(node.iter.lineno, node.iter.col_offset),
         body=(begin.lineno, begin.col_offset),
@@ -106,10 +106,10 @@ def compile_named(source: bytes, filename: str) -> CodeType:
     if known is not None:
         code, places = known
         for place in places:
-            loops.new_site(filename, loops.Extent(*place))
+            loop_sites.new_site(filename, loop_sites.Extent(*place))
         return code
     code = _compile(source, filename, is_script=False)
-    kept.write(code, [tuple(site.place) for site in loops.sites.values() if site.filename == filename])
+    kept.write(code, [tuple(site.place) for site in loop_sites.sites.values() if site.filename == filename])
     return code
 
 
@@ -285,7 +285,7 @@ def script_hook(path: str) -> Any:
 
     Raises ImportError for all other paths, as such a hook must.
     """
-    if path != full_path(script_of(sys.orig_argv)) or not os.path.isfile(path) or not whose.follows_loops(path):
+    if path != full_path(script_of(sys.orig_argv)) or not os.path.isfile(path) or not whose.is_script_code(path):
         raise ImportError(path)
     with open(path, "rb") as file:
         if file.read(4) == b"PK\x03\x04":

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from types import CodeType, FrameType
 
-from ttprun.rank.position import ast_transform, gathering, library_loops, liveness, loops
+from ttprun.rank.position import ast_transform, gathering, library_loops, liveness, loop_sites, loops
 from ttprun.rank.position.frames import place
 from ttprun.rank.position.variables import variables_of
-from ttprun.rank.position.whose import records_frames
+from ttprun.rank.position.whose import is_script_code
 
 _MOST_WAYS = 1000
 
@@ -51,7 +51,7 @@ class _Way:
 
     def __init__(self, stack: list[FrameType]) -> None:
         self.codes: list[CodeType] = [frame.f_code for frame in stack]
-        indexes = [index for index, frame in enumerate(stack) if records_frames(frame.f_code.co_filename)]
+        indexes = [index for index, frame in enumerate(stack) if is_script_code(frame.f_code.co_filename)]
         indexes.reverse()
         self.frames: list[_OfUser] = []
         outer: FrameType | None = None
@@ -92,7 +92,7 @@ class Whereabouts:
         self.scopes = [liveness.state_in(variables_of(stack[of_user.index]), of_user.dead) for of_user in way.frames]
         self.dead = [of_user.dead for of_user in way.frames]
         self.active: list[list[loops.Loop]] = []
-        self.unfollowed: list[loops.Site] = []
+        self.unfollowed: list[loop_sites.Site] = []
         gathers = ""
         for of_user in way.frames:
             active = loops.of_frame(stack[of_user.index])

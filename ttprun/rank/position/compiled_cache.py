@@ -15,12 +15,13 @@ import marshal
 import os
 import stat
 import sys
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIGEST_BYTES = hashlib.sha256().digest_size
-Places = list[tuple[tuple[int, int], ...]]  # of the followed loops: see loops.Extent
+Places = list[tuple[tuple[int, int], ...]]  # of the followed loops: see loop_sites.Extent
 
 
 class Kept:
@@ -59,8 +60,8 @@ class Kept:
 
 def read(name: str) -> bytes | None:
     """The content of a file in the folder; None if it is not there, or somebody else could have written it."""
-    with contextlib.suppress(OSError), _Folder() as folder:
-        fd = os.open(name, _OPEN, dir_fd=folder.fd)
+    with contextlib.suppress(OSError), _opened_folder() as folder:
+        fd = os.open(name, _OPEN, dir_fd=folder)
         with os.fdopen(fd, "rb") as file:
             _refuse_others(os.fstat(fd), stat.S_ISREG)
             return file.read()
@@ -69,45 +70,40 @@ def read(name: str) -> bytes | None:
 
 def write(name: str, content: bytes) -> bool:
     """Put a file into the folder, in the place of an older one; returns whether that could be done."""
-    with contextlib.suppress(OSError), _Folder() as folder:
+    with contextlib.suppress(OSError), _opened_folder() as folder:
         new = f"{name}.{os.getpid()}"
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder.fd)
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
         try:
             with os.fdopen(fd, "wb") as file:
                 file.write(content)
-            os.replace(new, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+            os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
             return True
         except OSError:
-            os.unlink(new, dir_fd=folder.fd)
+            os.unlink(new, dir_fd=folder)
     return False
 
 
 def names() -> list[str]:
     """The files in the folder."""
-    with contextlib.suppress(OSError), _Folder() as folder:
-        return sorted(os.listdir(folder.fd))
+    with contextlib.suppress(OSError), _opened_folder() as folder:
+        return sorted(os.listdir(folder))
     return []
 
 
-class _Folder:
+@contextlib.contextmanager
+def _opened_folder() -> Iterator[int]:
     """The folder, open. Raises OSError if there is none that is this user's alone."""
-
-    def __enter__(self) -> _Folder:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        path = os.path.join(home, "ttprun", "followed")
-        if not os.path.isabs(path):
-            raise FileNotFoundError(path)
-        os.makedirs(path, 0o700, exist_ok=True)
-        self.fd = os.open(path, _OPEN | os.O_DIRECTORY)
-        try:
-            _refuse_others(os.fstat(self.fd), stat.S_ISDIR)
-        except OSError:
-            os.close(self.fd)
-            raise
-        return self
-
-    def __exit__(self, *of: Any) -> None:
-        os.close(self.fd)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = os.path.join(home, "ttprun", "followed")
+    if not os.path.isabs(path):
+        raise FileNotFoundError(path)
+    os.makedirs(path, 0o700, exist_ok=True)
+    fd = os.open(path, _OPEN | os.O_DIRECTORY)
+    try:
+        _refuse_others(os.fstat(fd), stat.S_ISDIR)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _refuse_others(found: os.stat_result, is_right: Any) -> None:

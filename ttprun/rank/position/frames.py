@@ -10,7 +10,7 @@ from types import FrameType
 
 import xxhash
 
-from ttprun.rank.position.whose import records_frames
+from ttprun.rank.position.whose import is_script_code
 
 # Types whose values are recorded as they are.
 SCALARS = frozenset({int, float, bool, str, type(None), bytes})
@@ -21,7 +21,7 @@ def user_frames(start: FrameType | None) -> list[FrameType]:
     found = []
     frame = start
     while frame is not None:
-        if records_frames(frame.f_code.co_filename):
+        if is_script_code(frame.f_code.co_filename):
             found.append(frame)
         frame = frame.f_back
     found.reverse()
@@ -39,7 +39,7 @@ def location_key() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if records_frames(filename):
+        if is_script_code(filename):
             parts.append(f"{filename}:{frame.f_lineno}")
         frame = frame.f_back
     return "|".join(parts)
@@ -54,7 +54,7 @@ def calls_key() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         calls.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
-        if records_frames(frame.f_code.co_filename):
+        if is_script_code(frame.f_code.co_filename):
             users = len(calls)
         frame = frame.f_back
     return f"{location_key()} {xxhash.xxh3_64_hexdigest(' '.join(calls[:users]).encode())}"

@@ -37,16 +37,16 @@ class _Loops:
     """The parts of a module's source that are evaluated in loops whose position is unknown.
 
     parts   what a comprehension evaluates for each item; of a generator expression, its inner loops
-    apart   functions and generators inside these parts, which may run at any time
+    excluded  functions and generators inside these parts, which may run at any time
     """
 
     parts: list[Span]
-    apart: list[Span]
+    excluded: list[Span]
 
     def hold(self, at: Span) -> bool:
         """Whether the code at a place is evaluated in these loops, or may be, if only its line is known."""
-        is_apart = _has_columns(at) and any(_is_within(at, one) for one in self.apart)
-        return not is_apart and any(_is_within(at, part) for part in self.parts)
+        is_excluded = _has_columns(at) and any(_is_within(at, one) for one in self.excluded)
+        return not is_excluded and any(_is_within(at, part) for part in self.parts)
 
 
 @dataclass(frozen=True)

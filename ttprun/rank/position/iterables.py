@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ttprun.rank.position.loops import Loop
-from ttprun.rank.position.whose import holds_state, is_state
+from ttprun.rank.position.whose import is_script_code, is_state
 from ttprun.rank.process.looks import is_a, length_of
 
 _LOOKED_INTO = (tuple, list, dict, CellType)  # in addition to iterators
@@ -89,7 +89,7 @@ def _iterators_in(items: Any) -> Iterator[Any]:
 
 def _is_of_user(items: Any) -> bool:
     if is_a(items, GeneratorType):
-        return holds_state(items.gi_code.co_filename)
+        return is_script_code(items.gi_code.co_filename)
     return is_state(type(items))
 
 

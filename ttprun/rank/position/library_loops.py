@@ -15,7 +15,7 @@ import torch
 from ttprun import frameworks
 from ttprun.rank.position import control_flow, remembered, whose
 from ttprun.rank.position.variables import variables_of
-from ttprun.rank.position.whose import follows_loops
+from ttprun.rank.position.whose import is_script_code
 from ttprun.rank.process.looks import is_a
 
 # Their loops are not training loops: they run threads, event loops and hooks.
@@ -104,7 +104,7 @@ def _package_of(module: str) -> str:
 def _is_foreign(frame: FrameType) -> bool:
     filename = frame.f_code.co_filename
     package = _package_of(str(frame.f_globals.get("__name__")))
-    if follows_loops(filename) or filename.startswith("<frozen") or package in _CALLERS:
+    if is_script_code(filename) or filename.startswith("<frozen") or package in _CALLERS:
         return False
     path = os.path.abspath(filename)
     return not path.startswith(_HARMLESS) or (_SITE in path and not path.startswith(_HARMLESS[2:]))

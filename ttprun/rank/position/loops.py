@@ -30,82 +30,20 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from types import CodeType, FrameType, GeneratorType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ttprun.rank import signal_handlers
 from ttprun.rank.position import control_flow
 from ttprun.rank.position.frames import SCALARS
+from ttprun.rank.position.loop_sites import Site, sites
 from ttprun.rank.position.placeholders import END, Way, hand_out, pass_over
 from ttprun.rank.process import random_state
+from ttprun.rank.records.boundary_record import LoopRecord
 from ttprun.rank.signal_handlers import waiting
 
 TRIALS = 8  # times that a loop is followed before it is assumed to have no step inside
 # Types that do not start again when another loop iterates over them.
 _READ_ON = (GeneratorType, io.IOBase, type(csv.reader(())), csv.DictReader)
-
-
-class Extent(NamedTuple):
-    """Where a `for` statement stands in its file; lines begin at 1, columns (in bytes) at 0.
-
-    start              of the statement
-    over               of EXPR
-    body, body_end     of its body, without `else`
-    """
-
-    start: tuple[int, int]
-    over: tuple[int, int]
-    body: tuple[int, int]
-    body_end: tuple[int, int]
-
-    def is_around(self, line: int, column: int | None, is_next: bool) -> bool:
-        """Whether an instruction that comes from there is executed within the loop.
-
-        column    None: unknown
-        is_next   the instruction takes the next item of a loop
-        """
-        if column is None:
-            return self.body[0] <= line <= self.body_end[0] or (is_next and line == self.over[0])
-        return self.body <= (line, column) < self.body_end or (is_next and (line, column) == self.over)
-
-
-class Site:
-    """One `for` statement of the user's code.
-
-    key          file:line:column, the same in every rank
-    has_steps    an optimizer step has been seen inside
-    is_outer     ... and inside of another loop that is inside of this one
-    """
-
-    __slots__ = ("began", "has_steps", "is_outer", "key", "place")
-
-    def __init__(self, key: str, place: Extent) -> None:
-        self.key = key
-        self.place = place
-        self.began = 0
-        self.has_steps = False
-        self.is_outer = False
-
-    @property
-    def filename(self) -> str:
-        """The file of the loop."""
-        return self.key.rsplit(":", 2)[0]
-
-    def note_step(self) -> None:
-        """An optimizer step has been seen inside."""
-        if not self.has_steps:
-            self.has_steps = True
-            keys_with_steps.append(self.key)
-
-
-sites: dict[str, Site] = {}  # by their keys
-keys_with_steps: list[str] = []  # of the sites that have any
-
-
-def new_site(filename: str, place: Extent) -> str:
-    """Register a loop; returns the key that the compiled code calls it by."""
-    key = "{}:{}:{}".format(filename, *place.start)
-    sites[key] = Site(key, place)
-    return key
 
 
 class Loop:
@@ -193,19 +131,20 @@ class Loop:
         if not self.lead:
             self.lead = self.position
 
-    def record(self) -> dict[str, Any]:
-        """The loop as a part of a boundary's record."""
+    def record(self, over: Any = None) -> LoopRecord:
+        """The loop as a part of a boundary's record; `over` is the node of what it iterates over."""
         following: Any = self._following() if self._following is not None else None
-        return {
-            "site": self.site.key,
-            "position": self.position,
-            "lead": self.lead,
-            "began_with": self.began_with,
-            "item_rng": self.item_rng if self.site.is_outer else None,
-            "current": self.current,
-            "bounds": self.bounds,
-            "is_inside": following is not None and following.gi_running,
-        }
+        return LoopRecord(
+            site=self.site.key,
+            position=self.position,
+            lead=self.lead,
+            began_with=self.began_with,
+            item_rng=self.item_rng if self.site.is_outer else None,
+            current=self.current,
+            bounds=self.bounds,
+            is_inside=following is not None and following.gi_running,
+            over=over,
+        )
 
 
 @signal_handlers.leads_through
@@ -220,25 +159,25 @@ class Jump(Loop):
 
     __slots__ = ("_first_rng", "_record")
 
-    def __init__(self, site: Site, record: dict[str, Any], iterable: Iterable[Any]) -> None:
+    def __init__(self, site: Site, record: LoopRecord, iterable: Iterable[Any]) -> None:
         self._record = record
-        self._first_rng: random_state.RngState | None = record["item_rng"]
-        super().__init__(site, record["began_with"], iterable)
+        self._first_rng: random_state.RngState | None = record.item_rng
+        super().__init__(site, record.began_with, iterable)
 
     def _begin(self, iterable: Iterable[Any]) -> Iterator[Any]:
         """An iterator after the items that are skipped."""
         record = self._record
-        self.lead = record["lead"]
-        is_inside = record["is_inside"]  # the step is taken while the next item is made
-        self.position = skip = record["position"] - (0 if is_inside else max(1, record["lead"]))
+        self.lead = record.lead
+        is_inside = record.is_inside  # the step is taken while the next item is made
+        self.position = skip = record.position - (0 if is_inside else max(1, record.lead))
         if is_inside:
-            self.current, self._first_rng = record["current"], None
+            self.current, self._first_rng = record.current, None
             if isinstance(iterable, GeneratorType):  # its own loops jump
                 return iterable
-        if isinstance(iterable, range) and record["bounds"]:
-            return iter(self._rest(iterable, skip, record["bounds"]))
-        if type(iterable) in (range, list, tuple, str) and record["lead"] == 1 and _is_whole(record["current"]):
-            skip = _place_of(record["current"], iterable, skip)
+        if isinstance(iterable, range) and record.bounds:
+            return iter(self._rest(iterable, skip, record.bounds))
+        if type(iterable) in (range, list, tuple, str) and record.lead == 1 and _is_whole(record.current):
+            skip = _place_of(record.current, iterable, skip)
         return pass_over(iterable, skip)
 
     def _random_states(self) -> random_state.RngState:

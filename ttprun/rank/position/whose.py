@@ -1,16 +1,12 @@
-"""Which code counts as the user's, in four separate questions:
-
-whose loops are followed      `follows_loops`
-whose frames are recorded     `records_frames`
-whose objects are state       `holds_state`, `is_state`
-whose effects are muted       `has_muted_effects`
+"""Which code counts as the user's: its loops are followed, its frames are recorded and its objects are state
+(`is_script_code`), and its effects are muted in a replay (`has_muted_effects`).
 
 A file is the user's if it is not installed: it lies neither in `site-packages` or `dist-packages` (but for a folder
 that is linked there), nor in Python's library, in torch, in ttprun, or in what `pip install --target` has filled; and
-no program has generated or downloaded it. A path of `user_paths` is the user's wherever it lies. All four are true for
-it. A module that the configuration names under `follow`, or that `ttprun.frameworks` knows, counts as the user's for
-the first three; its whole package has its effects muted, since a framework writes its logs and checkpoints from all
-over its package. So have packages that write a model for a loop of the script's own (`model.save_pretrained`).
+no program has generated or downloaded it. A path of `user_paths` is the user's wherever it lies. A module that the
+configuration names under `follow`, or that `ttprun.frameworks` knows, counts as the user's; its whole package has its
+effects muted, since a framework writes its logs and checkpoints from all over its package. So have packages that write
+a model for a loop of the script's own (`model.save_pretrained`).
 """
 
 from __future__ import annotations
@@ -127,25 +123,10 @@ def note_followed(module: str, filename: str) -> None:
     _forget_answers()
 
 
-def follows_loops(filename: str) -> bool:
-    """Whether the `for` loops of code from this file are followed."""
-    return _is_theirs(filename)
-
-
-def records_frames(filename: str) -> bool:
-    """Whether frames that run code from this file are recorded, and are part of a place in the script."""
-    return _is_theirs(filename)
-
-
-def holds_state(filename: str) -> bool:
-    """Whether functions and generators from this file are state: their closures, attributes and variables."""
-    return _is_theirs(filename)
-
-
 def is_state(kind: type) -> bool:
     """Whether a class is defined in a file whose objects are state: its attributes, and all of theirs."""
     filename = getattr(sys.modules.get(module_of_class(kind)), "__file__", None)
-    return bool(filename) and holds_state(str(filename))
+    return bool(filename) and is_script_code(str(filename))
 
 
 def has_muted_effects(filename: str) -> bool:
@@ -153,7 +134,7 @@ def has_muted_effects(filename: str) -> bool:
     known = _muted.get(filename)
     if known is None:
         is_of_framework = os.path.abspath(filename).startswith(_followed_packages) or _writes_checkpoints(filename)
-        known = _muted[filename] = _is_theirs(filename) or is_of_framework
+        known = _muted[filename] = is_script_code(filename) or is_of_framework
     return known
 
 
@@ -235,7 +216,7 @@ def _is_cached(path: str) -> bool:
     )
 
 
-def _is_theirs(filename: str) -> bool:
+def is_script_code(filename: str) -> bool:
     """Whether a file is the user's, or one of a module that is followed by its name."""
     known = _known.get(filename)
     if known is None:

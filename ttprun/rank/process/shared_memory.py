@@ -88,6 +88,11 @@ class Memory:
         finally:
             os.close(fd)
 
+    def release(self) -> None:
+        """Give all memory of the file back; no tensor in it may be used any more. Raises OSError."""
+        self._map, self._size = None, 0
+        os.truncate(self._path, 0)
+
     def fit(self, size_bytes: int) -> None:
         """Set the file's size. Raises OSError, also if memory is short."""
         if size_bytes == self._size:

@@ -302,6 +302,14 @@ class Recorder:
             bytes(self._view[at + _WORKER.size : at + _WORKER.size + size]) if tuple(found) == place and size else None
         )
 
+    def worker_states(self, iterator: int, worker: int) -> dict[tuple[int, int], bytes]:
+        """All that is kept of one worker: the states by (epoch, batch of this worker), oldest first."""
+        at = self._worker_at((iterator, 0, worker, 0))
+        heads = [_WORKER.unpack_from(self._map, at + number * WORKER_ENTRY_BYTES) for number in range(WORKER_BATCHES)]
+        places = [tuple(head[:4]) for head in heads if head[0] == iterator and head[2] == worker]
+        found = {(place[1], place[3]): self.read_worker(place) for place in sorted(places)}
+        return {when: states for when, states in found.items() if states is not None}
+
     def _appended_at(self, key: int) -> int | None:
         """The offset of a path's entry, or of a free one; None if the table is full."""
         start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES

@@ -13,6 +13,7 @@ from typing import Any
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.from_rank import GroupJournal
+from ttprun.protocol.patience import Patience
 from ttprun.rank import moments
 from ttprun.rank.comm import on_device
 from ttprun.rank.comm.entry import Entry
@@ -20,11 +21,12 @@ from ttprun.rank.comm.journal import Journal, has_ended
 from ttprun.rank.comm.links import cut_all
 from ttprun.rank.comm.process_group import ManagedGroup
 from ttprun.rank.session import Session
-from ttprun.rank.step.crossing import Crossing
+from ttprun.rank.step.inter_node_commit import InterNodeCommit
 from ttprun.rank.weights import replicated
 
 LOOK_AGAIN_S = 0.05
 LET_FINISH_S = 0.05  # time for operations between living ranks to end by themselves
+COLLECTIVE_STEP_S = 5.0  # within which a collective step ends, if no rank is lost
 STUCK_AFTER_S = 2.0  # after a cut; an operation that can end does so within milliseconds
 Issued = Sequence[tuple[Entry, Any]]  # entries with the works of the backend, which another recovery has to end
 
@@ -36,13 +38,15 @@ def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_
     check_overtaken   called now and then; its exception ends the order
     """
     moments.reached("freeze")
-    with session[Journal].lock:
-        session[Journal].is_frozen = True
     with session.changed:
         session.generation = order.generation
         session.is_holding = True
         session.settle_at = 0
         session.changed.notify_all()
+    if session.has_collective_steps and not order.lost:
+        let_collective_step_end(session, order, check_overtaken)
+    with session[Journal].lock:
+        session[Journal].is_frozen = True
     break_connections(session, issued_again)
     let_step_end(session, check_overtaken)
     settle(session, order, check_overtaken)
@@ -50,7 +54,7 @@ def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_
     frozen = from_rank.Frozen(
         session.generation,
         session.applied,
-        digest=replicated.digest() if session.applied else "",
+        digest=replicated.digest() if session.applied and not session.has_collective_steps else "",
         has_group=bool(session.groups or session.groups_left),
         journal=_signatures(session),
     )
@@ -68,6 +72,25 @@ def let_step_end(session: Session, check_overtaken: Callable[[], None]) -> None:
             check_overtaken()
 
 
+def let_collective_step_end(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[], None]) -> None:
+    """No rank is lost: let all ranks end the step in which they communicate, as its middle cannot be saved.
+
+    order             names the survivors, and the boundary that all have recorded
+    check_overtaken   called while this waits; its exception ends the wait
+
+    Blocks for COLLECTIVE_STEP_S at most, and no longer once a collective has failed.
+    """
+    settle(session, order, check_overtaken)
+    board, patience = session.board, Patience(COLLECTIVE_STEP_S)
+    session.share_row()
+    while min(board.get(row, Field.STEPPED) for row in order.survivors) < session.applied and not patience.look():
+        if any(entry.error is not None for entry in session[Journal].unfinished()):
+            return
+        time.sleep(LOOK_AGAIN_S)
+        session.share_row()
+        check_overtaken()
+
+
 def break_connections(session: Session, issued_again: Issued) -> None:
     """Cut every connection, and wait until no operation of the old generation touches a tensor any more.
 
@@ -80,8 +103,8 @@ def break_connections(session: Session, issued_again: Issued) -> None:
     for _, inner in works:
         has_ended(inner, end_s - time.monotonic())
     cut_all(group.links for group in groups)
-    if (crossing := session.get(Crossing)) is not None:
-        crossing.cut()
+    if (commit := session.get(InterNodeCommit)) is not None:
+        commit.cut()
     on_device.settle()
     end_s = time.monotonic() + STUCK_AFTER_S
     for entry, inner in works:

@@ -11,13 +11,13 @@ from functools import cached_property
 from types import FrameType
 from typing import Any
 
-from ttprun.rank.position import loops
+from ttprun.rank.position import loop_sites, loops
 from ttprun.rank.position.frames import place, user_frames
 from ttprun.rank.process import random_state
-from ttprun.rank.records.record import Record
+from ttprun.rank.records.boundary_record import LoopRecord, Record
 
 _MOST_SKIPS = 100_000  # of one loop: a `while` loop around it may count by itself
-_EARLY: dict[str, Any] = {}  # a loop inside one that has not come to the lost rank's position: it runs as in a run
+_EARLY = object()  # a loop inside one that has not come to the lost rank's position: it runs as in a run
 
 
 class _Skip:
@@ -48,7 +48,7 @@ class Jumps:
         """The loops that it jumps into or skips."""
         return sites_of(self._before)
 
-    def enter(self, site: loops.Site, frame: FrameType) -> Any:
+    def enter(self, site: loop_sites.Site, frame: FrameType) -> Any:
         """A loop begins: the token for `loop`, as loops.take_over asks for it."""
         if site.key not in self.sites:
             # Those of a long set-up, mostly: as in a run, they are not followed for ever.
@@ -56,14 +56,14 @@ class Jumps:
             return random_state.capture() if self.entered[site.key] <= loops.TRIALS else None
         recorded = self._loop_to_jump(site, frame)
         if recorded is None:
-            return self._skip(site) if site.key in self._before["has_steps"] else random_state.capture()
+            return self._skip(site) if site.key in self._before.fields.has_steps else random_state.capture()
         if recorded is _EARLY:
             return random_state.capture()
-        if recorded["began_with"] is not None:
-            random_state.restore(recorded["began_with"])
+        if recorded.began_with is not None:
+            random_state.restore(recorded.began_with)
         return recorded
 
-    def _skip(self, site: loops.Site) -> type[_Skip]:
+    def _skip(self, site: loop_sites.Site) -> type[_Skip]:
         """Skip a training loop that the lost rank had finished; refuses if the script never gets past it."""
         self._skipped[site.key] += 1
         if self._skipped[site.key] > _MOST_SKIPS:
@@ -73,28 +73,28 @@ class Jumps:
             )
         return _Skip
 
-    def _loop_to_jump(self, site: loops.Site, frame: FrameType) -> dict[str, Any] | None:
+    def _loop_to_jump(self, site: loop_sites.Site, frame: FrameType) -> Any:
         frames = user_frames(frame)
         depth = len(frames) - 1
-        recorded_place = self._before["place"]
+        recorded_place = self._before.fields.place
         here = place(frames)
-        candidates: list[dict[str, Any]] = []
+        candidates: list[LoopRecord] = []
         if (
             depth < len(recorded_place)
             and here[:depth] == recorded_place[:depth]
             and here[depth][:2] == recorded_place[depth][:2]
         ):
-            candidates += self._before["loops"][depth]
-        candidates += self._before["generator_loops"]
+            candidates += self._before.fields.loops[depth]
+        candidates += self._before.fields.generator_loops
         for at, candidate in enumerate(candidates):
-            if candidate["site"] == site.key and id(candidate) not in self.loops_used:
+            if candidate.site == site.key and id(candidate) not in self.loops_used:
                 if _are_early(candidates[:at], frames[-1]):
                     return _EARLY
                 self.loops_used.add(id(candidate))
                 return candidate
         return None
 
-    def loop(self, site: loops.Site, token: Any, iterable: Iterable[Any]) -> Any:
+    def loop(self, site: loop_sites.Site, token: Any, iterable: Iterable[Any]) -> Any:
         """The loop itself: skipped, begun in its middle, or as in a run.
 
         token      what `enter` has returned for it; None: it runs as if it were not followed
@@ -103,16 +103,16 @@ class Jumps:
         """
         if token is _Skip:
             return loops.Loop(site, None, ())
-        if isinstance(token, dict) and "site" in token:
-            if token["site"] in self._before["has_steps"]:
+        if isinstance(token, LoopRecord):
+            if token.site in self._before.fields.has_steps:
                 site.note_step()
-            site.is_outer = token["item_rng"] is not None
+            site.is_outer = token.item_rng is not None
             return self._jump(site, token, iterable)
         return iterable if token is None else loops.Loop(site, token, iterable)
 
     def iterator_to_make(self, name: list[Any]) -> dict[str, Any] | None:
         """The record of the lost rank's iterator over the loader of this name, None if it had none."""
-        left = [(i, it) for i, it in enumerate(self._before["loaders"]) if i not in self._iterators_used]
+        left = [(i, it) for i, it in enumerate(self._before.fields.loaders) if i not in self._iterators_used]
         same_name = [(i, it) for i, it in left if it["name"] == name]
         same_place = [(i, it) for i, it in left if it["name"][0] == name[0]]
         chosen = same_name[-1:] or (same_place if len(same_place) == 1 else [])
@@ -125,11 +125,10 @@ class Jumps:
 
 def sites_of(record: Record) -> frozenset[str]:
     """The loops that a replay up to this record jumps into or skips: all others it runs as a run does."""
-    active = [*(loop for of_frame in record["loops"] for loop in of_frame), *record["generator_loops"]]
-    return frozenset([*record["has_steps"], *(loop["site"] for loop in active)])
+    return frozenset([*record.fields.has_steps, *(loop.site for loop in record.fields.active())])
 
 
-def _are_early(recorded: list[dict[str, Any]], frame: FrameType) -> bool:
+def _are_early(recorded: list[LoopRecord], frame: FrameType) -> bool:
     """Whether one of these loops has still to take items, before the one in which the lost rank has first stepped."""
     active = {loop.site.key: loop.position for loop in loops.of_frame(frame)}
-    return any(one["lead"] > 1 and active.get(one["site"], one["position"]) < one["position"] for one in recorded)
+    return any(one.lead > 1 and active.get(one.site, one.position) < one.position for one in recorded)

@@ -25,6 +25,7 @@ from ttprun.rank.comm.connection import Exchange, GenerationOverError
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import REPORT_AFTER_S, Journal
 from ttprun.rank.comm.links import cut_all
+from ttprun.rank.process import open_files
 from ttprun.rank.replay import freezing, repairing, resuming
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
@@ -122,10 +123,10 @@ class Recovery:
             case to_rank.NoneAlike():
                 session[Journal].may_settle = True
             case to_rank.KeepMirror():
-                session[Mirror].is_wanted = True
+                session[Mirror].want(message.paths, message.limit_bytes, message.limit_share)
             case to_rank.LookAt(boundary=boundary):
                 session[Verifier].look_at(boundary)
-            case to_rank.StandAside():
+            case to_rank.StopDivergent():
                 session[Verifier].mark_divergent()
             case (
                 to_rank.Freeze()
@@ -165,7 +166,8 @@ class Recovery:
     def _answer(self, order: Ordered) -> None:
         session = self._session
         try:
-            self._carry_out(order)
+            with open_files.with_room():
+                self._carry_out(order)
         except (OvertakenError, GenerationOverError):
             return
         except DeviceFailedError as error:

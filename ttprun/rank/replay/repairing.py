@@ -5,15 +5,17 @@ One function for each order of the agent (`protocol/to_rank.py`); begin with `se
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Phase
 from ttprun.protocol.snapshots import Dumped
-from ttprun.rank import moments
+from ttprun.rank import moments, signal_handlers
 from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.session import Session
 from ttprun.rank.weights import (
@@ -25,6 +27,9 @@ from ttprun.rank.weights import (
     state_places,
     state_transfer,
 )
+from ttprun.state.errors import cannot_write
+
+IN_STEP = "its optimizer communicates inside step(), so in the middle of it this rank holds the state of no boundary"
 
 
 def send_state(session: Session, order: to_rank.SendState, check_overtaken: Callable[[], None]) -> None:
@@ -36,6 +41,8 @@ def send_state(session: Session, order: to_rank.SendState, check_overtaken: Call
     Raises NotRepairableError, TimeoutError, OSError.
     """
     moments.reached("transfer")
+    if session.has_collective_steps:
+        raise replicated.NotRepairableError(IN_STEP)
     digest = state_transfer.serve(_place_of(session, order), order.receivers, order.limit_s, check_overtaken)
     session.channel.send(from_rank.StateSent(order.generation, digest))
 
@@ -51,7 +58,7 @@ def fetch_state(session: Session, order: to_rank.FetchState) -> None:
 def _place_of(session: Session, order: to_rank.SendState | to_rank.FetchState) -> state_places.MeetingPlace:
     """Where the source and the receivers meet."""
     if not session.address:
-        return state_places.InDirectory(session.run_dir, order.name)
+        return state_places.InDirectory(*os.path.split(os.path.join(session.run_dir, order.name)))
     return state_places.OverNodes(session[Exchange], order.generation, order.name, order.limit_s)
 
 
@@ -63,15 +70,16 @@ def load_mirror(session: Session, order: to_rank.LoadMirror) -> None:
         mirror.load(order.path)
     else:
         sharded.forget_gathered()
-    session.channel.send(from_rank.Repaired(order.generation, replicated.digest()))
+    digest = "" if session.has_collective_steps else replicated.digest()  # the others have none, in mid-step
+    session.channel.send(from_rank.Repaired(order.generation, digest))
 
 
 def load_state(session: Session, order: to_rank.LoadState) -> None:
     """Load a snapshot or a checkpoint."""
     session.touch(Phase.REPAIRING)
     moments.reached("transfer")
-    apart = checkpoint_shards.Apart(order.owners, session.rank, ())
-    checkpoint_shards.load(order.header, order.files, apart)
+    differing = checkpoint_shards.Differing(order.owners, session.rank, ())
+    checkpoint_shards.load(order.header, order.files, differing)
     session.channel.send(from_rank.Repaired(order.generation, replicated.digest()))
 
 
@@ -81,11 +89,15 @@ def dump(session: Session, order: to_rank.Dump) -> None:
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     share, mirrored, why_not = None, {}, ""
     try:
-        apart = checkpoint_shards.Apart(order.owners, session.rank, order.writers)
-        share = checkpoint_shards.write(order.path, order.share, order.of, main, apart)
+        if session.has_collective_steps and signal_handlers.Now.is_stepping:
+            raise replicated.NotRepairableError(IN_STEP)
+        differing = checkpoint_shards.Differing(order.owners, session.rank, order.writers)
+        share = checkpoint_shards.write(order.path, order.share, order.of, main, differing)
         mirrored = {one.rank: mirrored_share.write(one, order.owners, order.writers) for one in order.mirrors}
-    except (replicated.NotRepairableError, OSError, ValueError) as error:  # only the checkpoint is lost
+    except (replicated.NotRepairableError, ValueError) as error:  # only the checkpoint is lost
         why_not = f"rank {session.rank}: {error}"
+    except OSError as error:
+        why_not = f"rank {session.rank}: {cannot_write(error, Path(order.path).parent.parent)}"
     is_handled = _handles_end_signals()
     session.channel.send(Dumped(order.generation, why_not, is_handled, share, mirrored))
 

@@ -25,23 +25,24 @@ from ttprun.protocol.board import Field, Phase
 from ttprun.rank import moments
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
-from ttprun.rank.comm.results import Answers, Results, as_if_alone, as_result
+from ttprun.rank.comm.results import Answers, Results, as_if_alone
 from ttprun.rank.context import LIVE, Mode
 from ttprun.rank.data import loaders
 from ttprun.rank.effects import files, origins
 from ttprun.rank.effects.output import Diverted
-from ttprun.rank.position import loops, placeholders
+from ttprun.rank.position import loop_sites, loops, placeholders
 from ttprun.rank.position.frames import user_frames
 from ttprun.rank.process import random_state
 from ttprun.rank.records import replayable
-from ttprun.rank.records.record import Record
+from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay import loss_scaling
+from ttprun.rank.replay.findings import Findings
 from ttprun.rank.replay.jumps import Jumps
 from ttprun.rank.replay.standing import difference_of_batches, difference_of_optimizers, difference_of_place
 from ttprun.rank.session import Session
 from ttprun.rank.values import CannotRestoreError, Restore, restore_loop, room_to_walk
-from ttprun.rank.weights import gradients, mirror, optimizer_registry
+from ttprun.rank.weights import gradients, kept_gradients, mirror, optimizer_registry
 from ttprun.rank.weights.mirror import Mirror
 from ttprun.rank.weights.post_step_weights import KeptWeights
 
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from ttprun.rank.comm.entry import Entry
 
 STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may take before it reaches the place where it begins
-_MOST_DOUBTS = 5  # that are named
 
 
 class ReplayRun(Mode):
@@ -71,6 +71,7 @@ class ReplayRun(Mode):
     is_live = False
     is_alone = True
     step_from = ""
+    _taken_again: torch.optim.Optimizer | None = None
     is_joining = False
     is_contradicted = False
     jump = loops.Jump
@@ -102,8 +103,7 @@ class ReplayRun(Mode):
         self._steps_left_out = 0  # by a GradScaler
         self.difference = ""
         self._output = Diverted(session)
-        self._equal: list[str] = []  # what was equal to the lost rank's
-        self._not_proved: list[str] = []
+        self._findings = Findings(session, number, self.refuse)
 
     @classmethod
     def of_lost(cls, session: Session, number: int, skip_lines: tuple[int, int]) -> ReplayRun:
@@ -115,9 +115,9 @@ class ReplayRun(Mode):
         Raises KeyError if there is no record of that boundary.
         """
         records = replayable.records_up_to(session[Recorder], number)
-        target, is_first = records[-1], len(records) == 1 and not records[-1]["is_straight"]
+        target, is_first = records[-1], len(records) == 1 and not records[-1].fields.is_straight
         before = None if is_first else records[0]
-        recent = [as_result(packed) for record in records for packed in record["results"]]
+        recent = [result for record in records for result in record.fields.results]
         return cls(session, number, skip_lines, target, before, Answers(session[Recorder].read_log(), recent))
 
     def begin(self) -> None:
@@ -125,7 +125,7 @@ class ReplayRun(Mode):
         if self._before is not None:
             loops.take_over(self._enter, self._jumps.loop)
 
-    def _enter(self, site: loops.Site, frame: FrameType) -> Any:
+    def _enter(self, site: loop_sites.Site, frame: FrameType) -> Any:
         return self._jumps.enter(site, frame)
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
@@ -137,11 +137,11 @@ class ReplayRun(Mode):
     @property
     def newest_step(self) -> int:  # type: ignore[override]
         """The newest step of the lost rank that an answer may be of."""
-        return self._passed if self._has_arrived or self._before is None else self._before["boundary"] - 1
+        return self._passed if self._has_arrived or self._before is None else self._before.fields.boundary - 1
 
     def note_not_proved(self, text: str) -> None:
         """The script has found something that may be other than it was for the lost rank."""
-        self._not_proved.append(text)
+        self._findings.not_proved.append(text)
 
     def answer(self, entry: Entry) -> None:
         """Fill a collective's outputs: with the lost rank's result, if that was small, else with its own inputs."""
@@ -164,15 +164,23 @@ class ReplayRun(Mode):
         except Exception as error:  # the script must not run with half of the variables
             self.refuse(f"the variables of the lost rank cannot be restored: {error!r}")
 
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """What the step begins with is the lost rank's, all of it if it is taken again: refuses if it cannot be."""
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """What the step begins with is the lost rank's, all of it if it is taken again: refuses if it cannot be.
+
+        returns   as in Mode: a collective step is taken with the other ranks
+        """
         loss_scaling.take_over(optimizer)
         if not self._is_at_target or not self.step_from:
-            return
+            return False
+        is_before_step = self._target.fields.is_before_step
         try:
-            mirror.load_step(self.step_from, optimizer)
+            mirror.load_step(self.step_from, None if is_before_step else optimizer)
+            self._taken_again = optimizer
         except Exception as error:  # the step must not be taken with half of the state
             self.refuse(f"the step of boundary {self.boundary} cannot be taken again from the mirror: {error!r}")
+        if is_before_step:
+            self._go_live(is_before_step=True)
+        return is_before_step
 
     def leaves_step_out(self, frame: FrameType) -> bool:
         """Whether a GradScaler has left out the lost rank's step at this place: it is not the next boundary's."""
@@ -199,9 +207,9 @@ class ReplayRun(Mode):
             if difference:
                 self.refuse(f"the replay is not at the place of boundary {self._passed}: {difference}")
             if is_target:
-                self._note_equal(record)
+                self._findings.note_equal(record)
             if self._before is not None:
-                self._compare_random_states(record)
+                self._findings.compare_random_states(record)
             self._is_at_target = is_target
             restore, returned = self._restore(record, frame, returned, is_comparing=is_target)
             restore.forget()
@@ -211,11 +219,11 @@ class ReplayRun(Mode):
         if not difference:
             self._is_at_target = self._before is self._target
             if self._is_at_target:
-                self._note_equal(self._before)
+                self._findings.note_equal(self._before)
             restore, returned = self._restore(self._before, frame, returned, is_comparing=self._is_at_target)
             restore.forget()
             self._has_arrived = True
-            self._passed = self._before["boundary"]
+            self._passed = self._before.fields.boundary
             loops.give_back()
             return returned
         self._note_other_place(difference)
@@ -230,76 +238,57 @@ class ReplayRun(Mode):
         self._steps_passed += 1
         self.difference = self.difference or difference
         if self._steps_passed > STEPS_TO_LOOK_FOR:
-            begins_at = self._before["boundary"] if self._before is not None else self.boundary
+            begins_at = self._before.fields.boundary if self._before is not None else self.boundary
             self.refuse(f"the replay does not reach the place of boundary {begins_at}: {difference}")
 
     def _difference(self, record: Record, frame: FrameType) -> str:
         """How this place differs from a record's, "" if it is the same."""
-        why_never = replayable.why_never(record)
+        why_never = replayable.why_never(record.fields)
         if why_never:
             self.refuse(why_never)
-        difference = difference_of_place(record, frame, is_before_target=record is not self._target)
+        difference = difference_of_place(record.fields, frame, is_before_target=record is not self._target)
         if difference:
             return difference
         is_target = record is self._target
-        before = None if self._before is record else self._before
-        difference = difference_of_batches(record, before, is_target)
+        before = None if self._before is None or self._before is record else self._before.fields
+        difference = difference_of_batches(record.fields, before, is_target)
         if difference:
             return difference
         is_run_again = record is not self._before or is_target
-        return replayable.why_other_numbers(record) if is_run_again else ""
+        return replayable.why_other_numbers(record.fields) if is_run_again else ""
 
     def _restore(self, record: Record, frame: FrameType, returned: Any, is_comparing: bool) -> tuple[Restore, Any]:
         """Write a record into the variables; returns the lost rank's closure result, too."""
-        if is_comparing and (difference := difference_of_optimizers(record)):
+        fields = record.fields
+        if is_comparing and (difference := difference_of_optimizers(fields)):
             self.refuse(difference)
         # Variables that hold optimized tensors are recorded by index, which for parameters is the same here.
-        is_alike = optimizer_registry.counts_now() == record["stepped"]
+        is_alike = optimizer_registry.counts_now() == fields.stepped
         stepped = optimizer_registry.stepped_tensors() if is_alike else list(optimizer_registry.parameters())
         restore = Restore(record.blobs, is_comparing, stepped, self.session.options.is_strict)
-        modules = self._import_modules(record["modules"], is_comparing)
+        modules = self._import_modules(fields.modules, is_comparing)
         try:
             frames = user_frames(frame)
-            dead = record.fields.get("dead", [[]] * len(frames))  # older checkpoints have none
-            recorded = zip(record["place"], record["variables"], dead, strict=True)
-            for user_frame, (at, variables, names) in zip(frames, recorded, strict=True):
+            for user_frame, (at, variables, names) in zip(frames, fields.frames(), strict=True):
                 restore.frame(user_frame, variables, f"{at[1]}: ", names)
             with restore.strictly():
-                for user_frame, around in zip(frames, record["loops"], strict=True):
-                    for loop, fields in zip(loops.of_frame(user_frame), around, strict=True):
-                        restore_loop(restore, loop, fields)
+                for user_frame, around in zip(frames, fields.loops, strict=True):
+                    for loop, recorded in zip(loops.of_frame(user_frame), around, strict=True):
+                        restore_loop(restore, loop, recorded)
             for name, module in modules.items():
-                restore.module(vars(module), record["modules"][name], f"{name}: ")
+                restore.module(vars(module), fields.modules[name], f"{name}: ")
             with restore.strictly():
                 for index, (optimizer, node) in enumerate(
-                    zip(optimizer_registry.optimizers(), record["optimizers"], strict=is_comparing)
+                    zip(optimizer_registry.optimizers(), fields.optimizers, strict=is_comparing)
                 ):
                     restore.value(optimizer, node, f"optimizer {index}")
-                returned = restore.value(returned, record.fields.get("returned"), "the closure's result")
+                returned = restore.value(returned, fields.returned, "the closure's result")
         except CannotRestoreError as error:
             self.refuse(str(error))
-        self._weigh(restore.doubts, restore.unrecorded)
-        random_state.restore(record["rng"])
-        loaders.count_on(record.fields.get("loaders_made", {}))
+        self._findings.weigh(restore.doubts, restore.unrecorded, self.is_joining)
+        random_state.restore(fields.rng)
+        loaders.count_on(fields.loaders_made)
         return restore, returned
-
-    def _weigh(self, doubts: list[str], unrecorded: list[str]) -> None:
-        """Variables are not the lost rank's: refuse them, or leave it to the evidence of the next step.
-
-        doubts, unrecorded   see Restore
-        """
-        if not (doubts or unrecorded):
-            return
-        shown = "; ".join([*doubts, *unrecorded][:_MOST_DOUBTS])
-        if self.session.options.is_strict:
-            self.refuse(f"the script cannot be replayed: {shown}")
-        if self.is_joining and not proof.is_decisive(self.session, self.boundary):
-            self.refuse(
-                f"{shown}; and the lost rank had left no loss of its step that would show whether this matters",
-                is_contradiction=False,
-            )
-        more = [f"and {len(doubts) - _MOST_DOUBTS} more variables"] if len(doubts) > _MOST_DOUBTS else []
-        self._not_proved += doubts[:_MOST_DOUBTS] + more
 
     def _import_modules(self, names: Iterable[str], is_comparing: bool) -> dict[str, ModuleType]:
         """Import the user's modules of these names, also those that the replay has not imported yet."""
@@ -312,64 +301,47 @@ class ReplayRun(Mode):
                     self.refuse(f"the lost rank had imported the module {name}, which fails in the replay: {error!r}")
         return found
 
-    def _note_equal(self, record: Record) -> None:
-        """The target's place is equal, with its loops and batches: note that for the report."""
-        loops_ = sum(map(len, record["loops"]))
-        batches = [it for it in record["loaders"] if it["batch"]]
-        counted = [(loops_, "loop", "loops"), (len(batches), "batch of a DataLoader", "batches of DataLoaders")]
-        parts = [f"{count} {many if count != 1 else one}" for count, one, many in counted if count]
-        self._equal.append(f"{', '.join(['place in the script', *parts])} at boundary {record['boundary']}")
-
-    def _compare_random_states(self, record: Record) -> None:
-        """Compare the random states after a step that began with the lost rank's.
-
-        They differ if that step depends on something that is not recorded, or if the weights, which are not the lost
-        rank's yet, decide how many numbers are drawn. The evidence of the next step (proof.py) separates these two
-        cases, if there is any.
-        """
-        here = random_state.capture()
-        names = sorted(here.keys() & record["rng"].keys())
-        differing = [name for name in names if here[name] != record["rng"][name]]
-        at = f"at boundary {record['boundary']}"
-        if not differing:
-            self._equal.append(f"random states ({', '.join(names)}) on arriving {at}")
-            return
-        difference = f"the replay has other random states ({', '.join(differing)}) than the lost rank {at}"
-        if not proof.is_decisive(self.session, self.boundary):
-            self.refuse(
-                f"the script cannot be replayed: {difference}: its draws depend on something that is not recorded, or "
-                "on the weights; and the lost rank has left no evidence of the next step"
-            )
-        self._not_proved.append(f"{difference}; they were set to the lost rank's")
-
     def after_step(self) -> None:
         """Post-hook of Optimizer.step: at the boundary, wait for the tensors and go live."""
-        if not self._is_at_target:
-            return
+        if self._is_at_target:
+            self._go_live(is_before_step=False)
+
+    def _go_live(self, is_before_step: bool) -> None:
+        """The boundary is reached: wait for the tensors and the connections, and take part from here on.
+
+        is_before_step   the boundary's step is taken with the other ranks: all that it begins with is loaded
+        """
         session = self.session
+        if self._target.fields.is_before_step:
+            session.note_collective_step()
         if self.is_contradicted and not proof.is_decisive(session, self.boundary):
             self.refuse(
                 f"a replay of this script has differed from the run, and the rank had left no loss of step "
                 f"{self.boundary} that would show whether this one does"
             )
         moments.reached("replay")
-        proof.report(session, self._equal, self._not_proved)
+        self._findings.report()
         session.channel.send(from_rank.Replayed(session.generation, self.boundary, self.setup_s))
         self.live.wait()  # until the recovery thread sets it; at its deadline the agent kills this process
         self._order_buckets()
-        gradients.poison(
-            optimizer_registry.optimizers(),
-            lambda: report_mismatch(session.channel, session.generation, gradients.CARRIED),
-        )
+        if not is_before_step:
+            if self._taken_again is not None:
+                kept_gradients.note_step(self._taken_again)
+            gradients.poison(
+                optimizer_registry.optimizers(),
+                lambda: report_mismatch(session.channel, session.generation, gradients.CARRIED),
+            )
         self._output.end(*self.skip_lines)
-        files.unmute(session, self._target["files"], self.boundary, self._target["at_ns"])
+        files.unmute(session, self._target.fields.files, self.boundary, self._target.fields.at_ns)
         origins.end()
         session[Results].begin_step(self.boundary)
-        for site in loops.sites.values():
-            if site.key in self._target["has_steps"]:
+        for site in loop_sites.sites.values():
+            if site.key in self._target.fields.has_steps:
                 site.note_step()
-        session[KeptWeights].is_kept = self._target["kept"]
-        session[KeptWeights].note(self.boundary)
+        session[KeptWeights].is_kept = self._target.fields.kept
+        if not is_before_step:
+            session.row[Field.STEPPED] = self.boundary
+            session[KeptWeights].note(self.boundary)
         session.mode = LIVE
         if session.groups:
             session.join()
@@ -380,12 +352,13 @@ class ReplayRun(Mode):
         session.board.announce(session.rank, Field.APPLIED, self.boundary)
         session.board.announce(session.rank, Field.RECORDED, self.boundary)
         session.board.set(session.rank, Field.MEETINGS, 0)
-        session[Mirror].begin(session, self.boundary)
+        if not is_before_step:
+            session[Mirror].begin(session, self.boundary)
         session.touch(Phase.COMPUTING)
 
     def _order_buckets(self) -> None:
         """Rebuild DDP's buckets if the lost rank's were: DDP does it once, at its second step, with all ranks."""
-        for model, was_rebuilt in zip(optimizer_registry.wrapped_models(), self._target["rebuilt"], strict=False):
+        for model, was_rebuilt in zip(optimizer_registry.wrapped_models(), self._target.fields.rebuilt, strict=False):
             if was_rebuilt and not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
                 model._has_rebuilt_buckets = True
 

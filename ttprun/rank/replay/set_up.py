@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ttprun.rank.comm.results import Answers
 from ttprun.rank.effects import file_answers, files
-from ttprun.rank.position import loops
-from ttprun.rank.records.record import Record
+from ttprun.rank.position import loop_sites
+from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay.jumps import sites_of
 from ttprun.rank.replay.replay import ReplayRun
@@ -37,7 +37,8 @@ class SetUp(ReplayRun):
     def __init__(
         self, session: Session, sample: Record, go_on: Callable[[], ReplayRun], leave: Callable[[str], NoReturn]
     ) -> None:
-        super().__init__(session, sample["boundary"], (0, 0), sample, sample, Answers(session[Recorder].read_log(), []))
+        answers = Answers(session[Recorder].read_log(), [])
+        super().__init__(session, sample.fields.boundary, (0, 0), sample, sample, answers)
         self._go_on = go_on
         self._leave = leave
         self._asked: list[str] = []  # places of collectives
@@ -64,7 +65,7 @@ class SetUp(ReplayRun):
         """As in ReplayRun."""
         return self._go_on().before_step(frame, returned)
 
-    def _enter(self, site: loops.Site, frame: FrameType) -> Any:
+    def _enter(self, site: loop_sites.Site, frame: FrameType) -> Any:
         return self._go_on()._enter(site, frame) if site.key in self._jumps.sites else super()._enter(site, frame)
 
     def end(self, replay: ReplayRun) -> str:
@@ -92,4 +93,4 @@ class SetUp(ReplayRun):
 
 
 def _loaders_of(record: Record) -> set[str]:
-    return {iterator["name"][0] for iterator in record["loaders"]}
+    return {iterator["name"][0] for iterator in record.fields.loaders}

@@ -8,26 +8,26 @@ from typing import Any
 from ttprun.rank.data import loaders
 from ttprun.rank.position import loops
 from ttprun.rank.position.frames import place, user_frames
-from ttprun.rank.records.record import Record
+from ttprun.rank.records.boundary_record import BoundaryRecord
 from ttprun.rank.weights import optimizer_registry
 
 
-def difference_of_place(record: Record, frame: FrameType, is_before_target: bool = False) -> str:
+def difference_of_place(record: BoundaryRecord, frame: FrameType, is_before_target: bool = False) -> str:
     """How the positions of the code and its loops differ from a record's, "" if they are the same.
 
     is_before_target   do not compare items of iterators that are about to be restored, such as a counting generator
     """
     frames = user_frames(frame)
     here = place(frames)
-    if here != record["place"]:
-        return f"it is at {_shown(here)}, the lost rank was at {_shown(record['place'])}"
-    for user_frame, recorded in zip(frames, record["loops"], strict=True):
+    if here != record.place:
+        return f"it is at {_shown(here)}, the lost rank was at {_shown(record.place)}"
+    for user_frame, recorded in zip(frames, record.loops, strict=True):
         active = loops.of_frame(user_frame)
         positions = [[loop.site.key, loop.position, loop.current] for loop in active]
-        expected = [[loop["site"], loop["position"], loop["current"]] for loop in recorded]
+        expected = [[loop.site, loop.position, loop.current] for loop in recorded]
         if is_before_target and len(active) == len(recorded):
             for at, loop in enumerate(recorded):
-                if loop["over"] is not None:
+                if loop.over is not None:
                     expected[at][2] = positions[at][2]
         if positions != expected:
             return f"its loops are at {positions}, the lost rank's at {expected}"
@@ -38,17 +38,17 @@ def _shown(where: list[list[Any]]) -> str:
     return " > ".join(f"{function}:{line}" for _, function, line in where) or "(no user code)"
 
 
-def difference_of_batches(record: Record, before: Record | None, is_target: bool) -> str:
+def difference_of_batches(record: BoundaryRecord, before: BoundaryRecord | None, is_target: bool) -> str:
     """How what the DataLoaders have yielded differs from a record, "" if it does not.
 
     before      where the replay began; None: from the top
     is_target   compare the batches, too, of loaders that were used since
     """
-    mine, lost = _by_name(loaders.records()), _by_name(record["loaders"])
+    mine, lost = _by_name(loaders.records()), _by_name(record.loaders)
     yielded, expected = ([[it["name"], it["yielded"]] for it in known] for known in (mine, lost))
     if [count for _, count in yielded] != [count for _, count in expected]:
         return f"its DataLoaders have yielded {yielded}, the lost rank's {expected}"
-    used = {tuple(it["name"]): it["yielded"] for it in before["loaders"]} if before else {}
+    used = {tuple(it["name"]): it["yielded"] for it in before.loaders} if before else {}
     if is_target and any(
         here["batch"] != there["batch"] and there["yielded"] != used.get(tuple(there["name"]))
         for here, there in zip(mine, lost, strict=True)
@@ -57,10 +57,10 @@ def difference_of_batches(record: Record, before: Record | None, is_target: bool
     return ""
 
 
-def difference_of_optimizers(record: Record) -> str:
+def difference_of_optimizers(record: BoundaryRecord) -> str:
     """How the script's optimizers differ from a record's in their parameters, "" if they do not."""
     found = [parameters for parameters, _ in optimizer_registry.counts_now()]
-    before = [parameters for parameters, _ in record["stepped"]]
+    before = [parameters for parameters, _ in record.stepped]
     if len(found) != len(before):
         return f"the script has made {len(found)} optimizers in the replay, {len(before)} before"
     for index, (here, lost) in enumerate(zip(found, before, strict=True)):

@@ -8,7 +8,7 @@ from ttprun.protocol import patience
 from ttprun.protocol.board import Board, Field, Phase
 from ttprun.rank.comm.journal import EndedError, Journal
 from ttprun.rank.session import Session
-from ttprun.rank.step.crossing import Crossing
+from ttprun.rank.step.inter_node_commit import InterNodeCommit
 
 _LOOK_AGAIN_S = 1.0
 
@@ -39,17 +39,19 @@ def commit(
                 return
         session.touch(Phase.COMMITTING)
         _wait_for_records(session, boundary, held, look_again_s)
-        if (crossing := session.get(Crossing)) is not None:
-            _cross(session, crossing, boundary, held, look_again_s)
+        if (commit := session.get(InterNodeCommit)) is not None:
+            _commit_over_nodes(session, commit, boundary, held, look_again_s)
 
 
 def _is_past(session: Session, boundary: int) -> bool:
     """Whether all ranks have recorded the boundary."""
-    crossing = session.get(Crossing)
-    return min(session.recorded) >= boundary and (crossing is None or crossing.is_past(boundary))
+    commit = session.get(InterNodeCommit)
+    return min(session.recorded) >= boundary and (commit is None or commit.is_past(boundary))
 
 
-def _cross(session: Session, crossing: Crossing, boundary: int, held: Callable[[], None], look_again_s: float) -> None:
+def _commit_over_nodes(
+    session: Session, commit: InterNodeCommit, boundary: int, held: Callable[[], None], look_again_s: float
+) -> None:
     """All ranks of this node have recorded the boundary: wait for the other nodes."""
     awaited = Awaited(session, boundary)
     board = session.board
@@ -64,7 +66,7 @@ def _cross(session: Session, crossing: Crossing, boundary: int, held: Callable[[
         return _is_free(session, boundary) or session.is_holding
 
     if not _is_free(session, boundary) and not session.is_holding:
-        crossing.wait(boundary, may_stop, look_again_s)
+        commit.wait(boundary, may_stop, look_again_s)
 
 
 def _wait_for_records(session: Session, boundary: int, held: Callable[[], None], look_again_s: float) -> None:

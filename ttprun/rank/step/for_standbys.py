@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ttprun.protocol import from_rank
+from ttprun.protocol import standbys
 from ttprun.rank.position import ast_transform, imported
 from ttprun.rank.session import Session
 
@@ -14,6 +14,6 @@ def report(session: Session) -> None:
     """Report once, after the first step, what this rank has imported."""
     if session.local_rank == 0:
         modules = [name for name in sys.modules if name.startswith("torch.")]
-        session.channel.send(from_rank.ModulesOfTorch(modules, list(ast_transform.followed)))
+        session.channel.send(standbys.ModulesOfTorch(modules, list(ast_transform.followed)))
     if session.framework is None:
-        session.channel.send(from_rank.Imported(imported.modules(), os.getcwd()))
+        session.channel.send(standbys.Imported(imported.modules(), os.getcwd()))

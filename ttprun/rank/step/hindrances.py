@@ -7,26 +7,26 @@ with `look`.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ttprun.rank.records.boundary_record import BoundaryRecord
 from ttprun.rank.session import Session
+from ttprun.rank.weights import optimizer_registry, sharded
 
 _MOST = 3  # variables that are named
 _OTHER_WAYS = {"mpi4py.MPI": "MPI", "horovod.torch": "Horovod", "byteps.torch": "BytePS"}  # of communication
 
 
-def look(record: dict[str, Any], refused: list[str]) -> str:
+def look(record: BoundaryRecord, refused: list[str]) -> str:
     """Why no replay would reach this boundary; "" if one may.
 
     refused   what the rehearsal has found of this record or an older one
     """
-    unfollowed: str = record["unfollowed"]
-    if unfollowed:
-        return unfollowed
-    if record["boundary"] > 1 and record["entropy"]:  # draws of the setup do not matter
+    if record.unfollowed:
+        return record.unfollowed
+    if record.boundary > 1 and record.entropy:  # draws of the setup do not matter
         return "the script draws from os.urandom in its steps, which gives other numbers each time: seed a generator"
     return in_short(refused)
 
@@ -66,10 +66,9 @@ def _why_not_alone() -> str:
 
 def why_shards_unknown(optimizer: torch.optim.Optimizer) -> str:
     """Why the layout of this rank's shard of the weights or the optimizer's state is unknown; "" if it is known."""
-    kinds = {(kind.__module__, kind.__qualname__) for kind in type(optimizer).__mro__}
-    if ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer") in kinds:
-        return "with ZeroRedundancyOptimizer no other rank has this rank's part of the optimizer's state"
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
-        return "FSDP1 shards the parameters in a way that is not stored: use torch's fully_shard (FSDP2)"
+    if any(map(sharded.is_gathered_in_place, optimizer_registry.parameters_of(optimizer))):
+        return (
+            "FSDP1 with use_orig_params=True puts the whole parameters in the place of this rank's parts while it "
+            "computes: use torch's fully_shard (FSDP2), or use_orig_params=False"
+        )
     return ""

@@ -4,6 +4,10 @@ Before `Optimizer.step` number N runs, the rank writes its record of boundary N 
 node has written its own. This commit makes replacing a rank simple: no rank changes its weights before all have written
 the record that a replacement would need, so when a rank is lost all survivors are at one boundary, and the lost rank
 has a record of it. All ranks have just finished the step's last all-reduce, so the wait is short.
+
+Boundary N is passed when the step has ended; survivors in the middle of it end it first. If an optimizer communicates
+inside step(), they could not without the lost rank. Then the boundary is passed before the step: the journal keeps the
+step's collectives, too, and a replacement takes the step with the others, from its mirror.
 """
 
 from __future__ import annotations
@@ -24,17 +28,13 @@ from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.process_group import groups_of
-from ttprun.rank.comm.results import Results
-from ttprun.rank.data import loaders
-from ttprun.rank.effects import file_answers, files, origins, os_entropy, output
-from ttprun.rank.position import call_site, iterables, loops, made_inside
+from ttprun.rank.effects import origins, output
 from ttprun.rank.position.variables import variables_of
-from ttprun.rank.process import random_state
 from ttprun.rank.process.unseen import unseen
-from ttprun.rank.records.record import Record
 from ttprun.rank.records.recorder import Recorder, RecordTooLargeError
 from ttprun.rank.session import Session, current
 from ttprun.rank.step import closures, for_standbys, hindrances, pending
+from ttprun.rank.step.boundary import describe
 from ttprun.rank.step.commit_barrier import commit
 from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, replicated, sharded
 from ttprun.rank.weights.holdings import Holdings
@@ -42,9 +42,9 @@ from ttprun.rank.weights.mirror import Mirror
 from ttprun.rank.weights.own_state import OwnState
 from ttprun.rank.weights.post_step_weights import KeptWeights
 from ttprun.rank.weights.snapshots import SnapshotPart
-from ttprun.rank.weights.tensor_bytes import bytes_of
 
 _running: torch.optim.Optimizer | None = None
+_boundary = 0  # to which the running step leads
 _closure: closures.ClosureWatch | None = None  # of the running step
 _AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(
     len
@@ -129,9 +129,13 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
     returned   the result of this step's closure
     returns    the same; in a replay, the lost rank's
     """
+    global _boundary
     if not session.mode.is_live:
         returned = session.mode.before_step(frame, returned)
-        session.mode.begin_step(optimizer)
+        if session.mode.begin_step(optimizer):
+            _boundary = session.applied
+            session.updates.begin()
+            session.touch(Phase.STEPPING)
         signal_handlers.Now.is_stepping = True
         return returned
     moments.reached("before_step")
@@ -165,6 +169,9 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
     if not session.is_applying:  # there was no commit
         with session.lock:
             session.is_applying = True
+    _boundary = session.applied + 1
+    if session.has_collective_steps:
+        pass_boundary(session)
     session.updates.begin()
     session.touch(Phase.STEPPING)
     signal_handlers.Now.is_stepping = True
@@ -191,11 +198,11 @@ def _check_given_results(session: Session) -> None:
 
 @unseen
 def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Global post-hook of Optimizer.step: the boundary has been reached.
+    """Global post-hook of Optimizer.step: it has run to its end.
 
     args, kwargs   of the call, as torch's hooks get them; not used
     """
-    global _running
+    global _running, _boundary
     session = current()
     if session is None or _running is not optimizer:
         return
@@ -203,6 +210,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
     signal_handlers.Now.is_stepping = False
     if _closure is not None and not _closure.calls:
         session.give_up_protection("the optimizer has taken a step without calling its closure")
+        _boundary = session.applied + 1  # nothing has begun the step
     if not session.mode.is_live:
         session.mode.after_step()
         return
@@ -212,28 +220,31 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
     if session.is_recorded():
         _note_weights(session)
         if session.is_alone():
-            session[OwnState].keep(session, session.applied + 1)
-        session[Mirror].begin(session, session.applied + 1)
+            session[OwnState].keep(session, _boundary)
+        session[Mirror].begin(session, _boundary)
     else:  # there is nothing to read back
-        session.row[Field.REHEARSED] = session.applied + 1
-    if not session.trains_alone and session[SnapshotPart].is_due(session.applied + 1):
-        session[SnapshotPart].take(session, session.applied + 1, fail_open.caller())
-    pass_boundary(session)
+        session.row[Field.REHEARSED] = _boundary
+    if not session.trains_alone and session[SnapshotPart].is_due(_boundary):
+        with gradients.kept_if_unknown(optimizer):
+            session[SnapshotPart].take(session, _boundary, fail_open.caller())
+    if session.applied < _boundary:
+        pass_boundary(session)
+    _end_step(session)
     session[Verifier].stop_if_divergent()
     moments.reached("after_step")
 
 
 def _note_weights(session: Session) -> None:
     try:
-        session[KeptWeights].note(session.applied + 1)
+        session[KeptWeights].note(_boundary)
         optimizer_registry.note_remains()
     except Exception as error:  # e.g. no memory for copies: fail open
         fail_open.raise_if_meant(error)
-        session.give_up_protection(f"the weights after step {session.applied + 1} cannot be noted: {error!r}")
+        session.give_up_protection(f"the weights after step {_boundary} cannot be noted: {error!r}")
 
 
 def pass_boundary(session: Session) -> None:
-    """The optimizer step has run to its end."""
+    """The boundary is passed: the step has run to its end, or begins, if it is a collective one."""
     with session.lock:
         session.applied += 1
         session.pass_groups()
@@ -242,6 +253,10 @@ def pass_boundary(session: Session) -> None:
         session.row[Field.MEETINGS] = 0
         if session.is_holding:  # a recovery waits for the end of the step
             session.changed.notify_all()
+
+
+def _end_step(session: Session) -> None:
+    session.row[Field.STEPPED] = _boundary
     session.touch(Phase.COMPUTING)
     if not session.has_stepped:
         session.has_stepped = True
@@ -272,7 +287,7 @@ def _write_record(
             session.give_up_protection(why_not)
         else:
             with values.room_to_walk():
-                record, blobs, is_open = describe(session, boundary, frame, returned)
+                record, blobs, is_open = describe(session, boundary, frame, returned, optimizer)
                 head = values.pack(record)
             hindrance = hindrances.look(record, session[Rehearsal].refused)
             hindrance = hindrance or session[Holdings].why_moved(optimizer_registry.newest())
@@ -281,7 +296,7 @@ def _write_record(
                 session[Recorder].evidence.clear()
             session[Recorder].write(boundary, head, blobs)
             session[OwnState].is_apt = not hindrance and not is_open
-            session.report_not_proved(record["not_proved"])
+            session.report_not_proved(record.not_proved)
             session[Rehearsal].note(session[Recorder], record, head, session.options.is_strict)
             if boundary == 1:
                 session[Recorder].write_first(boundary, head, blobs)
@@ -326,100 +341,3 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
         return ""
     why_not = sharded.why_not_held(optimizer_registry.stepped_tensors())
     return why_not or sharded.why_not_at_rest(optimizer)
-
-
-def describe(
-    session: Session, boundary: int, frame: FrameType, returned: Any = None
-) -> tuple[dict[str, Any], list[torch.Tensor], bool]:
-    """The record of a boundary: (plain part, tensors to write after it, whether another thread still computes a part).
-
-    returned   the result of the step's closure
-    """
-    standing = call_site.look(frame)
-    living = optimizer_registry.optimizers()
-    around = standing.around
-    on_stack = set(map(id, standing.scopes))
-    loops.note_steps(around, standing.unfollowed)
-    is_draining = loaders.note_boundary()
-    values.begin_boundary()
-    stepped = optimizer_registry.stepped(living)
-    mark = stepped.sample(boundary)
-    session[KeptWeights].compare(stepped, mark)
-    snapshot = values.Snapshot(stepped.storages, iterables.followed(around))
-    record: dict[str, Any] = {
-        "boundary": boundary,
-        "place": standing.place,
-        "dead": standing.dead,
-        "unfollowed": standing.why_not or made_inside.why_skipped(boundary, standing),
-        "variables": [
-            snapshot.variables(scope, (id(code), depth), is_lasting=code.co_name == "<module>")
-            for depth, (code, scope) in enumerate(zip(standing.codes, standing.scopes, strict=True))
-        ],
-        "loops": [[snapshot.loop(loop) for loop in of_frame] for of_frame in standing.active],
-        "generator_loops": snapshot.generator_loops,
-        "modules": {
-            name: snapshot.variables(vars(module), name, is_lasting=True)
-            for name, module in files.user_modules()
-            if id(module.__dict__) not in on_stack
-        },
-        "optimizers": [snapshot.node(optimizer, 0) for optimizer in living],
-        "returned": snapshot.node(returned, 0),
-        "stepped": stepped.counts,
-        "rng": random_state.capture(),
-        "loaders": loaders.records(),
-        "loaders_made": loaders.made(),
-        "results": session[Results].begin_step(boundary),
-        "rebuilt": optimizer_registry.rebuilt(),
-        "files": files.positions(),
-        "at_ns": files.clock_ns(),
-        "has_steps": loops.keys_with_steps,
-        "lines": output.lines_printed(session),
-        "weights": b"" if stepped.is_sharded else mark,
-        "held": session[Holdings].mark(stepped, _running, boundary),
-        "kept": session[KeptWeights].is_kept,
-        "entropy": os_entropy.drawn_since_last_asked(),
-        "blobs": [blob.nbytes for blob in snapshot.blobs],
-        "is_straight": False,
-        "not_proved": [],
-        "is_draining": is_draining,
-    }
-    if snapshot.not_proved:
-        names = ["" if code.co_name == "<module>" else code.co_qualname for code in standing.codes]
-        scopes = dict(zip(names, record["variables"], strict=True)) | record["modules"]
-        scopes["optimizers"] = dict(zip(map(str, range(len(living))), record["optimizers"], strict=True))
-        record["not_proved"] = values.names_not_proved(snapshot, scopes)
-    record["not_proved"] += file_answers.not_proved()
-    return record, snapshot.blobs, any(map(values.is_awaited, snapshot.computed))
-
-
-def look(frame: FrameType) -> values.Tree:
-    """The user's variables between two boundaries, in the form of a record; changes no state."""
-    standing = call_site.look(frame)
-    stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-    snapshot = values.Snapshot(stepped.storages, iterables.followed(standing.around))
-    on_stack = set(map(id, standing.scopes))
-    record = {
-        "place": standing.place,
-        "variables": [snapshot.variables(scope) for scope in standing.scopes],
-        "loops": [],
-        "modules": {
-            name: snapshot.variables(vars(module))
-            for name, module in files.user_modules()
-            if id(module.__dict__) not in on_stack
-        },
-        "optimizers": [],
-        "stepped": stepped.counts,
-        "loaders": [],
-        "blobs": [blob.nbytes for blob in snapshot.blobs],
-    }
-    return tree_of(values.pack(record), snapshot.blobs)
-
-
-def tree_of(packed: bytes, tensors: list[torch.Tensor]) -> values.Tree:
-    """A record as another process would read it.
-
-    packed    its plain part
-    tensors   its blobs, dense, any dtype, shape and device
-    """
-    found = Record.of(packed, b"".join(map(bytes, map(bytes_of, tensors))))
-    return values.Tree(found.fields, found.blobs)

@@ -6,11 +6,12 @@ of all: a value that is neither restored, nor reproduced by the replay and compa
 name.
 """
 
+from ttprun.rank.records.packing import pack, unpack_named
 from ttprun.rank.values import kinds, large, named, unchanged
 from ttprun.rank.values.histories import is_awaited
 from ttprun.rank.values.large import fingerprint
 from ttprun.rank.values.named import names_of as names_not_proved
-from ttprun.rank.values.nodes import CannotRestoreError, pack, unpack
+from ttprun.rank.values.nodes import CannotRestoreError
 from ttprun.rank.values.refusals import MARK_OF_REFUSED, refusals
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import FIXED, Snapshot, room_to_walk
@@ -21,7 +22,7 @@ from ttprun.rank.values.unrecorded import UnrecordedTensorError
 __all__ = [
     "FIXED", "MARK_OF_REFUSED", "CannotRestoreError", "Restore", "Snapshot", "Tree", "UnrecordedTensorError",
     "begin_boundary", "fingerprint", "forget", "is_awaited", "kinds", "let_go", "names_not_proved", "pack", "refusals",
-    "restore_loop", "room_to_walk", "unpack",
+    "restore_loop", "room_to_walk", "unpack_named",
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ into an object of the same type that the script's set-up has made. Raising `NotP
 as not proved, with the error's text as the reason.
 
 TABLE has ours, by the type's full name; a package registers its own under the same kind of name as an entry point of
-the group `ttprun.adapters`. [tag, number, type, packed node of the state, {attribute: node}]
+the group `ttprun.adapters`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,24 @@ from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any, Protocol
 
 from ttprun.rank.process.looks import attributes_of, bases_of
+from ttprun.rank.records.nodes import (
+    AnyNode,
+    ArrayNode,
+    BytesNode,
+    DictNode,
+    FrozensetNode,
+    ListNode,
+    Node,
+    PlainNode,
+    ReferenceNode,
+    SetNode,
+    StateNode,
+    TensorNode,
+    TupleNode,
+)
+from ttprun.rank.records.packing import pack, unpack_node
 from ttprun.rank.values.compiled import pair_of
-from ttprun.rank.values.nodes import MISSING, Tag, name_of, pack, short_name, unpack
+from ttprun.rank.values.nodes import MISSING, name_of, short_name
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import is_of_user, restore_attributes
 from ttprun.rank.values.restore import Restore, unlike
@@ -144,44 +160,42 @@ def record_with(adapter: Adapter, kind: type) -> Handler:
             return record_not_proved(snapshot, value, str(error))
         except Exception as error:
             return record_not_proved(snapshot, value, f"its state cannot be read ({error!r})")
-        node = snapshot.node_apart(state, depth + 1)
+        node = snapshot.separate_node(state, depth + 1)
         packed = pack(node)
         if not is_plain_state(node) or len(packed) > MOST_BYTES:
             return record_not_proved(snapshot, value, "its state holds what cannot be recorded")
         attributes = snapshot.attributes(attributes_of(value), depth) if has_attributes else {}
-        return [Tag.STATE, snapshot.number(value), name_of(kind), packed, attributes]
+        return StateNode(snapshot.number(value), name_of(kind), packed, attributes)
 
     return handle
 
 
-_PLAIN = {Tag.LIST: (2,), Tag.TUPLE: (1,), Tag.DICT: (2, 3), Tag.SET: (2,), Tag.FROZENSET: (1,)}
-_SMALL = frozenset({Tag.PLAIN, Tag.BYTES, Tag.ARRAY, Tag.TENSOR, Tag.REFERENCE})
+_CONTAINERS = (ListNode, TupleNode, SetNode, FrozensetNode)
+_SMALL = (PlainNode, BytesNode, ArrayNode, TensorNode, ReferenceNode)
 
 
-def is_plain_state(node: Any) -> bool:
+def is_plain_state(node: Node) -> bool:
     """Whether a value can be made of its node alone."""
-    if node.__class__ is not list:
-        return True
-    if node[0] in _PLAIN:
-        return all(
-            map(is_plain_state, (one for at in _PLAIN[node[0]] if isinstance(node[at], list) for one in node[at]))
-        )
-    return node[0] in _SMALL
+    if isinstance(node, _CONTAINERS):
+        return isinstance(node.items, bytes) or all(map(is_plain_state, node.items))
+    if isinstance(node, DictNode):
+        return all(isinstance(held, bytes) or all(map(is_plain_state, held)) for held in (node.keys, node.values))
+    return not isinstance(node, AnyNode) or isinstance(node, _SMALL)
 
 
-def restore_state(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_state(restore: Restore, live: Any, node: StateNode, name: str) -> Any:
     """Put the lost rank's state into the replacement's object."""
-    _, number, kind, state, attributes = node
+    kind = node.kind
     is_alike = live is not MISSING and name_of(type(live)) == kind
     adapter = adapter_for(type(live)) or pair_of(type(live)) if is_alike else None
     if adapter is None:
         return restore.refuse(live, unlike(name, kind, live))
-    if not restore.claim_or_refuse(number, live, name):
+    if not restore.claim_or_refuse(node.number, live, name):
         return live
     try:
-        adapter.restore(live, Restore([], is_comparing=True).value(MISSING, unpack(state), name))
+        adapter.restore(live, Restore([], is_comparing=True).value(MISSING, unpack_node(node.state), name))
     except Exception as error:
         return restore.refuse(live, f"{name}, a {short_name(kind)}, cannot be restored: {error}")
-    if attributes:
-        restore_attributes(restore, live, attributes, name, keep=None)
+    if node.attributes:
+        restore_attributes(restore, live, node.attributes, name, keep=None)
     return live

@@ -1,6 +1,6 @@
 """numpy arrays: small ones are recorded, large ones compared (see large.py).
 
-[tag, number, dtype, shape, bytes, order, base, place]: what is a view of a small array, of a tensor or of bytes is
+What is a view of a small array, of a tensor or of bytes is
 recorded with that, so that it is a view again; its place there is [strides, offset]. Of other memory that it is a part
 of (a large array that does not change, a file in memory) only this part is recorded, and the place, [strides, offset,
 size of the whole, whether others are sure to hold it]: the replacement's array that lies likewise stays. `base` and
@@ -18,9 +18,10 @@ import numpy
 import torch
 
 from ttprun.rank.process.looks import dictionary_of, is_a
+from ttprun.rank.records.nodes import ArrayNode, ObjectArrayNode, ReferenceNode, RefusedNode, SameNode
 from ttprun.rank.values.large import SMALL_BYTES, address_of, follow, is_followed
 from ttprun.rank.values.large_data import record_data
-from ttprun.rank.values.nodes import MISSING, Tag, name_of
+from ttprun.rank.values.nodes import MISSING, name_of
 from ttprun.rank.values.plain import dtype_of, dtype_text
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
@@ -33,9 +34,9 @@ def record_array(snapshot: Snapshot, value: numpy.ndarray[Any, Any], depth: int)
     """
     if value.dtype.hasobject:
         if value.dtype != object:
-            return [Tag.REFUSED, "is an array of records with objects in them"]
+            return RefusedNode("is an array of records with objects in them")
         number = snapshot.number(value)
-        return [Tag.OBJECT_ARRAY, number, list(value.shape), snapshot.items(value.reshape(-1).tolist(), depth)]
+        return ObjectArrayNode(number, list(value.shape), snapshot.items(value.reshape(-1).tolist(), depth))
     text, shape = dtype_text(value.dtype), list(value.shape)
     if value.nbytes > SMALL_BYTES:
         return record_data(snapshot, value, *_followed(snapshot, value))
@@ -43,23 +44,15 @@ def record_array(snapshot: Snapshot, value: numpy.ndarray[Any, Any], depth: int)
     base = _memory_of(value)
     if base is not None and _is_told_with_it(snapshot, base):
         place = [list(value.strides), _offset(value, base)]
-        return [Tag.ARRAY, number, text, shape, b"", "C", snapshot.node(base, depth + 1), place]
+        return ArrayNode(number, text, shape, b"", "C", snapshot.node(base, depth + 1), place)
     at = _address(value)
     if base is None and at in snapshot.storages:  # of a tensor that was made of the array
-        return [
-            Tag.ARRAY,
-            number,
-            text,
-            shape,
-            b"",
-            "C",
-            [Tag.REFERENCE, snapshot.storages[at]],
-            [list(value.strides), 0],
-        ]
+        base_node = ReferenceNode(snapshot.storages[at])
+        return ArrayNode(number, text, shape, b"", "C", base_node, [list(value.strides), 0])
     if base is None:
         snapshot.memories.append((at, at + value.nbytes, number))
     order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-    return [Tag.ARRAY, number, text, shape, value.tobytes(order), order, None, _place(value, base)]  # type: ignore[arg-type]
+    return ArrayNode(number, text, shape, value.tobytes(order), order, None, _place(value, base))  # type: ignore[arg-type]
 
 
 def _memory_of(value: numpy.ndarray[Any, Any]) -> Any:
@@ -121,25 +114,26 @@ def record_other_array(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """
     plain = numpy.ndarray.view(value, numpy.ndarray)
     if plain.dtype.hasobject:
-        return [Tag.REFUSED, f"is a {type(value).__name__} of objects"]
+        return RefusedNode(f"is a {type(value).__name__} of objects")
     mask = (dictionary_of(value) or {}).get("_mask") if is_a(value, numpy.ma.MaskedArray) else None
     parts = [plain] if mask is None else [plain, numpy.broadcast_to(mask, plain.shape)]
     digests = [follow(part)[0].hex() for part in parts]
-    return [Tag.SAME, name_of(type(value)), f"{dtype_text(plain.dtype)} {list(plain.shape)} {' '.join(digests)}"]
+    return SameNode(name_of(type(value)), f"{dtype_text(plain.dtype)} {list(plain.shape)} {' '.join(digests)}")
 
 
-def restore_array(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_array(restore: Restore, live: Any, node: ArrayNode, name: str) -> Any:
     """In place if the live array is alike, else a new one.
 
     live   anything; written if its dtype, shape and place in memory are the recorded ones
     """
-    _, number, text, shape, raw, order, base_node, place = node
-    dtype = dtype_of(text)
+    number, shape, raw, place = node.number, node.shape, node.content, node.place
+    order: Any = node.order
+    dtype = dtype_of(node.dtype)
     is_map = type(live) is numpy.memmap and live.flags.writeable  # what is written into it stands in a file
     is_alike = (is_map or type(live) is numpy.ndarray) and live.dtype == dtype and list(live.shape) == shape
     old = _memory_of(live) if is_alike else None
-    if base_node is not None:
-        base = restore.value(MISSING if old is None else old, base_node, f"{name}.base")
+    if node.base is not None:
+        base = restore.value(MISSING if old is None else old, node.base, f"{name}.base")
         if base is MISSING:
             return restore.refuse(live, f"{name} is a view of an array that could not be restored")
         is_there = is_alike and [list(live.strides), _offset(live, base)] == place
@@ -147,7 +141,7 @@ def restore_array(restore: Restore, live: Any, node: list[Any], name: str) -> An
             return live
         try:
             memory = base.detach().numpy() if isinstance(base, torch.Tensor) else base
-            made: Any = numpy.ndarray(shape, dtype, memory, place[1], place[0])
+            made: Any = numpy.ndarray(shape, dtype, memory, place[1], place[0])  # type: ignore[index]
         except (TypeError, ValueError, RuntimeError) as error:
             return restore.refuse(live, f"{name} is a view of what cannot be looked at so: {error}")
         restore.claim(number, made)
@@ -166,11 +160,11 @@ def restore_array(restore: Restore, live: Any, node: list[Any], name: str) -> An
     return found
 
 
-def restore_object_array(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_object_array(restore: Restore, live: Any, node: ObjectArrayNode, name: str) -> Any:
     """An array of dtype object, item by item."""
-    _, number, shape, nodes = node
+    number, shape = node.number, node.shape
     is_alike = type(live) is numpy.ndarray and live.dtype == object and list(live.shape) == shape
-    items = restore.items(live.reshape(-1).tolist() if is_alike else [], nodes, name)
+    items = restore.items(live.reshape(-1).tolist() if is_alike else [], node.items, name)
     target: Any = live if is_alike and restore.claim(number, live) else numpy.empty(shape, dtype=object)
     restore.claim(number, target)
     if len(items) == target.size:

@@ -12,9 +12,10 @@ import types
 from operator import is_
 from typing import Any
 
-from ttprun.rank.position.whose import holds_state
+from ttprun.rank.position.whose import is_script_code
 from ttprun.rank.process.looks import bases_of, dictionary_of_class, is_a
-from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, look_up, name_of
+from ttprun.rank.records.nodes import ClassNode, FunctionNode, MethodNode, Number, PartialNode, PlainNode, SameNode
+from ttprun.rank.values.nodes import MISSING, SETTLED, is_settled, look_up, name_of
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import is_of_user
 from ttprun.rank.values.restore import Restore, unlike
@@ -26,7 +27,7 @@ _DESCRIPTORS = (
     types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType, types.GetSetDescriptorType,
     types.WrapperDescriptorType, types.MethodDescriptorType, functools.cached_property, functools.partialmethod,
 )  # fmt: skip
-_named: Remembered[tuple[Any, list[Any]]] = Remembered()
+_named: Remembered[tuple[Any, PlainNode]] = Remembered()
 
 
 def record_named(snapshot: Snapshot, value: Any, depth: int) -> Any:
@@ -36,10 +37,10 @@ def record_named(snapshot: Snapshot, value: Any, depth: int) -> Any:
         return node[1]
     try:
         name = name_of(value)
-        found = [Tag.PLAIN, "global", name] if look_up(name) is value else [Tag.SAME, name_of(type(value)), name]
+        found = PlainNode("global", [name]) if look_up(name) is value else SameNode(name_of(type(value)), name)
     except (AttributeError, TypeError):
-        return [Tag.SAME, name_of(type(value)), getattr(value, "__name__", "")]
-    if found[0] is Tag.PLAIN:
+        return SameNode(name_of(type(value)), str(getattr(value, "__name__", "")))
+    if isinstance(found, PlainNode):
         _named.keep(id(value), (value, found))
     return found
 
@@ -53,12 +54,12 @@ def record_cache(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 def record_function(snapshot: Snapshot, value: types.FunctionType, depth: int) -> Any:
     """A Python function."""
-    if not holds_state(value.__code__.co_filename):
+    if not is_script_code(value.__code__.co_filename):
         return _place_of(value)
     defaults = _defaults(value)
     if not value.__closure__ and not value.__dict__ and all(type(item) in SETTLED for item in defaults):
         node = record_named(snapshot, value, depth)
-        if node[0] is Tag.PLAIN:
+        if isinstance(node, PlainNode):
             return node
     number = snapshot.number(value)
     cells = {}
@@ -68,7 +69,7 @@ def record_function(snapshot: Snapshot, value: types.FunctionType, depth: int) -
         except ValueError:  # an empty cell: a name that is not bound yet
             continue
     attributes = snapshot.attributes(value.__dict__, depth, _NO_STATE) if value.__dict__ else {}
-    return [Tag.FUNCTION, number, _where(value), cells, attributes, snapshot.items(defaults, depth)]
+    return FunctionNode(number, _where(value), cells, attributes, snapshot.items(defaults, depth))
 
 
 def _defaults(value: types.FunctionType) -> list[Any]:
@@ -80,20 +81,20 @@ def _where(value: types.FunctionType) -> str:
     return f"{value.__module__}:{code.co_qualname}:{code.co_firstlineno}"
 
 
-def _place_of(value: types.FunctionType) -> list[Any]:
+def _place_of(value: types.FunctionType) -> PlainNode | SameNode:
     """A function of a library: by name, or by where it stands."""
     name = name_of(value)
     if look_up(name) is value:
-        return [Tag.PLAIN, "global", name]
-    return [Tag.SAME, "builtins:function", _where(value)]
+        return PlainNode("global", [name])
+    return SameNode("builtins:function", _where(value))
 
 
-def restore_function(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_function(restore: Restore, live: Any, node: FunctionNode, name: str) -> Any:
     """The same function of the replacement's, with the lost rank's state."""
-    _, number, where, cells, attributes, defaults = node
+    where, cells = node.where, node.cells
     if not isinstance(live, types.FunctionType) or _where(live) != where:
         return restore.refuse(live, unlike(name, "builtins:function", live, f"the function {where}"))
-    if not restore.claim_or_refuse(number, live, name):
+    if not restore.claim_or_refuse(node.number, live, name):
         return live
     for key, cell in zip(live.__code__.co_freevars, live.__closure__ or (), strict=True):
         if key in cells:
@@ -104,10 +105,10 @@ def restore_function(restore: Restore, live: Any, node: list[Any], name: str) ->
             value = restore.value(old, cells[key], f"{name}.{key}")
             if value is not old and value is not MISSING:
                 cell.cell_contents = value
-    for key, item in attributes.items():
+    for key, item in node.attributes.items():
         live.__dict__[key] = restore.value(live.__dict__.get(key, MISSING), item, f"{name}.{key}")
     have = _defaults(live)
-    for index, (old, item) in enumerate(zip(have, defaults, strict=True)):
+    for index, (old, item) in enumerate(zip(have, node.defaults, strict=True)):
         value = restore.value(old, item, f"{name}'s default {index}")
         if value is not old and value != old:
             restore.refuse(live, f"{name} has another default value than in the lost rank")
@@ -119,39 +120,42 @@ def record_method(snapshot: Snapshot, value: Any, depth: int) -> Any:
     owner = value.__self__
     if owner is None or isinstance(owner, types.ModuleType | type):
         return record_named(snapshot, value, depth)
-    return [Tag.METHOD, snapshot.node(owner, depth + 1), value.__name__]
+    return MethodNode(snapshot.node(owner, depth + 1), value.__name__)
 
 
-def restore_method(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_method(restore: Restore, live: Any, node: MethodNode, name: str) -> Any:
     """The method of the counterpart of its object."""
     old = getattr(live, "__self__", MISSING)
-    owner = restore.value(old, node[1], f"{name}.__self__")
-    if owner is old and getattr(live, "__name__", "") == node[2]:
+    owner = restore.value(old, node.owner, f"{name}.__self__")
+    if owner is old and getattr(live, "__name__", "") == node.name:
         return live
-    found = getattr(owner, node[2], MISSING) if owner is not MISSING else MISSING
+    found = getattr(owner, node.name, MISSING) if owner is not MISSING else MISSING
     if isinstance(found, types.MethodType | types.BuiltinMethodType):
         return found
-    return restore.refuse(live, unlike(name, "builtins:method", live, f"the method {node[2]}"))
+    return restore.refuse(live, unlike(name, "builtins:method", live, f"the method {node.name}"))
 
 
 def record_partial(snapshot: Snapshot, value: functools.partial[Any], depth: int) -> Any:
     """functools.partial: function, arguments, keywords."""
     number = snapshot.number(value)
     parts = (value.func, value.args, value.keywords)
-    return [Tag.PARTIAL, number, *(snapshot.node(part, depth + 1) for part in parts)]
+    return PartialNode(number, *(snapshot.node(part, depth + 1) for part in parts))
 
 
-def restore_partial(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_partial(restore: Restore, live: Any, node: PartialNode, name: str) -> Any:
     """The same one if nothing has changed, else a new one."""
     is_here = type(live) is functools.partial
     old = (live.func, live.args, live.keywords) if is_here else (MISSING, MISSING, MISSING)
-    new = [restore.value(part, item, f"{name}'s part") for part, item in zip(old, node[2:], strict=True)]
-    if all(map(is_, new, old)) and restore.claim(node[1], live):
+    new = [
+        restore.value(part, item, f"{name}'s part")
+        for part, item in zip(old, (node.function, node.arguments, node.keywords), strict=True)
+    ]
+    if all(map(is_, new, old)) and restore.claim(node.number, live):
         return live
     if any(part is MISSING for part in new):
         return restore.refuse(live, unlike(name, "functools:partial", live))
     made = functools.partial(new[0], *new[1], **new[2])
-    restore.claim(node[1], made)
+    restore.claim(node.number, made)
     return made
 
 
@@ -177,7 +181,7 @@ def _is_descriptor(item: Any) -> bool:
 def _is_own_cache(item: Any) -> bool:
     """Whether it is a method of the user's with a cache."""
     code = getattr(item.__wrapped__, "__code__", None) if type(item) is functools._lru_cache_wrapper else None
-    return code is not None and holds_state(code.co_filename)
+    return code is not None and is_script_code(code.co_filename)
 
 
 def _unbound(item: Any) -> Any:
@@ -198,33 +202,33 @@ def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
         attributes = known[1]
         if not attributes:
             return _without_attributes(snapshot, value, depth)
-        return [Tag.CLASS, snapshot.number(value), name_of(value), attributes]
+        return ClassNode(snapshot.number(value), name_of(value), attributes)
     found = class_attributes(value)
-    number = snapshot.number(value) if found else 0
+    number = snapshot.number(value) if found else Number(0)
     attributes = snapshot.attributes(found, depth)
     if all(map(is_settled, attributes.values())):
         _classes.keep(value, (held, attributes))
-    return [Tag.CLASS, number, name_of(value), attributes] if found else _without_attributes(snapshot, value, depth)
+    return ClassNode(number, name_of(value), attributes) if found else _without_attributes(snapshot, value, depth)
 
 
 def _without_attributes(snapshot: Snapshot, value: type, depth: int) -> Any:
     """Such a class is only named, and not for ever: it may be given some later."""
     node = record_named(snapshot, value, depth)
-    return [Tag.PLAIN, "class", node[2]] if node[0] is Tag.PLAIN else node
+    return PlainNode("class", node.parts) if isinstance(node, PlainNode) else node
 
 
-def restore_class(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_class(restore: Restore, live: Any, node: ClassNode, name: str) -> Any:
     """The attributes of the replacement's own class of that name."""
-    if not is_a(live, type) or name_of(live) != node[2]:
-        live = look_up(node[2])
+    if not is_a(live, type) or name_of(live) != node.name:
+        live = look_up(node.name)
     if not is_a(live, type):
-        return restore.refuse(live, f"{name} is the class {node[2]} in the lost rank, which is not here")
-    if restore.claim_or_refuse(node[1], live, name):
-        for key, item in node[3].items():
+        return restore.refuse(live, f"{name} is the class {node.name} in the lost rank, which is not here")
+    if restore.claim_or_refuse(node.number, live, name):
+        for key, item in node.attributes.items():
             old = dictionary_of_class(live).get(key, MISSING)
             value = restore.value(old, item, f"{name}.{key}")
             if value is not old and value is not MISSING:
                 type.__setattr__(live, key, value)
-        for key in class_attributes(live).keys() - node[3].keys():
+        for key in class_attributes(live).keys() - node.attributes.keys():
             type.__delattr__(live, key)
     return live

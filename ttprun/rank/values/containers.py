@@ -6,27 +6,44 @@ import array
 import collections
 import io
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import is_
 from typing import Any
 
 from ttprun import text_hashes
 from ttprun.rank.process.looks import attributes_of, base_of, is_a, length_of
-from ttprun.rank.values.long_items import MAX_ITEMS, MIN_ITEMS, Kept, kept_items, objects_in
-from ttprun.rank.values.nodes import (
-    MISSING,
-    Tag,
-    is_settled,
-    look_up_type,
-    name_of,
-    unpack_items,
+from ttprun.rank.records.nodes import (
+    AnyNode,
+    BufferNode,
+    BytesNode,
+    ClosedNode,
+    DequeNode,
+    DictNode,
+    FrozensetNode,
+    IdNode,
+    ListNode,
+    LongNode,
+    Node,
+    Number,
+    ReferenceNode,
+    RefusedNode,
+    SameNode,
+    SetNode,
+    TupleNode,
+    WeightNode,
 )
+from ttprun.rank.records.packing import listed
+from ttprun.rank.values.long_items import MAX_ITEMS, MIN_ITEMS, Kept, kept_items, objects_in
+from ttprun.rank.values.nodes import MISSING, is_settled, look_up_type, name_of
 from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.weights import optimizer_registry
 
 _OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt one does not get back: a dict keeps it"
 Handler = Callable[[Snapshot, Any, int], Any]
+_FIXED_ITEMS = (SameNode, WeightNode, ReferenceNode)  # of a set
+_LOWEST_ID = 1 << 32  # what a script counts is mostly less, and an address more
 
 
 # Methods that a class overrides may load modules, or count: everything is read and written through the base class.
@@ -43,15 +60,15 @@ def _held(live: Any, base: Any) -> list[Any]:
     return list((base_of(live) if base is dict else base).__iter__(live))
 
 
-def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> list[Any]:
+def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> tuple[Any, ...]:
     """What a container of a subclass has in addition to its items: its type and attributes."""
     kind = type(value)
     if kind is exact:
-        return []
+        return ()
     attributes = snapshot.attributes(attributes_of(value), depth)
     if issubclass(kind, collections.defaultdict):
         attributes["default_factory"] = snapshot.node(_factory_of(value), depth + 1)
-    return [name_of(kind), attributes]
+    return name_of(kind), attributes
 
 
 def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> list[Any] | Kept:
@@ -61,41 +78,40 @@ def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: 
     return kept_items(snapshot, value, items, which) or snapshot.items(list(items), depth)
 
 
-def _packed(found: list[Any] | Kept) -> Any:
+def _packed(found: list[Node] | Kept) -> Any:
     return found if isinstance(found, list) else found.packed
 
 
-def _long(value: Any, length: int, *parts: list[Any] | Kept) -> list[Any]:
+def _long(value: Any, length: int, *parts: list[Node] | Kept) -> LongNode | RefusedNode:
     """Too long to be recorded: compared by a digest."""
     digests, first = [], 0
     for part in parts:
         if isinstance(part, list):
-            return [Tag.REFUSED, f"is a container of {length} items that can change"]
+            return RefusedNode(f"is a container of {length} items that can change")
         digests.append(part.digest)
         first = first or part.first
-    return [Tag.LONG, name_of(type(value)), length, " ".join(digests), first]
+    return LongNode(name_of(type(value)), length, " ".join(digests), Number(first))
 
 
-def restore_long(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_long(restore: Restore, live: Any, node: LongNode, name: str) -> Any:
     """Compare with what the replay has made."""
-    _, kind, length, digest, first = node
-    if live is MISSING or name_of(type(live)) != kind:
-        return restore.refuse(live, unlike(name, kind, live))
-    if length_of(live) != length:
+    if live is MISSING or name_of(type(live)) != node.kind:
+        return restore.refuse(live, unlike(name, node.kind, live))
+    if length_of(live) != node.length:
         restore.is_same(False, name, "is a long container of another length")
         return live
     mine = restore.snapshot(live)
-    is_same = mine[0] == Tag.LONG and mine[3] == digest
+    is_same = isinstance(mine, LongNode) and mine.digest == node.digest
     restore.is_same(is_same, name, "is a long container with other items")
     if is_same:
-        for number, item in enumerate(objects_in(live), first):
+        for number, item in enumerate(objects_in(live), node.first):
             restore.claim(number, item)
     return live
 
 
-def record_sequence(tag: Tag, exact: type | None) -> Handler:
-    """A handler for lists and deques; `exact` is the type that need not be recorded."""
-    iterate: Any = list.__iter__ if tag is Tag.LIST else deque.__iter__
+def record_sequence(base: type) -> Handler:
+    """A handler for lists and deques."""
+    iterate: Any = base.__iter__  # type: ignore[attr-defined]
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = snapshot.number(value)
@@ -104,8 +120,10 @@ def record_sequence(tag: Tag, exact: type | None) -> Handler:
         if len(items) > MAX_ITEMS:
             return _long(value, len(items), found)
         nodes = _packed(found)
-        own = _own(snapshot, value, exact, depth)
-        return [tag, number, nodes, *own] if tag is Tag.LIST else [tag, number, nodes, *own, _max_length_of(value)]
+        if base is list:
+            return ListNode(number, nodes, *_own(snapshot, value, list, depth))
+        kind, attributes = _own(snapshot, value, None, depth)
+        return DequeNode(number, nodes, kind, attributes, _max_length_of(value))
 
     return handle
 
@@ -124,21 +142,20 @@ def _made(restore: Restore, live: Any, number: int, kind_name: str | None, base:
     return made
 
 
-def restore_list(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_list(restore: Restore, live: Any, node: ListNode | DequeNode, name: str) -> Any:
     """A list or deque: in place, or a new one if it is another one's or a deque of another maximal length."""
-    base: Any = deque if node[0] == Tag.DEQUE else list
-    kind, attributes, *length = node[3:] or [None, {}]
-    is_alike = not (length and isinstance(live, deque)) or _max_length_of(live) == length[0]
-    target = _made(restore, live if is_alike else MISSING, node[1], kind, base, name)
+    base: Any = deque if isinstance(node, DequeNode) else list
+    is_alike = not (isinstance(node, DequeNode) and isinstance(live, deque)) or _max_length_of(live) == node.max_length
+    target = _made(restore, live if is_alike else MISSING, node.number, node.kind, base, name)
     if target is MISSING:
         return live
-    items = restore.items(_held(live, base), node[2], name)
-    if base is list:
-        list.__setitem__(target, slice(None), items)
+    items = restore.items(_held(live, base), node.items, name)
+    if isinstance(node, DequeNode):
+        deque.__init__(target, items, node.max_length)
     else:
-        deque.__init__(target, items, length[0])
-    if len(node) > 3:
-        restore_attributes(restore, target, attributes, name)
+        list.__setitem__(target, slice(None), items)
+    if node.kind is not None:
+        restore_attributes(restore, target, node.attributes, name)
     return target
 
 
@@ -146,54 +163,76 @@ def record_tuple(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A tuple; with the type of a named tuple."""
     items = snapshot.items(value if type(value) is tuple else tuple(tuple.__iter__(value)), depth)
     if len(items) > MAX_ITEMS:
-        return [Tag.REFUSED, f"is a tuple of {len(items)} items"]
-    return [Tag.TUPLE, items, *_own(snapshot, value, tuple, depth)]
+        return RefusedNode(f"is a tuple of {len(items)} items")
+    return TupleNode(items, *_own(snapshot, value, tuple, depth))
 
 
-def restore_tuple(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_tuple(restore: Restore, live: Any, node: TupleNode, name: str) -> Any:
     """The same one if nothing has changed, else a new one."""
-    kind: Any = tuple if len(node) == 2 else look_up_type(node[2], tuple)
-    if kind is None:
-        kind = type(live) if name_of(type(live)) == node[2] else None
+    kind: Any = tuple if node.kind is None else look_up_type(node.kind, tuple)
+    if kind is None and node.kind is not None:
+        kind = type(live) if name_of(type(live)) == node.kind else None
         if kind is None:
-            return restore.refuse(live, unlike(name, node[2], live))
+            return restore.refuse(live, unlike(name, node.kind, live))
     have = _held(live, tuple)
-    items = restore.items(have, node[1], name)
+    items = restore.items(have, node.items, name)
     if type(live) is kind and len(have) == len(items) and all(map(is_, have, items)):
         return live
-    if len(items) != len(node[1]):
+    if len(items) != len(node.items):
         return live
     if hasattr(kind, "n_sequence_fields"):  # e.g. results of torch.max and time.localtime
         return kind(items)
     made = tuple.__new__(kind, items) if kind is not tuple else tuple(items)
-    if len(node) > 2 and node[3]:
-        restore_attributes(restore, made, node[3], name)
+    if node.attributes:
+        restore_attributes(restore, made, node.attributes, name)
     return made
 
 
-def record_set(tag: Tag, exact: Any) -> Handler:
+def _ids(snapshot: Snapshot, items: Iterable[Any], depth: int) -> list[Node] | None:
+    """Nodes of the keys of a dict or the items of a set, if they begin with the id of an object that was met."""
+    first = next(iter(items), None)
+    if type(first) is not int or first < _LOWEST_ID:
+        return None
+    weights = {id(one): one for one in optimizer_registry.newest().weights}
+
+    def node_of(item: Any) -> Node:
+        if type(item) is int and (number := snapshot.numbers.get(item)) is not None:
+            return IdNode(ReferenceNode(number))
+        if type(item) is int and item in weights:
+            return IdNode(snapshot.node(weights[item], depth + 1))
+        return snapshot.node(item, depth + 1)
+
+    nodes = [node_of(item) for item in items]
+    return nodes if isinstance(nodes[0], IdNode) else None
+
+
+def restore_id(restore: Restore, live: Any, node: IdNode, name: str) -> Any:
+    """The id of the counterpart."""
+    referent = restore.value(MISSING, node.referent, name)
+    return MISSING if referent is MISSING else id(referent)
+
+
+def record_set(exact: Any) -> Handler:
     """A handler for sets of plain values, or of objects that the replay reproduces."""
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
-        number = [snapshot.number(value)] if tag is Tag.SET else []
+        number = snapshot.number(value) if exact is set else Number(0)
         items = list(exact.__iter__(value))
-        nodes = [snapshot.node(item, depth + 1) for item in items]
-        if all(map(is_settled, nodes)) or all(map(_is_found_class, items, nodes)):
+        nodes = _ids(snapshot, items, depth) or [snapshot.node(item, depth + 1) for item in items]
+        if all(is_settled(node) or type(node) is IdNode for node in nodes) or all(map(_is_found_class, items, nodes)):
             own = _own(snapshot, value, exact, depth)
-            if tag is Tag.FROZENSET:
-                return [tag, nodes, *own]
-            return [tag, *number, nodes, *(own or (None, {}))]
-        if any(node.__class__ is list and node[0] not in (Tag.SAME, Tag.WEIGHT, Tag.REFERENCE) for node in nodes):
-            return [Tag.REFUSED, "is a set of objects that can change"]
+            return SetNode(number, nodes, *own) if exact is set else FrozensetNode(nodes, *own)
+        if any(isinstance(node, AnyNode) and not isinstance(node, _FIXED_ITEMS) for node in nodes):
+            return RefusedNode("is a set of objects that can change")
         kinds = sorted(name_of(type(item)) for item in items)
-        return [Tag.SAME, name_of(type(value)), f"{len(kinds)} of {', '.join(kinds)}"]
+        return SameNode(name_of(type(value)), f"{len(kinds)} of {', '.join(kinds)}")
 
     return handle
 
 
 def _is_found_class(value: Any, node: Any) -> bool:
     """Whether it is a class that another process finds by its name."""
-    return issubclass(type(value), type) and node[0] is not Tag.SAME
+    return issubclass(type(value), type) and not isinstance(node, SameNode)
 
 
 def _has_lasting_hash(item: Any) -> bool:
@@ -205,32 +244,38 @@ def _has_lasting_hash(item: Any) -> bool:
     return type(item) in (int, bool, float) and item == item
 
 
-def restore_set(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_set(restore: Restore, live: Any, node: SetNode, name: str) -> Any:
     """In place, or a new one. Refuses if the iteration order differs then, which depends on the set's history."""
-    _, number, nodes, kind, attributes = node
-    target = _made(restore, live, number, kind, set, name)
+    target = _made(restore, live, node.number, node.kind, set, name)
     if target is MISSING:
         return live
-    items = restore.items([], nodes, name)
-    if not _is_as_recorded(_held(target, set), items):
+    items = restore.items([], node.items, name)
+    is_as_recorded = _is_as_recorded
+    if any(type(one) is IdNode for one in listed(node.items)):  # its order is another one in each process
+        is_as_recorded = _has_the_same
+    if not is_as_recorded(_held(target, set), items):
         set.clear(target)
         set.update(target, items)
-        if not _is_as_recorded(_held(target, set), items):
+        if not is_as_recorded(_held(target, set), items):
             return restore.refuse(live, f"{name} is a set with {_OTHER_ORDER}")
-    restore_attributes(restore, target, attributes, name)
+    restore_attributes(restore, target, node.attributes, name)
     return target
 
 
 def _is_as_recorded(have: list[Any], items: list[Any]) -> bool:
-    return have == items if all(map(_has_lasting_hash, items)) else set(have) == set(items)
+    return have == items if all(map(_has_lasting_hash, items)) else _has_the_same(have, items)
 
 
-def restore_frozenset(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def _has_the_same(have: list[Any], items: list[Any]) -> bool:
+    return set(have) == set(items)
+
+
+def restore_frozenset(restore: Restore, live: Any, node: FrozensetNode, name: str) -> Any:
     """The same one if nothing has changed, else a new one; as `restore_set`."""
-    kind: Any = frozenset if len(node) == 2 else look_up_type(node[2], frozenset)
-    items = restore.items([], node[1], name)
+    kind: Any = frozenset if node.kind is None else look_up_type(node.kind, frozenset)
+    items = restore.items([], node.items, name)
     if kind is None:
-        return restore.refuse(live, unlike(name, node[2], live))
+        return restore.refuse(live, unlike(name, node.kind or "", live))
     if type(live) is kind and _is_as_recorded(_held(live, frozenset), items):
         return live
     made = frozenset.__new__(kind, items)
@@ -251,7 +296,9 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     else:
         base = base_of(value)
         all_keys, all_values = list(base.__iter__(value)), list(base.values(value))
-    if len(all_keys) < MIN_ITEMS:
+    if len(all_keys) <= MAX_ITEMS and (ids := _ids(snapshot, all_keys, depth)) is not None:
+        keys, values = ids, snapshot.items(list(all_values), depth)
+    elif len(all_keys) < MIN_ITEMS:
         keys, values = snapshot.items(all_keys, depth), snapshot.items(all_values, depth)
     else:
         of_keys = _items(snapshot, value, all_keys, depth)
@@ -259,17 +306,17 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
         if len(all_keys) > MAX_ITEMS:
             return _long(value, len(all_keys), of_keys, of_values)
         keys, values = _packed(of_keys), _packed(of_values)
-    return [Tag.DICT, number, keys, values, *_own(snapshot, value, dict, depth)]
+    return DictNode(number, keys, values, *_own(snapshot, value, dict, depth))
 
 
-def restore_dict(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_dict(restore: Restore, live: Any, node: DictNode, name: str) -> Any:
     """In place, in the order of the lost rank, without further keys; or a new one."""
-    target = _made(restore, live, node[1], node[4] if len(node) > 4 else None, dict, name)
+    target = _made(restore, live, node.number, node.kind, dict, name)
     if target is MISSING:
         return live
     base: Any = base_of(target)
     have = _held(live, dict)
-    key_nodes, value_nodes = (n if isinstance(n, list) else list(unpack_items(n)) for n in node[2:4])
+    key_nodes, value_nodes = map(listed, (node.keys, node.values))
     old = dict(zip(have, base_of(live).values(live), strict=True)) if issubclass(type(live), dict) else {}
     new = {}
     for index, (key_node, value_node) in enumerate(zip(key_nodes, value_nodes, strict=True)):
@@ -286,8 +333,8 @@ def restore_dict(restore: Restore, live: Any, node: list[Any], name: str) -> Any
         base.clear(target)
         for key, value in new.items():
             base.__setitem__(target, key, value)
-    if len(node) > 4:
-        attributes = dict(node[5])
+    if node.kind is not None:
+        attributes = dict(node.attributes)
         if issubclass(type(target), collections.defaultdict):
             factory = restore.value(_factory_of(target) or MISSING, attributes.pop("default_factory"), name)
             _FACTORY.__set__(target, None if factory is MISSING else factory)
@@ -298,12 +345,12 @@ def restore_dict(restore: Restore, live: Any, node: list[Any], name: str) -> Any
 def record_bytes(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """bytearray and array.array."""
     code = _code_of(value) if is_a(value, array.array) else ""
-    return [Tag.BYTES, snapshot.number(value), code, array.array.tobytes(value) if code else bytes(value)]
+    return BytesNode(snapshot.number(value), code, array.array.tobytes(value) if code else bytes(value))
 
 
-def restore_bytes(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_bytes(restore: Restore, live: Any, node: BytesNode, name: str) -> Any:
     """In place, or a new one."""
-    _, number, code, raw = node
+    number, code, raw = node.number, node.code, node.content
     made: Any = array.array(code, raw) if code else bytearray(raw)
     if type(live) is not type(made) or getattr(live, "typecode", "") != code or not restore.claim(number, live):
         restore.claim(number, made)
@@ -316,13 +363,13 @@ def restore_bytes(restore: Restore, live: Any, node: list[Any], name: str) -> An
 def record_buffer(snapshot: Snapshot, value: io.StringIO | io.BytesIO, depth: int) -> Any:
     """A file in memory."""
     if value.closed:
-        return [Tag.CLOSED, name_of(type(value))]
-    return [Tag.BUFFER, snapshot.number(value), value.getvalue(), value.tell()]
+        return ClosedNode(name_of(type(value)))
+    return BufferNode(snapshot.number(value), value.getvalue(), value.tell())
 
 
-def restore_buffer(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_buffer(restore: Restore, live: Any, node: BufferNode, name: str) -> Any:
     """In place, or a new one."""
-    _, number, content, position = node
+    number, content = node.number, node.content
     kind = io.StringIO if isinstance(content, str) else io.BytesIO
     target: Any = live
     if type(live) is not kind or live.closed or not restore.claim(number, live):
@@ -332,5 +379,5 @@ def restore_buffer(restore: Restore, live: Any, node: list[Any], name: str) -> A
         target.seek(0)
         target.truncate()
         target.write(content)
-    target.seek(position)
+    target.seek(node.position)
     return target

@@ -1,6 +1,6 @@
 """Python's own iterators in variables: their position is in the result of `__reduce__`.
 
-[tag, number, type, arguments, state]: the type called with the arguments, and set to the state, gives the iterator; one
+In a node, the type called with the arguments, and set to the state, gives the iterator; one
 that is at its end has no arguments. One over a list or the like is set in place, since a zip or a running loop may hold
 it; another is made anew if it stands elsewhere. Iterators over sets and dictionaries cannot be set, and are compared.
 """
@@ -13,7 +13,8 @@ import operator
 from typing import Any
 
 from ttprun.rank.position import iterator_state
-from ttprun.rank.values.nodes import MISSING, Tag, name_of
+from ttprun.rank.records.nodes import IteratorNode, NotProvedNode, RefusedNode, SameNode
+from ttprun.rank.values.nodes import MISSING, name_of
 from ttprun.rank.values.process_local import record_unknown
 from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
@@ -45,47 +46,47 @@ def record_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
     reduced: Any = iterator_state.reduce(value)
     state: Any = reduced[2] if len(reduced) > 2 else None
     if len(reduced) == 2 and (kind in _EMPTY or kind is _REVERSED):
-        return [Tag.ITERATOR, number, name_of(kind), [], None]
+        return IteratorNode(number, name_of(kind), [], None)
     parts: list[Any] = list(reduced[1])
     if kind is itertools.cycle and state[1]:  # what comes before its list begins again
         parts = [list(parts[0])]
     nodes = [snapshot.node(part, depth + 1) for part in parts]
-    return [Tag.ITERATOR, number, name_of(kind), nodes, snapshot.node(state, depth + 1)]
+    return IteratorNode(number, name_of(kind), nodes, snapshot.node(state, depth + 1))
 
 
 def record_unknown_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """One that does not show its position: refused, unless a followed loop uses it."""
     if id(value) in snapshot.followed:
-        return [Tag.SAME, name_of(type(value)), ""]
-    return [Tag.REFUSED, f"is a {type(value).__qualname__}, which does not show its position"]
+        return SameNode(name_of(type(value)), "")
+    return RefusedNode(f"is a {type(value).__qualname__}, which does not show its position")
 
 
 def record_compiled_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """One of an extension module: compared by its pickled state, if it has one."""
     node = record_unknown(snapshot, value, depth)
-    return record_unknown_iterator(snapshot, value, depth) if node[0] is Tag.NOT_PROVED else node
+    return record_unknown_iterator(snapshot, value, depth) if isinstance(node, NotProvedNode) else node
 
 
 def record_compared_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """One over a set or a dictionary: how many items are left."""
-    return [Tag.SAME, name_of(type(value)), str(operator.length_hint(value))]
+    return SameNode(name_of(type(value)), str(operator.length_hint(value)))
 
 
-def restore_iterator(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_iterator(restore: Restore, live: Any, node: IteratorNode, name: str) -> Any:
     """In place if possible; unchanged if it is at this position already; else a new one."""
-    _, number, kind_name, parts, state = node
-    kind: Any = _KINDS[kind_name]
+    number, parts, state = node.number, node.arguments, node.state
+    kind: Any = _KINDS[node.kind]
     if not parts and (kind in _EMPTY or kind is _REVERSED):
         return _at_its_end(restore, live, kind, number)
     old = iterator_state.reduce(live) if type(live) is kind else (None, (), None)
     old_state = old[2] if len(old) > 2 else None
     have = [*old[1], *[MISSING] * len(parts)]
-    if kind is itertools.cycle and state[1][1]:
+    if kind is itertools.cycle and state.items[1]:
         have = [MISSING]
     new = [restore.value(have[i], part, f"{name}'s part {i}") for i, part in enumerate(parts)]
     new_state = restore.value(MISSING if old_state is None else old_state, state, name)
     if any(part is MISSING for part in new) or new_state is MISSING:
-        return restore.refuse(live, unlike(name, kind_name, live))
+        return restore.refuse(live, unlike(name, node.kind, live))
     is_alike = len(old[1]) == len(new) and all(map(_is_alike, old[1], new))
     if type(live) is kind and is_alike and restore.claim(number, live):
         if new_state is not old_state and new_state != old_state:

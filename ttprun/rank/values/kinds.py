@@ -28,6 +28,7 @@ import torch
 
 from ttprun.rank import fail_open
 from ttprun.rank.process.looks import has_dictionary, has_method, slots_of
+from ttprun.rank.records import nodes
 from ttprun.rank.values import (
     adapters,
     arrays,
@@ -50,7 +51,6 @@ from ttprun.rank.values import (
     suspended,
     tensors,
 )
-from ttprun.rank.values.nodes import Tag
 from ttprun.rank.values.restore import RESTORERS, Restorer
 from ttprun.rank.values.snapshot import Handler, Snapshot, choose_with
 from ttprun.rank.values.unrecorded import Unrecorded
@@ -66,9 +66,10 @@ _DATASETS: tuple[type, ...] = (
     torch.utils.data.StackDataset,
 )  # fmt: skip
 EXACT: dict[type, Handler] = {
-    list: containers.record_sequence(Tag.LIST, list),
+    list: containers.record_sequence(list),
     tuple: containers.record_tuple,
     dict: containers.record_dict,
+    bytes: plain.record_plain("bytes"),
     bytearray: containers.record_bytes,
     io.StringIO: containers.record_buffer,
     io.BytesIO: containers.record_buffer,
@@ -130,11 +131,11 @@ BY_BASE: list[tuple[type, Handler]] = [
     (multiprocessing.queues.SimpleQueue, streams.record_line),
     (multiprocessing.connection.Connection, streams.record_line),
     (torch.utils.data.dataloader._BaseDataLoaderIter, process_local.record_same),  # loaders.py records its position
-    (list, containers.record_sequence(Tag.LIST, list)),
+    (list, containers.record_sequence(list)),
     (tuple, containers.record_tuple),
-    (set, containers.record_set(Tag.SET, set)),
-    (frozenset, containers.record_set(Tag.FROZENSET, frozenset)),
-    (collections.deque, containers.record_sequence(Tag.DEQUE, None)),
+    (set, containers.record_set(set)),
+    (frozenset, containers.record_set(frozenset)),
+    (collections.deque, containers.record_sequence(collections.deque)),
     (dict, containers.record_dict),
     (array.array, containers.record_bytes),
     (argparse.Namespace, objects.record_object),
@@ -154,47 +155,50 @@ objects.leave_out(torch.utils.data.DataLoader, "_iterator")
 objects.leave_out(types.ModuleType, " ".join([*vars(types.ModuleType("")), "__builtins__", "__cached__", "__file__"]))
 objects.leave_out(threading.Thread, " ".join(vars(threading.Thread())))
 
-RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
-    Tag.SAME: restore.restore_same,
-    Tag.NOT_PROVED: not_proved.restore_not_proved,
-    Tag.EFFECT: streams.restore_effect,
-    Tag.REFUSED: restore.restore_refused,
-    Tag.REFERENCE: restore.restore_reference,
-    Tag.PLAIN: plain.restore_plain,
-    Tag.LIST: containers.restore_list,
-    Tag.TUPLE: containers.restore_tuple,
-    Tag.SET: containers.restore_set,
-    Tag.FROZENSET: containers.restore_frozenset,
-    Tag.DEQUE: containers.restore_list,
-    Tag.DICT: containers.restore_dict,
-    Tag.STATE: adapters.restore_state,
-    Tag.BYTES: containers.restore_bytes,
-    Tag.BUFFER: containers.restore_buffer,
-    Tag.LONG: containers.restore_long,
-    Tag.CLOSED: process_local.restore_closed,
-    Tag.FILE: streams.restore_file,
-    Tag.OBJECT: objects.restore_object,
-    Tag.VALUE_OBJECT: objects.restore_value_object,
-    Tag.CLASS: callables.restore_class,
-    Tag.FUNCTION: callables.restore_function,
-    Tag.METHOD: callables.restore_method,
-    Tag.WEAK: process_local.restore_weak_reference,
-    Tag.PARTIAL: callables.restore_partial,
-    Tag.TENSOR: tensors.restore_tensor,
-    Tag.WEIGHT: tensors.restore_weight,
-    Tag.DATA: large_data.compare_data,
-    Tag.CHANGED_DATA: large_data.restore_changed_data,
-    Tag.ACTIVATION: tensors.restore_activation,
-    Tag.SHARDED: shards.restore_sharded,
-    Tag.MODULE: modules.restore_module,
-    Tag.ARRAY: arrays.restore_array,
-    Tag.OBJECT_ARRAY: arrays.restore_object_array,
-    Tag.RANDOM: random_generators.restore_random,
-    Tag.OPTIMIZER: optimizers.restore_optimizer,
-    Tag.ITERATOR: iterators.restore_iterator,
-    Tag.SUSPENDED: suspended.restore_generator,
+RESTORERS_OF_KINDS: dict[type[nodes.AnyNode], Restorer] = {
+    nodes.SameNode: restore.restore_same,
+    nodes.NotProvedNode: not_proved.restore_by_type,
+    nodes.EffectNode: not_proved.restore_by_type,
+    nodes.RefusedNode: restore.restore_refused,
+    nodes.ReferenceNode: restore.restore_reference,
+    nodes.PlainNode: plain.restore_plain,
+    nodes.IdNode: containers.restore_id,
+    nodes.ListNode: containers.restore_list,
+    nodes.TupleNode: containers.restore_tuple,
+    nodes.SetNode: containers.restore_set,
+    nodes.FrozensetNode: containers.restore_frozenset,
+    nodes.DequeNode: containers.restore_list,
+    nodes.DictNode: containers.restore_dict,
+    nodes.StateNode: adapters.restore_state,
+    nodes.BytesNode: containers.restore_bytes,
+    nodes.BufferNode: containers.restore_buffer,
+    nodes.LongNode: containers.restore_long,
+    nodes.ClosedNode: process_local.restore_closed,
+    nodes.FileNode: streams.restore_file,
+    nodes.ObjectNode: objects.restore_object,
+    nodes.ValueObjectNode: objects.restore_value_object,
+    nodes.ClassNode: callables.restore_class,
+    nodes.FunctionNode: callables.restore_function,
+    nodes.MethodNode: callables.restore_method,
+    nodes.WeakNode: process_local.restore_weak_reference,
+    nodes.PartialNode: callables.restore_partial,
+    nodes.TensorNode: tensors.restore_tensor,
+    nodes.WeightNode: tensors.restore_weight,
+    nodes.DataNode: large_data.compare_data,
+    nodes.ChangedDataNode: large_data.restore_changed_data,
+    nodes.ActivationNode: tensors.restore_activation,
+    nodes.ShardedNode: shards.restore_sharded,
+    nodes.ModuleNode: modules.restore_module,
+    nodes.WrapperNode: modules.restore_wrapper,
+    nodes.ArrayNode: arrays.restore_array,
+    nodes.ObjectArrayNode: arrays.restore_object_array,
+    nodes.RandomNode: random_generators.restore_random,
+    nodes.NumpyRandomNode: random_generators.restore_random,
+    nodes.OptimizerNode: optimizers.restore_optimizer,
+    nodes.IteratorNode: iterators.restore_iterator,
+    nodes.SuspendedNode: suspended.restore_generator,
 }
-RESTORERS.update(RESTORERS_OF_TAGS)
+RESTORERS.update(RESTORERS_OF_KINDS)
 
 
 def handler_for(kind: type) -> Handler:
@@ -230,7 +234,7 @@ def _recorded_or_compared(record: Handler, compared: Handler) -> Handler:
 
     def handle(snapshot: Snapshot, value: object, depth: int) -> object:
         node = record(snapshot, value, depth)
-        return node if node[0] is Tag.STATE else compared(snapshot, value, depth)
+        return node if isinstance(node, nodes.StateNode) else compared(snapshot, value, depth)
 
     return handle
 

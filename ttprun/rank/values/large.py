@@ -219,8 +219,8 @@ def _digest(value: Any) -> bytes:
 def _digest_of_blocks(memory: Any) -> bytes:
     """A hash of blocks spread over memory that is larger than they are together, and of its end."""
     raw = numpy.frombuffer(memory, numpy.uint8)
-    apart = len(raw) // _TENSOR_BLOCKS
-    blocks = raw[: apart * _TENSOR_BLOCKS].reshape(_TENSOR_BLOCKS, apart)[:, :_BLOCK_BYTES]
+    stride = len(raw) // _TENSOR_BLOCKS
+    blocks = raw[: stride * _TENSOR_BLOCKS].reshape(_TENSOR_BLOCKS, stride)[:, :_BLOCK_BYTES]
     state = xxhash.xxh3_64(blocks.tobytes())
     state.update(raw[-_BLOCK_BYTES:].tobytes())
     return state.digest()
@@ -229,8 +229,8 @@ def _digest_of_blocks(memory: Any) -> bytes:
 def _digest_of_blocks_on_device(flat: torch.Tensor) -> bytes:
     """As `_digest_of_blocks`; only the blocks are copied to the CPU."""
     raw = flat.view(-1).view(torch.uint8)
-    apart = len(raw) // _TENSOR_BLOCKS
-    blocks = raw[: apart * _TENSOR_BLOCKS].view(_TENSOR_BLOCKS, apart)[:, :_BLOCK_BYTES]
+    stride = len(raw) // _TENSOR_BLOCKS
+    blocks = raw[: stride * _TENSOR_BLOCKS].view(_TENSOR_BLOCKS, stride)[:, :_BLOCK_BYTES]
     state = xxhash.xxh3_64(bytes_of(blocks))
     state.update(bytes_of(raw[-_BLOCK_BYTES:]))
     return state.digest()

@@ -1,8 +1,7 @@
 """Large tensors and arrays in a record: compared, or recorded whole once they are known to change (see large.py).
 
-Both have the same two nodes: [tag, dtype, shape, fingerprint] and [tag, number, dtype, shape, blob, number of the first
-one that begins at the same address]. A dtype of numpy begins with its byte order or a bracket, one of torch with a
-letter.
+`first` of a changed one is the number of the first one that begins at the same address. A dtype of numpy begins with
+its byte order or a bracket, one of torch with a letter.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import numpy
 import torch
 
 from ttprun.rank.process.looks import is_a
+from ttprun.rank.records.nodes import ChangedDataNode, DataNode, Number
 from ttprun.rank.values.large import address_of, follow
-from ttprun.rank.values.nodes import MISSING, Tag
+from ttprun.rank.values.nodes import MISSING
 from ttprun.rank.values.plain import dtype_of, dtype_text
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
@@ -49,7 +49,7 @@ def _form(value: Any) -> tuple[str, list[int]] | None:
     return (dtype_text(value.dtype), list(value.shape)) if is_a(value, numpy.ndarray) else None
 
 
-def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool) -> list[Any]:
+def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool) -> DataNode | ChangedDataNode:
     """A large tensor or array: by its digest, or in a blob if the script changes it.
 
     value                 any dtype, shape and device
@@ -57,21 +57,21 @@ def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool
     """
     dtype, shape = _form(value) or ("", [])
     if not is_changing:
-        return [Tag.DATA, dtype, shape, digest]
+        return DataNode(dtype, shape, digest)
     is_tensor = is_a(value, torch.Tensor)
     snapshot.blobs.append(plain(value if is_tensor else torch.from_numpy(_bytes_of(value).copy())))
     number = snapshot.number(value)
-    first = snapshot.storages.setdefault(address_of(value), number)
-    return [Tag.CHANGED_DATA, number, dtype, shape, len(snapshot.blobs) - 1, first]
+    first = Number(snapshot.storages.setdefault(address_of(value), number))
+    return ChangedDataNode(number, dtype, shape, len(snapshot.blobs) - 1, first)
 
 
 def _bytes_of(array: Any) -> Any:
     return numpy.ascontiguousarray(array).reshape(-1).view("u1")
 
 
-def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def compare_data(restore: Restore, live: Any, node: DataNode, name: str) -> Any:
     """Compare what the replay has loaded again, by dtype, shape and digest; it stays in any case."""
-    _, dtype, shape, expected = node
+    dtype, shape = node.dtype, node.shape
     if not restore.is_comparing:
         return live
     form = _form(live)
@@ -80,19 +80,19 @@ def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     elif form != (dtype, shape):
         restore.is_same(False, name, f"has shape {form[1]} of {form[0]} where the lost rank had {shape} of {dtype}")
     else:
-        restore.is_same(follow(live)[0] == expected, name, "has other data than in the lost rank")
+        restore.is_same(follow(live)[0] == node.digest, name, "has other data than in the lost rank")
         if isinstance(live, torch.Tensor):
             forget_gradient(live)
     return live
 
 
-def restore_changed_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_changed_data(restore: Restore, live: Any, node: ChangedDataNode, name: str) -> Any:
     """Restore what the script changes from the record's blobs, in place if the live one has the same form.
 
     live   a tensor or array of any device, or anything else; a new one is on the CPU
     """
-    _, number, dtype, shape, index, first = node
-    raw = restore.blob(index)
+    number, dtype, shape = node.number, node.dtype, node.shape
+    raw = restore.blob(node.blob)
     is_tensor = dtype[0].isalpha()
     found: Any = tensor_of(dtype, shape, raw) if is_tensor else numpy.frombuffer(raw, dtype_of(dtype)).reshape(shape)
     is_alike = _form(live) == (dtype, shape)
@@ -109,7 +109,7 @@ def restore_changed_data(restore: Restore, live: Any, node: list[Any], name: str
     else:
         made = found if is_tensor else found.copy()
         restore.claim(number, made)
-    other = restore.object_of(first)
+    other = restore.object_of(node.first)
     if other is not MISSING and address_of(other) != address_of(made):
         return restore.refuse(live, f"{name} shares its memory with another variable in the lost rank, and not here")
     return made

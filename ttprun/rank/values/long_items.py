@@ -17,17 +17,19 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from ttprun.rank.position.whose import holds_state
-from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, pack
+from ttprun.rank.position.whose import is_script_code
+from ttprun.rank.records.nodes import DictNode, ListNode, Node, Number, ReferenceNode, TupleNode, WeightNode
+from ttprun.rank.records.packing import listed, pack
+from ttprun.rank.values.nodes import SETTLED, is_settled
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.unchanged import LongList, Remembered, Unchanged
+from ttprun.rank.values.unchanged import Remembered, Unchanged, begins_with
 from ttprun.rank.weights.sharded import is_distributed, local_of
 
 MIN_ITEMS = 12  # for fewer items packing again is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
 MANY_ROWS = 4096  # objects in a container, above which they are not added to those that a walk has met
 WALKS = 16  # boundaries for which a container that has changed, or cannot be kept, is walked over before another try
-_MAY_BE_KEPT = (tuple, list, dict, Tensor, PurePath, enum.Enum, FunctionType)
+_MAY_BE_KEPT = (bytes, tuple, list, dict, Tensor, PurePath, enum.Enum, FunctionType)
 _next = 1 << 24  # number of the next object in rows; above all numbers of a snapshot
 
 
@@ -40,17 +42,17 @@ class _Walk(Snapshot):
     has_limit = False
 
     def __init__(self, is_relative: bool) -> None:
-        super().__init__({}, is_apart=True)
+        super().__init__({}, is_separate=True)
         self.is_relative = is_relative
 
-    def number(self, value: Any) -> int:
+    def number(self, value: Any) -> Number:
         global _next
         number = len(self.alive)
         if not self.is_relative:
             number, _next = _next, _next + 1
         self.numbers[id(value)] = number
         self.alive.append(value)
-        return number
+        return Number(number)
 
 
 class Kept:
@@ -64,12 +66,11 @@ class Kept:
 
     __slots__ = (
         *(
-            "_apart",
+            "_disjoint",
             "_digest",
             "_digest_of",
             "_inner",
             "_items",
-            "_list",
             "_memory",
             "_stepped",
             "_walk",
@@ -88,12 +89,11 @@ class Kept:
         self._stepped: Any = None
         self._walk: _Walk | None = None
         self._whole: Unchanged | None = None
-        self._list = LongList()
         self._inner = Unchanged()
         self._digest, self._digest_of = "", -1
         self.packed = bytearray()
         self.numbers: dict[int, int] = {}
-        self._apart: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
+        self._disjoint: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
         self.objects: list[Any] = []
         self.first = 0
 
@@ -128,18 +128,18 @@ class Kept:
         self._walks_left = WALKS
         return False
 
-    def is_apart_from(self, snapshot: Snapshot) -> bool:
+    def is_disjoint_from(self, snapshot: Snapshot) -> bool:
         """Whether nothing in the items has been met before in this walk."""
         own = self.numbers
         if not snapshot.numbers.keys().isdisjoint(own.keys()):
             return False
         for rows in snapshot.rows:
             known = (rows, len(own), len(rows))  # objects are only ever added to both
-            before = self._apart.get(id(rows))
+            before = self._disjoint.get(id(rows))
             if before is None or before[0] is not rows or before[1:] != known[1:]:
                 if not rows.keys().isdisjoint(own.keys()):
                     return False
-                self._apart[id(rows)] = known
+                self._disjoint[id(rows)] = known
         return True
 
     def _is_as_it_was(self, items: list[Any], snapshot: Snapshot) -> bool:
@@ -152,7 +152,7 @@ class Kept:
         if self._whole is not None and len(items) == count and self._whole.holds():
             return True
         self._whole = None
-        return self._list.begins_with(items, self._items)
+        return begins_with(items, self._items)
 
     def _is_in_place(self, items: list[Any], snapshot: Snapshot) -> bool:
         try:
@@ -165,8 +165,8 @@ class Kept:
         nodes = added = [*items][len(self._items) :]
         if not set(map(type, added)) <= SETTLED:
             if issubclass(type(next(iter(items))), Tensor):
-                nodes = [snapshot.node_apart(item, 1) for item in added]
-                if not all(node.__class__ is list and node[0] is Tag.WEIGHT for node in nodes):
+                nodes = [snapshot.separate_node(item, 1) for item in added]
+                if not all(isinstance(node, WeightNode) for node in nodes):
                     return False
                 self._memory, self._stepped = _pointers([*items]), snapshot.stepped
             elif (found := self._rows(container, added, len(items) > MAX_ITEMS)) is not None:
@@ -181,7 +181,7 @@ class Kept:
         global _next
         walk = self._walk = self._walk or _Walk(is_long)
         begin = len(walk.alive)
-        if any(type(item) is FunctionType and holds_state(item.__code__.co_filename) for item in added):
+        if any(type(item) is FunctionType and is_script_code(item.__code__.co_filename) for item in added):
             return None  # one of the script's own may be given attributes
         nodes = walk.items(added, 0)
         if id(container) in walk.numbers or not all(map(_can_be_kept, nodes)):
@@ -195,16 +195,15 @@ class Kept:
         return nodes
 
 
-def _can_be_kept(node: Any) -> bool:
+def _can_be_kept(node: Node) -> bool:
     """Whether it is made of what can never change, and of lists and dictionaries."""
-    if node.__class__ is not list or is_settled(node):
+    if is_settled(node) or isinstance(node, ReferenceNode):
         return True
-    tag = node[0]
-    if tag is Tag.LIST:
-        return len(node) == 3 and all(map(_can_be_kept, node[2]))
-    if tag is Tag.DICT:
-        return len(node) == 4 and all(map(_can_be_kept, node[2])) and all(map(_can_be_kept, node[3]))
-    return tag is Tag.REFERENCE or (tag is Tag.TUPLE and len(node) == 2 and all(map(_can_be_kept, node[1])))
+    if isinstance(node, ListNode | TupleNode):
+        return node.kind is None and all(map(_can_be_kept, listed(node.items)))
+    if isinstance(node, DictNode):
+        return node.kind is None and all(map(_can_be_kept, [*listed(node.keys), *listed(node.values)]))
+    return False
 
 
 def _pointers(tensors: list[Any]) -> list[int]:
@@ -214,7 +213,7 @@ def _pointers(tensors: list[Any]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
-def pack_all(nodes: list[Any]) -> bytes:
+def pack_all(nodes: list[Node]) -> bytes:
     """Nodes one after the other: a packed list without its head of 1, 3 or 5 bytes."""
     packed = pack(nodes)
     return packed[1 if len(nodes) < 16 else 3 if len(nodes) < 1 << 16 else 5 :]
@@ -232,7 +231,7 @@ def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int 
     first = type(next(iter(items)))
     if isinstance(snapshot, _Walk) or not (first in SETTLED or issubclass(first, _MAY_BE_KEPT)):
         return None
-    is_compared = snapshot.is_apart and len(items) <= MAX_ITEMS  # with another process, which gives other numbers
+    is_compared = snapshot.is_separate and len(items) <= MAX_ITEMS  # with another process, which gives other numbers
     if is_compared and first in (list, dict):
         return None
     kept = _kept.get((id(container), which))
@@ -242,7 +241,7 @@ def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int 
     if not kept.take_up(container, items, snapshot):
         return None
     if kept.numbers:
-        if is_compared or not kept.is_apart_from(snapshot):
+        if is_compared or not kept.is_disjoint_from(snapshot):
             return None  # something in them has been met, and has another number
         if len(kept.numbers) > MANY_ROWS:
             snapshot.rows.append(kept.numbers)

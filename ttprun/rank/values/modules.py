@@ -1,6 +1,6 @@
 """Modules: the tensors that no optimizer updates, what is frozen or in evaluation, and plain attributes.
 
-[tag, number of the first, type, packed description, {path: {attribute: node}}, first blob, wrapped]. What hardly ever
+What hardly ever
 changes of a module (its parts, the shapes of its tensors, `training`, `Dropout.p`) is packed once into the description,
 and only looked at again at each boundary; attributes that have changed, or can change by themselves, are recorded each
 time. All parts and tensors get numbers in the order of the description, the module itself first.
@@ -18,7 +18,10 @@ import torch
 
 from ttprun import frameworks
 from ttprun.rank.process.looks import bases_of, dictionary_of_class, is_a, module_of_class, of_types
-from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, name_of, pack, unpack
+from ttprun.rank.records.module_description import ModuleDescription
+from ttprun.rank.records.nodes import AnyNode, ModuleNode, Number, RefusedNode, SameNode, WrapperNode
+from ttprun.rank.records.packing import pack, unpack_description
+from ttprun.rank.values.nodes import MISSING, SETTLED, is_settled, name_of
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import left_out_by_framework, made_when_needed, restore_attributes
 from ttprun.rank.values.plain import BASES
@@ -45,6 +48,7 @@ _DERIVED = ("torch.distributed.fsdp", "torch.nn.utils.parametrize")
 _COMPOSABLE = "__composable_api_state_key_"
 _CAN_SETTLE: tuple[Any, ...] = (
     *SETTLED,
+    bytes,
     tuple,
     frozenset,
     types.FunctionType,
@@ -117,17 +121,15 @@ class _Layout:
         hook_tables = _hook_tables(part for _, part in self.modules)
         self.scopes = [tables_of(part) for _, part in self.modules]
         self.versions, self.lengths = list(map(version_of, self.scopes)), list(map(len, self.scopes))
-        described: dict[str, Any] = {"modules": [[path, name_of(type(part))] for path, part in self.modules]}
-        described["tensors"] = [found for path, part in self.modules for found in self._tensors(path, part, snapshot)]
-        described["sharded"] = self.sharded
-        described["frozen"] = [parameter.requires_grad for parameter in self.parameters]
-        described["hooks"] = _count_hooks(hook_tables, self.parameters)
-        described["passing"] = [
-            f"{path}.{name}" if path else name
-            for path, part in self.modules
-            for name in part._non_persistent_buffers_set
-        ]
-        described["attributes"] = {path: self._attributes(path, part, snapshot) for path, part in self.modules}
+        described = ModuleDescription(
+            modules=[[path, name_of(type(part))] for path, part in self.modules],
+            tensors=[found for path, part in self.modules for found in self._tensors(path, part, snapshot)],
+            sharded=self.sharded,
+            frozen=[parameter.requires_grad for parameter in self.parameters],
+            hooks=_count_hooks(hook_tables, self.parameters),
+            passing=[_dotted(path, name) for path, part in self.modules for name in part._non_persistent_buffers_set],
+            attributes={path: self._attributes(path, part, snapshot) for path, part in self.modules},
+        )
         self.held = list(map(local_of, self.tensors))
         self.objects += self.tensors
         self.ids = list(map(id, self.objects))
@@ -139,7 +141,7 @@ class _Layout:
         self.structure = Unchanged([*of_parts, *hook_tables, *of_parameters])
         self.packed = pack(described)
 
-    def _tensors(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> list[Any]:
+    def _tensors(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> list[tuple[str, list[int]]]:
         found = []
         held = tables_of(part)
         self.parameters += [item for item in held["_parameters"].values() if item is not None]
@@ -153,8 +155,8 @@ class _Layout:
                 if id(tensor) not in self._met:
                     self._met.add(id(tensor))
                     self.tensors.append(tensor)
-                    full_name = f"{path}.{name}" if path else name
-                    found.append([full_name, list(tensor.shape)])
+                    full_name = _dotted(path, name)
+                    found.append((full_name, list(tensor.shape)))
                     if is_distributed(tensor):
                         self.sharded.append(full_name)
         return found
@@ -172,7 +174,7 @@ class _Layout:
         found, moving = {}, []
         for name in names:
             value = part.__dict__[name]
-            node = snapshot.node_apart(value, 0) if is_a(value, _CAN_SETTLE) else [Tag.REFUSED]
+            node = self._separate_node(value, snapshot) if is_a(value, _CAN_SETTLE) else RefusedNode()
             if name not in lively and is_settled(node):
                 found[name] = node
             elif name in lively or name not in made or is_a(value, torch.Tensor):
@@ -182,6 +184,12 @@ class _Layout:
         if moving:
             self.moving.append((path, part.__dict__, moving))
         return found
+
+    def _separate_node(self, value: Any, snapshot: Snapshot) -> Any:
+        """As `Snapshot.separate_node`; a function may hold the very module that is being described."""
+        separate = Snapshot(snapshot.stepped, is_separate=True)
+        separate.numbers = {id(part): number for number, part in enumerate(self.objects)}
+        return separate.node(value, 0)
 
     def settled_values(self) -> list[Any]:
         """The settled attributes' values now."""
@@ -215,9 +223,9 @@ class _Layout:
         for attributes, take in self.settled:
             if not _are_the_same(take(attributes), before[id(attributes)]):
                 path = paths[id(attributes)]
-                known = unpack(self.packed)["attributes"][path]
+                known = unpack_description(self.packed).attributes[path]
                 for name, node in known.items():
-                    if name != "training" and (node.__class__ is list or not _are_the_same(attributes[name], node)):
+                    if name != "training" and (isinstance(node, AnyNode) or not _are_the_same(attributes[name], node)):
                         self.lively.setdefault(path, set()).add(name)
 
 
@@ -255,13 +263,13 @@ def _count_in(table: dict[int, Any]) -> int:
     return len(repeated) + sum(one not in repeated and one not in frameworks.HOOKS_WHEN_NEEDED for one in names)
 
 
-def _first_other(described: dict[str, Any], hooks: list[int]) -> str:
+def _first_other(described: ModuleDescription, hooks: list[int]) -> str:
     """The path of the first part on which the numbers of hooks differ; "" if it is on a parameter."""
     kinds = 4
     of_parts = [
-        tuple(counts[i : i + kinds] for counts in (described["hooks"], hooks)) for i in range(0, len(hooks), kinds)
+        tuple(counts[i : i + kinds] for counts in (described.hooks, hooks)) for i in range(0, len(hooks), kinds)
     ]
-    paths = [path for path, _ in described["modules"]]
+    paths = [path for path, _ in described.modules]
     return next((path for path, (lost, here) in zip(paths, of_parts, strict=False) if lost != here), "")
 
 
@@ -285,12 +293,12 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
         number = snapshot.number(value)
         wrapped = snapshot.node(inner, depth + 1)
         own = {name: snapshot.node(item, depth + 1) for name in _OF_WRAPPERS if (item := vars(value).get(name))}
-        return [Tag.MODULE, number, name_of(type(value)), {"training": value.training}, {"": own}, 0, wrapped]
+        return WrapperNode(number, name_of(type(value)), value.training, own, wrapped)
     if layout is None or not layout.holds(snapshot):
         layout = _Layout(value, snapshot, layout.lively if layout is not None else {})
         _layouts.keep(id(value), layout)
-    number = len(snapshot.numbers)
-    snapshot.numbers.update(zip(layout.ids, range(number, number + len(layout.ids)), strict=True))
+    first_number = Number(len(snapshot.numbers))
+    snapshot.numbers.update(zip(layout.ids, range(first_number, first_number + len(layout.ids)), strict=True))
     snapshot.alive.append(layout)
     first = len(snapshot.blobs)
     snapshot.blobs += map(plain, layout.held)
@@ -298,7 +306,7 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
         path: {name: snapshot.node(scope[name], depth + 1) for name in names if name in scope}
         for path, scope, names in layout.moving
     }
-    return [Tag.MODULE, number, name_of(type(value)), layout.packed, attributes, first, None]
+    return ModuleNode(first_number, name_of(type(value)), layout.packed, attributes, first)
 
 
 def record_traced(snapshot: Snapshot, value: torch.jit.ScriptModule, depth: int) -> Any:
@@ -306,58 +314,63 @@ def record_traced(snapshot: Snapshot, value: torch.jit.ScriptModule, depth: int)
     tensors = [*torch.nn.Module.parameters(value), *torch.nn.Module.buffers(value)]
     places = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     if places <= snapshot.stepped.keys() | snapshot.storages.keys():
-        return [Tag.SAME, name_of(type(value)), ""]
+        return SameNode(name_of(type(value)), "")
     return record_not_proved(snapshot, value, "its weights are not recorded")
 
 
-def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_wrapper(restore: Restore, live: Any, node: WrapperNode, name: str) -> Any:
+    """Write what it wraps."""
+    if not isinstance(live, torch.nn.Module) or name_of(type(live)) != node.kind:
+        return restore.refuse(live, unlike(name, node.kind, live))
+    if restore.claim_or_refuse(node.number, live, name):
+        live.training = node.training
+        (inner,) = live._modules.values()
+        restore.value(inner, node.wrapped, name)
+        restore_attributes(restore, live, node.own, name, keep=None)
+    return live
+
+
+def restore_module(restore: Restore, live: Any, node: ModuleNode, name: str) -> Any:
     """Write tensors and attributes into the replacement's module.
 
     live   refused unless it has the recorded type, and parts and tensors of the same paths, types and shapes
     """
-    _, number, kind, packed, attributes, first, wrapped = node
-    if live is MISSING and wrapped is None:
-        live = made_when_needed(kind, attributes.get("", {}) | unpack(packed)["attributes"].get("", {}))
+    number, kind, attributes = node.number, node.kind, node.attributes
+    described = unpack_description(node.description)
+    if live is MISSING:
+        live = made_when_needed(kind, attributes.get("", {}) | described.attributes.get("", {}))
     if not isinstance(live, torch.nn.Module) or name_of(type(live)) != kind:
         return restore.refuse(live, unlike(name, kind, live))
-    if wrapped is not None:
-        if restore.claim_or_refuse(number, live, name):
-            live.training = packed["training"]
-            (inner,) = live._modules.values()
-            restore.value(inner, wrapped, name)
-            restore_attributes(restore, live, attributes.get("", {}), name, keep=None)
-        return live
-    described = unpack(packed)
     parts = dict(parts_of(live))
-    for offset, (path, part_kind) in enumerate(described["modules"]):
+    for offset, (path, part_kind) in enumerate(described.modules):
         if path not in parts or name_of(type(parts[path])) != part_kind:
             return restore.refuse(live, f"{_dotted(name, path)} of type {part_kind} is not in the replacement")
         if not restore.claim_or_refuse(number + offset, parts[path], _dotted(name, path)):
             return live
-    number += len(described["modules"])
-    for offset, (path, shape) in enumerate(described["tensors"]):
+    first_tensor = number + len(described.modules)
+    for offset, (path, shape) in enumerate(described.tensors):
         tensor = _tensor_at(parts, path)
         if tensor is None or list(tensor.shape) != shape:
             return restore.refuse(live, f"{name}.{path} of shape {shape} is not in the replacement")
-        restore.claim(number + offset, tensor)
-        _fill(tensor, restore.blob(first + offset))
+        restore.claim(first_tensor + offset, tensor)
+        _fill(tensor, restore.blob(node.first_blob + offset))
         if restore.is_comparing:
             forget_gradient(tensor)
-    told_parts = [parts[path] for path, _ in described["modules"]]
+    told_parts = [parts[path] for path, _ in described.modules]
     learnt = [item for part in told_parts for item in tables_of(part)["_parameters"].values() if item is not None]
     hooks = _count_hooks(_hook_tables(told_parts), learnt)
-    if described["hooks"] != hooks:
+    if described.hooks != hooks:
         where = _first_other(described, hooks)
         restore.refuse(
             live,
             f"{_dotted(name, where)} has other hooks than in the lost rank, from steps that the replay passes over",
         )
-    if len(learnt) != len(described["frozen"]):
+    if len(learnt) != len(described.frozen):
         return restore.refuse(live, f"{name} has other parameters than in the lost rank")
-    for parameter, requires_grad in zip(learnt, described["frozen"], strict=True):
+    for parameter, requires_grad in zip(learnt, described.frozen, strict=True):
         if parameter.requires_grad != requires_grad:
             parameter.requires_grad_(requires_grad)
-    for path, nodes in described["attributes"].items():
+    for path, nodes in described.attributes.items():
         own = nodes | attributes.get(path, {})
         if is_a(parts[path], torch.jit.ScriptModule):
             parts[path].training = own["training"]
@@ -366,8 +379,8 @@ def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> A
     return live
 
 
-def _dotted(name: str, path: str) -> str:
-    return f"{name}.{path}" if path else name
+def _dotted(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
 def _tensor_at(parts: dict[str, torch.nn.Module], path: str) -> torch.Tensor | None:

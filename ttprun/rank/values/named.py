@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from ttprun.rank.values.nodes import Tag
+from ttprun.rank.records.nodes import Node, NotProvedNode
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.trees import walk
 
@@ -20,7 +19,7 @@ def forget() -> None:
     _known = ([], [])
 
 
-def names_of(snapshot: Snapshot, scopes: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def names_of(snapshot: Snapshot, scopes: Mapping[str, Mapping[str, Node]]) -> list[str]:
     """The parts of these variables that are not proved: "cache (sqlite3.Connection): it is in a file", in their order.
 
     snapshot   that has made the nodes
@@ -40,8 +39,8 @@ def names_of(snapshot: Snapshot, scopes: Mapping[str, Mapping[str, Any]]) -> lis
     return _known[1]
 
 
-def _named(node: Any, name: str) -> Iterable[str]:
+def _named(node: Node, name: str) -> Iterable[str]:
     for found, where in walk(node, name):
-        if found[0] == Tag.NOT_PROVED:
+        if isinstance(found, NotProvedNode):
             where = where if len(where) <= _MOST_LETTERS else f"{where[:40]}...{where[-40:]}"
-            yield f"{where} ({found[1].removeprefix('builtins:').replace(':', '.')}): {found[2]}"
+            yield f"{where} ({found.kind.removeprefix('builtins:').replace(':', '.')}): {found.why}"

@@ -1,19 +1,14 @@
-"""The form of a record: nodes, their tags, how they become bytes, and what is raised when one cannot be used.
+"""Names of types and functions in nodes (records/nodes.py), and what is raised when a node cannot be used.
 
-A scalar is its own node; every other node is a list [tag, ...]. Objects that can be shared or changed have a number;
-where one is met again, there is a REFERENCE. Nothing here can make another process run code: types and functions are
-recorded by name, and a name is only looked up among what the process has loaded by itself.
+Nothing here can make another process run code: types and functions are recorded by name, and a name is only looked up
+among what the process has loaded by itself.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
-import msgpack
-
-from ttprun.rank.position.judgement import Tag as Tag
 from ttprun.rank.process.looks import (
     dictionary_of,
     dictionary_of_class,
@@ -21,6 +16,7 @@ from ttprun.rank.process.looks import (
     module_of_class,
     qualified_name_of_class,
 )
+from ttprun.rank.records.nodes import AnyNode, FrozensetNode, Node, PlainNode, TupleNode
 
 MAX_DEPTH = 100  # msgpack itself gives up at 511 lists in each other
 
@@ -30,57 +26,16 @@ class CannotRestoreError(RuntimeError):
 
 
 MISSING = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
-SETTLED = frozenset({float, int, bool, str, bytes, type(None)})
+SETTLED = frozenset({float, int, bool, str, type(None)})  # values that are their own nodes
 
 
-def is_settled(node: Any) -> bool:
+def is_settled(node: Node) -> bool:
     """Whether a node is of a value that can never change, so that the same object always has the same node."""
-    if node.__class__ is not list:
+    if not isinstance(node, AnyNode):
         return True
-    if node[0] is Tag.TUPLE or node[0] is Tag.FROZENSET:
-        return len(node) == 2 and all(map(is_settled, node[1]))
-    return node[0] is Tag.PLAIN and node[1] != "class"  # one of the user's may be given attributes
-
-
-_packer = msgpack.Packer()  # kept for its buffer, which would be allocated anew each time
-
-
-def pack(record: Any) -> bytes:
-    """A record as bytes, also with integers beyond 64 bits and str with lone surrogates; main thread only."""
-    try:
-        packed: bytes = _packer.pack(record)
-    except UnicodeEncodeError:
-        try:
-            packed = msgpack.packb(record, unicode_errors="surrogatepass")
-        except OverflowError:
-            packed = msgpack.packb(_without_big(record), unicode_errors="surrogatepass")
-    except OverflowError:
-        packed = msgpack.packb(_without_big(record), unicode_errors="surrogatepass")
-    return packed
-
-
-def unpack(packed: bytes | bytearray | memoryview) -> Any:
-    """What `pack` has packed; tuples come back as lists."""
-    return msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
-
-
-def unpack_items(packed: bytes) -> Iterator[Any]:
-    """Nodes that were packed one after the other."""
-    unpacker = msgpack.Unpacker(
-        strict_map_key=False, unicode_errors="surrogatepass", max_buffer_size=max(1, len(packed))
-    )
-    unpacker.feed(packed)
-    yield from unpacker
-
-
-def _without_big(node: Any) -> Any:
-    if node.__class__ is int:
-        return node if -(1 << 63) <= node < 1 << 64 else [Tag.PLAIN, "int", hex(node)]
-    if isinstance(node, list | tuple):
-        return [_without_big(item) for item in node]
-    if isinstance(node, dict):
-        return {key: _without_big(item) for key, item in node.items()}
-    return node
+    if isinstance(node, TupleNode | FrozensetNode):
+        return node.kind is None and all(map(is_settled, node.items))
+    return isinstance(node, PlainNode) and node.kind != "class"  # one of the user's may be given attributes
 
 
 def name_of(kind: Any) -> str:

@@ -12,7 +12,7 @@ from operator import is_
 from typing import Any
 
 from ttprun import frameworks
-from ttprun.rank.position.whose import holds_state, is_state
+from ttprun.rank.position.whose import is_script_code, is_state
 from ttprun.rank.process.looks import (
     attributes_of,
     bases_of,
@@ -21,7 +21,8 @@ from ttprun.rank.process.looks import (
     of_types,
     slots_of,
 )
-from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of
+from ttprun.rank.records.nodes import AnyNode, ObjectNode, PlainNode, SameNode, ValueObjectNode
+from ttprun.rank.values.nodes import MISSING, look_up_type, name_of
 from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
 
@@ -76,8 +77,8 @@ def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     number = snapshot.number(value)
     name, is_without_slots, without = _form(type(value))
     if is_without_slots and (held := dictionary_of(value)) is not None:
-        return [Tag.OBJECT, number, name, snapshot.lasting_attributes(held, depth, without)]
-    return [Tag.OBJECT, number, name, snapshot.attributes(attributes_of(value), depth, without)]
+        return ObjectNode(number, name, snapshot.lasting_attributes(held, depth, without))
+    return ObjectNode(number, name, snapshot.attributes(attributes_of(value), depth, without))
 
 
 def record_python_module(snapshot: Snapshot, value: types.ModuleType, depth: int) -> Any:
@@ -85,10 +86,10 @@ def record_python_module(snapshot: Snapshot, value: types.ModuleType, depth: int
     scope = dictionary_of(value) or {}
     name = str(scope.get("__name__"))
     if sys.modules.get(name) is value:
-        return [Tag.PLAIN, "module", name]
+        return PlainNode("module", [name])
     file = scope.get("__file__")
     return (
-        record_object(snapshot, value, depth) if file and holds_state(file) else [Tag.SAME, name_of(type(value)), name]
+        record_object(snapshot, value, depth) if file and is_script_code(file) else SameNode(name_of(type(value)), name)
     )
 
 
@@ -103,17 +104,17 @@ def made_when_needed(name: str, attributes: dict[str, Any]) -> Any:
     make = frameworks.MADE[name]
     if make is None:
         return object.__new__(kind)
-    return make(kind, {key: node for key, node in attributes.items() if node.__class__ is not list})
+    return make(kind, {key: node for key, node in attributes.items() if not isinstance(node, AnyNode)})
 
 
-def restore_object(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_object(restore: Restore, live: Any, node: ObjectNode, name: str) -> Any:
     """Write the attributes into the replacement's object."""
-    _, number, kind, attributes = node
+    kind, attributes = node.kind, node.attributes
     if name_of(type(live)) != kind and (made := made_when_needed(kind, attributes)) is not MISSING:
         live = made
     if name_of(type(live)) != kind or issubclass(type(live), type):
         return restore.refuse(live, unlike(name, kind, live))
-    if restore.claim_or_refuse(number, live, name):
+    if restore.claim_or_refuse(node.number, live, name):
         restore_attributes(restore, live, attributes, name, keep=left_out(type(live)))
     return live
 
@@ -153,16 +154,16 @@ def is_frozen(kind: type) -> bool:
 
 def record_value_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A frozen dataclass: it has no identity worth keeping."""
-    return [Tag.VALUE_OBJECT, name_of(type(value)), snapshot.attributes(attributes_of(value), depth)]
+    return ValueObjectNode(name_of(type(value)), snapshot.attributes(attributes_of(value), depth))
 
 
-def restore_value_object(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_value_object(restore: Restore, live: Any, node: ValueObjectNode, name: str) -> Any:
     """The same object if it has the same fields, else a new one."""
-    kind = type(live) if name_of(type(live)) == node[1] else look_up_type(node[1], object)
+    kind = type(live) if name_of(type(live)) == node.kind else look_up_type(node.kind, object)
     if kind is None or not is_frozen(kind):
-        return restore.refuse(live, unlike(name, node[1], live))
+        return restore.refuse(live, unlike(name, node.kind, live))
     old = attributes_of(live) if type(live) is kind else {}
-    fields = {key: restore.value(old.get(key, MISSING), item, f"{name}.{key}") for key, item in node[2].items()}
+    fields = {key: restore.value(old.get(key, MISSING), item, f"{name}.{key}") for key, item in node.attributes.items()}
     if len(old) == len(fields) and all(map(_is_as_it_was, fields.values(), map(old.get, fields))):
         return live
     if any(value is MISSING for value in fields.values()):

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ttprun.rank.values.nodes import MISSING, Tag, name_of
+from ttprun.rank.records.nodes import OptimizerNode
+from ttprun.rank.values.nodes import MISSING, name_of
 from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
@@ -29,22 +30,21 @@ def record_optimizer(snapshot: Snapshot, value: torch.optim.Optimizer, depth: in
     number = snapshot.number(value)
     groups = [snapshot.lasting_attributes(group, depth, _PARAMS) for group in value.param_groups]
     own = snapshot.lasting_attributes(vars(value), depth, _INTERNALS)
-    return [Tag.OPTIMIZER, number, name_of(type(value)), groups, own]
+    return OptimizerNode(number, name_of(type(value)), groups, own)
 
 
-def restore_optimizer(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_optimizer(restore: Restore, live: Any, node: OptimizerNode, name: str) -> Any:
     """Write them into the replacement's optimizer."""
-    _, number, kind, groups, attributes = node
-    if name_of(type(live)) != kind or len(live.param_groups) != len(groups):
+    if name_of(type(live)) != node.kind or len(live.param_groups) != len(node.groups):
         return restore.refuse(live, f"{name} is another optimizer than in the lost rank")
-    if not restore.claim_or_refuse(number, live, name):
+    if not restore.claim_or_refuse(node.number, live, name):
         return live
-    for group, recorded in zip(live.param_groups, groups, strict=True):
+    for group, recorded in zip(live.param_groups, node.groups, strict=True):
         for key, item in recorded.items():
             value = restore.value(group.get(key, MISSING), item, f"{name}.param_groups.{key}")
             if value is not MISSING:
                 group[key] = value
         for key in group.keys() - recorded.keys() - _PARAMS:
             del group[key]
-    restore_attributes(restore, live, attributes, name, keep=_INTERNALS)
+    restore_attributes(restore, live, node.attributes, name, keep=_INTERNALS)
     return live

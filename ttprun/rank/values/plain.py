@@ -1,6 +1,6 @@
 """Immutable values: each kind is recorded by its parts, and made again from them.
 
-A node is [Tag.PLAIN, kind, *parts]. CODECS holds both directions of every kind; a part is a scalar or such a node.
+CODECS holds both directions of every kind; a part of a PlainNode is a scalar, bytes, or such a node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import numpy
 import torch
 
 from ttprun.rank.process.looks import dictionary_of, is_a, plain_of
-from ttprun.rank.values.nodes import MISSING, CannotRestoreError, Tag, look_up, look_up_type, name_of
+from ttprun.rank.records.nodes import PlainNode, RefusedNode
+from ttprun.rank.values.nodes import MISSING, CannotRestoreError, look_up, look_up_type, name_of
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
 
@@ -36,18 +37,22 @@ def _encode(value: Any) -> Any:
     if value is None or type(value) in (bool, float, str, bytes):
         return value
     if type(value) is int:
-        return value if abs(value) < 1 << 63 else [Tag.PLAIN, "int", _int_text(value)]
+        return value if abs(value) < 1 << 63 else PlainNode("int", [_int_text(value)])
     for base, kind in BASES:
         if issubclass(type(value), base):
-            return [Tag.PLAIN, kind, *map(_encode, CODECS[kind][0](value))]
+            return PlainNode(kind, list(map(_encode, CODECS[kind][0](value))))
     raise TypeError(type(value).__qualname__)
 
 
 def decode(node: Any) -> Any:
-    """The value of a plain node."""
-    if node.__class__ is not list:
+    """The value of a plain node, or of a part of one, which is read as a list."""
+    if isinstance(node, PlainNode):
+        kind, parts = node.kind, node.parts
+    elif isinstance(node, list):
+        _, kind, parts = node
+    else:
         return node
-    return CODECS[node[1]][1](*map(decode, node[2:]))
+    return CODECS[kind][1](*map(decode, parts))
 
 
 def _enum_parts(value: enum.Enum) -> tuple[Any, ...]:
@@ -125,6 +130,7 @@ Codec = tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]
 
 # kind: (parts of a value, value of the parts)
 CODECS: dict[str, Codec] = {
+    "bytes": (lambda v: (v,), bytes),
     "int": (lambda v: (_int_text(v),), lambda text: int(text, 16)),
     "complex": (lambda v: (v.real, v.imag), complex),
     "made": (lambda v: (type(v).__name__, *v.__reduce_ex__(4)[1]), lambda kind, *parts: _MADE[kind](*parts)),
@@ -163,7 +169,7 @@ BASES: tuple[tuple[type, str], ...] = (
     (complex, "complex"),
 )
 # What is made again is of exactly these types.
-EXACT = frozenset(base for base, kind in BASES if kind not in ("enum", "path"))
+EXACT = frozenset(base for base, kind in BASES if kind not in ("enum", "path")) | {bytes}
 
 
 def record_plain(kind: str) -> Any:
@@ -172,22 +178,22 @@ def record_plain(kind: str) -> Any:
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         try:
-            return [Tag.PLAIN, kind, *map(_encode, parts(value))]
+            return PlainNode(kind, list(map(_encode, parts(value))))
         except TypeError as error:
-            return [Tag.REFUSED, f"is a {type(value).__qualname__} with a {error} in it"]
+            return RefusedNode(f"is a {type(value).__qualname__} with a {error} in it")
 
     return handle
 
 
-def _member_again(live: enum.Enum, node: list[Any]) -> Any:
+def _member_again(live: enum.Enum, node: PlainNode) -> Any:
     """The recorded member, of the class of `live` if it has that name: one that a function makes is not found."""
-    if node[1] != "enum" or decode(node[2]) != name_of(type(live)):
+    if node.kind != "enum" or decode(node.parts[0]) != name_of(type(live)):
         return decode(node)
-    member, value = map(decode, node[3:])
+    member, value = map(decode, node.parts[1:])
     return type(live)(value) if member is None else type(live).__members__[member]
 
 
-def restore_plain(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_plain(restore: Restore, live: Any, node: PlainNode, name: str) -> Any:
     """The value again; `live` itself if it is the same, since others may hold it."""
     try:
         value = _member_again(live, node) if is_a(live, enum.Enum) else decode(node)

@@ -13,35 +13,35 @@ from typing import Any
 import xxhash
 
 from ttprun.rank.process.looks import attributes_of, is_a, plain_of
-from ttprun.rank.values.nodes import MISSING, Tag, name_of, pack
+from ttprun.rank.records.nodes import ClosedNode, Node, NotProvedNode, RefusedNode, SameNode, WeakNode
+from ttprun.rank.records.packing import pack
+from ttprun.rank.values.nodes import MISSING, name_of
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.trees import walk
 
 _DONE = (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED)  # states of a future
 
 
 def record_same(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Compared by type."""
-    return [Tag.SAME, name_of(type(value)), ""]
+    return SameNode(name_of(type(value)), "")
 
 
 def record_future(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Work that another thread or process was given: compared with what it gives, once that is known."""
     held = attributes_of(value)
     if held["_state"] not in _DONE:
-        return [
-            Tag.REFUSED,
-            "is work of another thread or process that is not done, and what it will give is not known",
-        ]
+        return RefusedNode("is work of another thread or process that is not done, and what it will give is not known")
     error, result = held["_exception"], held["_result"]
     if held["_state"] != FINISHED or error is not None:
         what = "cancelled" if error is None else f"{type(error).__qualname__} {_text_of(error)}"
-        return [Tag.SAME, name_of(type(value)), what]
-    node = snapshot.node_apart(result, depth + 1)
+        return SameNode(name_of(type(value)), what)
+    node = snapshot.separate_node(result, depth + 1)
     if _is_untold(node):
-        return [Tag.REFUSED, f"holds a {type(result).__qualname__}, which cannot be recorded"]
-    return [Tag.SAME, name_of(type(value)), xxhash.xxh3_64_hexdigest(pack(node))]
+        return RefusedNode(f"holds a {type(result).__qualname__}, which cannot be recorded")
+    return SameNode(name_of(type(value)), xxhash.xxh3_64_hexdigest(pack(node)))
 
 
 def record_weak_reference(snapshot: Snapshot, value: Any, depth: int) -> Any:
@@ -49,15 +49,15 @@ def record_weak_reference(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if value.__callback__ is not None:
         return record_same(snapshot, value, depth)
     referent = value()
-    return [Tag.WEAK, None if referent is None else snapshot.node(referent, depth + 1)]
+    return WeakNode(None if referent is None else snapshot.node(referent, depth + 1))
 
 
-def restore_weak_reference(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_weak_reference(restore: Restore, live: Any, node: WeakNode, name: str) -> Any:
     """One to the counterpart of that object."""
     old = live() if type(live) is weakref.ref else MISSING
-    if node[1] is None:
+    if node.referent is None:
         return live if old is None else weakref.ref(_Gone())
-    referent = restore.value(old, node[1], f"{name}()")
+    referent = restore.value(old, node.referent, f"{name}()")
     if referent is MISSING:
         return restore.refuse(live, f"{name} refers to an object that is not in the replacement")
     return live if referent is old else weakref.ref(referent)
@@ -69,7 +69,7 @@ class _Gone:
 
 def record_exception(snapshot: Snapshot, value: BaseException, depth: int) -> Any:
     """An exception that was kept: compared with what it says."""
-    return [Tag.SAME, name_of(type(value)), _text_of(value)]
+    return SameNode(name_of(type(value)), _text_of(value))
 
 
 def _text_of(error: BaseException) -> str:
@@ -78,7 +78,7 @@ def _text_of(error: BaseException) -> str:
     return " ".join(str(plain_of(one)) for one in arguments if is_a(one, (int, float, str, bytes)))
 
 
-def restore_closed(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_closed(restore: Restore, live: Any, node: ClosedNode, name: str) -> Any:
     """A closed file, which `with open(...) as file` leaves in a variable. Any closed file matches."""
     if getattr(live, "closed", False) is True:
         return live
@@ -92,19 +92,17 @@ def record_unknown(snapshot: Snapshot, value: Any, depth: int) -> Any:
     try:
         reduced = value.__reduce_ex__(2)
         if isinstance(reduced, str):
-            return [Tag.SAME, name_of(type(value)), reduced]
-        apart = Snapshot(snapshot.stepped, is_apart=True)
-        apart.numbers[id(value)] = 0
-        nodes = [apart.node(list(part) if hasattr(part, "__next__") else part, depth + 1) for part in reduced[:5]]
+            return SameNode(name_of(type(value)), reduced)
+        separate = Snapshot(snapshot.stepped, is_separate=True)
+        separate.numbers[id(value)] = 0
+        nodes = [separate.node(list(part) if hasattr(part, "__next__") else part, depth + 1) for part in reduced[:5]]
         packed = pack(nodes)
     except Exception:
         return record_not_proved(snapshot, value)
-    if apart.blobs or _is_untold(nodes):
+    if separate.blobs or any(map(_is_untold, nodes)):
         return record_not_proved(snapshot, value, "its content cannot be recorded")
-    return [Tag.SAME, name_of(type(value)), xxhash.xxh3_64_hexdigest(packed)]
+    return SameNode(name_of(type(value)), xxhash.xxh3_64_hexdigest(packed))
 
 
-def _is_untold(node: Any) -> bool:
-    if isinstance(node, dict):
-        return any(map(_is_untold, node.values()))
-    return isinstance(node, list) and (node[:1] in ([Tag.REFUSED], [Tag.NOT_PROVED]) or any(map(_is_untold, node)))
+def _is_untold(node: Node) -> bool:
+    return any(isinstance(one, RefusedNode | NotProvedNode) for one, _ in walk(node, ""))

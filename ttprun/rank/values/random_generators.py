@@ -11,7 +11,8 @@ import torch
 
 from ttprun.rank.process import random_state
 from ttprun.rank.process.looks import dictionary_of, is_a
-from ttprun.rank.values.nodes import MISSING, Tag, name_of
+from ttprun.rank.records.nodes import NumpyRandomNode, RandomNode, SameNode
+from ttprun.rank.values.nodes import MISSING, name_of
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.tensors import raw_bytes
@@ -22,8 +23,8 @@ OF_NUMPY = (numpy.random.Generator, numpy.random.BitGenerator, numpy.random.Rand
 def record_torch(snapshot: Snapshot, value: torch.Generator, depth: int) -> Any:
     """torch.Generator."""
     if value is torch.default_generator:
-        return [Tag.SAME, "torch:Generator", "the default one"]
-    return [Tag.RANDOM, snapshot.number(value), "torch", raw_bytes(value.get_state())]
+        return SameNode("torch:Generator", "the default one")
+    return RandomNode(snapshot.number(value), "torch", raw_bytes(value.get_state()))
 
 
 def record_python(snapshot: Snapshot, value: random.Random, depth: int) -> Any:
@@ -33,35 +34,37 @@ def record_python(snapshot: Snapshot, value: random.Random, depth: int) -> Any:
         version, gauss = random.Random.VERSION, (dictionary_of(value) or {}).get("gauss_next")
     else:
         version, words, gauss = value.getstate()
-    return [Tag.RANDOM, snapshot.number(value), "python", [version, list(words), gauss]]
+    return RandomNode(snapshot.number(value), "python", [version, list(words), gauss])
 
 
 def record_numpy(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """numpy.random's Generator, BitGenerator, and RandomState over any bit generator."""
     is_legacy = is_a(value, numpy.random.RandomState)
     state = value.get_state(legacy=False) if is_legacy else getattr(value, "bit_generator", value).state
-    return [Tag.RANDOM, snapshot.number(value), "numpy", snapshot.node(state, depth + 1)]
+    return NumpyRandomNode(snapshot.number(value), snapshot.node(state, depth + 1))
 
 
 def record_numpy_seeds(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """numpy.random.SeedSequence: how many children it has had cannot be set, only compared."""
-    return [Tag.SAME, name_of(type(value)), repr(value.state)]
+    return SameNode(name_of(type(value)), repr(value.state))
 
 
-def restore_random(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_random(restore: Restore, live: Any, node: RandomNode | NumpyRandomNode, name: str) -> Any:
     """Put the state into the replacement's own generator."""
-    _, number, kind, state = node
-    if not restore.claim_or_refuse(number, live, name):
+    if not restore.claim_or_refuse(node.number, live, name):
         return live
+    state: Any = node.state
     try:
-        if kind == "torch":
+        if isinstance(node, NumpyRandomNode):
+            state = restore.value(MISSING, state, name)
+            if isinstance(live, numpy.random.RandomState):
+                live.set_state(state)
+            else:
+                getattr(live, "bit_generator", live).state = state
+        elif node.kind == "torch":
             live.set_state(random_state.tensor_from_bytes(state))
-        elif kind == "python":
-            live.setstate((state[0], tuple(state[1]), state[2]))
-        elif isinstance(live, numpy.random.RandomState):
-            live.set_state(restore.value(MISSING, state, name))
         else:
-            getattr(live, "bit_generator", live).state = restore.value(MISSING, state, name)
+            live.setstate((state[0], tuple(state[1]), state[2]))
     except (AttributeError, TypeError, ValueError):
         return restore.refuse(live, f"{name} is another random generator than in the lost rank")
     return live

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from ttprun.rank.position.judgement import DEAD, judge
+from ttprun.rank.records.boundary_record import BoundaryRecord
+from ttprun.rank.records.nodes import Node, RefusedNode
 from ttprun.rank.values.cures import not_recorded
-from ttprun.rank.values.nodes import Tag
 from ttprun.rank.values.trees import walk, with_fixed
 
-MARK_OF_REFUSED = b"\x92\xa1!"  # a REFUSED node as `nodes.pack` packs it; a str of the user's may look alike
+MARK_OF_REFUSED = b"\x92\xa1!"  # a RefusedNode as `pack` packs it; a str of the user's may look alike
 
 
-def refusals(record: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Of each node of an unpacked record: (a sentence if its value cannot be restored, else ""; whether it must be)."""
-    dead_ones = record.get("dead") or itertools.repeat(())  # older checkpoints have none
-    for place, scope, dead in zip(record["place"], record["variables"], dead_ones, strict=False):
+def refusals(record: BoundaryRecord) -> Iterator[tuple[str, bool]]:
+    """Of each node of a record: (a sentence if its value cannot be restored, else ""; whether it must be)."""
+    for place, scope, dead in record.frames():
         for name, node in with_fixed(scope).items():
             if judge(node, name in dead) is not DEAD:
                 yield from _below(node, f"{place[1]}: {name}", False)
-    for module, scope in record["modules"].items():
+    for module, scope in record.modules.items():
         for name, node in with_fixed(scope).items():
             yield from _below(node, f"{module}: {name}", False)
-    for number, loop in enumerate(loop for of_frame in record["loops"] for loop in of_frame):
-        yield from _below(loop["over"], f"the iterable of loop {number + 1} around the step", True)
-    for number, optimizer in enumerate(record["optimizers"]):
+    for number, loop in enumerate(loop for of_frame in record.loops for loop in of_frame):
+        yield from _below(loop.over, f"the iterable of loop {number + 1} around the step", True)
+    for number, optimizer in enumerate(record.optimizers):
         yield from _below(optimizer, f"optimizer {number}", True)
-    yield from _below(record.get("returned"), "the closure's result", True)
+    yield from _below(record.returned, "the closure's result", True)
 
 
-def _below(node: Any, name: str, is_needed: bool) -> Iterator[tuple[str, bool]]:
+def _below(node: Node, name: str, is_needed: bool) -> Iterator[tuple[str, bool]]:
     for found, where in walk(node, name):
-        yield (not_recorded(where, found[1]) if found[0] == Tag.REFUSED else ""), is_needed
+        yield (not_recorded(where, found.why) if isinstance(found, RefusedNode) else ""), is_needed

@@ -18,8 +18,10 @@ import torch
 from ttprun.rank import fail_open
 from ttprun.rank.position.judgement import DEAD, judge
 from ttprun.rank.position.variables import set_local, unset_local, variables_of
+from ttprun.rank.records.nodes import AnyNode, Node, ReferenceNode, RefusedNode, SameNode
+from ttprun.rank.records.packing import listed, unpack_named
 from ttprun.rank.values.cures import not_recorded
-from ttprun.rank.values.nodes import MISSING, CannotRestoreError, name_of, short_name, unpack, unpack_items
+from ttprun.rank.values.nodes import MISSING, CannotRestoreError, name_of, short_name
 from ttprun.rank.values.snapshot import FIXED, Snapshot, is_hidden
 from ttprun.rank.weights.optimizer_registry import places
 
@@ -27,13 +29,13 @@ from ttprun.rank.weights.optimizer_registry import places
 #
 #   restore  the walk, which knows the counterparts of numbers
 #   live     what the replacement has there, MISSING if nothing; changed in place where that is possible
-#   node     [tag, ...], see Tag
+#   node     of the kind that it is registered for
 #   name     of the variable, with the way into it ("model.layers[0]"), for reasons
 #   returns  what is to be there; `live` itself if that stays
 #
 # Raises CannotRestoreError by way of `Restore.refuse`.
-Restorer = Callable[["Restore", Any, list[Any], str], Any]
-RESTORERS: dict[Any, Restorer] = {}
+Restorer = Callable[["Restore", Any, Any, str], Any]
+RESTORERS: dict[type[AnyNode], Restorer] = {}
 
 
 class Restore:
@@ -104,7 +106,7 @@ class Restore:
     ) -> tuple[dict[str, Any], list[str]]:
         """What to write, and what to delete."""
         nodes = dict(recorded)
-        nodes.update(unpack(nodes.pop(FIXED)) if FIXED in nodes else {})
+        nodes.update(unpack_named(nodes.pop(FIXED).packed) if FIXED in nodes else {})
         written = {}
         for name, node in nodes.items():
             live = scope.get(name, MISSING)
@@ -142,9 +144,9 @@ class Restore:
         live   MISSING if the variable is not set
         name   of the variable, with the way into it ("model.layers[0]"), for reasons
         """
-        if node.__class__ is not list:
+        if not isinstance(node, AnyNode):
             return node
-        return RESTORERS[node[0]](self, live, node, name)
+        return RESTORERS[type(node)](self, live, node, name)
 
     def claim(self, number: int, value: Any) -> bool:
         """Make `value` the counterpart of an object of the record; False if it is that of another one already."""
@@ -191,11 +193,11 @@ class Restore:
         nodes   a list of nodes, or the same packed
         name    of the container
         """
-        if not isinstance(nodes, list):
-            nodes = list(unpack_items(nodes))
         values = [
-            self.value(live[i] if i < len(live) else MISSING, node, f"{name}[{i}]") if node.__class__ is list else node
-            for i, node in enumerate(nodes)
+            self.value(live[i] if i < len(live) else MISSING, node, f"{name}[{i}]")
+            if isinstance(node, AnyNode)
+            else node
+            for i, node in enumerate(listed(nodes))
         ]
         if any(value is MISSING for value in values):
             self.refuse(live, f"{name} holds objects that are not in the replacement and cannot be recorded")
@@ -213,12 +215,12 @@ class Restore:
         self._objects.clear()
         self._claims.clear()
 
-    def snapshot(self, live: Any) -> Any:
+    def snapshot(self, live: Any) -> Node:
         """The node that this process would record for a value."""
         if self._places is None:
             self._places = places(self.stepped)
         # A file or iterator that is only compared is one that a loop uses: its position is the loop's.
-        return Snapshot(self._places, [id(live)], is_apart=True).node(live, 0)
+        return Snapshot(self._places, [id(live)], is_separate=True).node(live, 0)
 
     def is_same(self, condition: bool, name: str, what: str) -> None:
         """A doubt unless `condition` holds.
@@ -263,27 +265,27 @@ def unlike(name: str, kind: str, live: Any, what: str = "") -> str:
     return f"{name} is {what or f'a {short_name(kind)}'} in the lost rank, and the replacement has {here}"
 
 
-def restore_same(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_same(restore: Restore, live: Any, node: SameNode, name: str) -> Any:
     """Compare what the replay must have reproduced; nothing is written."""
     if live is MISSING:
         return restore.refuse(
-            live, f"{name} is a {short_name(node[1])} in the lost rank, cannot be recorded, and is not set here"
+            live, f"{name} is a {short_name(node.kind)} in the lost rank, cannot be recorded, and is not set here"
         )
     mine = restore.snapshot(live)
-    if mine[:2] != node[:2] if mine.__class__ is list else True:
-        return restore.refuse(live, unlike(name, node[1], live))
+    if not isinstance(mine, SameNode) or mine.kind != node.kind:
+        return restore.refuse(live, unlike(name, node.kind, live))
     if mine != node:
         return restore.refuse(
-            live, f"{name}, a {short_name(node[1])}, differs from the lost rank's, and cannot be recorded"
+            live, f"{name}, a {short_name(node.kind)}, differs from the lost rank's, and cannot be recorded"
         )
     return live
 
 
-def restore_refused(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_refused(restore: Restore, live: Any, node: RefusedNode, name: str) -> Any:
     """What the lost rank could not record."""
-    return restore.refuse(live, not_recorded(name, node[1]), is_unrecorded=True)
+    return restore.refuse(live, not_recorded(name, node.why), is_unrecorded=True)
 
 
-def restore_reference(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_reference(restore: Restore, live: Any, node: ReferenceNode, name: str) -> Any:
     """An object that was restored earlier."""
-    return restore.known(node[1], live, name)
+    return restore.known(node.number, live, name)

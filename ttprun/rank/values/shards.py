@@ -1,8 +1,8 @@
 """Sharded tensors (DTensor) in variables: a parameter itself, the norm of its gradients, an average of weights.
 
-[tag, number, node of what this rank holds, [shape of the whole, how it is sharded], whether it was computed with
-gradients]. Tensors that optimizers update are recorded like any other weight. Meshes are not recorded, so the replay
-must have made a tensor that is sharded alike: its local part is written.
+The layout in a node is [shape of the whole, how it is sharded]. Tensors that optimizers update are recorded like any
+other weight. Meshes are not recorded, so the replay must have made a tensor that is sharded alike: its local part is
+written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ttprun.rank.values.nodes import MISSING, Tag
+from ttprun.rank.records.nodes import ShardedNode
+from ttprun.rank.values.nodes import MISSING
 from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.tensors import weight_node
@@ -28,26 +29,26 @@ def record_sharded(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if value.grad_fn is not None:
         snapshot.computed.append(value)
     number = snapshot.number(value)
-    return [Tag.SHARDED, number, snapshot.node(local, depth + 1), _layout(value), value.grad_fn is not None]
+    return ShardedNode(number, snapshot.node(local, depth + 1), _layout(value), value.grad_fn is not None)
 
 
-def restore_sharded(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_sharded(restore: Restore, live: Any, node: ShardedNode, name: str) -> Any:
     """Write what this rank holds into the replacement's tensor.
 
     live   a DTensor of the recorded shape and placements, on a mesh of the recorded shape, else it is refused
     """
-    _, number, local, layout, is_computed = node
+    layout = node.layout
     if not isinstance(live, torch.Tensor) or not is_distributed(live) or _layout(live) != layout:
         return restore.refuse(
             live,
             unlike(name, "torch:DTensor", live, f"sharded over the ranks ({layout[1]})"),
         )
     # What the replay has computed such a one from is not what the lost rank had; on the way to the boundary it will do.
-    is_lost = is_computed and (restore.is_comparing or live.grad_fn is None)
+    is_lost = node.is_computed and (restore.is_comparing or live.grad_fn is None)
     held: Any = without_history(live.detach(), name) if is_lost else live
-    if not restore.claim_or_refuse(number, held, name):
+    if not restore.claim_or_refuse(node.number, held, name):
         return live
-    found = restore.value(held._local_tensor, local, name)
+    found = restore.value(held._local_tensor, node.local, name)
     if found is MISSING or not isinstance(found, torch.Tensor) or found.shape != held._local_tensor.shape:
         return restore.refuse(live, f"{name}: what the lost rank held of it has another shape")
     held._local_tensor = found

@@ -21,7 +21,19 @@ import torch
 from ttprun.rank import fail_open
 from ttprun.rank.position import iterables, loops
 from ttprun.rank.process.looks import is_a
-from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, Tag, is_settled, name_of, pack
+from ttprun.rank.records.boundary_record import LoopRecord
+from ttprun.rank.records.nodes import (
+    FixedNode,
+    NotProvedNode,
+    Number,
+    PlainNode,
+    ReferenceNode,
+    RefusedNode,
+    SameNode,
+    TupleNode,
+)
+from ttprun.rank.records.packing import pack
+from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, is_settled, name_of
 from ttprun.rank.values.unchanged import ARE_COUNTED, Remembered, Unchanged, version_of
 
 # Names that the interpreter puts into modules; other dunder names are the script's own.
@@ -37,9 +49,9 @@ FIXED = ""  # the name of the packed nodes, in a scope's record, that are the sa
 #   snapshot  the walk that has met it, which gives numbers and gathers blobs
 #   value     met for the first time in this walk; not changed
 #   depth     of the value: 0 for a variable, one more for each container or object around it
-#   returns   a scalar or [tag, ...], see Tag
+#   returns   a node, see records/nodes.py
 #
-# What it raises makes a REFUSED node.
+# What it raises makes a RefusedNode.
 Handler = Callable[["Snapshot", Any, int], Any]
 HANDLERS: dict[type, Handler] = {}
 _choosers: list[Callable[[type], Handler]] = []
@@ -49,7 +61,7 @@ _fixed: set[Handler] = set()
 def choose_with(chooser: Callable[[type], Handler], fixed: Iterable[Handler]) -> None:
     """Register the function that chooses, once for each type, how its values are recorded.
 
-    fixed    handlers whose SAME nodes depend on the type or name alone
+    fixed    handlers whose SameNodes depend on the type or name alone
     """
     _choosers[:] = [chooser]
     _fixed.update(fixed)
@@ -90,7 +102,7 @@ class _Scope:
         self._sizes: list[int] = []  # number of attributes of each of those
         self.fixed: dict[str, Any] = {}
         self.moving: set[str] = set()
-        self.packed = b""
+        self.packed = FixedNode(b"")
         self.rest: list[str] = []
 
     def look_at(self, scope: dict[str, Any]) -> None:
@@ -139,7 +151,7 @@ class Snapshot:
 
     stepped    data pointers of the storages that optimizers update, with their order; these are repaired from a peer
     followed   ids of the iterators that active loops use: their positions are recorded with the loops
-    is_apart   the nodes are compared or kept by themselves: they hold small tensors' bytes, and no blobs are written
+    is_separate the nodes are compared or kept by themselves: they hold small tensors' bytes, and no blobs are written
     blobs      tensors to write after the plain part, each a `plain` one: modules' buffers, weights that no optimizer
                updates, and tensors too large to be copied twice
     not_proved types of the objects met that can change and are not recorded
@@ -155,14 +167,14 @@ class Snapshot:
 
     has_limit = True  # of MAX_OBJECTS
 
-    def __init__(self, stepped: Mapping[int, int], followed: Iterable[int] = (), is_apart: bool = False) -> None:
+    def __init__(self, stepped: Mapping[int, int], followed: Iterable[int] = (), is_separate: bool = False) -> None:
         self.stepped = stepped
-        self.is_apart = is_apart
+        self.is_separate = is_separate
         self.followed = set(followed)
         self.blobs: list[torch.Tensor] = []
         self.not_proved: list[str] = []
         self.computed: list[torch.Tensor] = []
-        self.generator_loops: list[dict[str, Any]] = []
+        self.generator_loops: list[LoopRecord] = []
         self.numbers: dict[int, int] = {}
         self.rows: list[dict[int, int]] = []
         self.storages: dict[int, int] = {}
@@ -205,24 +217,25 @@ class Snapshot:
         for name in new:
             del found[name]
         known.settle(new, scope)
-        known.packed = pack({name: self.node(value, 0) for name, value in known.fixed.items()})
+        known.packed = FixedNode(pack({name: self.node(value, 0) for name, value in known.fixed.items()}))
 
-    def loop(self, loop: loops.Loop) -> dict[str, Any]:
+    def loop(self, loop: loops.Loop) -> LoopRecord:
         """An active loop, with what it iterates over if its position does not determine that."""
         over = iterables.over(loop)
         is_within = type(over) is tuple
-        node = [Tag.TUPLE, [self._around_loader(items) for items in over]] if is_within else self.node(over, 0)
-        return dict(loop.record(), over=node)
+        node = TupleNode([self._around_loader(items) for items in over]) if is_within else self.node(over, 0)
+        return loop.record(node)
 
     def _around_loader(self, items: Any) -> Any:
         if type(items) is itertools.cycle and id(items) not in self.numbers:
             why = "is a cycle that gathers what it will hand out again: batches of a DataLoader, or a generator's items"
-            return [Tag.REFUSED, why]
+            return RefusedNode(why)
         return self.node(items, 1)
 
-    def number(self, value: Any) -> int:
+    def number(self, value: Any) -> Number:
         """The number of an object that is met for the first time."""
-        number = self.numbers[id(value)] = len(self.numbers)
+        number = Number(len(self.numbers))
+        self.numbers[id(value)] = number
         self.alive.append(value)
         return number
 
@@ -241,7 +254,7 @@ class Snapshot:
         if known is None and self.rows:
             known = next((numbers[id(value)] for numbers in self.rows if id(value) in numbers), None)
         if known is not None:
-            return [Tag.REFERENCE, known]
+            return ReferenceNode(known)
         if len(self.alive) > MAX_OBJECTS and self.has_limit:
             return self._not_proved(kind, f"it comes after the {MAX_OBJECTS:,} objects that are recorded at each step")
         if depth > MAX_DEPTH:
@@ -250,15 +263,15 @@ class Snapshot:
             return handler(self, value, depth)
         except Exception as error:  # e.g. another thread is changing it: record the others
             fail_open.raise_if_meant(error)
-            return [Tag.REFUSED, f"raised {type(error).__name__} when it was read: {str(error)[:_MOST_LETTERS]}"]
+            return RefusedNode(f"raised {type(error).__name__} when it was read: {str(error)[:_MOST_LETTERS]}")
 
-    def _not_proved(self, kind: type, why: str) -> list[Any]:
+    def _not_proved(self, kind: type, why: str) -> NotProvedNode:
         self.not_proved.append(name_of(kind))
-        return [Tag.NOT_PROVED, name_of(kind), why]
+        return NotProvedNode(name_of(kind), why)
 
-    def node_apart(self, value: Any, depth: int) -> Any:
+    def separate_node(self, value: Any, depth: int) -> Any:
         """The node of a value, from a walk of its own, which leaves no trace in this one."""
-        return Snapshot(self.stepped, is_apart=True).node(value, depth)
+        return Snapshot(self.stepped, is_separate=True).node(value, depth)
 
     def items(self, values: Any, depth: int) -> list[Any]:
         """Nodes of a container's items, fast where all are scalars.
@@ -314,4 +327,4 @@ def _is_fixed(value: Any, node: Any) -> bool:
         return False
     if is_settled(node):
         return True
-    return HANDLERS[type(value)] in _fixed if node[0] is Tag.SAME else node[0] is Tag.PLAIN
+    return HANDLERS[type(value)] in _fixed if isinstance(node, SameNode) else isinstance(node, PlainNode)

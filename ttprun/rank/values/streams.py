@@ -14,10 +14,12 @@ import threading
 import weakref
 from typing import Any
 
-from ttprun.rank.position.whose import holds_state
+from ttprun.rank.position.whose import is_script_code
+from ttprun.rank.records.nodes import ClosedNode, EffectNode, FileNode, RefusedNode, SameNode
 from ttprun.rank.values import objects
-from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
+from ttprun.rank.values.nodes import name_of, short_name
 from ttprun.rank.values.not_proved import record_not_proved
+from ttprun.rank.values.plain import decode
 from ttprun.rank.values.process_local import record_same
 from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
@@ -33,36 +35,36 @@ def record_file(snapshot: Snapshot, value: Any, depth: int) -> Any:
         if ask in _ABSTRACT:
             return objects.record_object(snapshot, value, depth)
     if ask.closed.__get__(value):
-        return [Tag.CLOSED, kind]
+        return ClosedNode(kind)
     if ask.writable(value) or not ask.readable(value) or not ask.seekable(value) or id(value) in snapshot.followed:
-        return [Tag.SAME, kind, ""]
+        return SameNode(kind, "")
     try:
         position = ask.tell(value)
     except OSError:  # a text file that is read line by line
-        return [Tag.REFUSED, "is a file that is read by next(), which hides its position: read it by a `for` loop"]
-    return [Tag.FILE, snapshot.number(value), kind, position]
+        return RefusedNode("is a file that is read by next(), which hides its position: read it by a `for` loop")
+    return FileNode(snapshot.number(value), kind, position)
 
 
 def record_map(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A file in memory, mmap.mmap, by its position."""
     kind = name_of(type(value))
-    return [Tag.CLOSED, kind] if value.closed else [Tag.FILE, snapshot.number(value), kind, value.tell()]
+    return ClosedNode(kind) if value.closed else FileNode(snapshot.number(value), kind, value.tell())
 
 
-def restore_file(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_file(restore: Restore, live: Any, node: FileNode, name: str) -> Any:
     """Set it to the lost rank's position."""
-    _, number, kind, position = node
+    kind = node.kind
     if name_of(type(live)) != kind or live.closed:
         return restore.refuse(live, unlike(name, kind, live, f"an open {short_name(kind)}"))
-    if restore.claim_or_refuse(number, live, name):
-        live.seek(position)
+    if restore.claim_or_refuse(node.number, live, name):
+        live.seek(decode(node.position))
     return live
 
 
 def record_queue(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A queue between threads, with what it holds; one that only goes out is left alone."""
     if goes_out(value):
-        return [Tag.EFFECT, name_of(type(value))]
+        return EffectNode(name_of(type(value)))
     return _refused_if_fed() or objects.record_object(snapshot, value, depth)
 
 
@@ -120,10 +122,10 @@ def record_thread(snapshot: Snapshot, value: threading.Thread, depth: int) -> An
     """A thread: one that only writes what it is given is an effect, another one of the script's that runs is named."""
     if not threading.Thread.is_alive(value):
         is_own = objects.is_of_user(type(value))
-        return objects.record_object(snapshot, value, depth) if is_own else [Tag.EFFECT, name_of(type(value))]
+        return objects.record_object(snapshot, value, depth) if is_own else EffectNode(name_of(type(value)))
     if _is_of_script(value) and not _only_writes(value):
         return record_not_proved(snapshot, value, "it runs beside the main thread, and how far it is is not known")
-    return [Tag.EFFECT, name_of(type(value))]
+    return EffectNode(name_of(type(value)))
 
 
 def _only_writes(thread: threading.Thread) -> bool:
@@ -131,21 +133,14 @@ def _only_writes(thread: threading.Thread) -> bool:
     return bool(queues) and all(one is None or goes_out(one) for one in queues)
 
 
-def restore_effect(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """What the replay has made stays, if it is of the same type."""
-    if live is MISSING or name_of(type(live)) != node[1]:
-        return restore.refuse(live, unlike(name, node[1], live))
-    return live
-
-
 def record_line(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A queue or pipe between processes."""
     return _refused_if_fed() or record_same(snapshot, value, depth)
 
 
-def _refused_if_fed() -> list[Any] | None:
+def _refused_if_fed() -> RefusedNode | None:
     who = _helpers_of_script()
-    return [Tag.REFUSED, f"is shared with {who}, and how far that had come is not known"] if who else None
+    return RefusedNode(f"is shared with {who}, and how far that had come is not known") if who else None
 
 
 _workers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -171,4 +166,4 @@ def _is_of_script(thread: threading.Thread) -> bool:
     """Whether its code is the user's: that of the function that it was given, or of a class that says what it does."""
     given = getattr(thread, "_target", None)
     code = getattr(type(thread).run if given is None else given, "__code__", None)
-    return code is not None and holds_state(code.co_filename)
+    return code is not None and is_script_code(code.co_filename)

@@ -1,6 +1,6 @@
 """Generators that are suspended between two items: their variables are part of the script's state.
 
-[tag, number, function, place, variables, yields from]. Its place is its instruction, and inside of its `for` loops the
+The place of one is its instruction, and inside of its `for` loops the
 positions of those, if they are followed. In other code, and in a generator expression, a loop hides its position. Such
 a generator is refused once it has begun, unless a loop runs over it: a replay asks for the items before its own.
 """
@@ -14,8 +14,10 @@ from typing import Any
 
 from ttprun.rank.position import iterables, loops
 from ttprun.rank.position.variables import variables_of
-from ttprun.rank.position.whose import follows_loops
-from ttprun.rank.values.nodes import MISSING, Tag, name_of
+from ttprun.rank.position.whose import is_script_code
+from ttprun.rank.records.boundary_record import LoopRecord
+from ttprun.rank.records.nodes import RefusedNode, SameNode, SuspendedNode, TupleNode
+from ttprun.rank.values.nodes import MISSING, name_of
 from ttprun.rank.values.restore import Restore, kind_of, unlike
 from ttprun.rank.values.snapshot import Snapshot
 
@@ -31,7 +33,7 @@ def _stands_at(value: types.GeneratorType[Any, Any, Any]) -> list[int]:
 
 
 def _hides_position(value: types.GeneratorType[Any, Any, Any]) -> bool:
-    is_followed = follows_loops(value.gi_code.co_filename) and value.gi_code.co_name != "<genexpr>"
+    is_followed = is_script_code(value.gi_code.co_filename) and value.gi_code.co_name != "<genexpr>"
     return not is_followed and inspect.getgeneratorstate(value) != inspect.GEN_CREATED
 
 
@@ -39,50 +41,50 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
     """A generator, of the user's or of a library's."""
     frame = value.gi_frame
     if value.gi_running:
-        return [Tag.SAME, name_of(type(value)), "running"]  # its frame is on the stack
+        return SameNode(name_of(type(value)), "running")  # its frame is on the stack
     number = snapshot.number(value)
     if frame is None:
-        return [Tag.SUSPENDED, number, _where(value), _stands_at(value), {}, None]
+        return SuspendedNode(number, _where(value), _stands_at(value), {}, None)
     active = loops.of_frame(frame)
     snapshot.followed |= iterables.followed(active)
     if id(value) in snapshot.followed:
         snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom,))
     elif _hides_position(value):
-        return [Tag.REFUSED, f"is the generator {value.__qualname__}, which does not show the positions of its loops"]
+        return RefusedNode(f"is the generator {value.__qualname__}, which does not show the positions of its loops")
     for loop in active:
         loop.note_suspended()
     snapshot.generator_loops += [snapshot.loop(loop) for loop in active]
     inner = snapshot.node(value.gi_yieldfrom, depth + 1)
     variables = snapshot.variables(variables_of(frame))
-    return [Tag.SUSPENDED, number, _where(value), _stands_at(value), variables, inner]
+    return SuspendedNode(number, _where(value), _stands_at(value), variables, inner)
 
 
-def restore_generator(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_generator(restore: Restore, live: Any, node: SuspendedNode, name: str) -> Any:
     """Write its variables; it must stand at the same instruction."""
-    _, number, where, stands_at, variables, inner = node
+    where = node.where
     if not isinstance(live, types.GeneratorType) or _where(live) != where:
         return restore.refuse(live, unlike(name, "builtins:generator", live, f"the generator {where}"))
     frame = live.gi_frame
-    if _stands_at(live) != stands_at:
+    if _stands_at(live) != node.place:
         return restore.refuse(live, f"{name} is a generator that stands elsewhere than in the lost rank")
-    if restore.claim_or_refuse(number, live, name) and frame is not None:
+    if restore.claim_or_refuse(node.number, live, name) and frame is not None:
         old = live.gi_yieldfrom
-        if restore.value(MISSING if old is None else old, inner, f"{name}/") not in (old, None):
+        if restore.value(MISSING if old is None else old, node.inner, f"{name}/") not in (old, None):
             return restore.refuse(live, f"{name} takes from another iterator than in the lost rank")
-        restore.frame(frame, variables, f"{name}/")
+        restore.frame(frame, node.variables, f"{name}/")
     return live
 
 
-def restore_loop(restore: Restore, loop: loops.Loop, fields: dict[str, Any]) -> None:
+def restore_loop(restore: Restore, loop: loops.Loop, record: LoopRecord) -> None:
     """Write what an active loop iterates over.
 
     loop     of the replacement, at the recorded place
-    fields   its record; "over" is the node
+    record   of the lost rank's
     """
-    live, node = iterables.over(loop), fields["over"]
-    is_within = type(live) is tuple or (node.__class__ is list and node[0] == Tag.TUPLE)
+    live, node = iterables.over(loop), record.over
+    is_within = type(live) is tuple or isinstance(node, TupleNode)
     if is_within:
-        _put_in_place(restore, live or (), node[1] if node else [], f"{loop.site.key}: ")
+        _put_in_place(restore, live or (), node.items if isinstance(node, TupleNode) else [], f"{loop.site.key}: ")
     else:
         restore.value(live, node, f"{loop.site.key}: {kind_of(live)}")
 

@@ -1,7 +1,7 @@
 """Tensors in variables.
 
-Small ones are recorded with their storage, so that what shared memory in the lost rank shares it again: [tag, number,
-dtype, shape, layout, contents, flags, device, place, gradient]. The contents are bytes, or [index of a blob], or the
+Small ones are recorded with their storage, so that what shared memory in the lost rank shares it again. The contents
+are bytes, or [index of a blob], or the
 number of the tensor that came with the storage. `layout` is [stride, offset, bytes of the storage], None for a tensor
 that is all of its storage, False for a small part of a large one or of a large numpy array. Such a part alone has a
 place: [[stride, offset, bytes of the storage, conjugated, negated], how many numbers before the first part of that
@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy
 import torch
+from msgspec.structs import replace
 
 from ttprun.rank.process.looks import dictionary_of, is_a
+from ttprun.rank.records.nodes import ActivationNode, AnyNode, RefusedNode, SameNode, TensorNode, WeightNode
 from ttprun.rank.values.arrays import is_changing
 from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_followed
 from ttprun.rank.values.large_data import dtype_name, record_data, tensor_of
-from ttprun.rank.values.nodes import MISSING, Tag, name_of
+from ttprun.rank.values.nodes import MISSING, name_of
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
@@ -31,7 +33,6 @@ from ttprun.rank.weights.sharded import local_of, waited_for
 from ttprun.rank.weights.tensor_bytes import plain
 
 _LEAF, _PARAMETER, _COMPUTED = 1, 2, 4  # flags; the last: with gradients, from what is not recorded
-_FLAGS = 6  # their place in a node
 INLINE_BYTES = 4 << 10  # up to here contents stand in the node
 
 
@@ -64,7 +65,7 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
         result = waited_for(value)
         if result is not value:
             return _record_result(snapshot, value, result)
-        return [Tag.REFUSED, f"is a {name_of(type(value))} without memory of its own"]
+        return RefusedNode(f"is a {name_of(type(value))} without memory of its own")
     index = snapshot.stepped.get(at)
     dtype, shape = dtype_name(value.dtype), list(value.shape)
     if index is not None and at:
@@ -82,28 +83,30 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     elif value.grad_fn is not None:
         flags = _COMPUTED
     device = "" if value.device.type == "cpu" else str(value.device)
-    node = [Tag.TENSOR, number, dtype, shape]
     size = storage.nbytes()
-    gradient = [_gradient(value)] if flags & _LEAF else []
-    more = [None, *gradient] if gradient else gradient
+
+    def node(layout: Any, contents: bytes | list[int] | int, place: list[Any] | None = None) -> TensorNode:
+        gradient = _gradient(value) if flags & _LEAF else None
+        return TensorNode(number, dtype, shape, layout, contents, flags, device, place, gradient)
+
     array = None if storage.resizable() or not size else array_around(at)
     if size > SMALL_BYTES or value.is_conj() or value.is_neg() or device or array is not None:
         first_part = snapshot.parts.setdefault(at, number)
         is_held = _is_held(snapshot, value) if array is None else is_changing(snapshot, array)
         place = [_form(value), number - first_part, array is not None, is_held]
-        return [*node, False, _contents(snapshot, plain(value)), flags, device, place, *gradient]
+        return node(False, _contents(snapshot, plain(value)), place)
     first, further = snapshot.storages.get(at), 0
     if first is None and not storage.resizable():
         first, further = _in_array(snapshot, at)
     if first is None and size == value.nbytes and value.is_contiguous():
         if size:
             snapshot.storages[at] = number
-        return [*node, None, _contents(snapshot, value), flags, device, *more]
+        return node(None, _contents(snapshot, value))
     layout = [list(value.stride()), value.storage_offset() + further // value.element_size(), size]
     if first is None:
         snapshot.storages[at] = number
-        return [*node, layout, _contents(snapshot, _whole(storage)), flags, device, *more]
-    return [*node, layout, first, flags, device, *more]
+        return node(layout, _contents(snapshot, _whole(storage)))
+    return node(layout, first)
 
 
 def _record_result(snapshot: Snapshot, value: torch.Tensor, result: torch.Tensor) -> Any:
@@ -112,11 +115,9 @@ def _record_result(snapshot: Snapshot, value: torch.Tensor, result: torch.Tensor
         return record_tensor(snapshot, result, 0)
     snapshot.computed.append(value)
     if result.nbytes > SMALL_BYTES:
-        return [Tag.ACTIVATION, list(value.shape)]
+        return ActivationNode(list(value.shape))
     node = record_tensor(snapshot, result, 0)
-    if node[0] is Tag.TENSOR:
-        node[_FLAGS] |= _COMPUTED
-    return node
+    return replace(node, flags=node.flags | _COMPUTED) if isinstance(node, TensorNode) else node
 
 
 def _in_array(snapshot: Snapshot, at: int) -> tuple[int | None, int]:
@@ -125,7 +126,7 @@ def _in_array(snapshot: Snapshot, at: int) -> tuple[int | None, int]:
     return next(found, (None, 0))
 
 
-def weight_node(value: torch.Tensor, index: int, offset: int | torch.SymInt | None) -> list[Any]:
+def weight_node(value: torch.Tensor, index: int, offset: int | torch.SymInt | None) -> WeightNode:
     """The node of what optimizers update, or of a view of it.
 
     index    place in `Restore.stepped`
@@ -133,14 +134,14 @@ def weight_node(value: torch.Tensor, index: int, offset: int | torch.SymInt | No
              is a part of a flat buffer that may lie elsewhere in another process
     """
     is_itself = _is_parameter(value)
-    form = [dtype_name(value.dtype), list(value.shape), list(value.stride()), offset]
-    return [Tag.WEIGHT, index, *form, is_itself, value.grad_fn is not None]
+    form = (dtype_name(value.dtype), list(value.shape), list(value.stride()))
+    return WeightNode(index, *form, None if offset is None else int(offset), is_itself, value.grad_fn is not None)
 
 
 def _contents(snapshot: Snapshot, tensor: torch.Tensor) -> bytes | list[int]:
     """The elements of a `plain` tensor, or the blob that they will be."""
     size = tensor.nbytes
-    if snapshot.is_apart or size <= INLINE_BYTES:
+    if snapshot.is_separate or size <= INLINE_BYTES:
         return ctypes.string_at(tensor.data_ptr(), size) if size else b""
     snapshot.blobs.append(tensor)
     return [len(snapshot.blobs) - 1]
@@ -173,9 +174,9 @@ def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _record_large(snapshot: Snapshot, value: torch.Tensor) -> list[Any]:
+def _record_large(snapshot: Snapshot, value: torch.Tensor) -> AnyNode:
     if value.grad_fn is not None:
-        return [Tag.ACTIVATION, list(value.shape)]
+        return ActivationNode(list(value.shape))
     digest, is_changing = follow(value)
     return record_data(snapshot, value, digest, is_changing)
 
@@ -184,7 +185,7 @@ def _record_unusual(value: torch.Tensor) -> Any:
     """Sparse, quantized and shapes without data: compared."""
     what = f"{value.layout} {value.dtype} {list(value.shape)}"
     if value.is_meta:
-        return [Tag.SAME, "torch:Tensor", f"meta {what}"]
+        return SameNode("torch:Tensor", f"meta {what}")
     if value.layout is torch.sparse_coo:
         parts = [value._indices(), value._values()]
     elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -192,39 +193,40 @@ def _record_unusual(value: torch.Tensor) -> Any:
     elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
         parts = [value.ccol_indices(), value.row_indices(), value.values()]
     else:
-        return [Tag.REFUSED, f"is a tensor of {what}"]
+        return RefusedNode(f"is a tensor of {what}")
     digests = " ".join(follow(part.detach())[0].hex() for part in parts)
-    return [Tag.SAME, "torch:Tensor", f"{what} {digests}"]
+    return SameNode("torch:Tensor", f"{what} {digests}")
 
 
 def record_storage(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Memory by itself: recorded with the tensors in it, or not at all."""
     at = value.data_ptr()
     if at in snapshot.stepped or at in snapshot.storages:
-        return [Tag.SAME, name_of(type(value)), ""]
+        return SameNode(name_of(type(value)), "")
     return record_not_proved(snapshot, value, "it is memory that no tensor met so far lies in")
 
 
 def record_unrecorded(snapshot: Snapshot, value: Unrecorded, depth: int) -> Any:
     """A large activation that a repair before has not brought back either."""
-    return [Tag.ACTIVATION, shape_of(value)]
+    return ActivationNode(shape_of(value))
 
 
-def restore_activation(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_activation(restore: Restore, live: Any, node: ActivationNode, name: str) -> Any:
     """Something that says so when it is used; on the way to the boundary what the replay itself has computed."""
-    if not restore.is_comparing and isinstance(live, torch.Tensor) and list(live.shape) == node[1]:
+    if not restore.is_comparing and isinstance(live, torch.Tensor) and list(live.shape) == node.shape:
         return live
-    return Unrecorded(name, node[1])
+    return Unrecorded(name, node.shape)
 
 
-def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_tensor(restore: Restore, live: Any, node: TensorNode, name: str) -> Any:
     """In place where the live tensor lies in memory as the recorded one, else a new one; with its gradient.
 
     live   anything; written if its dtype, shape and device are the recorded ones
     """
     found = _restored(restore, live, node, name)
-    if node[_FLAGS] & _LEAF and restore.is_comparing:
-        _restore_gradient(found, tensor_of(node[2], node[3], node[9]) if isinstance(node[9], bytes) else node[9])
+    if node.flags & _LEAF and restore.is_comparing:
+        raw = node.gradient
+        _restore_gradient(found, tensor_of(node.dtype, node.shape, raw) if isinstance(raw, bytes) else raw)
     return found
 
 
@@ -241,10 +243,10 @@ def _restore_gradient(leaf: torch.Tensor, gradient: Any) -> None:
         leaf.grad.data.copy_(gradient)
 
 
-def _restored(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    _, number, dtype, shape, layout, raw, flags, device, *more = node
-    if isinstance(raw, list):
-        raw = restore.blob(raw[0])
+def _restored(restore: Restore, live: Any, node: TensorNode, name: str) -> Any:
+    number, dtype, shape, layout, flags = node.number, node.dtype, node.shape, node.layout, node.flags
+    device = node.device
+    raw: Any = restore.blob(node.contents[0]) if isinstance(node.contents, list) else node.contents
     if flags & _COMPUTED and _is_kept_on_the_way(restore, live, node) and restore.claim(number, live):
         restore.hold(number, live.untyped_storage())
         live.data.copy_(tensor_of(dtype, shape, raw))  # its version, on which the graph depends, stays
@@ -252,7 +254,8 @@ def _restored(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     if flags & _COMPUTED or not _is_like(live, dtype, shape, device):
         live = MISSING
     if layout is False:
-        form, before, is_of_array, is_held = more[0]
+        assert node.place is not None
+        form, before, is_of_array, is_held = node.place
         is_there = live is not MISSING and _lies_there(restore, live, number - before, form)
         if is_there and raw_bytes(live) != raw:
             # Of a whole that does not change it is the same part of another one, and where in an array it lies is not
@@ -279,12 +282,13 @@ def _restored(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     return made
 
 
-def _is_kept_on_the_way(restore: Restore, live: Any, node: list[Any]) -> bool:
+def _is_kept_on_the_way(restore: Restore, live: Any, node: TensorNode) -> bool:
     """Whether the replay, not yet at the boundary, can go backward through its own tensor as the lost rank has."""
-    _, _, dtype, shape, layout, _, _, device, *_ = node
-    if restore.is_comparing or layout is not None or type(live) is not torch.Tensor or live.grad_fn is None:
+    if restore.is_comparing or node.layout is not None or type(live) is not torch.Tensor or live.grad_fn is None:
         return False
-    if dtype_name(live.dtype) != dtype or list(live.shape) != shape or str(live.device) != (device or "cpu"):
+    if dtype_name(live.dtype) != node.dtype or list(live.shape) != node.shape:
+        return False
+    if str(live.device) != (node.device or "cpu"):
         return False
     return live.is_contiguous() and live.untyped_storage().nbytes() == live.nbytes
 
@@ -353,12 +357,12 @@ def _flagged(tensor: torch.Tensor, flags: int, name: str) -> torch.Tensor:
     return tensor
 
 
-def restore_weight(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+def restore_weight(restore: Restore, live: Any, node: WeightNode, name: str) -> Any:
     """What optimizers update: nothing is written, but it must be the same one of them.
 
     live      if it is not, the weight itself or a view of it takes its place
     """
-    _, index, dtype, shape, stride, offset, is_itself, is_computed = node
+    index, dtype, shape, stride = node.index, node.dtype, node.shape, node.stride
     is_alike = isinstance(live, torch.Tensor) and dtype_name(live.dtype) == dtype and list(live.shape) == shape
     if index >= len(restore.stepped):
         if is_alike:
@@ -366,19 +370,19 @@ def restore_weight(restore: Restore, live: Any, node: list[Any], name: str) -> A
         return restore.refuse(live, unlike(name, "torch:Tensor", live, "a weight"))
     whole = restore.stepped[index]
     owner, held = local_of(whole), local_of(live) if is_alike else None
-    offset = owner.storage_offset() if offset is None else offset
+    offset = owner.storage_offset() if node.offset is None else node.offset
     if (
         held is not None
         and held.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
         and held.storage_offset() == offset
     ):
         return live
-    if is_itself and isinstance(whole, torch.nn.Parameter) and list(whole.shape) == shape:
+    if node.is_itself and isinstance(whole, torch.nn.Parameter) and list(whole.shape) == shape:
         return whole
     if whole is not owner and list(owner.shape) != shape:
         # As a state_dict holds it: the same part of the same whole.
         is_whole = [list(whole.shape), list(whole.stride()), owner.storage_offset()] == [shape, stride, offset]
-        if is_whole and not is_computed and dtype_name(whole.dtype) == dtype:
+        if is_whole and not node.is_computed and dtype_name(whole.dtype) == dtype:
             return whole.detach()
         return restore.refuse(live, f"{name} is made of a sharded weight, and cannot be made again")
     if dtype_name(owner.dtype) != dtype:
@@ -387,4 +391,4 @@ def restore_weight(restore: Restore, live: Any, node: list[Any], name: str) -> A
     if 0 not in shape and reach * owner.element_size() > owner.untyped_storage().nbytes():
         return restore.refuse(live, f"{name} is a view of a weight that is smaller here")
     view = owner.detach().as_strided(shape, stride, offset)
-    return without_history(view, name) if is_computed else view
+    return without_history(view, name) if node.is_computed else view

@@ -1,116 +1,61 @@
-"""A record as a tree: the parts of each kind of node, its objects by number, and the comparison of two records.
+"""A record as a tree: its objects by number, and the comparison of two records.
 
-SHAPES is the table; places of a node that it does not name are plain. Begin with `Tree`.
+The types of nodes say which parts are nodes again (records/nodes.py). Begin with `Tree`.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import xxhash
+from msgspec.structs import replace
 
+from ttprun.rank.records.boundary_record import ScriptState
+from ttprun.rank.records.module_description import ModuleDescription
+from ttprun.rank.records.nodes import (
+    PARTS,
+    AnyNode,
+    ChangedDataNode,
+    DataNode,
+    DictNode,
+    ModuleNode,
+    Named,
+    Node,
+    Part,
+    ReferenceNode,
+    TensorNode,
+    WeightNode,
+)
+from ttprun.rank.records.packing import listed, unpack_description, unpack_named
 from ttprun.rank.values.large_data import tensor_of
-from ttprun.rank.values.nodes import MISSING, Tag, unpack, unpack_items
+from ttprun.rank.values.nodes import MISSING
 from ttprun.rank.values.snapshot import FIXED
 
-Node = Any
-
-
-class Part(enum.Enum):
-    """The kind of content at a place of a node."""
-
-    NUMBER = "number"
-    NODE = "node"
-    NODES = "nodes"
-    UNORDERED = "nodes in any order"
-    NAMED = "nodes by name"
-    GROUPS = "list of nodes by name"
-
-
-_N = Part.NUMBER
-SHAPES: dict[str, dict[int, Part]] = {
-    Tag.LIST: {1: _N, 2: Part.NODES, 4: Part.NAMED},
-    Tag.TUPLE: {1: Part.NODES, 3: Part.NAMED},
-    Tag.SET: {1: _N, 2: Part.UNORDERED, 4: Part.NAMED},
-    Tag.FROZENSET: {1: Part.UNORDERED, 3: Part.NAMED},
-    Tag.DEQUE: {1: _N, 2: Part.NODES, 4: Part.NAMED},
-    Tag.DICT: {1: _N, 2: Part.NODES, 3: Part.NODES, 5: Part.NAMED},
-    Tag.STATE: {1: _N, 4: Part.NAMED},
-    Tag.BYTES: {1: _N},
-    Tag.LONG: {4: _N},
-    Tag.BUFFER: {1: _N},
-    Tag.FILE: {1: _N},
-    Tag.OBJECT: {1: _N, 3: Part.NAMED},
-    Tag.VALUE_OBJECT: {2: Part.NAMED},
-    Tag.CLASS: {1: _N, 3: Part.NAMED},
-    Tag.FUNCTION: {1: _N, 3: Part.NAMED, 4: Part.NAMED, 5: Part.NODES},
-    Tag.METHOD: {1: Part.NODE},
-    Tag.WEAK: {1: Part.NODE},
-    Tag.PARTIAL: {1: _N, 2: Part.NODE, 3: Part.NODE, 4: Part.NODE},
-    Tag.TENSOR: {1: _N},
-    Tag.CHANGED_DATA: {1: _N, 5: _N},
-    Tag.ARRAY: {1: _N, 6: Part.NODE},
-    Tag.OBJECT_ARRAY: {1: _N, 3: Part.NODES},
-    Tag.RANDOM: {1: _N},
-    Tag.OPTIMIZER: {1: _N, 3: Part.GROUPS, 4: Part.NAMED},
-    Tag.ITERATOR: {1: _N, 3: Part.NODES, 4: Part.NODE},
-    Tag.SUSPENDED: {1: _N, 4: Part.NAMED, 5: Part.NODE},
-    Tag.SHARDED: {1: _N, 2: Part.NODE},
-    Tag.MODULE: {1: _N},
-}
-_RAW_STATES = ("torch", "python")  # random generators whose state is not a node
-BLOB_AT = {Tag.CHANGED_DATA: 4}
-_KEYS = 2  # of a dictionary's node
-LAYOUT = 4  # of a tensor's node: see tensors.py
-CONTENTS = 5  # of a tensor's node: bytes, [blob], or the number of the tensor whose memory it shares
-
-
-def shape_of(node: list[Any]) -> dict[int, Part]:
-    """The content of a node's places."""
-    if node[0] == Tag.RANDOM and node[2] not in _RAW_STATES:
-        return {1: Part.NUMBER, 3: Part.NODE}
-    if node[0] == Tag.MODULE and node[6] is not None:
-        return {1: Part.NUMBER, 6: Part.NODE}
-    return SHAPES.get(node[0], {})
-
-
-def listed(nodes: Any) -> list[Node]:
-    """A container's nodes, which may be packed."""
-    return nodes if isinstance(nodes, list) else list(unpack_items(nodes))
-
-
-def is_node(value: Any) -> bool:
-    """Whether it is more than a scalar."""
-    return value.__class__ is list
+LISTS = (Part.NODES, Part.ITEMS, Part.UNORDERED)
 
 
 def number_of(node: Node) -> int | None:
     """The number of the object that a node defines; None if it defines none."""
-    if not is_node(node) or shape_of(node).get(1) is not Part.NUMBER:
-        return None
-    number: int = node[1]
-    return number
+    return node.number if isinstance(node, AnyNode) and "number" in PARTS[type(node)] else None  # type: ignore[attr-defined]
 
 
-def parts(node: list[Any]) -> Iterator[Node]:
+def parts(node: AnyNode) -> Iterator[Node]:
     """The nodes right below a node."""
-    for at, part in shape_of(node).items():
-        if at >= len(node) or part is Part.NUMBER:
-            continue
+    for name, part in PARTS[type(node)].items():
+        held = getattr(node, name)
         if part is Part.NODE:
-            yield node[at]
-        elif part in (Part.NODES, Part.UNORDERED):
-            yield from listed(node[at])
+            yield held
+        elif part in LISTS:
+            yield from listed(held)
         elif part is Part.NAMED:
-            yield from node[at].values()
-        else:
-            yield from (item for group in node[at] for item in group.values())
+            yield from held.values()
+        elif part is Part.GROUPS:
+            yield from (item for group in held for item in group.values())
 
 
-def walk(node: Node, name: str) -> Iterator[tuple[list[Any], str]]:
+def walk(node: Node, name: str) -> Iterator[tuple[AnyNode, str]]:
     """A node and all nodes below it, each with its name for the user; packed items are plain and left out.
 
     Not recursive: the script's objects may be nested deeply.
@@ -118,29 +63,31 @@ def walk(node: Node, name: str) -> Iterator[tuple[list[Any], str]]:
     waiting = [(node, name)]
     while waiting:
         node, name = waiting.pop()
-        if is_node(node) and node:
+        if isinstance(node, AnyNode):
             yield node, name
             waiting += reversed(list(_named_parts(node, name)))
 
 
-def _named_parts(node: list[Any], name: str) -> Iterator[tuple[Node, str]]:
-    if node[0] == Tag.MODULE and node[6] is None:
-        for path, nodes in node[4].items():
+def _named_parts(node: AnyNode, name: str) -> Iterator[tuple[Node, str]]:
+    if isinstance(node, ModuleNode):
+        for path, nodes in node.attributes.items():
             yield from ((one, f"{name}.{path}.{key}" if path else f"{name}.{key}") for key, one in nodes.items())
-    for at, part in shape_of(node).items():
-        held = node[at] if at < len(node) else []
-        if part is Part.NODE and at < len(node):
+    for field, part in PARTS[type(node)].items():
+        held = getattr(node, field)
+        if part is Part.NODE:
             yield held, name
         elif part is Part.NAMED:
-            yield from ((one, f"{name}.{key}") for key, one in dict(held).items())
+            yield from ((one, f"{name}.{key}") for key, one in held.items())
         elif part is Part.GROUPS:
             yield from ((one, f"{name}.{key}") for group in held for key, one in group.items())
-        elif node[0] == Tag.DICT and at == _KEYS and isinstance(held, list):
+        elif part is Part.NUMBER or isinstance(held, bytes | bytearray):
+            continue
+        elif isinstance(node, DictNode) and field == "keys":
             yield from ((key, f"a key of {name}") for key in held)
-        elif node[0] == Tag.DICT and part is Part.NODES and isinstance(held, list):
-            keys = ("..." if is_node(key) else repr(key) for key in listed(node[_KEYS]))
+        elif isinstance(node, DictNode):
+            keys = ("..." if isinstance(key, AnyNode) else repr(key) for key in listed(node.keys))
             yield from ((value, f"{name}[{key}]") for key, value in zip(keys, held, strict=True))
-        elif part is not Part.NUMBER and isinstance(held, list):
+        else:
             yield from ((one, f"{name}[{index}]") for index, one in enumerate(held))
 
 
@@ -152,20 +99,20 @@ class Tree:
     definitions  by number, the node of the object; of a module's parts, that of the module
     """
 
-    def __init__(self, fields: dict[str, Any], blobs: list[memoryview]) -> None:
+    def __init__(self, fields: ScriptState, blobs: list[memoryview]) -> None:
         self.fields = fields
         self.blobs = blobs
-        self.variables = [with_fixed(scope) for scope in fields["variables"]]
-        self.modules = {name: with_fixed(scope) for name, scope in fields["modules"].items()}
-        self.definitions: dict[int, list[Any]] = {}
-        overs = [loop["over"] for of_frame in fields["loops"] for loop in of_frame]
+        self.variables = [with_fixed(scope) for scope in fields.variables]
+        self.modules = {name: with_fixed(scope) for name, scope in fields.modules.items()}
+        self.definitions: dict[int, Any] = {}
+        overs = [loop.over for of_frame in fields.loops for loop in of_frame]
         scopes = [*self.variables, *self.modules.values()]
-        returned = fields.get("returned")
-        for node in (*(node for scope in scopes for node in scope.values()), *overs, *fields["optimizers"], returned):
+        nodes = [node for scope in scopes for node in scope.values()]
+        for node in (*nodes, *overs, *fields.optimizers, fields.returned):
             self._index(node)
 
     def _index(self, node: Node) -> None:
-        if not is_node(node):
+        if not isinstance(node, AnyNode):
             return
         number = number_of(node)
         if number is not None:
@@ -176,44 +123,40 @@ class Tree:
 
     def resolve(self, node: Node) -> Node:
         """The node that a reference refers to; the node itself if it is not a reference to a whole object."""
-        if is_node(node) and node[0] == Tag.REFERENCE:
-            found = self.definitions.get(node[1])
-            if found is not None and found[1] == node[1]:
+        if isinstance(node, ReferenceNode):
+            found = self.definitions.get(node.number)
+            if found is not None and found.number == node.number:
                 return found
         return node
 
-    def contents(self, node: list[Any]) -> Any:
+    def contents(self, node: TensorNode | ChangedDataNode) -> bytes | int:
         """The bytes of a tensor or changed array; the number of the tensor whose memory it shares."""
-        if node[0] in BLOB_AT:
-            return bytes(self.blobs[node[BLOB_AT[node[0]]]])
-        found = node[CONTENTS]
-        return bytes(self.blobs[found[0]]) if isinstance(found, list) else found
+        if isinstance(node, ChangedDataNode):
+            return bytes(self.blobs[node.blob])
+        return bytes(self.blobs[node.contents[0]]) if isinstance(node.contents, list) else node.contents
 
     def digest(self, node: Node) -> bytes | None:
         """The fingerprint of a tensor's elements, as the loaders note it; None if the node is not a tensor's."""
-        if not is_node(node):
+        if isinstance(node, DataNode):
+            return node.digest
+        if isinstance(node, ChangedDataNode):
+            return xxhash.xxh3_64_digest(bytes(self.blobs[node.blob]))
+        if not isinstance(node, TensorNode):
             return None
-        if node[0] == Tag.DATA:
-            found: bytes = node[3]
-            return found
-        if node[0] == Tag.CHANGED_DATA:
-            return xxhash.xxh3_64_digest(self.contents(node))
-        if node[0] != Tag.TENSOR:
-            return None
-        _, _, dtype, shape, layout, *_ = node
+        layout = node.layout
         raw = self.contents(node)
         while isinstance(raw, int):
             raw = self.contents(self.definitions[raw])
         if not layout:
             return xxhash.xxh3_64_digest(raw) if raw else b""
         stride, offset, _ = layout
-        tensor = tensor_of(dtype, [len(raw) // (tensor_of(dtype, [0], b"").element_size())], raw)
-        return xxhash.xxh3_64_digest(tensor.as_strided(shape, stride, offset).contiguous().numpy().tobytes())
+        tensor = tensor_of(node.dtype, [len(raw) // (tensor_of(node.dtype, [0], b"").element_size())], raw)
+        return xxhash.xxh3_64_digest(tensor.as_strided(node.shape, stride, offset).contiguous().numpy().tobytes())
 
     def weight(self, index: int) -> tuple[int, bool, int] | None:
         """(optimizer, whether it is a parameter, which one) of a tensor that optimizers update; None if unknown."""
         for is_state in (0, 1):
-            for optimizer, counts in enumerate(self.fields["stepped"]):
+            for optimizer, counts in enumerate(self.fields.stepped):
                 if index < counts[is_state]:
                     return optimizer, not is_state, index
                 index -= counts[is_state]
@@ -222,7 +165,7 @@ class Tree:
     def index_of(self, weight: tuple[int, bool, int]) -> int | None:
         """The inverse of `weight`; None if there is no such parameter here."""
         optimizer, is_parameter, index = weight
-        counts = self.fields["stepped"]
+        counts = self.fields.stepped
         if not is_parameter or optimizer >= len(counts) or index >= counts[optimizer][0]:
             return None
         return int(sum(parameters for parameters, _ in counts[:optimizer])) + index
@@ -231,15 +174,20 @@ class Tree:
 def with_fixed(scope: dict[str, Any]) -> dict[str, Any]:
     """A scope's nodes, including the packed ones that are the same at each boundary."""
     found = {name: node for name, node in scope.items() if name != FIXED}
-    return (unpack(scope[FIXED]) if FIXED in scope else {}) | found
+    return (unpack_named(scope[FIXED].packed) if FIXED in scope else {}) | found
 
 
-def count_of_parts(node: list[Any]) -> int:
+def count_of_parts(node: Node) -> int:
     """How many further numbers a node takes: those of a module's parts and tensors."""
-    if node[0] != Tag.MODULE or node[6] is not None:
+    if not isinstance(node, ModuleNode):
         return 0
-    described = unpack(node[3])
-    return len(described["modules"]) + len(described["tensors"]) - 1
+    described = unpack_description(node.description)
+    return len(described.modules) + len(described.tensors) - 1
+
+
+def all_attributes(node: ModuleNode, described: ModuleDescription) -> dict[str, Named]:
+    """Of each part of a module, those that are settled and those that are not."""
+    return {path: settled | node.attributes.get(path, {}) for path, settled in described.attributes.items()}
 
 
 def is_same_scalar(one: Any, other: Any) -> bool:
@@ -272,12 +220,12 @@ class Comparison:
         """Whether nothing has changed."""
         if first is MISSING or last is MISSING:
             return first is last
-        if not is_node(first) or not is_node(last):
+        if not isinstance(first, AnyNode) or not isinstance(last, AnyNode):
             return is_same_scalar(first, last)
         first, last = self.first.resolve(first), self.last.resolve(last)
-        if Tag.REFERENCE in (first[0], last[0]):  # to a part of a module
-            return bool(first[0] == last[0] and self.same.get(first[1]) == last[1])
-        if first[0] != last[0] or len(first) != len(last):
+        if isinstance(first, ReferenceNode) and isinstance(last, ReferenceNode):  # to a part of a module
+            return self.same.get(first.number) == last.number
+        if type(first) is not type(last):
             return False
         one, other = number_of(first), number_of(last)
         if one is None or other is None:
@@ -293,22 +241,24 @@ class Comparison:
             self._open.discard(one)
         return self._known[one, other]
 
-    def _are_same_parts(self, first: list[Any], last: list[Any]) -> bool:
-        if first[0] == Tag.WEIGHT:
-            return bool(self.first.weight(first[1]) == self.last.weight(last[1]) and first[2:] == last[2:])
-        if first[0] in (Tag.TENSOR, *BLOB_AT):
+    def _are_same_parts(self, first: Any, last: Any) -> bool:
+        if isinstance(first, WeightNode):
+            weights = self.first.weight(first.index), self.last.weight(last.index)
+            return weights[0] == weights[1] and replace(first, index=last.index) == last
+        if isinstance(first, TensorNode | ChangedDataNode):
             return self.is_same_tensor(first, last)
-        if first[0] == Tag.MODULE and first[6] is None:
+        if isinstance(first, ModuleNode):
             return self._is_same_module(first, last)
-        shape = shape_of(first)
-        return all(self._is_same_part(shape.get(at), first[at], last[at]) for at in range(len(first)))
+        shape = PARTS[type(first)]
+        fields = first.__struct_fields__
+        return all(self._is_same_part(shape.get(name), getattr(first, name), getattr(last, name)) for name in fields)
 
     def _is_same_part(self, part: Part | None, first: Any, last: Any) -> bool:
         if part is Part.NUMBER:
             return True
         if part is Part.NODE:
             return self.is_same(first, last)
-        if part is Part.NODES:
+        if part in (Part.NODES, Part.ITEMS):
             return self.are_same(listed(first), listed(last))
         if part is Part.UNORDERED:
             return self.are_same(sorted(listed(first), key=repr), sorted(listed(last), key=repr))
@@ -326,27 +276,26 @@ class Comparison:
         """The same for nodes by name."""
         return first.keys() == last.keys() and all(self.is_same(first[name], last[name]) for name in first)
 
-    def is_same_tensor(self, first: list[Any], last: list[Any]) -> bool:
+    def is_same_tensor(self, first: Any, last: Any) -> bool:
         """The same for tensors whose elements were recorded, and for large arrays that change."""
-        skip = {1, BLOB_AT.get(first[0], CONTENTS)}
-        if any(first[at] != last[at] for at in range(len(first)) if at not in skip):
+        skip = ("number", "contents", "blob")
+        if any(getattr(first, name) != getattr(last, name) for name in first.__struct_fields__ if name not in skip):
             return False
         one, other = self.first.contents(first), self.last.contents(last)
         if isinstance(one, int) and isinstance(other, int):
             return self.same.get(one) == other
         return bool(one == other)
 
-    def _is_same_module(self, first: list[Any], last: list[Any]) -> bool:
-        one, other = unpack(first[3]), unpack(last[3])
-        here, there = one.pop("attributes"), other.pop("attributes")
-        if first[2] != last[2] or one != other:
+    def _is_same_module(self, first: ModuleNode, last: ModuleNode) -> bool:
+        one, other = unpack_description(first.description), unpack_description(last.description)
+        if first.kind != last.kind or replace(one, attributes={}) != replace(other, attributes={}):
             return False
-        count = len(one["tensors"])
-        blobs = zip(self.first.blobs[first[5] :][:count], self.last.blobs[last[5] :][:count], strict=True)
+        count = len(one.tensors)
+        blobs = zip(
+            self.first.blobs[first.first_blob :][:count], self.last.blobs[last.first_blob :][:count], strict=True
+        )
         if any(mine != theirs for mine, theirs in blobs):
             return False
         # Whether an attribute was seen to change, and so is recorded apart, differs between processes.
-        return here.keys() == there.keys() and all(
-            self.are_same_named(here[path] | first[4].get(path, {}), there[path] | last[4].get(path, {}))
-            for path in here
-        )
+        here, there = all_attributes(first, one), all_attributes(last, other)
+        return here.keys() == there.keys() and all(self.are_same_named(here[path], there[path]) for path in here)

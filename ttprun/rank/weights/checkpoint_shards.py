@@ -1,9 +1,9 @@
 """The share of a snapshot or checkpoint that one rank writes, and loading all shares again.
 
 All replicas hold the same tensors, so each writes some of them; the division follows from the tensors' sizes, so that
-ranks need not communicate. Of sharded tensors each rank writes its part. Parameters that differ between ranks (`Apart`)
-are written by the lowest rank of those that hold the same, under a key with its number. A share is a safetensors file,
-also in the memory of a snapshot.
+ranks need not communicate. Of sharded tensors each rank writes its part. Parameters that differ between ranks
+(`Differing`) are written by the lowest rank of those that hold the same, under a key with its number. A share is a
+safetensors file, also in the memory of a snapshot.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_MODULES = 16
 BOTH_KINDS = "some parameters are DTensors, and others differ between the ranks: both together are not stored yet"
 
 
-class Apart(NamedTuple):
+class Differing(NamedTuple):
     """Parameters that differ between ranks.
 
     owners   key of each -> by rank, the lowest rank that has always held the same
@@ -63,11 +63,11 @@ class Apart(NamedTuple):
         return min(rank for rank in self.writers if owners[rank] == owners[self.rank]) == self.rank
 
 
-NOTHING_APART = Apart({}, 0, ())
+NONE_DIFFERING = Differing({}, 0, ())
 
 
 def version_of(owners: Mapping[str, Sequence[int]]) -> str:
-    """A hash of `owners` of `Apart`, to check that ranks and agent agree."""
+    """A hash of `owners` of `Differing`, to check that ranks and agent agree."""
     packed = json.dumps([[key, *owners[key]] for key in sorted(owners)])
     return str(xxhash.xxh3_64_hexdigest(packed.encode()))
 
@@ -93,97 +93,101 @@ def divide(sizes: list[int], of: int) -> list[int]:
     return owners
 
 
-def write(path: str, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Share:
+def write(path: str, share: int, of: int, frame: FrameType | None, differing: Differing = NONE_DIFFERING) -> Share:
     """Write one share of this rank's state to a new file of a checkpoint; a file of an earlier attempt is removed.
 
     share  its number, from 0; the first one has the models' own tensors too
     of     number of shares
     frame  innermost of the main thread's: its variables name the models
-    apart  parameters that differ between ranks
+    differing  parameters that differ between ranks
 
     returns  its description, for the agent
 
     Raises NotRepairableError, OSError.
     """
-    described, header, tensors = _describe(share, of, frame, apart)
+    described, header, tensors = _describe(share, of, frame, differing)
     Path(path).unlink(missing_ok=True)
     entry = write_file(Path(path), chunks(header, tensors))
     return replace(described, bytes=entry.bytes, xxh3=entry.xxh3)
 
 
-def copy(memory: Memory, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Share:
+def copy(memory: Memory, share: int, of: int, frame: FrameType | None, differing: Differing = NONE_DIFFERING) -> Share:
     """Copy one share of this rank's state into shared memory; arguments, result and errors as those of `write`.
 
     memory   of the agent; it is extended as needed
     """
-    described, header, tensors = _describe(share, of, frame, apart)
+    described, header, tensors = _describe(share, of, frame, differing)
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
     memory.fill(size, chunks(header, tensors))
     return replace(described, bytes=size)
 
 
 def _describe(
-    share: int, of: int, frame: FrameType | None, held_apart: Apart
+    share: int, of: int, frame: FrameType | None, differing: Differing
 ) -> tuple[Share, bytes, list[torch.Tensor]]:
     """(description without the file's size and hash, the file's header, its tensors) of one share."""
     header, parts = replicated.describe()
     if why_not := sharded.why_not_stored(part.whole for part in parts):
         raise replicated.NotRepairableError(why_not)
-    alike = [part for part in parts if part.place is None and not held_apart.holds(part.key)]
-    alone = [part for part in parts if part.place is None and held_apart.holds(part.key)]
-    apart = [part for part in parts if part.place is not None]
-    if alone and apart:
+    alike = [part for part in parts if part.place is None and not differing.holds(part.key)]
+    alone = [part for part in parts if part.place is None and differing.holds(part.key)]
+    sharded_parts = [part for part in parts if part.place is not None]
+    if alone and sharded_parts:
         raise replicated.NotRepairableError(BOTH_KINDS)
     owners = divide([part.tensor.nbytes for part in alike], of)
     mine = {part.key: part.tensor for part, owner in zip(alike, owners, strict=True) if owner == share}
-    mine |= {held_apart.stored(part.key): part.tensor for part in alone if held_apart.is_mine(part.key)}
-    common = [entry for key, entry in zip(replicated.keys(), header, strict=True) if key not in held_apart.owners]
+    mine |= {differing.stored(part.key): part.tensor for part in alone if differing.is_mine(part.key)}
+    common = [
+        row
+        for key, row in zip(replicated.keys(), replicated.without_gradients(header), strict=True)
+        if key not in differing.owners
+    ]
     described = Share(
         share,
         bytes=0,
         xxh3="",
         header_xxh3=xxhash.xxh3_64_hexdigest(json.dumps(common).encode()),
         digests=replicated.digests(),
-        apart=version_of(held_apart.owners),
-        header=header if held_apart.owners or share == 0 else [],
+        differing=version_of(differing.owners),
+        header=header if differing.owners or share == 0 else [],
     )
     models: dict[str, dict[str, str]] = {}
     own: list[Part] = []
-    if share == 0 or apart:
+    if share == 0 or sharded_parts:
         models, own = _models(frame)
-        apart += [part for part in own if part.place is not None]
+        sharded_parts += [part for part in own if part.place is not None]
     if share == 0:
         files = {part.key: file_of(owner) for part, owner in zip(alike, owners, strict=True)}
-        files |= {part.key: file_of(0) for part in (*apart, *own)}  # the other files have further parts of `apart`
+        files |= {part.key: file_of(0) for part in (*sharded_parts, *own)}  # the other files have further parts
         files |= {part.key: file_of(0) for part in alone}  # the lowest rank that writes is the first of its peers
         described = replace(
             described,
             model={
-                name: {n: (files[key], held_apart.stored(key)) for n, key in names.items()}
+                name: {n: (files[key], differing.stored(key)) for n, key in names.items()}
                 for name, names in models.items()
             },
-            held=_held_by_all(models) if apart and of < torch.distributed.get_world_size() else [],
+            held=_held_by_all(models) if sharded_parts and of < torch.distributed.get_world_size() else [],
         )
         mine |= {part.key: part.tensor for part in own if part.place is None}
-    mine |= {part.key: part.tensor for part in apart if part.tensor.numel()}
-    chunks_of = {part.key: part.chunk for part in apart if part.chunk is not None}
+    mine |= {part.key: part.tensor for part in sharded_parts if part.tensor.numel()}
+    chunks_of = {part.key: part.chunk for part in sharded_parts if part.chunk is not None}
     try:
         return described, *lay_out(mine, {"format": "pt"} | metadata_of(mine, chunks_of))
     except ValueError as error:
         raise replicated.NotRepairableError(str(error)) from None
 
 
-def load(header: list[Any], files: list[str], apart: Apart = NOTHING_APART) -> None:
+def load(header: list[Any], files: list[str], differing: Differing = NONE_DIFFERING) -> None:
     """Load the state in all shares.
 
     header  from `replicated.describe` in this rank, or in one that held the same
     files   paths of all shares
-    apart   parameters that differed between the ranks that have written them
+    differing   parameters that differed between the ranks that have written them
 
     Raises NotRepairableError, OSError.
     """
     if sharded.are_any(optimizer_registry.parameters()):
-        if apart.owners:
+        if differing.owners:
             raise replicated.NotRepairableError(BOTH_KINDS)
         _load_parts(header, files)
         return
@@ -191,7 +195,7 @@ def load(header: list[Any], files: list[str], apart: Apart = NOTHING_APART) -> N
     holder = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 - not a mapping
 
     def fill(name: str, tensor: torch.Tensor) -> None:
-        key = apart.stored(name)
+        key = differing.stored(name)
         if key not in holder:
             raise replicated.NotRepairableError(f"{key} is in none of the checkpoint's files")
         found = holder[key].get_tensor(key)

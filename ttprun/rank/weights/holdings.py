@@ -22,6 +22,7 @@ from ttprun.rank.position.variables import variables_of
 from ttprun.rank.process.looks import is_a, items_of, pairs_of, plain_of
 from ttprun.rank.weights import optimizer_registry, replicated, sharded
 from ttprun.rank.weights.checkpoint_shards import modules_in
+from ttprun.rank.weights.kept_gradients import GRADIENT
 from ttprun.rank.weights.module_parts import parameters_of
 from ttprun.rank.weights.sharded import is_distributed, local_of
 from ttprun.rank.weights.tensor_bytes import content_of
@@ -101,7 +102,7 @@ class Holdings:
         sampled = self._sampled[1]
         if not sampled:
             return b""
-        own = set() if optimizer is None else {id(one) for group in optimizer.param_groups for one in group["params"]}
+        own = set() if optimizer is None else set(map(id, optimizer_registry.parameters_of(optimizer)))
         start = boundary * _MOST_SAMPLES % len(sampled)
         found = xxhash.xxh3_64()
         for parameter in (sampled[start:] + sampled[:start])[:_MOST_SAMPLES]:
@@ -119,9 +120,14 @@ def in_full(optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[str, str
     optimizer   about to step; gradients of others are left out, as they may be incomplete
     """
     return {
-        key: (_hash(parameter), _hash_of_rest(state, group, parameter.grad if one is optimizer else None))
+        key: (_hash(parameter), _hash_of_rest(_own(state), group, parameter.grad if one is optimizer else None))
         for key, parameter, state, group, one in replicated.rows()
     }
+
+
+def _own(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state of a parameter without the gradient that it has used."""
+    return {name: value for name, value in state.items() if name != GRADIENT}
 
 
 def shards() -> tuple[dict[str, tuple[str, str]], str]:

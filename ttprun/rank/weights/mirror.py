@@ -7,24 +7,23 @@ step again in the replacement, with the lost rank's weights, optimizer state, hy
 gradients. A rank that is killed before the copy is complete, or in the middle of the step, loses nothing either.
 
 A step that depends on more than that cannot be taken again: then the copy is waited for after each step. Begin with
-`Mirror.begin`, `Mirror.complete` and `load`.
+`Mirror.begin`, `Mirror.complete` and `load`; how tensors lie in a slot is in mirror_slots.py.
 """
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of
-from ttprun.rank.process.free_memory import free_bytes
-from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights import optimizer_registry, replicated, sharded
+from ttprun.rank.weights.mirror_slots import Layout, Slot, Stored, lay_out
 from ttprun.rank.weights.own_state import forms_of, held_now
 from ttprun.rank.weights.post_step_weights import KeptWeights
 from ttprun.rank.weights.reduced_parts import ReducedParts
@@ -34,74 +33,51 @@ from ttprun.rank.weights.sharded import local_of
 if TYPE_CHECKING:
     from ttprun.rank.session import Session
 
-_ALIGNED = 64  # bytes
-_LENGTH_BYTES = 8  # of the header, at the beginning of a slot
+_CHEAP_S = 0.005  # of processor time: a copy that takes no longer is kept, however short the steps are
+_LOOKED_AT = 8  # newest copies, and steps
+
 _CELLS = (Field.MIRROR_0, Field.MIRROR_1)
 
 
-class _Layout(NamedTuple):
-    """Where things are in a slot.
+class _TooLargeError(Exception):
+    """The mirror takes more memory than it may: so many bytes."""
 
-    header      packed: what `_Slot.open` reads
-    forms       of parameters and states for which it was made, see `own_state.held_now`
-    state       offsets of weights and optimizer state, in the order of `replicated.describe`
-    gradients   offset of each parameter's gradient
-    before      offset of each parameter's weights before the next step, if the script may change them; else empty
-    marks       offset of one byte a parameter: whether there is a gradient
-    size        of the slot in bytes
-    """
-
-    header: bytes
-    forms: list[tuple[Any, ...]]
-    state: list[int]
-    gradients: list[int]
-    before: list[int]
-    marks: int
-    size: int
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__("too little memory")
+        self.size_bytes = size_bytes
 
 
-class _Slot:
-    """One slot: its memory, and the tensors in it for one layout."""
+class _TooSlowError(Exception):
+    """A copy takes too large a share of a step."""
 
-    def __init__(self, path: str) -> None:
-        self.memory = Memory(path)
-        self._layout: _Layout | None = None
-        self.state: list[torch.Tensor] = []
-        self.gradients: list[torch.Tensor] = []
-        self.before: list[torch.Tensor] = []
-        self.marks = torch.empty(0)
-
-    def lay_out(self, layout: _Layout, state: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
-        """Fit the memory to a layout, and take the tensors in it. Raises OSError."""
-        if self._layout is layout:
-            return
-        self.state, self.gradients, self.before, self.marks = [], [], [], torch.empty(0)
-        self.memory.fit(layout.size)
-        self.memory.write(len(layout.header).to_bytes(_LENGTH_BYTES, "little") + layout.header)
-        of_memory = self.memory.tensor
-        self.state = [of_memory(at, one) for at, one in zip(layout.state, state, strict=True)]
-        self.gradients = [of_memory(at, one) for at, one in zip(layout.gradients, weights, strict=True)]
-        self.before = [of_memory(at, one) for at, one in zip(layout.before, weights, strict=False)]
-        self.marks = of_memory(layout.marks, torch.empty(len(weights), dtype=torch.uint8))
-        self._layout = layout
+    def __init__(self, copy_s: float, step_s: float) -> None:
+        super().__init__(
+            f"a copy takes {copy_s * 1000:.0f} ms, and a step {step_s * 1000:.0f} ms (--buddy on: all the same)"
+        )
 
 
 class Mirror:
     """Keeps this rank's mirror.
 
-    paths      of the agent's memory, for each slot and for results of collectives; none: it is switched off
-    is_wanted  this rank holds what no other one holds; set by the agent
+    paths      of the agent's memory, for each slot and for results of collectives; none: it has kept nothing yet
+    is_wanted  this rank holds what no other one holds; by the agent's order
     why_off    why nothing is kept any more; "" if it is
     """
 
     def __init__(self, board: Board, rank: int, paths: Sequence[str]) -> None:
         self._board = board
         self._rank = rank
-        self._slots = [_Slot(path) for path in paths[:SLOTS]]
-        self._parts = [ReducedParts(path) for path in paths[SLOTS:]]
+        self._slots: list[Slot] = []
+        self._parts: list[ReducedParts] = []
+        self._use(paths)
+        self._limit_bytes, self._limit_share = 0, 0.0
+        self._took_s: tuple[float, ...] = ()  # processor time of the newest copies
+        self._steps_s: tuple[float, ...] = ()  # between the newest steps
+        self._began_s = 0.0
         self.is_wanted = False
-        self.why_off = "" if paths else "it is switched off"
-        self._layout: _Layout | None = None
+        self.why_off = ""
+        self._failure: Exception | None = None  # in a collective: to be reported after the step
+        self._layout: Layout | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._copying: Future[bool] | None = None
         self._why_no_step = ""
@@ -110,12 +86,33 @@ class Mirror:
     @property
     def is_on(self) -> bool:
         """Whether the state is mirrored."""
-        return self.is_wanted and not self.why_off
+        return self.is_wanted and not self.why_off and self._failure is None
+
+    def want(self, paths: Sequence[str], limit_bytes: int, limit_share: float = 0.0) -> None:
+        """The agent orders a mirror: from the next step on.
+
+        paths         as for the class
+        limit_bytes   that it may take in all
+        limit_share   of a step's time that copying may take; 0: as much as it takes
+        """
+        if not self._slots:
+            self._use(paths)
+        self._limit_bytes, self._limit_share = limit_bytes, limit_share
+        self.is_wanted = True
+
+    def _use(self, paths: Sequence[str]) -> None:
+        self._slots = [Slot(path) for path in paths[:SLOTS]]
+        self._parts = [ReducedParts(path, self._check_size) for path in paths[SLOTS:]]
 
     def begin(self, session: Session, boundary: int) -> None:
         """The step to this boundary has ended: begin to copy the state. Raises nothing."""
+        if self._failure is not None and not self.why_off:
+            self._give_up(session, boundary, self._failure)
         if not self.is_on:
             return
+        before_s, self._began_s = self._began_s, time.monotonic()
+        if before_s:
+            self._steps_s = (*self._steps_s, self._began_s - before_s)[-_LOOKED_AT:]
         try:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="ttprun-mirror")
@@ -137,11 +134,12 @@ class Mirror:
             is_state = self._copying.result()
             slot = self._slots[slot_of(boundary - 1)]
             self._why_no_step = self._why_no_step or _why_not_taken_again(optimizer)
-            if is_state and not self._why_no_step and self._keep_step(slot, optimizer, session[KeptWeights].is_kept):
+            stepping = None if session.has_collective_steps else optimizer
+            if is_state and not self._why_no_step and self._keep_step(slot, stepping, session[KeptWeights].is_kept):
                 self._note(Held(boundary - 1, has_state=True, has_step=True))
             if not self._has_reported:
                 self._has_reported = True
-                size = self._layout.size if self._layout else 0
+                size = self._size_bytes()
                 session.channel.send(from_rank.StateMirrored(boundary - 1, size, why_no_step=self._why_no_step))
         except Exception as error:
             self._give_up(session, boundary, error)
@@ -159,7 +157,7 @@ class Mirror:
             for parts in self._parts:
                 parts.keep(session.applied, lane, number, result)
         except Exception as error:
-            self._give_up(session, session.applied, error)
+            self._failure = error
 
     def give_result(self, boundary: int, lane: str, number: int, target: torch.Tensor) -> None:
         """In a replacement: what a reduce-scatter had given to the lost rank.
@@ -185,10 +183,18 @@ class Mirror:
         self._thread = self._copying = self._layout = None
 
     def _give_up(self, session: Session, boundary: int, error: Exception) -> None:
+        """On the main thread, when no operation of the step runs any more: no mirror, and no memory for it."""
         self.why_off = str(error) or repr(error)
+        self.end()
         for cell in _CELLS:
             self._board.set(self._rank, cell, NOTHING.pack())
-        session.channel.send(from_rank.StateMirrored(boundary, why_not=self.why_off))
+        for slot in self._slots:
+            slot.release()
+            slot.memory.release()
+        for parts in self._parts:
+            parts.release()
+        size = error.size_bytes if isinstance(error, _TooLargeError) else 0
+        session.channel.send(from_rank.StateMirrored(boundary, size, why_not=self.why_off))
 
     def _note(self, held: Held) -> None:
         self._board.set(self._rank, _CELLS[slot_of(held.boundary)], held.pack())
@@ -219,24 +225,29 @@ class Mirror:
             forms = forms_of(held)
             layout = self._layout
             if layout is None or layout.forms != forms or bool(layout.before) != kept.is_kept:
-                layout = self._layout = _lay_out(rows, forms, kept.is_kept)
-                self._check(layout.size, weights)
+                layout = self._layout = lay_out(rows, forms, kept.is_kept)
+                self._check(layout, weights)
             state = [kept.of(value) if is_weight else local_of(value) for is_weight, value in _tensors(held)]
             slot.lay_out(layout, state, weights)
+            began_s = time.thread_time()
             torch._foreach_copy_(slot.state, state)
+        self._check_cost(time.thread_time() - began_s)
         if kept.why_not():
             return False
         self._note(Held(boundary, has_state=True, has_step=False))
         return True
 
-    def _keep_step(self, slot: _Slot, optimizer: torch.optim.Optimizer, is_kept: bool) -> bool:
-        """Copy the gradients, and the weights if the script changes them; returns whether that is all."""
+    def _keep_step(self, slot: Slot, optimizer: torch.optim.Optimizer | None, is_kept: bool) -> bool:
+        """Copy the gradients, and the weights if the script changes them; returns whether that is all.
+
+        optimizer   whose gradients are kept; None: those of all, as other optimizers may step after it
+        """
         rows = list(replicated.rows())
         if bool(slot.before) != is_kept or len(rows) != len(slot.gradients):  # parameters were added since the copy
             return False
         marks, targets, found = [], [], []
         for at, (_, parameter, _, _, one) in enumerate(rows):
-            gradient = parameter.grad if one is optimizer else None
+            gradient = parameter.grad if optimizer is None or one is optimizer else None
             marks.append(gradient is not None)
             if gradient is None:
                 continue
@@ -257,17 +268,35 @@ class Mirror:
             slot.marks.copy_(torch.tensor(marks, dtype=torch.uint8))
         return True
 
-    def _check(self, size: int, weights: Sequence[torch.Tensor]) -> None:
-        """Raises NotRepairableError, or MemoryError if there is no room for the slots of all ranks that have none."""
-        layout = self._layout
-        if layout is not None and any(type(value) is list for form in layout.forms for value in form):
+    def _check(self, layout: Layout, weights: Sequence[torch.Tensor]) -> None:
+        """Raises NotRepairableError, or _TooLargeError."""
+        if any(type(value) is list for form in layout.forms for value in form):
             raise NotRepairableError("its optimizer keeps state in lists, which is not mirrored")
         if not all(weight.is_cpu for weight in weights):
             raise NotRepairableError("its parameters are on a device, from which they are not mirrored yet")
-        without = sum(all(self._board.get(row, cell) == 0 for cell in _CELLS) for row in range(self._board.n_ranks))
-        needed, free = len(self._slots) * size * without, free_bytes()
-        if free is not None and needed > free:
-            raise MemoryError(f"it takes {needed >> 20} MiB of shared memory, and only {free >> 20} MiB is free")
+        self._check_size(0)
+
+    def _check_cost(self, took_s: float) -> None:
+        """Raises _TooSlowError if all of the newest copies have taken a larger share of a step than they may.
+
+        took_s   processor time of the copy that was just made
+        """
+        self._took_s = (*self._took_s, took_s)[-_LOOKED_AT:]
+        copy_s, step_s = min(self._took_s), min(self._steps_s, default=0.0)
+        is_known = len(self._took_s) == len(self._steps_s) == _LOOKED_AT
+        if self._limit_share and is_known and copy_s > max(_CHEAP_S, self._limit_share * step_s):
+            raise _TooSlowError(copy_s, step_s)
+
+    def _size_bytes(self, more_results: int = 0) -> int:
+        """That the mirror takes: its slots, and what operations have given to it, with so many bytes more."""
+        slot = self._layout.size if self._layout else 0
+        return SLOTS * slot + sum(parts.size for parts in self._parts) + more_results
+
+    def _check_size(self, more_results: int) -> None:
+        """Raises _TooLargeError if with so many bytes more it takes more than it may."""
+        needed = self._size_bytes(more_results)
+        if needed > self._limit_bytes:
+            raise _TooLargeError(needed)
 
 
 def _count() -> int:
@@ -287,98 +316,16 @@ def _tensors(held: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tu
     return [(isinstance(form[0], torch.Size), value) for form, value in held if value is not None]
 
 
-def _lay_out(rows: list[replicated.Row], forms: list[tuple[Any, ...]], is_kept: bool) -> _Layout:
-    """A layout for the tensors of these parameters. Raises NotRepairableError."""
-    described, parts = replicated.describe()
-    where = [part.place for part in parts]
-    forms_held = [[str(part.tensor.dtype)[6:], list(part.tensor.shape), _chunk_of(part)] for part in parts]
-    at = 0
-
-    def place_for(size: int) -> int:
-        nonlocal at
-        found, at = at, at + -(-size // _ALIGNED) * _ALIGNED
-        return found
-
-    weights = [local_of(parameter) for _, parameter, *_ in rows]
-    state = [place_for(part.tensor.nbytes) for part in parts]
-    gradients = [place_for(weight.nbytes) for weight in weights]
-    before = [place_for(weight.nbytes) for weight in weights] if is_kept else []
-    marks = place_for(len(weights))
-    content = {"header": described, "places": where, "state": state, "gradients": gradients, "before": before}
-    content |= {"parameters": replicated.keys(), "keys": [part.key for part in parts], "forms": forms_held}
-    # Offsets in the header are from its own end, as its length depends on them.
-    header = json.dumps(content | {"marks": marks}).encode()
-    start = -(-(_LENGTH_BYTES + len(header)) // _ALIGNED) * _ALIGNED
-
-    def moved(offsets: list[int]) -> list[int]:
-        return [start + offset for offset in offsets]
-
-    return _Layout(header, forms, moved(state), moved(gradients), moved(before), start + marks, start + at)
-
-
-def _chunk_of(part: replicated.Part) -> list[Any] | None:
-    """Which part of the whole it is: [shape, offsets, sizes]; None: all of it, or one that no checkpoint can hold."""
-    if sharded.why_not_stored([part.whole]):
-        return None
-    chunk = part.chunk
-    return None if chunk is None else [list(chunk.shape), list(chunk.offsets), list(chunk.sizes)]
-
-
-# In a replacement, or in a rank that saves what a lost one has left.
-
-
-class Stored:
-    """What a lost rank has left in a slot. Raises OSError, ValueError if it is something else."""
-
-    def __init__(self, path: str) -> None:
-        self._memory = Memory(path)
-        self._memory.open()
-        size = int.from_bytes(self._memory.read(0, _LENGTH_BYTES), "little")
-        content = json.loads(self._memory.read(_LENGTH_BYTES, size))
-        self._start = -(-(_LENGTH_BYTES + size) // _ALIGNED) * _ALIGNED
-        self.header: list[Any] = content["header"]
-        self.places: list[str | None] = content["places"]
-        self.state: list[int] = content["state"]
-        self.gradients: list[int] = content["gradients"]
-        self.before: list[int] = content["before"]
-        self._marks: int = content["marks"]
-        self.parameters: list[str] = content["parameters"]
-        self.keys: list[str] = content["keys"]
-        self.forms: list[tuple[str, list[int], list[Any] | None]] = content["forms"]
-
-    def tensor(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """What is at an offset, of the form of another tensor.
-
-        like     gives dtype and shape
-        offset   in bytes, as in `state`, `gradients` and `before`
-        returns  a view of the slot's memory, on the CPU
-
-        Raises ValueError if the slot is too small.
-        """
-        return self._memory.tensor(self._start + offset, like)
-
-    def copy_to(self, tensor: torch.Tensor, offset: int) -> None:
-        """Fill a tensor with what is at an offset.
-
-        tensor   written; any dtype, shape and device
-        offset   as for `tensor`
-        """
-        with torch.no_grad():
-            tensor.copy_(self.tensor(tensor, offset))
-
-    def has_gradient(self, number: int) -> bool:
-        """Whether the parameter had a gradient in the step."""
-        return bool(self._memory.read(self._start + self._marks + number, 1)[0])
-
-
 def load(path: str) -> None:
     """Load the state that a lost rank has left in a slot. Raises NotRepairableError, OSError."""
     _load_state(Stored(path))
     sharded.forget_gathered()
 
 
-def load_step(path: str, optimizer: torch.optim.Optimizer) -> None:
+def load_step(path: str, optimizer: torch.optim.Optimizer | None) -> None:
     """Load the state before the step that a lost rank was about to take, with its gradients.
+
+    optimizer   that takes the step; None: the gradients of all optimizers are there
 
     Raises NotRepairableError, OSError.
     """
@@ -387,7 +334,7 @@ def load_step(path: str, optimizer: torch.optim.Optimizer) -> None:
     for number, (name, parameter, _, _, one) in enumerate(replicated.rows()):
         if stored.before:
             stored.copy_to(local_of(parameter.detach()), stored.before[number])
-        if one is not optimizer:
+        if optimizer is not None and one is not optimizer:
             continue
         if not stored.has_gradient(number):
             parameter.grad = None

@@ -15,8 +15,8 @@ import xxhash
 
 from ttprun.protocol.snapshots import MirroredShare, Share
 from ttprun.rank.weights import replicated
-from ttprun.rank.weights.checkpoint_shards import Apart, version_of
-from ttprun.rank.weights.mirror import Stored
+from ttprun.rank.weights.checkpoint_shards import Differing, version_of
+from ttprun.rank.weights.mirror_slots import Stored
 from ttprun.rank.weights.replicated import parameter_of
 from ttprun.state.chunks import Chunk
 from ttprun.state.files import write_file
@@ -37,20 +37,20 @@ class _Part(NamedTuple):
 def write(order: MirroredShare, owners: Mapping[str, Sequence[int]], writers: Sequence[int]) -> Share:
     """Write what a lost rank alone held to a new file of a checkpoint.
 
-    owners    as in `Apart`
+    owners    as in `Differing`
     writers   ranks that write shares of their own
 
     Raises NotRepairableError, OSError, ValueError.
     """
     stored = Stored(order.slot)
-    apart = Apart(owners, order.rank, (*writers, order.rank))
+    differing = Differing(owners, order.rank, (*writers, order.rank))
     mine: dict[str, torch.Tensor] = {}
     chunks_of: dict[str, Chunk] = {}
     for key, tensor, chunk in _parts(stored):
         if chunk is not None and tensor.numel():
             mine[key], chunks_of[key] = tensor, chunk
-        elif chunk is None and apart.holds(key) and _holds_alone(apart, key, writers):
-            mine[apart.stored(key)] = tensor
+        elif chunk is None and differing.holds(key) and _holds_alone(differing, key, writers):
+            mine[differing.stored(key)] = tensor
     try:
         header, tensors = lay_out(mine, {"format": "pt"} | metadata_of(mine, chunks_of))
     except ValueError as error:
@@ -64,14 +64,14 @@ def write(order: MirroredShare, owners: Mapping[str, Sequence[int]], writers: Se
         xxh3=entry.xxh3,
         header_xxh3=xxhash.xxh3_64_hexdigest(json.dumps(common).encode()),
         digests={},
-        apart=version_of(owners),
+        differing=version_of(owners),
         header=stored.header if owners else [],
     )
 
 
-def _holds_alone(apart: Apart, key: str, writers: Sequence[int]) -> bool:
-    owners = apart.owners[parameter_of(key)]
-    return all(owners[rank] != owners[apart.rank] for rank in writers)
+def _holds_alone(differing: Differing, key: str, writers: Sequence[int]) -> bool:
+    owners = differing.owners[parameter_of(key)]
+    return all(owners[rank] != owners[differing.rank] for rank in writers)
 
 
 def _parts(stored: Stored) -> list[_Part]:

@@ -39,5 +39,5 @@ def come_to(session: Session, boundary: int) -> None:
 
 
 def _is_to_stand(session: Session) -> bool:
-    is_asked = session.board.get(LEADER, Field.STAND_ASKED) != 0 and not session.unprotected
+    is_asked = session.board.get(LEADER, Field.QUIESCE_ASKED) != 0 and not session.unprotected
     return is_asked and 0 < session.applied != session.board.get(LEADER, Field.OPEN_AT)

@@ -296,8 +296,18 @@ def counts_now() -> list[list[int]]:
     return list(map(_count, optimizers()))
 
 
+def weights_bytes() -> int:
+    """Bytes of this rank's weights; of a sharded one, of its part."""
+    return sum(local_of(weight).nbytes for weight in {id(one): one for one in parameters()}.values())
+
+
 def parameters() -> Iterator[torch.Tensor]:
     """The parameters of the living optimizers now; one in two optimizers comes twice."""
     for optimizer in optimizers():
-        for group in optimizer.param_groups:
-            yield from group["params"]
+        yield from parameters_of(optimizer)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """The parameters of one optimizer now, in the order of its groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]

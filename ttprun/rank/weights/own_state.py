@@ -22,7 +22,7 @@ from ttprun.protocol.board import Board, Field
 from ttprun.rank.process.free_memory import free_bytes
 from ttprun.rank.process.looks import is_a
 from ttprun.rank.process.shared_memory import Memory
-from ttprun.rank.weights import optimizer_registry, replicated
+from ttprun.rank.weights import replicated
 from ttprun.rank.weights.tensor_bytes import plain
 from ttprun.state.tensor_file import lay_out
 
@@ -158,16 +158,13 @@ class OwnState:
 def held_now() -> list[tuple[tuple[Any, ...], torch.Tensor | None]]:
     """(form, tensor or None) of each parameter and each value of its state; a form is [name of state,] shape, dtype."""
     found: list[tuple[tuple[Any, ...], torch.Tensor | None]] = []
-    for optimizer in optimizer_registry.optimizers():
-        state_of = optimizer.state
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                found.append(((parameter.shape, parameter.dtype), parameter))
-                for name, value in (state_of.get(parameter) or {}).items():
-                    if is_a(value, torch.Tensor):
-                        found.append(((name, value.shape, value.dtype), value))
-                    else:
-                        found.append(((name, value), None))
+    for _, parameter, state, _, _ in replicated.rows():
+        found.append(((parameter.shape, parameter.dtype), parameter))
+        for name, value in state.items():
+            if is_a(value, torch.Tensor):
+                found.append(((name, value.shape, value.dtype), value))
+            else:
+                found.append(((name, value), None))
     return found
 
 

@@ -7,6 +7,7 @@ need not keep what they had put into them: whole gradients. Begin with `ReducedP
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import torch
 import xxhash
@@ -23,12 +24,15 @@ _NOTHING = (0, 0, 0, 0, 0)
 class ReducedParts:
     """The results of one rank; written and read in the order of its operations.
 
-    path   of the agent's memory
+    path         of the agent's memory
+    check_room   called before it takes so many bytes more; raises if these are too many
+    size         in bytes, as far as it is used
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, check_room: Callable[[int], None]) -> None:
         self._memory = Memory(path)
-        self._size = 0
+        self._check_room = check_room
+        self.size = 0
         self._boundary = -1
         self._count = 0  # of this boundary's so far
 
@@ -40,16 +44,23 @@ class ReducedParts:
         number     of the entry in its lane, since the boundary
         result     any dtype, shape and device
 
-        Raises OSError, ValueError.
+        Raises OSError, ValueError, and what `check_room` raises.
         """
         at, offset = self._next(boundary)
         key = (boundary, _hash_of(lane), number, offset, result.nbytes)
         if self._read(at) == key:
             return
+        if (more := offset + result.nbytes - self.size) > 0:
+            self._check_room(more)
         self._fit(offset + result.nbytes)
         self._write(at, _NOTHING)
         self._memory.tensor(offset, result).copy_(result.detach())
         self._write(at, key)
+
+    def release(self) -> None:
+        """Give the memory back: nothing is kept any more."""
+        self._memory.release()
+        self.size = 0
 
     def take(self, boundary: int, lane: str, number: int, target: torch.Tensor) -> None:
         """Fill a tensor with a result of the lost rank.
@@ -84,12 +95,12 @@ class ReducedParts:
 
     def _fit(self, size: int) -> None:
         """Map the memory, and make it large enough; what is there stays."""
-        if self._size == 0 and self._memory.held_bytes():
+        if self.size == 0 and self._memory.held_bytes():
             self._memory.open()
-            self._size = self._memory.size
-        if size > self._size:
+            self.size = self._memory.size
+        if size > self.size:
             self._memory.fit(size)
-            self._size = size
+            self.size = size
 
     def _read(self, at: int) -> tuple[int, ...]:
         self._fit(_BEGIN)

@@ -19,7 +19,8 @@ import xxhash
 from ttprun.device import registry
 from ttprun.rank.process.looks import is_a
 from ttprun.rank.session import current
-from ttprun.rank.weights import optimizer_registry, sharded
+from ttprun.rank.weights import kept_gradients, optimizer_registry, sharded
+from ttprun.rank.weights.kept_gradients import GRADIENT
 from ttprun.rank.weights.post_step_weights import KeptWeights
 from ttprun.rank.weights.tensor_bytes import content_of
 from ttprun.state.chunks import Chunk
@@ -49,6 +50,11 @@ class Part(NamedTuple):
         return sharded.place_of(self.whole)
 
     @property
+    def is_gradient(self) -> bool:
+        """Whether it is a gradient, which may be a rank's own."""
+        return self.key.endswith(f"/{GRADIENT}")
+
+    @property
     def chunk(self) -> Chunk | None:
         """Its elements' place in the whole tensor, if it can be stored; None: all of it."""
         return sharded.chunk_of(self.whole)
@@ -73,18 +79,25 @@ Row = tuple[str, torch.Tensor, dict[str, Any], dict[str, Any], torch.optim.Optim
 
 
 def rows() -> Iterator[Row]:
-    """(key, parameter, its state, its group, its optimizer) of all parameters."""
+    """(key, parameter, its state, its group, its optimizer) of all parameters.
+
+    To the state belongs the gradient, if it is kept: the script adds to it (kept_gradients.py).
+    """
     for number, optimizer in enumerate(optimizer_registry.optimizers()):
         for group_number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 key = key_of(number, group_number, index)
-                yield key, parameter, optimizer.state.get(parameter, {}), group, optimizer
+                state = optimizer.state.get(parameter, {})
+                gradient = kept_gradients.of(optimizer, parameter)
+                if gradient is not None:
+                    state = {**state, GRADIENT: gradient}
+                yield key, parameter, state, group, optimizer
 
 
 def live_tensors() -> Iterator[tuple[str, torch.Tensor]]:
     """The optimizers' tensors now, with keys; some may be sharded. (`describe` is about the newest boundary.)"""
     for name, parameter, state, _, _ in rows():
-        yield f"{name}/{WEIGHT}", parameter.detach()
+        yield f"{name}/{WEIGHT}", sharded.at_rest(parameter).detach()
         yield from ((f"{name}/{key}", value.detach()) for key, value in flat(state) if is_a(value, torch.Tensor))
 
 
@@ -140,25 +153,33 @@ def describe() -> tuple[list[Any], list[Part]]:
                 entries.append([key, False, [len(value)], None])
             else:
                 raise NotRepairableError(f"{name} has state '{key}' of type {type(value).__name__}")
-        header.append([str(parameter.dtype)[6:], list(parameter.shape), entries])
+        header.append([str(parameter.dtype)[6:], list(sharded.at_rest(parameter).shape), entries])
     return header, parts
 
 
+def without_gradients(header: list[Any]) -> list[Any]:
+    """What `describe` returns without kept gradients: a rank may keep none where others do."""
+    return [[dtype, shape, [entry for entry in state if entry[0] != GRADIENT]] for dtype, shape, state in header]
+
+
 def digest() -> str:
-    """A hash of all state but sharded tensors: the same in ranks that hold other parts. Raises NotRepairableError."""
+    """A hash of all state but sharded tensors and gradients: the same in ranks that hold other parts.
+
+    Raises NotRepairableError.
+    """
     header, parts = describe()
-    state = xxhash.xxh3_64(msgpack.packb(header))
+    state = xxhash.xxh3_64(msgpack.packb(without_gradients(header)))
     for part in parts:
-        if part.place is None:
+        if part.place is None and not part.is_gradient:
             state.update(content_of(part.tensor))
     return state.hexdigest()
 
 
 def digest_of_shards() -> str:
-    """A hash of this rank's parts of sharded tensors. Raises NotRepairableError."""
+    """A hash of this rank's parts of sharded tensors, and of kept gradients. Raises NotRepairableError."""
     state = xxhash.xxh3_64()
     for part in describe()[1]:
-        if part.place is not None:
+        if part.place is not None or part.is_gradient:
             state.update(f"{part.key} {part.place}".encode())
             state.update(content_of(part.tensor))
     return state.hexdigest()
@@ -171,7 +192,7 @@ def digests() -> dict[str, str]:
     """
     found: dict[str, Any] = {}
     for part in describe()[1]:
-        if part.place is None:
+        if part.place is None and not part.is_gradient:
             of_parameter = found.setdefault(parameter_of(part.key), xxhash.xxh3_64())
             of_parameter.update(f"{part.key} {part.tensor.dtype} {list(part.tensor.shape)}".encode())
             of_parameter.update(content_of(part.tensor))
@@ -192,6 +213,7 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
     Raises NotRepairableError if this rank's parameters differ from those.
     """
     device = registry.current()
+    kept_gradients.begin_load()
     held = list(rows())
     if len(held) != len(header):
         raise NotRepairableError(f"this rank's optimizers have {len(held)} parameters, and the source {len(header)}")
@@ -208,6 +230,12 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
         left = iter(entries)
         for entry in left:
             new[entry[0]] = _take_over_state(name, parameter, old.get(entry[0]), entry, left, fill)
+        gradient = new.pop(GRADIENT, None)
+        if gradient is not None:
+            kept_gradients.load(optimizer, parameter, gradient)
+        if not new:
+            optimizer.state.pop(parameter, None)
+            continue
         old.clear()
         old.update(new)
 

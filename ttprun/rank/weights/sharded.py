@@ -36,14 +36,25 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor in this rank's memory; the tensor itself if it is not a DTensor.
+    """The part of a tensor in this rank's memory; the tensor itself if it is neither a DTensor nor one of FSDP1's.
 
     tensor   any dtype, shape and device
     """
     if not is_distributed(tensor):
-        return waited_for(tensor)
+        return waited_for(at_rest(tensor))
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return waited_for(local)
+
+
+def at_rest(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter as it is at a boundary: a flat one of FSDP1 is the whole while a module computes."""
+    part: torch.Tensor | None = getattr(parameter, "_local_shard", None)
+    return parameter if part is None else part
+
+
+def is_gathered_in_place(parameter: torch.Tensor) -> bool:
+    """Whether FSDP1 has the whole in a parameter's place while a module computes, and its part cannot be had then."""
+    return bool(getattr(parameter, "_fsdp_flattened", False)) and at_rest(parameter) is parameter
 
 
 def waited_for(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class SnapshotPart:
 
     buffers   for each place where a snapshot can be kept, the paths for this rank's records and for its share
     every     steps between two; 0: at the first boundary after a request
-    owners    of parameters that differ between ranks, see `checkpoint_shards.Apart`; set by the agent
+    owners    of parameters that differ between ranks, see `checkpoint_shards.Differing`; set by the agent
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class SnapshotPart:
             # Output after this boundary is not known yet: a rewind prints it again.
             records = msgpack.packb(self._recorder.export(boundary) | {"lines": [0, 0]})
             for_records.fill(len(records), [memoryview(records)])
-            apart = checkpoint_shards.Apart(self.owners, session.rank, range(session.world_size))
-            share = checkpoint_shards.copy(for_share, session.local_rank, self._board.n_ranks, frame, apart)
+            differing = checkpoint_shards.Differing(self.owners, session.rank, range(session.world_size))
+            share = checkpoint_shards.copy(for_share, session.local_rank, self._board.n_ranks, frame, differing)
             took_s = time.monotonic() - started_s
             taken = SnapshotTaken(number, boundary, "", share, records_bytes=len(records), took_s=took_s)
         except Exception as error:  # training continues

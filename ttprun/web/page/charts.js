@@ -73,6 +73,21 @@ function drawCurve(name, points, write) {
   return make("figure", {}, make("figcaption", { words: `${name}: ${write(last)}` }), svg);
 }
 
+/** Ranks for which the others wait, now and in single steps. */
+function drawStragglers(summary, status) {
+  const late = state.events.filter((event) => event.event === "straggler").slice(-5).reverse();
+  if (summary.usual_busy === null && !late.length) return;
+  const share = (value) => `${Math.round(100 * value)} %`;
+  const rows = summary.stragglers.map((rank) => {
+    const busy = status.ranks.find((one) => one.rank === rank)?.busy;
+    return make("li", { words: `Rank ${rank} holds the others up: it is at work in ${share(busy)} of the time, most ranks in ${share(summary.usual_busy)}` });
+  }).slice(0, 16);
+  const steps = late.map((event) => make("li", { words: `Rank ${event.rank} held up step ${event.step} for ${seconds(event.took_s)}; usual is ${seconds(event.usual_s)}` }));
+  const none = summary.usual_busy === null || rows.length ? null
+    : make("p", { class: "note", words: `None: ranks are at work in ${share(summary.usual_busy)} of the time, and none in much more. Else they wait for each other, or are in a collective.` });
+  byId("stragglers").replaceChildren(...[none, rows.length || steps.length ? make("ul", {}, ...rows, ...steps) : null].filter((part) => part !== null));
+}
+
 const TIME_WORDS = {
   productive: "productive: steps done for the first time",
   startup: "from the launch to the first step",

@@ -38,7 +38,7 @@ function drawTopology(topology) {
   const groups = Object.entries(topology.groups);
   if (groups.length) parts.push(make("h3", { words: "Groups" }), table(["group", "ranks"], groups.slice(0, 64).map(([name, ranks]) => [name, rankList(ranks)])));
   parts.push(make("h3", { words: "Ranks that hold the same" }), table(["set", "ranks"], topology.replicas.slice(0, 64).map((ranks, index) => [`${index}`, rankList(ranks)])));
-  if (topology.apart.length) parts.push(make("p", { class: "note", words: `Not all ranks hold alike: ${topology.apart.slice(0, 8).join(", ")}` }));
+  if (topology.unequal.length) parts.push(make("p", { class: "note", words: `Not all ranks hold alike: ${topology.unequal.slice(0, 8).join(", ")}` }));
   byId("topology").replaceChildren(...parts);
 }
 
@@ -51,7 +51,11 @@ function drawSaved(status) {
   if (status.resume) facts.push(["resumed", `${status.resume.outcome}, step ${status.resume.boundary ?? "–"}: ${status.resume.reason}`]);
   facts.push(["save_dir", status.save_dir ?? "–"]);
   facts.push(["standbys", `${status.standbys}${status.standby_state ? ` (${status.standby_state})` : ""}`]);
-  facts.push(["nodes", status.nodes.length ? status.nodes.map((name, number) => `${number}: ${name}`).join(", ") : status.host]);
+  const named = status.nodes.map((name, number) => `${number}: ${name}`), more = named.length - 16;
+  facts.push(["nodes", named.length ? named.slice(0, 16).join(", ") + (more > 0 ? ` and ${more} more` : "") : status.host]);
+  if (status.lost_nodes.length) facts.push(["lost nodes", status.lost_nodes.map((number) => named[number]).join(", ")]);
+  if (status.nodes.length) facts.push(["spares", status.spares.join(", ") || "none waits"]);
+  if (status.quarantine.length) facts.push(["quarantine", `${status.quarantine.join(", ")}: lost before, and must wait before training again`]);
   if (status.nodes.length) facts.push(["this node", `${status.node}${status.is_leading ? ", its agent leads" : ", its agent follows; the page of the one that leads has all events"}`]);
   if (status.away.length) facts.push(["away", rankList(status.away)]);
   byId("saved").replaceChildren(...facts.flatMap(([name, text]) => [make("dt", { words: name }), make("dd", { words: text })]));

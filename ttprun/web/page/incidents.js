@@ -8,29 +8,8 @@ const MARKS = { // event -> sign, what it says
 };
 const incidentsShown = new Map(); // id -> what its drawing was made of
 
-/** When each phase went on, in seconds since the loss. A new process is started while the others freeze. */
-function spansOf(one) {
-  const took = (phase) => one[`${phase}_s`];
-  const spans = [];
-  const freezeEnd = took("freeze") ?? 0, spawnEnd = took("spawn") ?? 0;
-  let end = freezeEnd;
-  if (took("detect") !== null) spans.push(["detect", -took("detect"), 0]);
-  if (took("freeze") !== null) spans.push(["freeze", 0, freezeEnd]);
-  if (took("spawn") !== null) spans.push(["spawn", 0, spawnEnd]);
-  if (took("replay") !== null) {
-    end = freezeEnd + took("replay");
-    spans.push(["replay", Math.min(Math.max(freezeEnd, spawnEnd), end), end]);
-  }
-  for (const phase of ["transfer", "rebuild", "reissue"]) {
-    if (took(phase) === null) continue;
-    spans.push([phase, end, end + took(phase)]);
-    end += took(phase);
-  }
-  return spans;
-}
-
 /** What happened to single ranks meanwhile: [[rank, seconds since the loss, sign, text], ...]. */
-function marksOf(one, spans) {
+function marksOf(one) {
   const began = state.opened.get(one.id);
   if (began === undefined) return [];
   const over = one.total_s ?? Infinity;
@@ -43,25 +22,25 @@ function marksOf(one, spans) {
 }
 
 function drawWaterfall(one) {
-  const spans = spansOf(one), marks = marksOf(one, spans);
+  const spans = state.summary.spans[one.id] ?? [], marks = marksOf(one);
   const ranks = [...new Set(marks.map((mark) => mark[0]))].slice(0, 16);
   const from = Math.min(0, ...spans.map((span) => span[1]));
   const inside = marks.filter((mark) => mark[1] <= (one.total_s ?? Infinity) + 0.5 || one.total_s === null);
   const to = Math.max(one.total_s ?? 0, 0.001, ...spans.map((span) => span[2]), ...inside.map((mark) => mark[1]));
   const width = Math.max(280, Math.min(1100, byId("incidents").clientWidth || WIDE));
-  const line = 20, left = 66, right = 60, height = (spans.length + ranks.length) * line + 18;
+  const line = 20, left = 72, right = 60, height = (spans.length + ranks.length) * line + 18;
   const x = (at) => left + (width - left - right) * (Math.min(at, to) - from) / (to - from);
   const words = spans.map(([phase, start, end]) => `${phase} ${seconds(end - start)}`).join(", ");
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Phases of incident ${one.id}: ${words}` });
   spans.forEach(([phase, start, end], index) => {
     const y = index * line;
-    svg.append(make("text", { x: left - 6, y: y + 14, "text-anchor": "end", words: phase }),
+    svg.append(make("text", { x: left - 12, y: y + 14, "text-anchor": "end", words: phase }),
       make("rect", { class: `p-${phase}`, x: x(start), y: y + 4, width: Math.max(2, x(end) - x(start)), height: 12 }),
       make("text", { x: Math.max(x(end), x(start) + 2) + 5, y: y + 14, words: seconds(end - start) }));
   });
   ranks.forEach((rank, index) => {
     const y = (spans.length + index) * line;
-    svg.append(make("text", { x: left - 6, y: y + 14, "text-anchor": "end", words: `rank ${rank}` }),
+    svg.append(make("text", { x: left - 12, y: y + 14, "text-anchor": "end", words: `rank ${rank}` }),
       make("line", { class: "grid", x1: left, x2: width - right, y1: y + 10, y2: y + 10 }));
     for (const [, at, sign, what] of inside.filter((mark) => mark[0] === rank)) {
       svg.append(make("text", { x: x(at), y: y + 14, "text-anchor": "middle", words: sign },

@@ -32,8 +32,9 @@ function draw() {
     drawHead(status, summary);
     if (dirty.has("status")) { drawRanks(status); drawTime(summary, status); drawProved(status); drawSaved(status); }
     if (dirty.has("history") || dirty.has("size")) drawCharts();
-    if (dirty.has("topology")) drawTopology(state.topology);
+    if (dirty.has("topology")) { drawTopology(state.topology); offerDimensions(); }
     drawIncidents(status);
+    drawStragglers(summary, status);
     if (dirty.has("events")) drawEvents();
     dirty.clear();
   });
@@ -64,6 +65,7 @@ function asText() {
     `* ranks: ${status.world_size}, nodes: ${Math.max(1, status.nodes.length)}, generation: ${status.generation}, restarts left: ${status.restarts_left}`,
     `* protection: ${status.protection}`,
     !status.is_leading ? "* time: known to the node whose agent leads" : `* time: ${seconds(summary.wall_s)}, productive ${seconds(summary.productive_s)}, ${Object.entries(summary.lost_s).filter(([, value]) => value > 0).map(([reason, value]) => `${reason} ${seconds(value)}`).join(", ") || "nothing lost"}`];
+  for (const rank of summary.stragglers) lines.push(`* rank ${rank} holds the others up`);
   for (const name of status.not_proved) lines.push(`* not proved: ${name}`);
   for (const one of status.incidents) {
     lines.push("", `incident ${one.id}: ${one.kind}, rank ${one.ranks.join(", ") || "–"}, ${one.rung ?? "–"}: ${one.outcome}; ${one.reason}`,
@@ -101,17 +103,33 @@ function follow() {
     dirty.add("history");
   });
   on("event", takeEvent);
-  on("end", () => { state.isOver = true; source.close(); say("The run has ended; this is the last that was known."); });
+  on("end", () => {
+    state.isOver = true;
+    source.close();
+    if (state.status.state === "done" || !pagesElsewhere().length) say("The run has ended; this is the last that was known.");
+    else say("This launcher has ended; if the job goes on, it is shown by ", pagesElsewhere());
+  });
   source.addEventListener("open", () => say(""));
-  source.addEventListener("error", () => { if (!state.isOver) say("Not connected; trying again …"); });
+  source.addEventListener("error", () => {
+    if (state.isOver) return;
+    if (pagesElsewhere().length) say("Not connected; trying again … If this node is lost, the job is shown by ", pagesElsewhere());
+    else say("Not connected; trying again …");
+  });
 }
 
-function say(text) {
-  setText(byId("connection"), text);
+/** Where the job is shown if the agent of this node leads no more, the next one first: [[node, address], ...]. */
+function pagesElsewhere() {
+  return [...(state.status?.pages ?? []).entries()].filter(([node, page]) => page && node !== state.status.node);
+}
+
+function say(text, pages = []) {
+  const links = pages.slice(0, 8).flatMap(([node, page], index) => [index ? ", or " : "", make("a", { href: page, words: `node ${node}` })]);
+  byId("connection").replaceChildren(text, ...links);
   byId("connection").hidden = !text;
 }
 
 byId("copy").addEventListener("click", copyText);
+byId("rows").addEventListener("change", () => { dirty.add("status"); draw(); });
 byId("search").addEventListener("input", () => { dirty.add("events"); draw(); });
 byId("ranks-table").parentElement.addEventListener("toggle", () => { dirty.add("status"); draw(); });
 window.addEventListener("resize", () => { for (const part of ["size", "status"]) dirty.add(part); draw(); });

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from ttprun.rank.comm.transports.gloo import make_gloo
 from ttprun.rank.comm.transports.late import make_hccl, make_nccl
-from ttprun.rank.comm.transports.link import Link, RankSlot, Transport
+from ttprun.rank.comm.transports.link import GroupMember, Link, Transport
 
-__all__ = ["TRANSPORTS", "Link", "RankSlot", "Transport"]
+__all__ = ["TRANSPORTS", "GroupMember", "Link", "Transport"]
 
 TRANSPORTS: dict[str, Transport] = {
     found.name: found

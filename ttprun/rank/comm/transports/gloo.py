@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ttprun.rank.comm.connection import Connection
-from ttprun.rank.comm.transports.link import Link, RankSlot
+from ttprun.rank.comm.transports.link import GroupMember, Link
 
 
-def make_gloo(slot: RankSlot) -> Link:
+def make_gloo(member: GroupMember) -> Link:
     """Connect; see `Transport.make`."""
-    connection = Connection(slot.exchange, slot.generation, slot.key, slot.rank, slot.size, slot.op_limit)
-    connection.native._set_group_name(slot.name)
+    connection = Connection(member.exchange, member.generation, member.key, member.rank, member.size, member.op_limit)
+    connection.native._set_group_name(member.name)
     return connection

@@ -25,32 +25,32 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ttprun.device.cuda import NCCL_VARIABLES
 from ttprun.rank.comm.connection import CONNECT_LIMIT, ExchangeStore
-from ttprun.rank.comm.transports.link import Link, RankSlot
+from ttprun.rank.comm.transports.link import GroupMember, Link
 
 ABORTED = "the communicator was aborted, as its generation is over"
 _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 200e-6
 
 
-def make_nccl(slot: RankSlot) -> Link:
+def make_nccl(member: GroupMember) -> Link:
     """Connect; see `Transport.make`."""
-    return LateLink(slot, "cuda", _nccl)
+    return LateLink(member, "cuda", _nccl)
 
 
-def make_hccl(slot: RankSlot) -> Link:
+def make_hccl(member: GroupMember) -> Link:
     """Connect; see `Transport.make`."""
-    return LateLink(slot, "npu", _registered("hccl"))
+    return LateLink(member, "npu", _registered("hccl"))
 
 
-def _nccl(store: Any, slot: RankSlot) -> Any:
+def _nccl(store: Any, member: GroupMember) -> Any:
     before = {name: os.environ.get(name) for name in NCCL_VARIABLES}
-    options: Any = dist.ProcessGroupNCCL.Options() if slot.options is None else slot.options
-    options._timeout = slot.op_limit
-    options.global_ranks_in_group = list(slot.ranks)
-    options.group_name = slot.name
+    options: Any = dist.ProcessGroupNCCL.Options() if member.options is None else member.options
+    options._timeout = member.op_limit
+    options.global_ranks_in_group = list(member.ranks)
+    options.group_name = member.name
     os.environ.update(NCCL_VARIABLES)
     try:
-        return dist.ProcessGroupNCCL(store, slot.rank, slot.size, options)
+        return dist.ProcessGroupNCCL(store, member.rank, member.size, options)
     finally:
         for name, value in before.items():
             if value is None:
@@ -59,18 +59,18 @@ def _nccl(store: Any, slot: RankSlot) -> Any:
                 os.environ[name] = value
 
 
-def _registered(name: str) -> Callable[[Any, RankSlot], Any]:
+def _registered(name: str) -> Callable[[Any, GroupMember], Any]:
     """Makes a backend that a package has registered with torch."""
 
-    def make(store: Any, slot: RankSlot) -> Any:
+    def make(store: Any, member: GroupMember) -> Any:
         plugin = dist.Backend._plugins[name.upper()]
         if not plugin.extended_api:
-            return plugin.creator_fn(store, slot.rank, slot.size, slot.op_limit)
+            return plugin.creator_fn(store, member.rank, member.size, member.op_limit)
         options: Any = torch._C._distributed_c10d._DistributedBackendOptions()
-        options.store, options.group_rank, options.group_size = store, slot.rank, slot.size
-        options.timeout, options.group_id = slot.op_limit, slot.name
-        options.global_ranks_in_group = list(slot.ranks)
-        return plugin.creator_fn(options, slot.options)
+        options.store, options.group_rank, options.group_size = store, member.rank, member.size
+        options.timeout, options.group_id = member.op_limit, member.name
+        options.global_ranks_in_group = list(member.ranks)
+        return plugin.creator_fn(options, member.options)
 
     return make
 
@@ -83,26 +83,26 @@ class LateLink:
 
     is_late = True
 
-    def __init__(self, slot: RankSlot, device_type: str, make: Callable[[Any, RankSlot], Any]) -> None:
-        prefix = f"group {slot.key}/{device_type}/"
-        slot.exchange.put(slot.generation, f"{prefix}here {slot.rank}", b"1")
+    def __init__(self, member: GroupMember, device_type: str, make: Callable[[Any, GroupMember], Any]) -> None:
+        prefix = f"group {member.key}/{device_type}/"
+        member.exchange.put(member.generation, f"{prefix}here {member.rank}", b"1")
         # Wait for all members here, before entering C++ code that cannot be interrupted.
-        for peer in range(slot.size):
-            slot.exchange.get(slot.generation, f"{prefix}here {peer}", CONNECT_LIMIT.total_seconds())
-        store = ExchangeStore(slot.exchange, slot.generation, prefix)
-        self.generation = slot.generation
+        for peer in range(member.size):
+            member.exchange.get(member.generation, f"{prefix}here {peer}", CONNECT_LIMIT.total_seconds())
+        store = ExchangeStore(member.exchange, member.generation, prefix)
+        self.generation = member.generation
         self.is_aborted = False
-        self.backend: Any = make(store, slot)
+        self.backend: Any = make(store, member)
         self._store = store
         self._group: Any = self.backend
         if not isinstance(self.backend, ProcessGroup):
-            self._group = ProcessGroup(slot.rank, slot.size)  # type: ignore[call-arg]
+            self._group = ProcessGroup(member.rank, member.size)  # type: ignore[call-arg]
             kind = ProcessGroup.BackendType.NCCL if device_type == "cuda" else ProcessGroup.BackendType.CUSTOM
             self._group._set_default_backend(kind)
-            if slot.device is not None and (slot.device.type, slot.device.index is None) == (device_type, False):
-                self._group.bound_device_id = slot.device  # a barrier, which has no tensors, uses it
+            if member.device is not None and (member.device.type, member.device.index is None) == (device_type, False):
+                self._group.bound_device_id = member.device  # a barrier, which has no tensors, uses it
             self._group._register_backend(torch.device(device_type), kind, self.backend)
-            self._group._set_group_name(slot.name)
+            self._group._set_group_name(member.name)
 
     def issue(self, op: str, args: tuple[Any, ...]) -> LateWork:
         """See `Link.issue`."""

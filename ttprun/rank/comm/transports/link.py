@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RankSlot:
+class GroupMember:
     """A member's place in a group, in one generation.
 
     exchange   by which the members find each other
@@ -78,5 +78,5 @@ class Transport:
 
     name: str
     device_types: frozenset[str]
-    make: Callable[[RankSlot], Link]
+    make: Callable[[GroupMember], Link]
     is_late: bool = False

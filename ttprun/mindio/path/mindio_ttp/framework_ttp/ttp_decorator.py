@@ -240,68 +240,39 @@ def tft_register_exception_handler(fault_pattern: str, fault_type: str, fault_ha
 # Callbacks: args is what tft_set_step_args or the train function was given, ctx what is given here.
 
 
-def tft_register_stop_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(args, ctx)"""
-    this_rank()[1].handlers.register("stop", func, ctx)
+def _registers(name: str, called: str) -> Callable[..., None]:
+    """A function that registers the callback of this name, which is `called` so."""
+
+    def register(func: Callable[..., Any], ctx: Any = None) -> None:
+        this_rank()[1].handlers.register(name, func, ctx)
+
+    register.__doc__ = called
+    return register
 
 
-def tft_register_clean_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(is_uce_error, args, ctx) -> 0, 1 (failed), or 2 (nothing that is kept was lost)"""
-    this_rank()[1].handlers.register("clean", func, ctx)
-
-
-def tft_register_rebuild_group_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(fault_ranks, args, ctx)"""
-    this_rank()[1].handlers.register("rebuild_group", func, ctx)
-
-
-def tft_register_repair_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(step, need_rebuild, error_ranks, repair_info, args, ctx)"""
-    this_rank()[1].handlers.register("repair", func, ctx)
-
-
-def tft_register_rollback_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(step, args, ctx)"""
-    this_rank()[1].handlers.register("rollback", func, ctx)
-
-
-def tft_register_save_ckpt_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(step, save_info, args, ctx), save_info = [{type, ranks}]"""
-    this_rank()[1].handlers.register("save_ckpt", func, ctx)
-
-
-def tft_register_rename_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(step, args), in one rank"""
-    this_rank()[1].handlers.register("rename", func, ctx)
-
-
-def tft_register_exit_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(ctx); kept, and never called: the agent ends the processes."""
-    this_rank()[1].handlers.register("exit", func, ctx)
-
-
-def tft_register_stream_sync_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(), before a pause"""
-    this_rank()[1].handlers.register("stream_sync", func, ctx)
-
+tft_register_stop_handler = _registers("stop", "func(args, ctx)")
+tft_register_clean_handler = _registers(
+    "clean", "func(is_uce_error, args, ctx) -> 0, 1 (failed), or 2 (nothing that is kept was lost)"
+)
+tft_register_rebuild_group_handler = _registers("rebuild_group", "func(fault_ranks, args, ctx)")
+tft_register_repair_handler = _registers("repair", "func(step, need_rebuild, error_ranks, repair_info, args, ctx)")
+tft_register_rollback_handler = _registers("rollback", "func(step, args, ctx)")
+tft_register_save_ckpt_handler = _registers(
+    "save_ckpt", "func(step, save_info, args, ctx), save_info = [{type, ranks}]"
+)
+tft_register_rename_handler = _registers("rename", "func(step, args), in one rank")
+tft_register_exit_handler = _registers("exit", "func(ctx); kept, and never called: the agent ends the processes.")
+tft_register_stream_sync_handler = _registers("stream_sync", "func(), before a pause")
 
 # Ranks that leave, and others that train on without them. These get no ctx, but params: a text in JSON, such as
 # {"scale-in-strategy": "DP"}. Where one of an upgrade is not registered, the one of an ordinary recovery is called.
-
-
-def tft_register_zit_upgrade_rollback_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(step, args, params)"""
-    this_rank()[1].handlers.register("zit_upgrade_rollback", func, ctx)
-
-
-def tft_register_zit_upgrade_repair_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(step, need_rebuild, error_ranks, repair_info, args, params)"""
-    this_rank()[1].handlers.register("zit_upgrade_repair", func, ctx)
-
-
-def tft_register_zit_upgrade_rebuild_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(rank_list, args, params): in all ranks; rank_list are those that have come back"""
-    this_rank()[1].handlers.register("zit_upgrade_rebuild", func, ctx)
+tft_register_zit_upgrade_rollback_handler = _registers("zit_upgrade_rollback", "func(step, args, params)")
+tft_register_zit_upgrade_repair_handler = _registers(
+    "zit_upgrade_repair", "func(step, need_rebuild, error_ranks, repair_info, args, params)"
+)
+tft_register_zit_upgrade_rebuild_handler = _registers(
+    "zit_upgrade_rebuild", "func(rank_list, args, params): in all ranks; rank_list are those that have come back"
+)
 
 
 def tft_register_zit_downgrade_rebuild_handler(func: Callable[..., Any], ctx: Any = None) -> None:

@@ -3,8 +3,8 @@
 Inside a node the board says who has recorded what, and of which boundary it keeps a copy of another node's record
 (COPIED, see `copies.py`). Of two nodes each knows by that what the other has recorded. Of more, the first ranks reduce
 the lowest boundary over a small gloo group of their own, whose cost grows with the logarithm of the number of nodes.
-The first rank writes the result to the board of its node (CROSSED). Both hold in one generation only: after a recovery
-all nodes cross anew, since a replacement records anew. Begin with `Crossing.wait`.
+The first rank writes the result to the board of its node (ALL_NODES_AT). Both hold in one generation only: after a
+recovery all nodes commit anew, since a replacement records anew. Begin with `InterNodeCommit.wait`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BOUNDARY_BITS = 40
 _GROUP = "ttprun's first ranks of all nodes"
 
 
-class Crossing:
+class InterNodeCommit:
     """This rank's part in it: the first rank of its node reduces, the others wait for what it writes."""
 
     def __init__(self, session: Session, copies_fd: int) -> None:
@@ -46,7 +46,7 @@ class Crossing:
 
     def is_past(self, boundary: int) -> bool:
         """Whether all nodes have recorded the boundary, in this generation; once a first rank has ended, always."""
-        generation, recorded = divmod(self._session.board.get(self._first, Field.CROSSED), 1 << _BOUNDARY_BITS)
+        generation, recorded = divmod(self._session.board.get(self._first, Field.ALL_NODES_AT), 1 << _BOUNDARY_BITS)
         if generation == self._session.generation and recorded >= boundary:
             return True
         board = self._session.board
@@ -68,11 +68,11 @@ class Crossing:
                     if self._copies.keep_up(generation, boundary, may_stop, look_again_s):
                         session.board.announce(session.rank, Field.COPIED, at)
                 elif session.rank != self._first:
-                    self._wait_for(self._first, Field.CROSSED, at, look_again_s)
+                    self._wait_for(self._first, Field.ALL_NODES_AT, at, look_again_s)
                 elif (late := self._late(at)) is not None:
                     self._wait_for(late, Field.COPIED, at, look_again_s)
                 elif len(self._firsts) == 2:
-                    session.board.announce(self._first, Field.CROSSED, at)
+                    session.board.announce(self._first, Field.ALL_NODES_AT, at)
                 else:
                     self._reduce(generation, boundary, may_stop, look_again_s)
             except (GenerationOverError, GivenUpError):
@@ -104,8 +104,8 @@ class Crossing:
                     connection.abandon()
                 return
         work.wait()
-        crossed = (generation << _BOUNDARY_BITS) + int(lowest)
-        self._session.board.announce(self._first, Field.CROSSED, crossed)
+        reached = (generation << _BOUNDARY_BITS) + int(lowest)
+        self._session.board.announce(self._first, Field.ALL_NODES_AT, reached)
 
     def _connected_in(self, generation: int, may_stop: Callable[[], bool], look_again_s: float) -> Connection | None:
         """The connection of this generation, made once all first ranks have come here; None if the wait has ended."""

@@ -1,0 +1,113 @@
+"""How much memory each rank's mirror may take, and that where none is wanted nothing is taken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.repair import mirrors
+from ttprun.agent.repair.mirrors import Mirrors
+from ttprun.protocol.board import Board
+
+FREE = 8000
+Make = Callable[..., tuple[Mirrors, Any]]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """`make(key=value)`: of a node with three ranks, when 8,000 bytes are free."""
+    monkeypatch.setattr(mirrors, "free_bytes", lambda: FREE)
+    made = []
+
+    def new(**config: object) -> tuple[Mirrors, Any]:
+        slots = [RankSlot(rank, rank, None, record_fd=-1) for rank in range(3)]
+        settings = SimpleNamespace(rungs=frozenset(("replace", "rewind")))
+        wanted = {"buddy": "auto", "buddy_memory": "25%", "mindio": False, "elastic": False} | config
+        node: Any = SimpleNamespace(
+            config=SimpleNamespace(**wanted),
+            job=SimpleNamespace(settings=settings),
+            here=slots,
+            slots=slots,
+            board=Board.create(3)[1],
+        )
+        made.append(Mirrors(node))
+        made[-1].begin_group()
+        return made[-1], node
+
+    yield new
+    for one in made:
+        one.begin_group()
+
+
+@pytest.mark.parametrize(
+    ("config", "together"),
+    [
+        ({}, 2000),
+        ({"buddy_memory": "1000"}, 1000),
+        ({"buddy_memory": "1TiB"}, FREE),
+        ({"buddy": "on"}, FREE),
+    ],
+)
+def test_the_ranks_of_a_node_share_its_memory_by_their_weights(
+    make: Make, config: dict[str, str], together: int
+) -> None:
+    found, node = make(**config)
+
+    assert found.share_out({0: 300, 2: 100})
+
+    limits = [None if (order := found.order_for(slot)) is None else order.limit_bytes for slot in node.slots]
+    assert limits == [together * 3 // 4, None, together // 4]
+    assert found.limit_of([0, 2]) == together
+    assert not found.share_out({0: 300, 2: 100})
+
+
+def test_the_same_memory_is_kept_when_more_ranks_turn_out_to_be_single_holders(make: Make) -> None:
+    found, node = make()
+    found.share_out({0: 100})
+    before = found.paths_for(node.slots[0])
+
+    found.share_out({0: 100, 1: 100})
+
+    assert found.paths_for(node.slots[0]) == before
+    assert all(os.path.exists(path) for path in found.paths_for(node.slots[1]))
+
+
+@pytest.mark.parametrize("config", [{"buddy": "off"}, {"elastic": True}, {"mindio": True}])
+def test_where_no_mirror_is_wanted_no_rank_gets_one(make: Make, config: dict[str, object]) -> None:
+    found, node = make(**config)
+
+    assert not found.share_out({0: 100, 1: 100, 2: 100})
+    assert [found.order_for(slot) for slot in node.slots] == [None] * 3
+
+
+def test_where_all_ranks_hold_the_same_no_file_is_made(make: Make) -> None:
+    found, node = make()
+
+    assert not found.share_out({})
+    assert [found.paths_for(slot) for slot in node.slots] == [[]] * 3
+
+
+def test_ranks_on_several_nodes_are_not_mirrored(make: Make) -> None:
+    found, node = make()
+    node.here = node.slots[:2]
+
+    assert found.why_off == "ranks on several nodes are not mirrored yet"
+    assert not found.share_out({0: 100})
+
+
+@pytest.mark.parametrize(("config", "is_limited"), [({}, True), ({"buddy": "on"}, False)])
+def test_only_a_mirror_that_nobody_has_asked_for_is_limited_in_what_it_costs(
+    make: Make, config: dict[str, str], is_limited: bool
+) -> None:
+    found, node = make(**config)
+    found.share_out({0: 300})
+
+    order = found.order_for(node.slots[0])
+
+    assert order is not None
+    assert (order.limit_share > 0) == is_limited

@@ -1,0 +1,143 @@
+"""Gradients that a backward adds to after the step that has used them are kept, and go with the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ttprun.rank.weights import gradients, kept_gradients, replicated
+from ttprun.rank.weights.kept_gradients import GRADIENT
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    gradients.forget()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """[optimizer, optimizer], of one parameter each."""
+    found = [torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9) for _ in range(2)]
+    monkeypatch.setattr("ttprun.rank.weights.optimizer_registry.optimizers", lambda: found)
+    return found
+
+
+def learn(optimizer: Any, *, zeroes: bool = False) -> None:
+    """One step of a script, with what the hooks do in it."""
+    (parameter,) = optimizer.param_groups[0]["params"]
+    if zeroes:
+        optimizer.zero_grad()
+    gradients.look_at_watched()
+    parameter.square().sum().backward()
+    gradients.were_carried(optimizer)
+    optimizer.step()
+    gradients.watch(optimizer)
+
+
+def gradient_of(optimizer: Any) -> torch.Tensor:
+    found: torch.Tensor = optimizer.param_groups[0]["params"][0].grad
+    return found
+
+
+def names_of_state() -> list[list[str]]:
+    return [[entry[0] for entry in row[2]] for row in replicated.describe()[0]]
+
+
+def test_only_gradients_that_are_added_to_belong_to_the_state(made: list[Any]) -> None:
+    for _ in range(2):
+        learn(made[0], zeroes=True)
+        learn(made[1])
+
+    assert names_of_state() == [["momentum_buffer"], ["momentum_buffer", GRADIENT]]
+
+
+def test_a_loaded_gradient_is_put_back_where_the_script_adds_to_it(made: list[Any]) -> None:
+    for _ in range(3):
+        learn(made[0])
+    header, parts = replicated.describe()
+    theirs = {part.key: part.tensor.clone() for part in parts}
+    expected = gradient_of(made[0]).clone()
+    gradients.forget()
+    gradient_of(made[0]).zero_()
+    before = replicated.digest_of_shards()
+
+    replicated.take_over(header, lambda key, tensor: tensor.copy_(theirs[key]))
+    assert replicated.digest_of_shards() != before
+    gradients.poison(made)
+
+    assert torch.equal(gradient_of(made[0]), expected)
+    assert list(made[0].state[made[0].param_groups[0]["params"][0]]) == ["momentum_buffer"]
+    learn(made[0])
+    assert not gradients.are_carried_over(made[0])
+    assert names_of_state()[0] == ["momentum_buffer", GRADIENT]
+
+
+def test_a_gradient_that_has_changed_since_its_step_is_not_kept(made: list[Any]) -> None:
+    learn(made[0])
+    learn(made[0])
+    assert kept_gradients.is_kept(made[0])
+
+    gradient_of(made[0]).add_(1)
+    learn(made[1], zeroes=True)
+
+    assert not kept_gradients.is_kept(made[0])
+    assert not gradients.were_carried(made[0])  # nothing has shown that its next step uses it
+
+
+def test_the_gradients_of_ranks_with_equal_weights_may_differ(made: list[Any]) -> None:
+    learn(made[0])
+    learn(made[0])
+    digests = replicated.digest(), replicated.digests()
+
+    gradient_of(made[0]).add_(1)
+    kept_gradients.note_step(made[0])
+
+    assert (replicated.digest(), replicated.digests()) == digests
+
+
+def test_an_optimizer_without_state_gets_none_from_its_gradient(made: list[Any]) -> None:
+    made[0].param_groups[0]["momentum"] = 0
+    learn(made[0])
+    learn(made[0])
+    assert names_of_state()[0] == [GRADIENT]
+    header, parts = replicated.describe()
+    theirs = {part.key: part.tensor.clone() for part in parts}
+
+    replicated.take_over(header, lambda key, tensor: tensor.copy_(theirs[key]))
+
+    assert not made[0].state
+
+
+def test_a_snapshot_has_the_gradients_as_long_as_it_is_not_known_whether_they_are_added_to(made: list[Any]) -> None:
+    learn(made[0])
+    with gradients.kept_if_unknown(made[0]):
+        assert GRADIENT in names_of_state()[0]
+        assert GRADIENT not in names_of_state()[1]
+    assert GRADIENT not in names_of_state()[0]
+
+    learn(made[0], zeroes=True)
+    for _ in range(3):
+        learn(made[0], zeroes=True)
+    with gradients.kept_if_unknown(made[1]):
+        assert names_of_state() == [["momentum_buffer"], []]
+
+
+def test_gradients_that_were_loaded_and_that_the_script_zeroes_are_kept_no_longer(made: list[Any]) -> None:
+    learn(made[0])
+    with gradients.kept_if_unknown(made[0]):
+        header, parts = replicated.describe()
+    theirs = {part.key: part.tensor.clone() for part in parts}
+    gradients.forget()
+    replicated.take_over(header, lambda key, tensor: tensor.copy_(theirs[key]))
+    gradients.poison(made)
+
+    learn(made[0], zeroes=True)
+    assert kept_gradients.is_kept(made[0])
+    learn(made[0], zeroes=True)
+
+    assert not kept_gradients.is_kept(made[0])
+    assert names_of_state()[0] == ["momentum_buffer"]

@@ -1,0 +1,50 @@
+"""FullyShardedDataParallel, torch's first: flat parameters, in one of its strategies."""
+
+import argparse
+import hashlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+STEPS = 24
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--strategy", default="FULL_SHARD")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    how = {"device_id": torch.device("cpu"), "sharding_strategy": ShardingStrategy[args.strategy]}
+    if args.strategy == "HYBRID_SHARD":
+        how["device_mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copy", "part"))
+    inner = FullyShardedDataParallel(nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.1)), **how)
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(12, 24), nn.Tanh(), inner, nn.Linear(24, 12)), **how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(10 + rank)
+    for step in range(STEPS):
+        x = torch.randn(8, 12, generator=generator)
+        loss = (model(x) - x.roll(1, 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        print(f"step {step} loss {loss.item():.9f}", flush=True)
+    parts = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    digest = hashlib.sha256(b"".join(part.detach().numpy().tobytes() for part in parts)).hexdigest()
+    print(f"parts sha256 {digest}", flush=True)
+    whole = model.state_dict()
+    if rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        torch.save(whole, args.out / "final.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What is decided does not depend on the wall clock, which may jump by an hour at any moment."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent / "ttprun"
+CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "time.localtime"}
+# Where it is read, and why a jump does no harm.
+ALLOWED = {
+    "agent/cluster/regroup.py": "part of the greeting, which is compared only when launchers first meet",
+    "agent/cluster/rendezvous.py": "launchers that first meet must agree on it, and nothing runs yet",
+    "agent/cluster/spare_launcher.py": "part of the greeting",
+    "agent/core/failures.py": "a date in torch's error file",
+    "agent/health/hang_detector.py": "which flight records a hang's report names",
+    "cli/machine_checks.py": "`ttprun doctor` says that the clock is wrong",
+    "cli/run.py": "the name of a run",
+    "cli/status_picture.py": "shown",
+    "device/updates.py": "a device dates its memory errors by it: that clock says whether one came after an update",
+    "observe/events.py": "a date in the log",
+    "observe/history.py": "a date in the history",
+    "observe/status.py": "whether a pid is still that of the agent: the status that is compared is half a second old",
+    "rank/effects/origins.py": "the script's own question, whose answer a replacement gets again",
+    "state/store.py": "a date in the manifest: checkpoints are in order by their numbers",
+    "web/app.py": "shown",
+}
+
+
+def test_the_wall_clock_is_read_only_where_a_jump_does_no_harm() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in CLOCKS
+    }
+
+    assert found == {*ALLOWED}

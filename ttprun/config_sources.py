@@ -1,0 +1,180 @@
+"""Where the configuration comes from: files, TTPRUN_* variables and options, in rising precedence.
+
+A key that several sources set has the value of the last one; only `launch` is merged, option by option. Each source is
+checked by itself, so that an error can name the file, variable or option at fault. Begin with `resolve`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ttprun.config import Config, LaunchValue
+from ttprun.errors import ConfigError, suggestion
+from ttprun.mindio import variables
+from ttprun.yaml_files import read_yaml, validated
+
+VARIABLE_PREFIX = "TTPRUN_"
+# Marks that the agent puts on processes of its own: no settings, but inherited by a ttprun that one of them starts.
+_AGENT_MARKS = ("TTPRUN_CHANNEL_FD", "TTPRUN_AGENT_PID")
+# No str of a variable or an option can hold a mapping.
+FILE_ONLY = ("device_errors", "launch")
+# Lists of words, written with commas in between.
+_AT_COMMAS = ("rungs", "on_event_kinds")
+# Keys that people write among ours, and that belong under `launch`.
+OF_TORCHRUN = (
+    "duplicate_stderr_filters duplicate_stdout_filters event_log_handler local_addr local_ranks_filter log_dir "
+    "log_line_prefix_template logs_specs master_addr master_port max_restarts module monitor_interval nnodes "
+    "no_python node_rank nproc_per_node numa_binding print_completion rdzv_backend rdzv_conf rdzv_endpoint rdzv_id "
+    "redirects role run_path shutdown_timeout signals_to_handle standalone start_method tee virtual_local_rank"
+)
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """One place that sets some keys.
+
+    kind    says how a key is spelt there
+    name    the file's name; not used for the others
+    values  key -> value as found: typed from a file, str from variables and options
+    """
+
+    kind: Literal["file", "variable", "option"]
+    name: str
+    values: Mapping[str, object]
+
+    def spelling(self, key: str) -> str:
+        """How `key` is written in this kind of source."""
+        if self.kind == "file":
+            return key
+        return VARIABLE_PREFIX + key.upper() if self.kind == "variable" else option_name(key)
+
+    def where(self, key: str) -> str:
+        """Where the user finds `key`."""
+        return f"{self.name}: {key}" if self.kind == "file" else self.spelling(key)
+
+
+def option_name(key: str) -> str:
+    """The command line option that sets `key`; a repeatable option names one item."""
+    return "--fault" if key == "faults" else "--" + key.replace("_", "-")
+
+
+def resolve(files: Sequence[ConfigSource], environment: Mapping[str, str], options: Mapping[str, object]) -> Config:
+    """Merge all sources, the later the stronger: built-in defaults, `files` in order, TTPRUN_* variables, options.
+
+    environment   all variables; only TTPRUN_* and MindIO's are read
+    options       key of Config -> value as given on the command line
+
+    With `mindio`, MindIO's own variables come after all others.
+
+    Raises ConfigError, one line, for an unknown key, a wrong type or a value out of range.
+    """
+    merged: dict[str, object] = {}
+    launch: dict[str, LaunchValue] = {}
+    given = {key: _split(key, value) if key in _AT_COMMAS else value for key, value in options.items()}
+    for source in (*files, _variables(environment), ConfigSource("option", "", given)):
+        checked = _check(source)
+        launch |= checked.launch
+        merged |= {key: getattr(checked, key) for key in checked.model_fields_set}
+    config = Config.model_validate(merged | {"launch": launch})
+    if config.mindio:
+        limits = {key: limit for key, limit in variables.limits(environment).items() if key not in merged}
+        config = config.model_copy(update=limits)
+    if config.faults and not config.allow_faults:
+        raise ConfigError(f"fault '{config.faults[0]}' is not allowed in this run", "add --allow-faults")
+    return config
+
+
+def read_config_file(name: str) -> ConfigSource:
+    """Read a configuration file, or the built-in preset of that name if there is no such file.
+
+    A file with a top-level `ttprun:` mapping is somebody else's configuration with ours inside: only that part is read.
+
+    Raises ConfigError if it cannot be read, or is no mapping.
+    """
+    path = Path(name)
+    if not path.exists() or path.is_dir():
+        path = preset(name)
+    content = read_yaml(path, f"--config: '{name}'")
+    section = ttprun_section(content)
+    values = section if section is not None else content
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config: '{name}' is not a mapping", "write one 'key: value' a line")
+    return ConfigSource("file", name, {str(key): value for key, value in values.items()})
+
+
+def preset(name: str) -> Path:
+    """The file of a built-in preset. Raises ConfigError if there is none of that name."""
+    known = {path.stem: path for path in _presets()}
+    if name not in known:
+        otherwise = "give a file, or one of the presets " + ", ".join(known)
+        raise ConfigError(f"--config: there is no file '{name}'", suggestion(name, known, otherwise))
+    return known[name]
+
+
+def ttprun_section(content: object) -> dict[object, object] | None:
+    """The `ttprun:` mapping of a parsed file that is not ours alone, None if it has none."""
+    section = content.get("ttprun") if isinstance(content, dict) else None
+    return section if isinstance(section, dict) else None
+
+
+def _variables(environment: Mapping[str, str]) -> ConfigSource:
+    """The TTPRUN_* variables; an empty one counts as not set. Lists are split: paths at colons, others at spaces."""
+    values: dict[str, object] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(VARIABLE_PREFIX) or variable in _AGENT_MARKS or not text:
+            continue
+        key = variable.removeprefix(VARIABLE_PREFIX).lower()
+        if key == "launch":
+            raise ConfigError(
+                f"{variable} is not a variable of ttprun", "set torchrun's own, such as PET_NPROC_PER_NODE"
+            )
+        if key in FILE_ONLY:
+            raise ConfigError(
+                f"{variable} is not a variable of ttprun", f"write {key} in a file, and name it with --config"
+            )
+        values[key] = _split(key, text)
+    return ConfigSource("variable", "", values)
+
+
+def _split(key: str, text: Any) -> object:
+    """The items of a key that is a list, from the one str of a variable or an option."""
+    match key:
+        case "faults" | "follow":
+            return text.split()
+        case "retry_on":
+            return [text]
+        case "user_paths":
+            return text.split(os.pathsep)
+        case _ if key in _AT_COMMAS:
+            return [word.strip() for word in text.split(",") if word.strip()]
+    return text
+
+
+def _check(source: ConfigSource) -> Config:
+    """Validate one source by itself, so that what is wrong can be attributed to it."""
+    for key in source.values:
+        if key not in Config.model_fields:
+            is_file = source.kind == "file"
+            known = [source.spelling(name) for name in Config.model_fields if is_file or name not in FILE_ONLY]
+            otherwise = "'ttprun --help' lists all"
+            if is_file and key.replace("-", "_") in OF_TORCHRUN.split():
+                otherwise = f"it is an option of torchrun's; write it under 'launch:', as launch: {{{key}: ...}}"
+            cure = suggestion(source.spelling(key), known, otherwise)
+            raise ConfigError(f"{source.where(key)}: unknown", cure)
+    # A file has types, so "2" is not 2 there; variables and options are str.
+    return validated(Config, source.values, source.where, is_strict=source.kind == "file")
+
+
+def _presets() -> Iterable[Path]:
+    """Files of the built-in presets: in an installed package beside this module, in a checkout one level up."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "configs", here.parent / "configs"):
+        if folder.is_dir():
+            return sorted(folder.glob("*.yaml"))
+    return []

@@ -1,0 +1,79 @@
+"""Which old rank a new one continues: the one that was like it when both had set themselves up.
+
+Random generators that differ between the ranks (seeded with the data-parallel rank, say) show at the first step which
+ranks train on the same data. Ranks of one tensor-parallel group do, so in another layout they must continue ranks that
+did so, too. Begin with `closest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from ttprun.elastic_resume.outcome import state_of
+from ttprun.rank.process.random_state import RngState
+from ttprun.rank.records.boundary_record import Record
+from ttprun.rank.records.nodes import NumpyRandomNode, RandomNode
+from ttprun.rank.values import Tree
+
+MOST = 64  # old ranks that are looked at
+
+
+@dataclass(frozen=True)
+class OldRank:
+    """Two records of a rank of the old run: of its first step, and of its last one."""
+
+    first: Record
+    last: Record
+
+
+@dataclass(frozen=True)
+class Closest:
+    """What was found out.
+
+    rank     the old rank; None: none was like this one, or all were
+    is_new   none was, and some old ranks were like each other: what this one would go on with, another rank has, too
+    """
+
+    rank: int | None
+    is_new: bool
+
+
+def closest(old: Sequence[OldRank], mine: Tree, rng: RngState, default: int) -> Closest:
+    """Compare the random generators of the first records with this rank's after its set-up: those that training uses.
+
+    mine      its record of the same place in the script
+    rng       the states of its global generators there
+    default   the rank that is taken among equals
+    """
+    firsts = [_generators(Tree(*one.first), one.first.fields.rng) for one in old]
+    lasts = [_generators(Tree(*one.last), one.last.fields.rng) for one in old]
+    here = _generators(mine, rng)
+    telling = [
+        place
+        for place in firsts[0]
+        if any(first.get(place) != firsts[0][place] for first in firsts)
+        and any(first.get(place) != last.get(place) for first, last in zip(firsts, lasts, strict=True))
+    ]
+    # The others were not seeded, or are seeded with what no old rank was seeded with.
+    known = [place for place in telling if any(first.get(place) == here.get(place) for first in firsts)]
+    like_mine = [
+        number for number, first in enumerate(firsts) if all(first.get(place) == here.get(place) for place in known)
+    ]
+    if known and like_mine:
+        return Closest(default if default in like_mine else like_mine[0], is_new=False)
+    are_shared = any(one.get(place) == other.get(place) for place in telling for one, other in combinations(firsts, 2))
+    return Closest(None, is_new=are_shared)
+
+
+def _generators(tree: Tree, rng: RngState) -> dict[Any, Any]:
+    """The states of the global random generators, and of those in variables: by scope and name."""
+    found: dict[Any, Any] = dict(rng)
+    for which, scope in (*enumerate(tree.variables), *tree.modules.items()):
+        for name, node in scope.items():
+            generator = tree.resolve(node)
+            if isinstance(generator, RandomNode | NumpyRandomNode):
+                found[which, name] = state_of(generator)
+    return found

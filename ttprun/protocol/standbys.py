@@ -1,0 +1,128 @@
+"""Messages of standbys, and for them; what ranks report for their sake; and the plan of what one imports beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+# What ranks and standbys report.
+
+
+@dataclass(frozen=True)
+class ModulesOfTorch:
+    """What a standby should import of torch, after the first step of the node's first rank.
+
+    modules  names, in the order of their imports
+    files    of the user, to be compiled
+    """
+
+    modules: list[str]
+    files: list[str]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The other modules that a rank has imported by its first step.
+
+    modules    (name, file, changes of the environment before its import) each; the file is "" for what a standby must
+               not import; None deletes a variable
+    directory  in which the script runs
+    """
+
+    modules: list[tuple[str, str, dict[str, str | None]]]
+    directory: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A standby has imported its modules.
+
+    is_copyable  it can be forked: one thread, no device in use
+    refused      modules that it should not have imported, and why
+    """
+
+    is_copyable: bool
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SetUpDone:
+    """A standby has run the set-up of a rank that lives.
+
+    why_not   it cannot replace that rank, for this reason, and ends; "": it waits
+    took_s    seconds
+    """
+
+    why_not: str
+    took_s: float
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A standby has forked a copy, with this pid."""
+
+    pid: int
+
+
+# What standbys are sent.
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Import these modules, and compile these files of the user; the answer is `Ready`."""
+
+    modules: list[str]
+    files: list[str]
+
+
+@dataclass(frozen=True)
+class Preload:
+    """Import the plan in the first attached descriptor, and note in the second what runs; then `Ready`.
+
+    follow   names of modules whose loops are followed
+    loops    files of such modules
+    """
+
+    follow: list[str] = field(default_factory=list)
+    loops: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Fork a copy that listens on the attached descriptor; the answer is `Copied`."""
+
+
+Report = ModulesOfTorch | Imported | Ready | SetUpDone | Copied
+Order = WarmUp | Preload | Copy
+
+
+@dataclass(frozen=True)
+class PreloadPlan:
+    """What a standby is to import beforehand: it is sent in a memory file, see `Preload`.
+
+    modules    name, file ("": not to be imported) and changes of the environment before it, in the leader's order
+    own        variables that differ between ranks
+    given      those of them that no rank's script has changed
+    arguments  of the script: sys.argv meanwhile
+    left_out   modules that an earlier round has refused
+    """
+
+    modules: tuple[tuple[str, str, dict[str, str | None]], ...]
+    own: tuple[str, ...]
+    arguments: list[str]
+    given: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many modules are to be imported."""
+        return sum(bool(file) for _, file, _ in self.modules)
+
+    def without(self, refused: dict[str, str]) -> PreloadPlan:
+        """The same without some modules, and without what lies inside of them."""
+
+        def is_refused(name: str) -> bool:
+            parts = name.split(".")
+            return any(".".join(parts[:length]) in refused for length in range(1, len(parts) + 1))
+
+        left = tuple((name, "" if is_refused(name) else file, changes) for name, file, changes in self.modules)
+        return replace(self, modules=left, left_out=tuple(sorted(refused)))

@@ -1,0 +1,323 @@
+"""Everything that ttprun changes in the user's process: one table, printed by `ttprun explain`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ttprun.device.cuda import NCCL_VARIABLES
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change.
+
+    module, attribute  what is changed ("a.b" for a class's method)
+    ours               "module:function" in ttprun.rank; given the original, it returns the replacement
+    why                one phrase
+    where              "script"  once the script has imported torch
+                       "replay"  the same, only before a replay
+                       "early"   before the script starts
+                       "first"   the same, and with --mindio too
+                       "mindio"  only where a framework recovers by callbacks (--mindio) and no script is replayed
+                       "always"  as "script", and with --mindio too
+    """
+
+    module: str
+    attribute: str
+    ours: str
+    why: str
+    where: Literal["script", "replay", "early", "first", "mindio", "always"] = "script"
+
+
+_C10D = "torch.distributed.distributed_c10d"
+_LOADER = "torch.utils.data.dataloader"
+_CLOCKS = {
+    "time": "wrap_time",
+    "time_ns": "wrap_time_ns",
+    "localtime": "wrap_of_seconds",
+    "gmtime": "wrap_of_seconds",
+    "ctime": "wrap_of_seconds",
+    "strftime": "wrap_strftime",
+    "asctime": "wrap_asctime",
+}
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        _C10D,
+        "init_process_group",
+        "comm.groups:wrap_init_process_group",
+        "to give the script a process group whose connection can be replaced",
+        "always",
+    ),
+    Patch(_C10D, "new_group", "comm.groups:wrap_new_group", "the same for further groups", "always"),
+    Patch(
+        _C10D, "destroy_process_group", "comm.groups:wrap_destroy_process_group", "to forget that group too", "always"
+    ),
+    Patch(
+        _C10D,
+        "batch_isend_irecv",
+        "comm.batches:wrap_batch_isend_irecv",
+        "over a device's backend, to start the batch together, as torch does for groups of its own only",
+    ),
+    Patch(
+        "torch.cuda.graphs",
+        "CUDAGraph.capture_begin",
+        "comm.captures:wrap_capture_begin",
+        "to know that the script captures its work in graphs: no rank is replaced from then on",
+    ),
+    Patch(
+        "torch.autograd",
+        "backward",
+        "checks.proof:wrap_backward",
+        "to compare a replacement's loss and gradients with those of the lost rank",
+    ),
+    Patch(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel.__init__",
+        "weights.optimizer_registry:wrap_ddp_init",
+        "to give a replacement the same order of gradient buckets",
+    ),
+    Patch(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._get_ddp_logging_data",
+        "comm.groups:wrap_ddp_logging_data",
+        "to name the script's backend there, not our own",
+        "always",
+    ),
+    Patch(
+        "torch._jit_internal",
+        "_extract_tensors",
+        "comm.work:wrap_extract_tensors",
+        "to let DDP read results from our futures without pickling them",
+    ),
+    Patch(
+        "torch.distributed.algorithms.join",
+        "Join.__enter__",
+        "step.step_hooks:wrap_join",
+        "to know that ranks will take different numbers of steps: none is replaced from then on",
+    ),
+    Patch(
+        "torch.autograd.graph",
+        "saved_tensors_hooks.__enter__",
+        "values.histories:wrap_saved_tensors_hooks",
+        "before torch 2.13, to leave alone what the script packs itself when a tensor's history is looked at",
+    ),
+    Patch(
+        "torch.optim.optimizer",
+        "Optimizer.__init__",
+        "weights.optimizer_registry:wrap_optimizer_init",
+        "to know what the optimizers update; a global hook marks each step",
+        "always",
+    ),
+    Patch(
+        "torch.optim.optimizer",
+        "Optimizer.add_param_group",
+        "weights.optimizer_registry:wrap_add_param_group",
+        "to report parameters that are added during the training, which a replay would lack",
+    ),
+    Patch(_LOADER, "DataLoader.__init__", "data.loaders:wrap_init", "to name a loader by its place in the script"),
+    Patch(_LOADER, "DataLoader.__iter__", "data.loaders:wrap_iter", "to record the positions of its iterators"),
+    Patch(
+        _LOADER,
+        "_BaseDataLoaderIter.__next__",
+        "data.loaders:wrap_next",
+        "to know the newest batch, and when an iterator has ended",
+    ),
+    Patch(
+        _LOADER,
+        "_BaseDataLoaderIter.__next__",
+        "data.loaders:wrap_next_in_replay",
+        "in a replay, to return placeholders for batches that were used",
+        "replay",
+    ),
+    Patch(
+        _LOADER, "_BaseDataLoaderIter._reset", "data.loaders:wrap_reset", "to know when a persistent iterator restarts"
+    ),
+    Patch(
+        _LOADER,
+        "_BaseDataLoaderIter._next_index",
+        "data.loaders:wrap_next_index",
+        "in a replay, to skip batches that were used",
+        "replay",
+    ),
+    Patch(
+        "torch.utils.data._utils.worker",
+        "_worker_loop",
+        "data.workers:wrap_worker_loop",
+        "to keep the random states of DataLoader workers",
+    ),
+    Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler._maybe_opt_step",
+        "replay.loss_scaling:wrap_maybe_opt_step",
+        "to keep what a step that is left out has reduced; in a replay, to leave out the lost rank's, and no others",
+    ),
+    Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler.step",
+        "replay.loss_scaling:wrap_step",
+        "in a replay, to know which scaler takes a step",
+        "replay",
+    ),
+    Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler.update",
+        "replay.loss_scaling:wrap_update",
+        "in a replay, to do nothing after a loop of steps that was skipped",
+        "replay",
+    ),
+    Patch("torch.serialization", "save", "effects.files:wrap_save", "in a replay, to save nothing"),
+    Patch("safetensors", "serialize_file", "effects.files:wrap_save", "the same"),
+    Patch(
+        "atexit",
+        "register",
+        "bootstrap.reset:wrap_register",
+        "to unregister the script's functions before it is run again",
+    ),
+    Patch(
+        _C10D,
+        "_process_group_name",
+        "bootstrap.framework_hooks:wrap_process_group_name",
+        "with --mindio only, to give a group made during a repair the same name in all ranks",
+        "mindio",
+    ),
+    Patch(
+        "torch.utils.data._utils.signal_handling",
+        "_error_if_any_worker_fails",
+        "process.held_signals:wrap_error_if_any_worker_fails",
+        "to finish saving when a DataLoader worker dies of a signal sent to the whole job",
+    ),
+    Patch(
+        "signal",
+        "signal",
+        "process.held_signals:wrap_signal",
+        "no handler runs inside our code, but at its end; and a rank that gets SIGTERM or SIGUSR1 with the launcher "
+        "lives until the state is saved: the script sees the default handler",
+        "first",
+    ),
+    Patch("signal", "getsignal", "process.held_signals:wrap_getsignal", "the same", "first"),
+    *(
+        Patch(
+            "time",
+            name,
+            f"effects.origins:{ours}",
+            "up to the first step, to give a replacement's setup the same time, so that it names the same folders",
+            "early",
+        )
+        for name, ours in _CLOCKS.items()
+    ),
+    Patch(
+        "os",
+        "getpid",
+        "effects.origins:wrap_getpid",
+        "the same for the names of TensorBoard's files; other callers get the real pid",
+        "early",
+    ),
+    Patch(
+        "os",
+        "urandom",
+        "effects.os_entropy:wrap_urandom",
+        "the same for uuids; and to notice randomness that cannot be replayed",
+        "early",
+    ),
+    Patch("random", "_urandom", "effects.os_entropy:wrap_urandom", "the same for random.SystemRandom", "early"),
+    Patch("queue", "Queue.get", "values.streams:wrap_get", "to distinguish a log's queue from a queue of data"),
+    Patch("queue", "Queue.put", "values.streams:wrap_put", "the same"),
+    Patch("builtins", "open", "effects.files:wrap_open", "to know the positions in the files that the script writes"),
+    Patch("io", "open", "effects.files:wrap_open", "the same for pathlib"),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change other than a replaced attribute; for `ttprun explain`."""
+
+    module: str
+    attribute: str
+    why: str
+
+
+ALSO: tuple[Change, ...] = (
+    Change("datetime", "datetime.now, utcnow", "as time.time; restored at the first step"),
+    Change(
+        "tensorboard", "EventFileWriter.add_event", "each event is counted, to write it once, to the lost rank's file"
+    ),
+    Change("lightning", "CSVLogger's _ExperimentWriter.save", "rows are counted, to write each once"),
+    Change("lightning", "TorchCheckpointIO.save_checkpoint, remove_checkpoint", "in a replay, to do nothing"),
+    Change(
+        "lightning",
+        "_EvaluationLoop.run, teardown",
+        "when it is over, its iterators are dropped at once rather than by the next one, which a replay may not reach",
+    ),
+    Change("torch.optim", "global step hooks", "to write a record before each optimizer step, and to commit it"),
+    Change(
+        "torch.nn",
+        "global forward hook",
+        "in a run resumed with other ranks or arguments, up to its first step: to note what the setup has left",
+    ),
+    Change("torch._dynamo", "trace_rules", "torch.compile does not trace our functions; only if the script uses it"),
+    Change("sys", "stdout, stderr", "lines are counted, to print each once"),
+    Change(
+        "sys",
+        "excepthook",
+        "to report to the agent that the script itself has failed, or to run it again; and to write the traceback of a "
+        "Ctrl-C at the launcher to a file rather than to the terminal",
+    ),
+    Change(
+        "atexit",
+        "a handler",
+        "after all of the script's: the threads of its process groups end before the interpreter does; otherwise they "
+        "sometimes abort it",
+    ),
+    Change(
+        "sys",
+        "meta_path, path_hooks",
+        "the user's modules are compiled with their for loops followed, by functions in builtins (__ttprun_loop__ ...)",
+    ),
+    Change(
+        "numpy, torch",
+        "memory of large arrays and tensors",
+        "where the kernel supports it (userfaultfd), it reports writes to those in the script's variables: the first "
+        "write to a page after a step takes a microsecond longer",
+    ),
+    Change(
+        "str, bytes",
+        "hashes",
+        "the hash seed is the same in all ranks, unless PYTHONHASHSEED gives one: a replacement iterates over a set of "
+        "str in the lost rank's order",
+    ),
+    Change(
+        "os",
+        "environ",
+        f"{', '.join(f'{name}={value}' for name, value in NCCL_VARIABLES.items())}, while NCCL makes a communicator: "
+        "otherwise torch ends the ranks that a recovery needs when an operation fails",
+    ),
+    Change("gc", "freeze", "in a replacement: torch's own objects are left out of collections, to share their memory"),
+    Change(
+        "os",
+        "environ",
+        "_TTPRUN_AGENT_PID: a rank started by a wrapper of yours finds its launcher; _TTPRUN_RUN_DIR: what is left of "
+        "a job is found and ended. Others are gone before the script starts",
+    ),
+    Change(
+        "threading",
+        "four threads",
+        "ttprun-heartbeat: whether the main thread runs or hangs; ttprun-channel: the launcher's messages; "
+        "ttprun-recovery: repairs; ttprun-signals: signals to the whole job",
+    ),
+    Change(
+        "resource", "RLIMIT_NOFILE", "during a repair the soft limit is the hard one: it needs some files of its own"
+    ),
+    Change("faulthandler", "enable, register", "to get the Python stack of a rank that hangs or crashes"),
+    Change(
+        "os",
+        "fork",
+        "a child forked by the main thread (a DataLoader worker) ends with its rank, and does not collect its garbage",
+    ),
+    Change(
+        "os, shutil",
+        "stat, access, listdir, scandir, mkdir, open, remove, rename, rmtree, ...",
+        "what the user's own code is answered is kept, to answer a replacement alike; in a replay its changes of files "
+        "are skipped",
+    ),
+)

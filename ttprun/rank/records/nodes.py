@@ -1,0 +1,405 @@
+"""The nodes of a record: one type for each kind of value of the script, and what each part of it holds.
+
+A number, str, bool or None is its own node. Objects that can be shared or changed have a number; where one is met
+again, there is a `ReferenceNode`. Nodes are packed as lists that begin with a tag. The annotations say which parts are
+nodes themselves (`PARTS`): who walks over a record, compares two or merges them asks there. Begin with `ListNode`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NewType, TypeAlias, Union
+
+import msgspec
+
+
+class AnyNode(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What all nodes but the scalars are."""
+
+
+Number = NewType("Number", int)  # of an object
+Nodes: TypeAlias = "list[Node]"
+Items: TypeAlias = "list[Node] | bytes"  # bytes: packed, see values/long_items.py
+Unordered: TypeAlias = "list[Node]"
+Named: TypeAlias = "dict[str, Node]"
+Groups: TypeAlias = "list[dict[str, Node]]"
+
+
+class Part(enum.Enum):
+    """The kind of content of a node's part."""
+
+    NUMBER = "Number"
+    NODE = "Node"
+    NODES = "Nodes"
+    ITEMS = "Items"
+    UNORDERED = "Unordered"
+    NAMED = "Named"
+    GROUPS = "Groups"
+
+
+# What is not recorded.
+
+
+class SameNode(AnyNode, frozen=True, gc=False, tag="="):
+    """Reproduced by the replay and compared; `what` else must be equal beside the type."""
+
+    kind: str
+    what: str
+
+
+class NotProvedNode(AnyNode, frozen=True, gc=False, tag="?"):
+    """Can change, and is not recorded."""
+
+    kind: str
+    why: str
+
+
+class EffectNode(AnyNode, frozen=True, gc=False, tag="~"):
+    """Only has effects outside; compared by type."""
+
+    kind: str
+
+
+class RefusedNode(AnyNode, frozen=True, gc=False, tag="!"):
+    """Cannot be recorded."""
+
+    why: str = ""
+
+
+class ClosedNode(AnyNode, frozen=True, gc=False, tag="c"):
+    """A file that is closed."""
+
+    kind: str
+
+
+class ActivationNode(AnyNode, frozen=True, gc=False, tag="A"):
+    """A large tensor that depends on the weights."""
+
+    shape: list[int]
+
+
+class DataNode(AnyNode, frozen=True, gc=False, tag="D"):
+    """A large tensor or array that the replay reproduces. A dtype of numpy begins with its byte order or a bracket."""
+
+    dtype: str
+    shape: list[int]
+    digest: bytes
+
+
+class LongNode(AnyNode, frozen=True, gc=False, tag="L"):
+    """A container too long to record; `first` is the number of the first object in it."""
+
+    kind: str
+    length: int
+    digest: str
+    first: Number
+
+
+class ReferenceNode(AnyNode, frozen=True, gc=False, tag="r"):
+    """An object seen before."""
+
+    number: int
+
+
+class IdNode(AnyNode, frozen=True, gc=False, tag="#"):
+    """The id of an object, as a key of a dict or in a set: another number in each process."""
+
+    referent: Node
+
+
+class PlainNode(AnyNode, frozen=True, gc=False, tag="p"):
+    """An immutable value; its parts are scalars, bytes, or such nodes again: see values/plain.py."""
+
+    kind: str
+    parts: list[Any]
+
+
+class FixedNode(AnyNode, frozen=True, gc=False, tag="."):
+    """The packed nodes of a scope that are the same at each boundary."""
+
+    packed: bytes
+
+
+class ValueObjectNode(AnyNode, frozen=True, gc=False, tag="v"):
+    """A frozen dataclass."""
+
+    kind: str
+    attributes: Named
+
+
+class MethodNode(AnyNode, frozen=True, gc=False, tag="M"):
+    """A bound method."""
+
+    owner: Node
+    name: str
+
+
+class WeakNode(AnyNode, frozen=True, gc=False, tag="W"):
+    """weakref.ref; None if what it refers to is gone."""
+
+    referent: Node
+
+
+# Containers. `kind` and `attributes` are those of a subclass.
+
+
+class ListNode(AnyNode, frozen=True, gc=False, tag="l"):
+    """list."""
+
+    number: Number
+    items: Items
+    kind: str | None = None
+    attributes: Named = {}
+
+
+class TupleNode(AnyNode, frozen=True, gc=False, tag="t"):
+    """tuple."""
+
+    items: Nodes
+    kind: str | None = None
+    attributes: Named = {}
+
+
+class SetNode(AnyNode, frozen=True, gc=False, tag="s"):
+    """set."""
+
+    number: Number
+    items: Unordered
+    kind: str | None = None
+    attributes: Named = {}
+
+
+class FrozensetNode(AnyNode, frozen=True, gc=False, tag="f"):
+    """frozenset."""
+
+    items: Unordered
+    kind: str | None = None
+    attributes: Named = {}
+
+
+class DequeNode(AnyNode, frozen=True, gc=False, tag="q"):
+    """collections.deque."""
+
+    number: Number
+    items: Items
+    kind: str
+    attributes: Named
+    max_length: int | None
+
+
+class DictNode(AnyNode, frozen=True, gc=False, tag="d"):
+    """dict: keys and values, in order."""
+
+    number: Number
+    keys: Items
+    values: Items
+    kind: str | None = None
+    attributes: Named = {}
+
+
+class BytesNode(AnyNode, frozen=True, gc=False, tag="b"):
+    """bytearray, and array.array with its type code."""
+
+    number: Number
+    code: str
+    content: bytes
+
+
+class BufferNode(AnyNode, frozen=True, gc=False, tag="B"):
+    """io.StringIO and io.BytesIO: what they hold, a str or bytes."""
+
+    number: Number
+    content: Any
+    position: int
+
+
+class ObjectNode(AnyNode, frozen=True, gc=False, tag="o"):
+    """An object, by its attributes."""
+
+    number: Number
+    kind: str
+    attributes: Named
+
+
+class StateNode(AnyNode, frozen=True, gc=False, tag="S"):
+    """An object's packed state from an adapter: see values/adapters.py."""
+
+    number: Number
+    kind: str
+    state: bytes
+    attributes: Named
+
+
+class ClassNode(AnyNode, frozen=True, gc=False, tag="C"):
+    """A class of the user's."""
+
+    number: Number
+    name: str
+    attributes: Named
+
+
+class FunctionNode(AnyNode, frozen=True, gc=False, tag="F"):
+    """A function with state: its free variables, attributes and default values."""
+
+    number: Number
+    where: str
+    cells: Named
+    attributes: Named
+    defaults: Nodes
+
+
+class PartialNode(AnyNode, frozen=True, gc=False, tag="P"):
+    """functools.partial."""
+
+    number: Number
+    function: Node
+    arguments: Node
+    keywords: Node
+
+
+class FileNode(AnyNode, frozen=True, gc=False, tag="R"):
+    """A file that is read, or one in memory."""
+
+    number: Number
+    kind: str
+    position: Any  # an int; that of a text file may have more than 64 bits
+
+
+class IteratorNode(AnyNode, frozen=True, gc=False, tag="i"):
+    """One of Python's own: the type called with the arguments, and set to the state, gives it."""
+
+    number: Number
+    kind: str
+    arguments: Nodes
+    state: Node
+
+
+class SuspendedNode(AnyNode, frozen=True, gc=False, tag="G"):
+    """A generator: its instruction and the positions of its loops, its variables, what it yields from."""
+
+    number: Number
+    where: str
+    place: list[int]
+    variables: Named
+    inner: Node
+
+
+class RandomNode(AnyNode, frozen=True, gc=False, tag="g"):
+    """torch's or Python's random generator: the state is in our form of it."""
+
+    number: Number
+    kind: str
+    state: Any
+
+
+class NumpyRandomNode(AnyNode, frozen=True, gc=False, tag="h"):
+    """numpy's random generator."""
+
+    number: Number
+    state: Node
+
+
+# Tensors and what holds them.
+
+
+class TensorNode(AnyNode, frozen=True, gc=False, tag="T"):
+    """A small tensor: see values/tensors.py."""
+
+    number: Number
+    dtype: str
+    shape: list[int]
+    layout: Any  # [stride, offset, bytes of the storage], None: all of its storage, False: a small part of a large one
+    contents: bytes | list[int] | int  # or [index of a blob], or the number of the tensor that came with the storage
+    flags: int
+    device: str
+    place: list[Any] | None = None
+    gradient: bytes | bool | None = None  # of a leaf; False: it has another form
+
+
+class WeightNode(AnyNode, frozen=True, gc=False, tag="w"):
+    """What an optimizer updates."""
+
+    index: int
+    dtype: str
+    shape: list[int]
+    stride: list[int]
+    offset: int | None
+    is_itself: bool
+    is_computed: bool
+
+
+class ChangedDataNode(AnyNode, frozen=True, gc=False, tag="E"):
+    """A large tensor or array that was changed since the boundary before: see values/large_data.py."""
+
+    number: Number
+    dtype: str
+    shape: list[int]
+    blob: int
+    first: Number
+
+
+class ShardedNode(AnyNode, frozen=True, gc=False, tag="x"):
+    """A tensor that is sharded over the ranks: see values/shards.py."""
+
+    number: Number
+    local: Node
+    layout: list[Any]
+    is_computed: bool
+
+
+class ArrayNode(AnyNode, frozen=True, gc=False, tag="n"):
+    """A small numpy array: see values/arrays.py."""
+
+    number: Number
+    dtype: str
+    shape: list[int]
+    content: bytes
+    order: str
+    base: Node
+    place: list[Any] | None
+
+
+class ObjectArrayNode(AnyNode, frozen=True, gc=False, tag="a"):
+    """A numpy array of objects."""
+
+    number: Number
+    shape: list[int]
+    items: Nodes
+
+
+class ModuleNode(AnyNode, frozen=True, gc=False, tag="m"):
+    """A module with all its parts: see values/modules.py."""
+
+    number: Number
+    kind: str
+    description: bytes  # a packed ModuleDescription
+    attributes: dict[str, Named]  # those that move, by the path of the part
+    first_blob: int
+
+
+class WrapperNode(AnyNode, frozen=True, gc=False, tag="X"):
+    """A module that wraps another one for the time of the run, with `training` and what else it holds."""
+
+    number: Number
+    kind: str
+    training: bool
+    own: dict[str, Node]  # the replay's
+    wrapped: Node
+
+
+class OptimizerNode(AnyNode, frozen=True, gc=False, tag="O"):
+    """Hyper-parameters of each group, and attributes."""
+
+    number: Number
+    kind: str
+    groups: Groups
+    attributes: Named
+
+
+# msgspec allows one type like a str in a union: bytes are a `PlainNode`.
+Node: TypeAlias = Union[(bool, int, float, str, *AnyNode.__subclasses__(), None)]  # type: ignore[valid-type]
+_PARTS = {part.value: part for part in Part}
+PARTS: dict[type[AnyNode], dict[str, Part]] = {
+    kind: {name: _PARTS[what] for name, what in kind.__annotations__.items() if what in _PARTS}
+    for kind in AnyNode.__subclasses__()
+}
