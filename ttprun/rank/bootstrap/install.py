@@ -29,6 +29,7 @@ from ttprun.protocol.channel import Channel
 from ttprun.rank import signal_handlers
 from ttprun.rank.bootstrap import patches, unhooked
 from ttprun.rank.bootstrap.presence import Presence, diagnose
+from ttprun.rank.data.lost_worker import lost_worker
 from ttprun.rank.effects import file_answers, file_system, origins
 from ttprun.rank.fail_open import session_now
 from ttprun.rank.position import ast_transform
@@ -181,7 +182,8 @@ def report_before(previous: Any) -> Any:
         is_early = (found is None or found.applied == 0) and not presence.welcome.options.prints_traceback
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
         missed = found.mode.difference if found is not None else ""
-        why = f"{in_one_line(error)}; the replay did not reach its boundary: {missed}" if missed else in_one_line(error)
+        why = "; ".join(filter(None, (in_one_line(error), lost_worker(error))))
+        why = f"{why}; the replay did not reach its boundary: {missed}" if missed else why
         presence.channel.send(from_rank.ScriptError(why, text if is_early else "", text, diagnosis.name))
         if diagnosis.rung == "restart" and found is not None:
             found.give_up_protection(f"{diagnosis.name}: the other ranks' state may be wrong too")
