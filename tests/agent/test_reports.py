@@ -101,6 +101,8 @@ def reports(node: FakeNode) -> Reports:
     found = part(Reports, node, actuators=node.actuators(), comparisons=comparisons, injections=NoFaults())
     found.begin_group()
     hold(found, node, 1, "aaa")
+    for handler in node.handlers:
+        handler.reported.clear()
     return found
 
 
@@ -114,6 +116,17 @@ def hold(reports: Reports, node: FakeNode, boundary: int, digests: str) -> None:
                 boundary, is_full=boundary == 1, held=held, names={}, shards={}, groups=[], why_not_stored=""
             ),
         )
+
+
+def test_each_rank_is_sent_word_when_all_have_been_compared_in_full(node: FakeNode, reports: Reports) -> None:
+    sent = []
+    for slot in node.slots:
+        held = {"w": ("b", "gradient")}
+        reports.take(slot, from_rank.Held(3, True, held, names={}, shards={}, groups=[], why_not_stored=""))
+        sent.append([len(handler.reported) for handler in node.handlers])
+
+    assert sent == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
+    assert [handler.reported for handler in node.handlers] == [[to_rank.Compared(3)]] * N_RANKS
 
 
 def test_a_diverged_rank_that_stopped_while_a_checkpoint_was_written_is_reported_again_after_the_next_comparison(

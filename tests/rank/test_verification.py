@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -170,6 +171,40 @@ def test_what_is_new_and_what_follows_a_recovery_is_looked_at_in_full_and_the_re
         assert verifier._is_idle.wait(5.0)
 
     assert line.looks() == [(1, True), (2, True), (5, False), (8, True), (9, True), (10, False)]
+
+
+def test_after_a_full_look_the_next_step_waits_until_the_agent_has_compared_all_ranks(line: Line) -> None:
+    """By then a rank knows what it must mirror: its loss in the next step costs nothing."""
+    verifier = Verifier(line.rank, Journal(limit_bytes=1), every=5, nan_limit_s=None)
+    verifier.look(1, OPTIMIZER, None, are_new=True)
+    has_waited = threading.Event()
+    step = threading.Thread(target=lambda: (verifier.await_answer(), has_waited.set()))
+
+    step.start()
+    verifier.note_compared(0)
+    is_early = has_waited.wait(0.1)
+    verifier.note_compared(1)
+    step.join()
+
+    assert not is_early
+    assert has_waited.is_set()
+
+
+def test_a_full_look_that_was_not_answered_in_time_is_the_last_one_that_is_waited_for(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "_ANSWER_LIMIT_S", 0.2)
+    verifier = Verifier(line.rank, Journal(limit_bytes=1), every=5, nan_limit_s=None)
+
+    took_s = []
+    for boundary in (1, 2, 3):
+        verifier.look(boundary, OPTIMIZER, None, are_new=boundary <= 2)
+        began_s = time.monotonic()
+        verifier.await_answer()
+        took_s.append(time.monotonic() - began_s)
+
+    assert took_s[0] >= 0.2
+    assert max(took_s[1:]) < 0.2
 
 
 def test_where_nobody_is_a_replica_of_anybody_nothing_is_looked_at() -> None:

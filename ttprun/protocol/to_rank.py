@@ -153,6 +153,13 @@ class NoneAlike:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """All ranks have been compared in full at this boundary; what follows from it was ordered before."""
+
+    boundary: int
+
+
+@dataclass(frozen=True)
 class LookAt:
     """Report digests of all trained tensors before this boundary."""
 
@@ -309,6 +316,7 @@ OfRecovery = Freeze | Replay | SendState | FetchState | LoadMirror | LoadState |
 OfStandby = standbys.Order | Welcome
 Order = (
     OfRecovery | OfStandby
-    | Heard | EndAsked | InjectedFault | FaultDone | NotAlike | KeepMirror | NoneAlike | LookAt | StopDivergent
+    | Heard | EndAsked | InjectedFault | FaultDone | NotAlike | KeepMirror | NoneAlike | Compared | LookAt
+    | StopDivergent
     | from_rank.Put | from_rank.Unprotected
 )  # fmt: skip

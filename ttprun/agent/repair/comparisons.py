@@ -105,6 +105,9 @@ class Comparisons:
             for rank in (one for one in sorted({*repaired}) if self._looks.replicas.peers(one, everyone)):
                 equal = f"weights, gradients and optimizer state, those of its replicas, at boundary {look.boundary}"
                 self._incidents.note_compared(rank, [equal], [])
+        if look.is_full:
+            for each in self._node.slots:
+                each.send_if_present(to_rank.Compared(look.boundary))
         job = self._node.job
         if look.divergence is not None and (job.incident is None or job.phase is recovery.JobPhase.RESUMING):
             self._answer_divergence(slot, look.divergence)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 PROOF_STEPS = 2  # steps after a recovery, before each of which all ranks report their hashes
 _KILL_LIMIT_S = 60.0
+_ANSWER_LIMIT_S = 2.0  # for the agent to compare all ranks
 
 
 class Verifier:
@@ -60,6 +61,9 @@ class Verifier:
         self._had_nan = False
         self._prove_until = 0
         self._look_at = 0
+        self._asked_at = 0  # boundary of the newest full look, if the agent has not answered it
+        self._is_answered = threading.Event()
+        self._is_answer_awaited = True
         self._is_divergent = False
         self._why_off = ""
         self._rows: list[tuple[str, bool]] = []  # of each copy: key of its parameter, whether it is the gradient
@@ -118,7 +122,24 @@ class Verifier:
         session = current()
         groups = [] if session is None else [group.described() for group in session.groups.values()]
         size = optimizer_registry.weights_bytes()
+        self._is_answered.clear()
+        self._asked_at = boundary
         self._channel.send(from_rank.Held(boundary, True, held, names, shards, groups, why_not_stored, size))
+
+    def note_compared(self, boundary: int) -> None:
+        """The agent has compared what all ranks hold before the step to this boundary."""
+        if boundary == self._asked_at:
+            self._is_answered.set()
+
+    def await_answer(self) -> None:
+        """After the step of a full look: wait until the agent has answered it.
+
+        By its answer a rank mirrors what it alone holds, from that step on. Blocks for _ANSWER_LIMIT_S at most; if no
+        answer came by then (a rank has not taken this step), never again.
+        """
+        if self._asked_at and self._is_answer_awaited:
+            self._is_answer_awaited = self._is_answered.wait(_ANSWER_LIMIT_S)
+        self._asked_at = 0
 
     def prove_from(self, boundary: int) -> None:
         """A recovery ends at this boundary: compare all hashes before each of the next steps.

@@ -124,6 +124,8 @@ class Recovery:
                 session[Journal].may_settle = True
             case to_rank.KeepMirror():
                 session[Mirror].want(message.paths, message.limit_bytes, message.limit_share)
+            case to_rank.Compared(boundary=boundary):
+                session[Verifier].note_compared(boundary)
             case to_rank.LookAt(boundary=boundary):
                 session[Verifier].look_at(boundary)
             case to_rank.StopDivergent():

@@ -221,6 +221,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
         _note_weights(session)
         if session.is_alone():
             session[OwnState].keep(session, _boundary)
+        session[Verifier].await_answer()
         session[Mirror].begin(session, _boundary)
     else:  # there is nothing to read back
         session.row[Field.REHEARSED] = _boundary
