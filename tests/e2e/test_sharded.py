@@ -303,14 +303,12 @@ def test_another_number_of_ranks_goes_on_with_the_very_same_weights_and_trains_o
     step = 6 if old == 4 else 13  # in the second epoch
     first = run_ttprun(FSDP, old, faults=[f"preempt:rank=0,step={step},phase=forward"], **how)
     assert_saved(first, "ended")
-    (saved,) = save_dir.glob("step-*")
-    before = tensors_of(saved)
+    before = tensors_of(Path(first.status["checkpoint"]["path"]))
     boundary = first.status["checkpoint"]["boundary"]
 
     # Behind the checkpoint that it has begun with, it is made to write one at once.
     second = run_ttprun(FSDP, new, faults=[f"preempt:rank=0,step={boundary},phase=backward"], **how)
-    (again,) = save_dir.glob("step-*")
-    after = tensors_of(again)
+    after = tensors_of(Path(second.status["checkpoint"]["path"]))
     third = run_ttprun(FSDP, new, **how)
 
     assert_saved(second, "ended")
