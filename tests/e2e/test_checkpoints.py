@@ -91,8 +91,6 @@ PREEMPTED = [
     (WHILE_TRUE, 2, 10, "after_step"),
     (WHILE_TRUE, 2, 25, "collective"),
     (TRAINER, 2, 17, "forward"),  # it has a snapshot of its own, which it loads when it is run again
-    (TRAINER, 2, 12, "backward"),
-    (TWO_OPTIMIZERS, 2, 9, "forward"),
     (TWO_OPTIMIZERS, 2, 22, "in_step"),
     (PLAIN, 3, 10, "before_step"),
     (PLAIN, 1, 20, "before_step"),

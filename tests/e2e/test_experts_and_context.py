@@ -40,7 +40,6 @@ def groups_of(run: Run) -> dict[str, tuple[int, ...]]:
         slow("kill:rank=0,step=9,phase=forward"),
         slow("kill:rank=1,step=9,phase=in_step"),
         slow("kill:rank=0,step=9,phase=validation"),
-        slow("kill:rank=1,step=9,phase=collective"),
     ],
 )
 @pytest.mark.parametrize("script", [EXPERTS, CONTEXT])

@@ -23,7 +23,6 @@ DIFFUSERS = needs("diffusers", "test-more-frameworks")
     "case",
     [
         slow("--own-loop --save: kill:rank=1,step=13,phase=backward"),
-        slow("--own-loop --save: kill:rank=0,step=10,phase=forward"),
         slow("--save: kill:rank=1,step=13,phase=backward"),
         slow("--save: kill:rank=0,step=8,phase=checkpoint"),
     ],
@@ -39,7 +38,6 @@ def test_a_rank_that_trains_adapters_on_frozen_weights_is_replaced_and_nothing_d
     "case",
     [
         slow("--save: kill:rank=1,step=9,phase=backward"),
-        slow("--save: kill:rank=0,step=7,phase=forward"),
         slow("--ema swa --save: kill:rank=1,step=9,phase=backward"),
         slow("--ema swa --save: kill:rank=0,step=11,phase=checkpoint"),
         pytest.param("--ema diffusers --save: kill:rank=1,step=9,phase=backward", marks=[pytest.mark.slow, DIFFUSERS]),

@@ -16,14 +16,11 @@ SCHEDULES = "pipeline_schedules.py"  # 12 steps
     [
         slow("--how blocking: kill:rank=1,step=9,phase=backward"),
         slow("--how blocking: kill:rank=0,step=5,phase=collective"),
-        slow("--how async: kill:rank=2,step=7,phase=collective"),
         slow("--how async: kill:rank=3,step=4,phase=forward"),
         slow("--how batched: kill:rank=1,step=6,phase=collective"),
         slow("--how batched: kill:rank=0,step=12,phase=in_step"),
         slow("--how sized: kill:rank=3,step=8,phase=collective"),
-        slow("--how sized: kill:rank=0,step=1,phase=forward"),
         slow("--how blocking: kill:rank=2,step=0,phase=forward"),
-        slow("--how async: kill:rank=1,step=15,phase=after_step"),
     ],
 )
 def test_a_rank_of_a_pipeline_is_replaced_from_its_stage_and_nothing_differs(
@@ -36,10 +33,8 @@ def test_a_rank_of_a_pipeline_is_replaced_from_its_stage_and_nothing_differs(
     "case",
     [
         "--schedule 1F1B: kill:rank=1,step=5,phase=collective",
-        slow("--schedule 1F1B: kill:rank=2,step=7,phase=backward"),
         slow("--schedule GPipe: kill:rank=3,step=4,phase=forward"),
         slow("--schedule Interleaved1F1B: kill:rank=0,step=6,phase=collective"),
-        slow("--schedule Interleaved1F1B: kill:rank=3,step=4,phase=forward"),
         slow("--schedule 1F1B --ddp: kill:rank=1,step=6,phase=backward"),
         slow("--schedule 1F1B: kill:rank=0,step=0,phase=forward"),
         slow("--schedule LoopedBFS: kill:rank=2,step=5,phase=backward"),

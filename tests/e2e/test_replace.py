@@ -37,13 +37,10 @@ ONE_KILL = [
     (EPOCHS, 3, 2, 30, "in_step"),
     (EPOCHS, 3, 1, 14, "validation"),
     (EPOCHS, 3, 0, 28, "checkpoint"),
-    (EPOCHS, 3, 2, 14, "checkpoint"),
     (WHILE_TRUE, 2, 1, 0, "backward"),  # before the first boundary
     (WHILE_TRUE, 2, 0, 10, "after_step"),  # before its evaluation
-    (WHILE_TRUE, 2, 0, 25, "collective"),
     (TRAINER, 3, 0, 17, "forward"),  # there is one, which the script finds when it is run again
     (TRAINER, 3, 1, 12, "backward"),  # rank 0 is just writing it: the script begins a loop elsewhere when run again
-    (TRAINER, 3, 2, 40, "collective"),
     (TWO_OPTIMIZERS, 2, 1, 9, "forward"),  # between the two optimizers
     (TWO_OPTIMIZERS, 2, 0, 22, "backward"),  # the second iterator
     (TWO_OPTIMIZERS, 2, 0, 41, "before_step"),

@@ -13,10 +13,8 @@ KILLS = [
     # manner, step, phase
     ("swap", 11, "validation"),  # while the averaged weights stand in the place of the trained ones
     ("swap", 11, "before_step"),
-    ("decay", 10, "backward"),
     ("decay", 10, "after_step"),
     ("data", 10, "collective"),
-    ("data", 17, "before_step"),
 ]
 
 
