@@ -122,7 +122,7 @@ def test_a_request_without_the_right_token_does_nothing(
 
 def test_a_request_that_nobody_knows_is_refused(run: RunDirectory, ask: Ask, asked: list[Any]) -> None:
     assert isinstance(ask(line_of(run, op="exec")), Rejected)
-    assert ask(line_of(run, fault=3)) == Rejected("InjectFault: fault: it should be str, and is 3")
+    assert ask(line_of(run, fault=3)) == Rejected("InjectFault: Expected `str`, got `int` - at `$.fault`")
     assert asked == []
 
 

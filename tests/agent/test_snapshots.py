@@ -6,12 +6,12 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import msgpack
 import pytest
+from msgspec.structs import replace
 
 from ttprun import recovery
 from ttprun.agent.checkpoints import snapshot_schedule

@@ -127,7 +127,7 @@ def test_what_is_no_message_is_reported_to_the_agent_and_has_no_effect(lines: An
     ours.sock.sendall(b'{"op": "Freeze", "generation": "2"}\n')
     ours.send(Freeze(3, survivors=[1], lost=[0]))
 
-    reason = "Freeze: it lacks lost, survivors"
+    reason = "Freeze: Expected `int`, got `str` - at `$.generation`"
     assert up_to_frozen(ours) == [
         from_rank.Note(f"a message from the agent is ignored: {reason}"),
         from_rank.Frozen(3, 0),

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from tests.options import OPTIONS
 from tests.rank.fakes import RECORD_BYTES

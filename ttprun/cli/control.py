@@ -6,6 +6,8 @@ import json
 import socket
 from typing import get_args
 
+from msgspec.structs import asdict
+
 from ttprun.cli.status import load
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
@@ -40,7 +42,7 @@ def ask(directory: RunDirectory, request: Request) -> Reply:
     Waits at most ANSWER_LIMIT_S. Raises ConfigError if there is no answer.
     """
     try:
-        request_line = {"op": type(request).__name__, "token": directory.read_token(), **vars(request)}
+        request_line = {"op": type(request).__name__, "token": directory.read_token(), **asdict(request)}
         with (
             directory.control_address() as address,
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,

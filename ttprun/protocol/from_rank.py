@@ -10,13 +10,14 @@ Times are seconds; `*_s` are durations, `at_s` is on the monotonic clock of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import field
+
+from ttprun.protocol.codec import Message
 
 # The beginning, and the end.
 
 
-@dataclass(frozen=True)
-class Present:
+class Present(Message, frozen=True):
     """A process has started as a rank, and reads messages from now on.
 
     main_thread   ident of its main thread
@@ -26,13 +27,11 @@ class Present:
     main_thread: int
 
 
-@dataclass(frozen=True)
-class Protected:
+class Protected(Message, frozen=True):
     """All hooks are installed."""
 
 
-@dataclass(frozen=True)
-class Unprotected:
+class Unprotected(Message, frozen=True):
     """From now on this rank can neither be repaired nor help to repair another; the agent forwards it to all others.
 
     reason   why
@@ -41,8 +40,7 @@ class Unprotected:
     reason: str
 
 
-@dataclass(frozen=True)
-class Hindered:
+class Hindered(Message, frozen=True):
     """Whether a replay would reach the newest boundary.
 
     reason   why it would not; "": it would (again)
@@ -52,18 +50,15 @@ class Hindered:
     reason: str
 
 
-@dataclass(frozen=True)
-class TrainsAlone:
+class TrainsAlone(Message, frozen=True):
     """The rank takes its steps without a process group, in a world of several ranks."""
 
 
-@dataclass(frozen=True)
-class Joined:
+class Joined(Message, frozen=True):
     """The rank is about to make a process group with others, or goes live with one after a replay."""
 
 
-@dataclass(frozen=True)
-class OwnStateKept:
+class OwnStateKept(Message, frozen=True):
     """A rank that is alone has kept its own state for the first time in this process, or cannot.
 
     bytes    of tensors
@@ -77,8 +72,7 @@ class OwnStateKept:
     why_not: str = ""
 
 
-@dataclass(frozen=True)
-class StateMirrored:
+class StateMirrored(Message, frozen=True):
     """A rank has mirrored its state for the first time in this process, or cannot.
 
     bytes        that the mirror takes in all, or would take; 0: unknown
@@ -92,20 +86,17 @@ class StateMirrored:
     why_no_step: str = ""
 
 
-@dataclass(frozen=True)
-class CollectiveStep:
+class CollectiveStep(Message, frozen=True):
     """An optimizer communicates inside step(): no rank that is in the middle of it holds the state of a boundary."""
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(Message, frozen=True):
     """Something that the operator should know."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class NotProved:
+class NotProved(Message, frozen=True):
     """What may change in the script, and is in no record; replaces the previous report.
 
     names   e.g. "cache (sqlite3.Connection): it is in a file"
@@ -114,8 +105,7 @@ class NotProved:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class NotRecorded:
+class NotRecorded(Message, frozen=True):
     """What the rehearsal of the records has found that cannot be restored; replaces the previous report.
 
     sentences   e.g. "main: lines cannot be recorded: it is ...; run over it by a `for` loop of your own"
@@ -124,8 +114,7 @@ class NotRecorded:
     sentences: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class ScriptError:
+class ScriptError(Message, frozen=True):
     """An exception ends the script.
 
     error         in one line
@@ -140,8 +129,7 @@ class ScriptError:
     device_fault: str
 
 
-@dataclass(frozen=True)
-class Faulted:
+class Faulted(Message, frozen=True):
     """A transient error has ended the script; the process stays, and waits for orders. Fields as in ScriptError."""
 
     error: str
@@ -152,8 +140,7 @@ class Faulted:
 # Between ranks.
 
 
-@dataclass(frozen=True)
-class Put:
+class Put(Message, frozen=True):
     """A value for all other ranks, mostly an address; the agent forwards it."""
 
     generation: int
@@ -161,16 +148,14 @@ class Put:
     value: bytes
 
 
-@dataclass(frozen=True)
-class RowChanged:
+class RowChanged(Message, frozen=True):
     """This rank has written to its row of the board what ranks of other nodes wait for; the agent lets them have it."""
 
 
 # In a recovery.
 
 
-@dataclass(frozen=True)
-class GroupJournal:
+class GroupJournal(Message, frozen=True):
     """What a rank has issued in one process group since the newest boundary, or between two ranks of it.
 
     ranks     members of the group; of messages: sender, receiver
@@ -187,8 +172,7 @@ class GroupJournal:
     settled: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Broken:
+class Broken(Message, frozen=True):
     """An operation has failed, and no fault has been reported.
 
     after_s       since it failed
@@ -201,8 +185,7 @@ class Broken:
     device_fault: str
 
 
-@dataclass(frozen=True)
-class Frozen:
+class Frozen(Message, frozen=True):
     """This rank has quiesced at a boundary.
 
     digest     of its weights and optimizer state; "" before the first step
@@ -217,8 +200,7 @@ class Frozen:
     journal: dict[str, GroupJournal] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Replayed:
+class Replayed(Message, frozen=True):
     """A replacement has reached its boundary, and waits for the tensors.
 
     setup_s   from the start of the replay to the script's first step; None: it began at the first one
@@ -229,16 +211,14 @@ class Replayed:
     setup_s: float | None
 
 
-@dataclass(frozen=True)
-class StateSent:
+class StateSent(Message, frozen=True):
     """The source has sent its state to all receivers; `digest` is of what it has sent."""
 
     generation: int
     digest: str
 
 
-@dataclass(frozen=True)
-class Repaired:
+class Repaired(Message, frozen=True):
     """A replacement has its state.
 
     digest   of what it has received
@@ -250,22 +230,19 @@ class Repaired:
     loaded: int = 0
 
 
-@dataclass(frozen=True)
-class Rebuilt:
+class Rebuilt(Message, frozen=True):
     """Connected to all ranks of the generation."""
 
     generation: int
 
 
-@dataclass(frozen=True)
-class Reissued:
+class Reissued(Message, frozen=True):
     """All collectives since the boundary have been issued again, and have completed."""
 
     generation: int
 
 
-@dataclass(frozen=True)
-class Mismatch:
+class Mismatch(Message, frozen=True):
     """This rank must not continue: what it does or holds is wrong.
 
     detail             a traceback, "" if there is none
@@ -278,8 +255,7 @@ class Mismatch:
     is_contradiction: bool = True
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(Message, frozen=True):
     """The comparison of a replacement with the lost rank.
 
     equal       what was equal
@@ -293,8 +269,7 @@ class Compared:
 # Numbers.
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(Message, frozen=True):
     """A process group that the script has made.
 
     dimension   of the mesh that it is along; "": it is of no mesh
@@ -309,8 +284,7 @@ class Group:
     messages: list[list[int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(Message, frozen=True):
     """Digests of a rank's trained tensors, before it commits a step.
 
     is_full  including gradients and optimizer state
@@ -332,13 +306,11 @@ class Held:
     bytes: int = 0
 
 
-@dataclass(frozen=True)
-class StoppedDivergent:
+class StoppedDivergent(Message, frozen=True):
     """A rank whose weights differ from its replicas' waits after a boundary, to be replaced."""
 
 
-@dataclass(frozen=True)
-class NanFound:
+class NanFound(Message, frozen=True):
     """There is a NaN before a step.
 
     where   the collective or gradient
@@ -353,8 +325,7 @@ class NanFound:
 # Injected faults.
 
 
-@dataclass(frozen=True)
-class FaultStruck:
+class FaultStruck(Message, frozen=True):
     """An injected fault has struck, or is about to.
 
     number  of the fault
@@ -369,8 +340,7 @@ class FaultStruck:
     detail: str
 
 
-@dataclass(frozen=True)
-class FaultFailed:
+class FaultFailed(Message, frozen=True):
     """An injected fault could not be caused."""
 
     number: int

@@ -13,11 +13,12 @@ exits of processes. What does not: records, stacks, standbys, logs. Words and un
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import field
+
+from ttprun.protocol.codec import Message
 
 
-@dataclass(frozen=True)
-class Where:
+class Where(Message, frozen=True):
     """Where an agent listens; "" and 0: nowhere.
 
     page   address at which its launcher shows the job to other machines; "": at none
@@ -29,8 +30,7 @@ class Where:
     page: str = ""
 
 
-@dataclass(frozen=True)
-class Hello:
+class Hello(Message, frozen=True):
     """A follower has connected.
 
     token     of the listener that it has come to, from the rendezvous store or from SparePools
@@ -53,8 +53,7 @@ class Hello:
     pool: Where = Where()
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(Message, frozen=True):
     """All nodes of the group are there, and fit each other.
 
     node     number of the receiver in a group that has met again; -1: the one that it has
@@ -67,8 +66,7 @@ class Accepted:
     master: str = ""
 
 
-@dataclass(frozen=True)
-class Rejected:
+class Rejected(Message, frozen=True):
     """The nodes do not fit each other: nothing is started.
 
     reason   what differs
@@ -79,8 +77,7 @@ class Rejected:
     cure: str
 
 
-@dataclass(frozen=True)
-class Warmth:
+class Warmth(Message, frozen=True):
     """What the ranks have imported of torch by their first step, and the files of the user's modules.
 
     Whoever waits for slots has its standbys import and compile the same.
@@ -90,8 +87,7 @@ class Warmth:
     files: list[str]
 
 
-@dataclass(frozen=True)
-class RankSlots:
+class RankSlots(Message, frozen=True):
     """Take the slots of a lost node; the records of each of its ranks follow, and then Spawn.
 
     node     its number
@@ -110,8 +106,7 @@ class RankSlots:
     leader: int = 0
 
 
-@dataclass(frozen=True)
-class Regroup:
+class Regroup(Message, frozen=True):
     """Take part in a group that starts again on other nodes.
 
     node        number in it, if all come
@@ -136,8 +131,7 @@ class Regroup:
     reason: str
 
 
-@dataclass(frozen=True)
-class SparePools:
+class SparePools(Message, frozen=True):
     """Where the agents listen: if the one that leads is lost, the next one does, and the others connect to it.
 
     pools    of the agents that are there, by node, the leader's among them
@@ -150,8 +144,7 @@ class SparePools:
     listeners: dict[int, Where] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Master:
+class Master(Message, frozen=True):
     """Processes that are started from now on find their store elsewhere.
 
     where   address and port for the script's environment
@@ -160,8 +153,7 @@ class Master:
     where: str
 
 
-@dataclass(frozen=True)
-class Deposed:
+class Deposed(Message, frozen=True):
     """The sender's node goes on with another leader, or has given the receiver's node up: it must end.
 
     reason   for people
@@ -170,8 +162,7 @@ class Deposed:
     reason: str
 
 
-@dataclass(frozen=True)
-class Concluded:
+class Concluded(Message, frozen=True):
     """The group has come to its end, as in `Verdict`.
 
     exit_code   of the rank that has caused it, or minus a signal

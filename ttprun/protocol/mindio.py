@@ -5,10 +5,12 @@ Words and units are as in `from_rank.py`; MindIO's own words are kept where its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
+from msgspec import field
+
+from ttprun.protocol.codec import Message
 from ttprun.protocol.from_rank import GroupJournal
 
 Strategy = Literal["retry", "recover", "dump", "unknow"]  # what a recovery comes to
@@ -30,21 +32,19 @@ class RepairType(Enum):
 
 
 # The parts of ranks that are repaired: a new process, memory that held state, memory that held nothing.
-Loses = Literal[RepairType.RT_RECV_REPAIR, RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_UCE_LOWLEVEL]
+_LOSSES = (RepairType.RT_RECV_REPAIR, RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_UCE_LOWLEVEL)
 
 
 # What a rank reports.
 
 
-@dataclass(frozen=True)
-class ReplicasDeclared:
+class ReplicasDeclared(Message, frozen=True):
     """The groups of ranks that hold the same state (tft_set_optimizer_replica)."""
 
     groups: list[DeclaredReplicas]
 
 
-@dataclass(frozen=True)
-class DeclaredReplicas:
+class DeclaredReplicas(Message, frozen=True):
     """These ranks hold `copies` copies of one state, `shift` places apart (0: one after the other)."""
 
     ranks: list[int]
@@ -52,25 +52,21 @@ class DeclaredReplicas:
     shift: int
 
 
-@dataclass(frozen=True)
-class DataParallelDeclared:
+class DataParallelDeclared(Message, frozen=True):
     """The data-parallel group of this rank (tft_set_dp_group_info)."""
 
     ranks: list[int]
 
 
-@dataclass(frozen=True)
-class ElasticDeclared:
+class ElasticDeclared(Message, frozen=True):
     """This rank can continue in a smaller group."""
 
 
-@dataclass(frozen=True)
-class SchedulerRegistered:
+class SchedulerRegistered(Message, frozen=True):
     """A scheduler has registered its callbacks in this process."""
 
 
-@dataclass(frozen=True)
-class SchedulerAsked:
+class SchedulerAsked(Message, frozen=True):
     """A request of the scheduler.
 
     what       in MindIO's words
@@ -85,15 +81,13 @@ class SchedulerAsked:
     params: str = ""
 
 
-@dataclass(frozen=True)
-class Paused:
+class Paused(Message, frozen=True):
     """This rank waits in the pause of that number."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(Message, frozen=True):
     """A rank is ready to be repaired.
 
     part     its need
@@ -102,19 +96,21 @@ class Prepared:
 
     generation: int
     boundary: int
-    part: Loses
+    part: RepairType
     journal: dict[str, GroupJournal]
 
+    def __post_init__(self) -> None:
+        if self.part not in _LOSSES:
+            raise ValueError(f"part: {self.part.name} is not a loss")
 
-@dataclass(frozen=True)
-class SavedByFramework:
+
+class SavedByFramework(Message, frozen=True):
     """The save_ckpt handler has returned."""
 
     generation: int
 
 
-@dataclass(frozen=True)
-class Renamed:
+class Renamed(Message, frozen=True):
     """The rename handler has made a checkpoint of what all have saved."""
 
     generation: int
@@ -123,8 +119,7 @@ class Renamed:
 # What the agent sends, instead of Replay, SendState and FetchState, Dump, and Resume.
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(Message, frozen=True):
     """The group after a recovery.
 
     away           ranks that do not train
@@ -139,8 +134,7 @@ class Size:
     params: str = ""
 
 
-@dataclass(frozen=True)
-class Prepare:
+class Prepare(Message, frozen=True):
     """Get ready to be repaired: a new process, or one whose device's memory has failed; the answer is `Prepared`.
 
     reboot_type  why the rank has a new process
@@ -152,8 +146,7 @@ class Prepare:
     reboot_type: Literal["arf", "hot switch"]
 
 
-@dataclass(frozen=True)
-class RepairPart:
+class RepairPart(Message, frozen=True):
     """One rank's part in a repair: MindIO's repair_info.
 
     type           kinds of state
@@ -168,8 +161,7 @@ class RepairPart:
     rank_list: list[int]
 
 
-@dataclass(frozen=True)
-class Repair:
+class Repair(Message, frozen=True):
     """Rebuild groups, and repair; the answer is `Repaired` from lost ranks, `StateSent` from the others.
 
     groups  names of those to connect, in this order
@@ -185,8 +177,7 @@ class Repair:
     limit_s: float
 
 
-@dataclass(frozen=True)
-class Rollback:
+class Rollback(Message, frozen=True):
     """Go back to the step, and train; the answers are `Rebuilt` and `Reissued`.
 
     groups  as in Repair
@@ -200,16 +191,14 @@ class Rollback:
     loaded: int
 
 
-@dataclass(frozen=True)
-class Saving:
+class Saving(Message, frozen=True):
     """Ranks that save one kind of state together: MindIO's save_info."""
 
     type: int
     ranks: list[int]
 
 
-@dataclass(frozen=True)
-class Save:
+class Save(Message, frozen=True):
     """Have the framework save its part of a checkpoint; the answer is `SavedByFramework`."""
 
     generation: int
@@ -217,23 +206,20 @@ class Save:
     saves: list[Saving]
 
 
-@dataclass(frozen=True)
-class Rename:
+class Rename(Message, frozen=True):
     """Have the framework finish the checkpoint that all have saved; the answer is `Renamed`."""
 
     generation: int
     step: int
 
 
-@dataclass(frozen=True)
-class FailMemory:
+class FailMemory(Message, frozen=True):
     """The scheduler reports that memory of this rank's device has failed."""
 
     generation: int
 
 
-@dataclass(frozen=True)
-class SchedulerCall:
+class SchedulerCall(Message, frozen=True):
     """Call the scheduler's callback of this name; JSON has made str of ints that are keys."""
 
     action: SchedulerAction

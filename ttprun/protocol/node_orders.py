@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import field
 
 from ttprun.protocol import meeting, node_reports
+from ttprun.protocol.codec import Message
 from ttprun.protocol.from_rank import Put
 
 
-@dataclass(frozen=True)
-class Begin:
+class Begin(Message, frozen=True):
     """Welcome the ranks, in this generation.
 
     is_resumed   they resume from a checkpoint, and wait for orders
@@ -19,8 +19,7 @@ class Begin:
     is_resumed: bool = False
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(Message, frozen=True):
     """Forward a message to a rank, if it still has this process."""
 
     rank: int
@@ -28,8 +27,7 @@ class Forward:
     line: str
 
 
-@dataclass(frozen=True)
-class Broadcast:
+class Broadcast(Message, frozen=True):
     """Forward what a rank reports to all others, to the ranks of this node.
 
     rank   who has reported it
@@ -39,31 +37,27 @@ class Broadcast:
     put: Put
 
 
-@dataclass(frozen=True)
-class Spawn:
+class Spawn(Message, frozen=True):
     """Give a lost rank a process; the answer is Started or NotStarted."""
 
     rank: int
     generation: int
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(Message, frozen=True):
     """End a rank's process."""
 
     rank: int
     reason: str
 
 
-@dataclass(frozen=True)
-class VoidEvidence:
+class VoidEvidence(Message, frozen=True):
     """What a rank gave to its newest step was wrong: its replacement must not be measured against that."""
 
     rank: int
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(Message, frozen=True):
     """Order a replacement to run the script in replay, if its record fits that of its source; else Differs.
 
     source       the rank that sends the state; the rank itself: its mirror has it
@@ -80,15 +74,13 @@ class Replay:
     is_contradicted: bool
 
 
-@dataclass(frozen=True)
-class VoidBeyond:
+class VoidBeyond(Message, frozen=True):
     """What lost ranks have recorded beyond this boundary is void."""
 
     boundary: int
 
 
-@dataclass(frozen=True)
-class StorePart:
+class StorePart(Message, frozen=True):
     """Write a rank's own part of a checkpoint to this file; the answer is PartStored."""
 
     rank: int
@@ -96,8 +88,7 @@ class StorePart:
     path: str
 
 
-@dataclass(frozen=True)
-class GoBack:
+class GoBack(Message, frozen=True):
     """Put what was stored of these ranks in the place of what they have recorded; else Differs.
 
     place       of the checkpoint; "": what the agent itself keeps, or nothing: they start anew
@@ -113,15 +104,13 @@ class GoBack:
     trusted: list[int]
 
 
-@dataclass(frozen=True)
-class GiveRecords:
+class GiveRecords(Message, frozen=True):
     """Send what this node keeps of the records of these lost ranks."""
 
     ranks: list[int]
 
 
-@dataclass(frozen=True)
-class Strike:
+class Strike(Message, frozen=True):
     """Cause a fault in this node now, one that comes from outside.
 
     pid          the process of the rank that it is meant for
@@ -136,13 +125,11 @@ class Strike:
     is_reported: bool
 
 
-@dataclass(frozen=True)
-class Recovered:
+class Recovered(Message, frozen=True):
     """An incident has ended well: standbys are to be refilled."""
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(Message, frozen=True):
     """How the whole job stands: what the leader has just written to its own run directory.
 
     name   status or topology
@@ -153,8 +140,7 @@ class Published:
     text: str
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(Message, frozen=True):
     """What the leader knows of the whole job, for the one that may have to lead next.
 
     incidents       so far

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import field
+from msgspec.structs import asdict
 
 from ttprun.protocol import meeting
 from ttprun.protocol.board import SHARED, Field
+from ttprun.protocol.codec import Message
 
 _LARGEST = 1 << 63  # what a cell of the board cannot hold
 _LATEST_NS = 1 << 62  # of a time, which is moved to the receiver's clock
 _TIMES = [SHARED.index(one) for one in (Field.SEEN_NS, Field.PULSE_NS)]
 
 
-@dataclass(frozen=True)
-class BoardRow:
+class BoardRow(Message, frozen=True):
     """How a rank of the sender's node stands.
 
     values   columns of its row of the board, as in `board.SHARED`
@@ -28,8 +30,7 @@ class BoardRow:
     cpu_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(Message, frozen=True):
     """How ranks stand: a few times a second, and so the sender's sign of life. The leader sends those of all others.
 
     is_awaited   something has changed for which ranks of other nodes wait
@@ -40,24 +41,21 @@ class Rows:
     is_awaited: bool = False
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(Message, frozen=True):
     """A rank has a process, which was welcomed."""
 
     rank: int
     pid: int
 
 
-@dataclass(frozen=True)
-class NotStarted:
+class NotStarted(Message, frozen=True):
     """A rank has got no process."""
 
     rank: int
     reason: str
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(Message, frozen=True):
     """A message of a rank.
 
     line    the message
@@ -73,8 +71,7 @@ class Said:
     fingerprints: dict[int, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(Message, frozen=True):
     """A process has ended.
 
     code             its exit code, or minus the signal that ended it
@@ -94,8 +91,7 @@ class Ended:
     row: BoardRow
 
 
-@dataclass(frozen=True)
-class Differs:
+class Differs(Message, frozen=True):
     """The record that a lost rank has left is not that of the rank which would repair it."""
 
     rank: int
@@ -103,23 +99,20 @@ class Differs:
     reason: str
 
 
-@dataclass(frozen=True)
-class EndAsked:
+class EndAsked(Message, frozen=True):
     """The launcher of this node has got a signal that ends the job."""
 
     reason: str
     signal: int
 
 
-@dataclass(frozen=True)
-class FaultAsked:
+class FaultAsked(Message, frozen=True):
     """`ttprun inject-fault` has asked for a fault on this node."""
 
     fault: str
 
 
-@dataclass(frozen=True)
-class PartStored:
+class PartStored(Message, frozen=True):
     """What this node's agent has of a rank's own is written for a checkpoint.
 
     bytes, xxh3   of the file
@@ -133,23 +126,20 @@ class PartStored:
     why_not: str
 
 
-@dataclass(frozen=True)
-class Records:
+class Records(Message, frozen=True):
     """What a lost rank has recorded, packed (`agent/cluster/record_copies.py`); "" if there is no copy."""
 
     rank: int
     part: str
 
 
-@dataclass(frozen=True)
-class Leaving:
+class Leaving(Message, frozen=True):
     """The launcher of this node has got a signal: it leaves, and the others train on."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Left:
+class Left(Message, frozen=True):
     """How one rank of the sender's node stands after the leader was lost.
 
     pid         of its newest process, which may have ended
@@ -173,8 +163,7 @@ class Left:
     hindrance: str
 
 
-@dataclass(frozen=True)
-class Remains:
+class Remains(Message, frozen=True):
     """What a follower reports to the next leader, before anything else.
 
     generation   the newest that it knows of
@@ -195,7 +184,7 @@ OfFollower = (
 
 def why_unfit(message: Any, world_size: int) -> str:
     """Why a message of another agent cannot be of a job with so many ranks; "" if it can."""
-    fields = vars(message)
+    fields = asdict(message)
     rows = [*fields.get("rows", ()), *([fields["row"]] if "row" in fields else ())]
     named = fields.get("ranks", ())
     named = named if isinstance(named, list) else ()  # of RankSlots it is their number

@@ -5,36 +5,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ttprun.protocol.codec import Message
 
 
-@dataclass(frozen=True)
-class InjectFault:
+class InjectFault(Message, frozen=True):
     """Cause a fault, as `chaos.faults.parse_fault` reads it."""
 
     fault: str
 
 
-@dataclass(frozen=True)
-class SaveNow:
+class SaveNow(Message, frozen=True):
     """Write a checkpoint."""
 
 
-@dataclass(frozen=True)
-class Recall:
+class Recall(Message, frozen=True):
     """Let the ranks that are away train again."""
 
 
-@dataclass(frozen=True)
-class TakeStacks:
+class TakeStacks(Message, frozen=True):
     """Write the Python stacks of this node's ranks to the run's `stacks.json`."""
 
 
 Request = InjectFault | SaveNow | Recall | TakeStacks
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(Message, frozen=True):
     """The request is carried out.
 
     message   what is done, for people
@@ -45,8 +40,7 @@ class Accepted:
     after: int = 0
 
 
-@dataclass(frozen=True)
-class Rejected:
+class Rejected(Message, frozen=True):
     """Nothing is done.
 
     error   why, in one line

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import field
 
-@dataclass(frozen=True)
-class Share:
+from ttprun.protocol.codec import Message
+
+
+class Share(Message, frozen=True):
     """One rank's share of the replicated state, which it has written.
 
     share        its number; the first one also has the fields that only one rank fills
@@ -32,15 +34,13 @@ class Share:
     held: list[Any] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class SnapshotSize:
+class SnapshotSize(Message, frozen=True):
     """An estimate of the bytes that each rank will copy for a snapshot, after the first step."""
 
     bytes: int
 
 
-@dataclass(frozen=True)
-class SnapshotTaken:
+class SnapshotTaken(Message, frozen=True):
     """A rank has copied its part of a snapshot into shared memory, or could not.
 
     number         of the requested snapshot
@@ -58,8 +58,7 @@ class SnapshotTaken:
     took_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class MirroredShare:
+class MirroredShare(Message, frozen=True):
     """A share of a checkpoint that is written from the mirror of a lost rank.
 
     rank   that is lost
@@ -74,8 +73,7 @@ class MirroredShare:
     share: int
 
 
-@dataclass(frozen=True)
-class Dumped:
+class Dumped(Message, frozen=True):
     """A rank has written its share of a checkpoint, or could not.
 
     why_not     "" if it was written

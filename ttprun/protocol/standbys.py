@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from msgspec import field
+from msgspec.structs import replace
+
+from ttprun.protocol.codec import Message
 
 # What ranks and standbys report.
 
 
-@dataclass(frozen=True)
-class ModulesOfTorch:
+class ModulesOfTorch(Message, frozen=True):
     """What a standby should import of torch, after the first step of the node's first rank.
 
     modules  names, in the order of their imports
@@ -19,8 +21,7 @@ class ModulesOfTorch:
     files: list[str]
 
 
-@dataclass(frozen=True)
-class Imported:
+class Imported(Message, frozen=True):
     """The other modules that a rank has imported by its first step.
 
     modules    (name, file, changes of the environment before its import) each; the file is "" for what a standby must
@@ -32,8 +33,7 @@ class Imported:
     directory: str
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(Message, frozen=True):
     """A standby has imported its modules.
 
     is_copyable  it can be forked: one thread, no device in use
@@ -44,8 +44,7 @@ class Ready:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class SetUpDone:
+class SetUpDone(Message, frozen=True):
     """A standby has run the set-up of a rank that lives.
 
     why_not   it cannot replace that rank, for this reason, and ends; "": it waits
@@ -56,8 +55,7 @@ class SetUpDone:
     took_s: float
 
 
-@dataclass(frozen=True)
-class Copied:
+class Copied(Message, frozen=True):
     """A standby has forked a copy, with this pid."""
 
     pid: int
@@ -66,16 +64,14 @@ class Copied:
 # What standbys are sent.
 
 
-@dataclass(frozen=True)
-class WarmUp:
+class WarmUp(Message, frozen=True):
     """Import these modules, and compile these files of the user; the answer is `Ready`."""
 
     modules: list[str]
     files: list[str]
 
 
-@dataclass(frozen=True)
-class Preload:
+class Preload(Message, frozen=True):
     """Import the plan in the first attached descriptor, and note in the second what runs; then `Ready`.
 
     follow   names of modules whose loops are followed
@@ -86,8 +82,7 @@ class Preload:
     loops: list[str] | None = None
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(Message, frozen=True):
     """Fork a copy that listens on the attached descriptor; the answer is `Copied`."""
 
 
@@ -95,8 +90,7 @@ Report = ModulesOfTorch | Imported | Ready | SetUpDone | Copied
 Order = WarmUp | Preload | Copy
 
 
-@dataclass(frozen=True)
-class PreloadPlan:
+class PreloadPlan(Message, frozen=True):
     """What a standby is to import beforehand: it is sent in a memory file, see `Preload`.
 
     modules    name, file ("": not to be imported) and changes of the environment before it, in the leader's order

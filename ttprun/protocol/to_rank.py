@@ -8,18 +8,19 @@ only for a framework with callbacks are in `mindio.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import field
+
 from ttprun.protocol import from_rank, standbys
+from ttprun.protocol.codec import Message
 from ttprun.protocol.mindio import Strategy
 from ttprun.protocol.snapshots import MirroredShare
 
 # The beginning, and the end.
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Message, frozen=True):
     """The part of the configuration that a rank needs; names in `config.py` mean the same.
 
     keeps_state           all ranks may have to resume from their records
@@ -57,8 +58,7 @@ class Options:
     prints_traceback: bool
 
 
-@dataclass(frozen=True)
-class InjectedFault:
+class InjectedFault(Message, frozen=True):
     """An injected fault for this rank; the agent may send the same number twice.
 
     fault   as `chaos.faults.parse_fault` reads it
@@ -68,8 +68,7 @@ class InjectedFault:
     fault: str
 
 
-@dataclass(frozen=True)
-class Welcome:
+class Welcome(Message, frozen=True):
     """The first message to a process: its identity. With it come the descriptors of board, recorder and stack file.
 
     On several nodes that of the recorder for another rank's records follows; to a standby, then those of its outputs.
@@ -105,26 +104,22 @@ class Welcome:
         return 4 if self.address else 3
 
 
-@dataclass(frozen=True)
-class Heard:
+class Heard(Message, frozen=True):
     """The agent has received `Faulted`: its later messages are meant for the next run of the script."""
 
 
-@dataclass(frozen=True)
-class EndAsked:
+class EndAsked(Message, frozen=True):
     """The process has been sent a signal that ends it."""
 
 
-@dataclass(frozen=True)
-class FaultDone:
+class FaultDone(Message, frozen=True):
     """The agent has done its part of an injected fault."""
 
 
 # In training.
 
 
-@dataclass(frozen=True)
-class NotAlike:
+class NotAlike(Message, frozen=True):
     """Parameters that differ between ranks.
 
     owners  key of each -> by rank, the lowest rank that has always held the same
@@ -133,8 +128,7 @@ class NotAlike:
     owners: dict[str, list[int]]
 
 
-@dataclass(frozen=True)
-class KeepMirror:
+class KeepMirror(Message, frozen=True):
     """No other rank holds what this one holds: mirror it from the next step on.
 
     paths         of the memory for it: the slots, and for results
@@ -147,35 +141,30 @@ class KeepMirror:
     limit_share: float
 
 
-@dataclass(frozen=True)
-class NoneAlike:
+class NoneAlike(Message, frozen=True):
     """Each rank holds what no other one holds: a lost one is replaced from its mirror, or all go back."""
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(Message, frozen=True):
     """All ranks have been compared in full at this boundary; what follows from it was ordered before."""
 
     boundary: int
 
 
-@dataclass(frozen=True)
-class LookAt:
+class LookAt(Message, frozen=True):
     """Report digests of all trained tensors before this boundary."""
 
     boundary: int
 
 
-@dataclass(frozen=True)
-class StopDivergent:
+class StopDivergent(Message, frozen=True):
     """Wait after the next boundary, to be replaced: this rank's weights differ from those of all replicas."""
 
 
 # In a recovery. The first field is the generation; an order of an older one is void.
 
 
-@dataclass(frozen=True)
-class Freeze:
+class Freeze(Message, frozen=True):
     """Quiesce before the next commit, break all connections; the answer is `Frozen`.
 
     survivors    ranks that get this order
@@ -191,8 +180,7 @@ class Freeze:
     committed: int = 0
 
 
-@dataclass(frozen=True)
-class Adapt:
+class Adapt(Message, frozen=True):
     """The ranks of another run from which a rank resumes.
 
     paths   of the records of its ranks, in their order
@@ -201,8 +189,7 @@ class Adapt:
     paths: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(Message, frozen=True):
     """Run the script in replay up to this boundary; the answer is `Replayed`.
 
     skip_lines  lines of stdout and stderr that were printed already
@@ -222,8 +209,7 @@ class Replay:
     is_contradicted: bool = False
 
 
-@dataclass(frozen=True)
-class SendState:
+class SendState(Message, frozen=True):
     """Send weights and optimizer state to `receivers` ranks within `limit_s`; the answer is `StateSent`.
 
     name   of the socket, from the run's directory
@@ -235,8 +221,7 @@ class SendState:
     receivers: int
 
 
-@dataclass(frozen=True)
-class FetchState:
+class FetchState(Message, frozen=True):
     """Receive weights and optimizer state; the answer is `Repaired`. The fields are as in SendState."""
 
     generation: int
@@ -244,8 +229,7 @@ class FetchState:
     limit_s: float
 
 
-@dataclass(frozen=True)
-class LoadMirror:
+class LoadMirror(Message, frozen=True):
     """Load weights and optimizer state from the lost rank's mirror; the answer is `Repaired`.
 
     path   of the slot; "": they are there, as the last step was taken again
@@ -255,8 +239,7 @@ class LoadMirror:
     path: str
 
 
-@dataclass(frozen=True)
-class LoadState:
+class LoadState(Message, frozen=True):
     """Load weights and optimizer state from files; the answer is `Repaired`.
 
     files   paths of all shares
@@ -270,8 +253,7 @@ class LoadState:
     header: list[Any]
 
 
-@dataclass(frozen=True)
-class Dump:
+class Dump(Message, frozen=True):
     """Write a share of a checkpoint; the answer is `Dumped`.
 
     path     of the file
@@ -291,8 +273,7 @@ class Dump:
     mirrors: list[MirroredShare] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Resume:
+class Resume(Message, frozen=True):
     """Connect, issue the journal again, and train; the answers are `Rebuilt` and `Reissued`.
 
     expected    by group, the signatures of the collectives that a replacement must issue

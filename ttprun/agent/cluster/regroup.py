@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from ttprun.agent.cluster.peers import Peers, ready
 from ttprun.agent.cluster.rendezvous import KNOWN, NotMetError, Place, address_for_ranks, listeners_of
 from ttprun.agent.cluster.spare_pool import Listener, SparePool, keep_alive
@@ -69,7 +71,7 @@ def _lead(order: meeting.Regroup, place: Place, listener: Listener, make_store: 
     for number, (_, (link, hello)) in enumerate(sorted(found.items(), key=lambda one: one[0]), start=1):
         link.send(meeting.Accepted(number, size, master))
         links[number], names[number] = ready(link), hello.address
-        hellos.append(replace(hello, node=number))
+        hellos.append(structs.replace(hello, node=number))
     pool = SparePool(listener, place.alike, sees_needed=True)
     peers = Peers(0, address_for_ranks(place.address), place.ranks, links, names, size, pool, master)
     peers.listeners = listeners_of(place, hellos)

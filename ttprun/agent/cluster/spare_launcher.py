@@ -11,8 +11,10 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from ttprun.agent.cluster.peers import Peers, ready
 from ttprun.agent.cluster.rendezvous import KNOWN, address_for_ranks
@@ -97,7 +99,7 @@ class _Waiting:
             following = next(self._others, None)
             if following is None:
                 return None
-            where, limit_s = vars(following), _SUCCESSION_LIMIT_S
+            where, limit_s = asdict(following), _SUCCESSION_LIMIT_S
 
     def _wait_in(self, where: Mapping[str, Any], limit_s: float) -> Outcome:
         """Wait in one spare pool. Raises OSError or EOFError if its agent is lost."""

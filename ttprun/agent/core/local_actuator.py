@@ -10,10 +10,12 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
+
+from msgspec.structs import replace
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import NO_RECORD, own_part

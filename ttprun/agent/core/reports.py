@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import asdict
+
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.checkpoints.snapshots import Snapshots
@@ -113,7 +115,7 @@ class Reports:
             case from_rank.Frozen():
                 self._on_frozen(slot, message)
             case from_rank.Replayed(generation=generation, boundary=boundary):
-                node.log("rank_replayed", rank=rank, **vars(message))
+                node.log("rank_replayed", rank=rank, **asdict(message))
                 replayed = recovery.RankReplayed(at_s=at_s, rank=rank, generation=generation, boundary=boundary)
                 node.advance(replayed)
             case mindio.Prepared(generation=generation, boundary=boundary):

@@ -13,8 +13,10 @@ import os
 import re
 import selectors
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ttprun import recovery
 from ttprun.agent.core.node import Node

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 
+from msgspec import structs
+
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.core.incidents import Incidents
@@ -175,7 +177,7 @@ class Comparisons:
     def note_mirrored(self, slot: RankSlot, message: from_rank.StateMirrored) -> None:
         """A rank has mirrored its state for the first time, or cannot."""
         node, mirrored = self._node, self._looks.replicas.mirrored
-        node.log("state_mirrored", rank=slot.rank, **vars(message))
+        node.log("state_mirrored", rank=slot.rank, **structs.asdict(message))
         self._mirror_reports[slot.rank] = message
         mirrored = mirrored - {slot.rank} if message.why_not else mirrored | {slot.rank}
         self._looks = replace(self._looks, replicas=replace(self._looks.replicas, mirrored=mirrored))

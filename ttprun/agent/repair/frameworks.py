@@ -31,7 +31,7 @@ _CODES = {
     RepairRole.LOAD: RepairType.RT_LOAD_CKPT,
     RepairRole.LOAD_IN_PLACE: RepairType.RT_LOAD_REBUILD,
 }
-_LOSSES: dict[mindio.Loses, LossKind] = {
+_LOSSES: dict[RepairType, LossKind] = {
     RepairType.RT_RECV_REPAIR: LossKind.PROCESS,
     RepairType.RT_UCE_HIGHLEVEL: LossKind.MEMORY,
     RepairType.RT_UCE_LOWLEVEL: LossKind.NOTHING,

@@ -13,6 +13,8 @@ import os
 import time
 from typing import Any
 
+from msgspec.structs import asdict
+
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.core.node import Node
@@ -63,7 +65,7 @@ class OwnStates:
     def note(self, slot: RankSlot, message: from_rank.OwnStateKept) -> None:
         """A rank has kept its state for the first time, or cannot: say what its loss will cost, once a run."""
         node, why_not = self._node, message.why_not
-        node.log("own_state", rank=slot.rank, **vars(message))
+        node.log("own_state", rank=slot.rank, **asdict(message))
         if self._has_reported and not why_not:
             return
         self._has_reported = True

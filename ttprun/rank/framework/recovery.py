@@ -19,6 +19,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from msgspec.structs import asdict
 
 from ttprun.device import accelerator
 from ttprun.protocol import from_rank, mindio, to_rank
@@ -185,7 +186,7 @@ class CallbackRecovery(Recovery):
         framework.note_cleaned()
         self._report_ready(framework.joins_at, RepairType.RT_RECV_REPAIR)
 
-    def _report_ready(self, boundary: int, part: mindio.Loses) -> None:
+    def _report_ready(self, boundary: int, part: mindio.RepairType) -> None:
         session = self._session
         session.channel.send(mindio.Prepared(session.generation, boundary, part, self._signatures()))
 
@@ -201,7 +202,7 @@ class CallbackRecovery(Recovery):
         moments.reached("transfer")
         for part in order.parts:
             needs_rebuild = part.repair_type in REBUILDS
-            info = vars(part) | {"repair_type": part.repair_type.value}
+            info = asdict(part) | {"repair_type": part.repair_type.value}
             with self._calling():
                 if not framework.handlers.repair(step, needs_rebuild, part.dst, info, size):
                     self._repair_by_ourselves(part, order.limit_s)
@@ -253,7 +254,7 @@ class CallbackRecovery(Recovery):
                 framework.handlers.clean(False)
             framework.note_cleaned()
         with self._calling():
-            framework.handlers.save(order.step, [vars(saving) for saving in order.saves])
+            framework.handlers.save(order.step, [asdict(saving) for saving in order.saves])
         self._session.channel.send(mindio.SavedByFramework(order.generation))
 
     def _rename(self, order: mindio.Rename) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import safetensors
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from ttprun.protocol.snapshots import Share
 from ttprun.rank.position.frames import SCALARS, user_frames
