@@ -126,7 +126,7 @@ def test_each_rank_is_sent_word_when_all_have_been_compared_in_full(node: FakeNo
         sent.append([len(handler.reported) for handler in node.handlers])
 
     assert sent == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
-    assert [handler.reported for handler in node.handlers] == [[to_rank.Compared(3)]] * N_RANKS
+    assert [handler.reported for handler in node.handlers] == [[to_rank.AllCompared(3)]] * N_RANKS
 
 
 def test_a_diverged_rank_that_stopped_while_a_checkpoint_was_written_is_reported_again_after_the_next_comparison(

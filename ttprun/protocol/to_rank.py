@@ -145,7 +145,7 @@ class NoneAlike(Message, frozen=True):
     """Each rank holds what no other one holds: a lost one is replaced from its mirror, or all go back."""
 
 
-class Compared(Message, frozen=True):
+class AllCompared(Message, frozen=True):
     """All ranks have been compared in full at this boundary; what follows from it was ordered before."""
 
     boundary: int
@@ -297,7 +297,7 @@ OfRecovery = Freeze | Replay | SendState | FetchState | LoadMirror | LoadState |
 OfStandby = standbys.Order | Welcome
 Order = (
     OfRecovery | OfStandby
-    | Heard | EndAsked | InjectedFault | FaultDone | NotAlike | KeepMirror | NoneAlike | Compared | LookAt
+    | Heard | EndAsked | InjectedFault | FaultDone | NotAlike | KeepMirror | NoneAlike | AllCompared | LookAt
     | StopDivergent
     | from_rank.Put | from_rank.Unprotected
 )  # fmt: skip

@@ -109,7 +109,7 @@ class Comparisons:
                 self._incidents.note_compared(rank, [equal], [])
         if look.is_full:
             for each in self._node.slots:
-                each.send_if_present(to_rank.Compared(look.boundary))
+                each.send_if_present(to_rank.AllCompared(look.boundary))
         job = self._node.job
         if look.divergence is not None and (job.incident is None or job.phase is recovery.JobPhase.RESUMING):
             self._answer_divergence(slot, look.divergence)

@@ -124,7 +124,7 @@ class Recovery:
                 session[Journal].may_settle = True
             case to_rank.KeepMirror():
                 session[Mirror].want(message.paths, message.limit_bytes, message.limit_share)
-            case to_rank.Compared(boundary=boundary):
+            case to_rank.AllCompared(boundary=boundary):
                 session[Verifier].note_compared(boundary)
             case to_rank.LookAt(boundary=boundary):
                 session[Verifier].look_at(boundary)
