@@ -17,6 +17,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from msgspec.structs import asdict
+
 from tests.options import OPTIONS
 from tests.rank.fakes import RECORD_BYTES
 from tests.rank.processes import run_alone
@@ -82,7 +84,7 @@ class FakeAgent:
 
         def find() -> M | None:
             of_kind = (m for r, m in self.messages if r == rank and isinstance(m, kind))
-            return next((m for m in of_kind if fields.items() <= vars(m).items()), None)
+            return next((m for m in of_kind if fields.items() <= asdict(m).items()), None)
 
         with self._changed:
             assert self._changed.wait_for(lambda: find() is not None, LIMIT_S), (
