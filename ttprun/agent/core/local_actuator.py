@@ -37,7 +37,7 @@ from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.rewinds import Rewinds
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import channel, node_orders, node_reports, to_rank
-from ttprun.protocol.board import Field
+from ttprun.protocol.board import FINISHED, Field
 from ttprun.state.files import FileEntry, write_file
 
 
@@ -188,8 +188,8 @@ class LocalActuator(NodeActuator):
             if not is_looked_at or handler.proc.poll() is not None:
                 return
             kill_session(handler.proc.pid)
-            if node.board.get(slot.rank, Field.RECORDED) > slot.lost_boundary and slot.handler is handler:
-                # What it has done while it wrote its stack is void.
+            if slot.lost_boundary < node.board.get(slot.rank, Field.RECORDED) < FINISHED and slot.handler is handler:
+                # What it has done while it wrote its stack is void. FINISHED: the others train without it meanwhile.
                 node.board.set(slot.rank, Field.RECORDED, slot.lost_boundary)
 
         if is_looked_at:
