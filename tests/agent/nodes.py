@@ -32,18 +32,18 @@ class Store:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
 
     def add(self, key: str, amount: int) -> int:
-        with self._news:
+        with self._changed:
             number = int(self._values.get(key, b"0")) + amount
             self._values[key] = str(number).encode()
             return number
 
     def set(self, key: str, value: str) -> None:
-        with self._news:
+        with self._changed:
             self._values[key] = value.encode()
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
         return self._values[key]
@@ -52,8 +52,8 @@ class Store:
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], limit: timedelta) -> None:
-        with self._news:
-            if not self._news.wait_for(lambda: self.check(keys), limit.total_seconds()):
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.check(keys), limit.total_seconds()):
                 raise RuntimeError("wait timeout")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair import mirrors
 from ttprun.agent.repair.mirrors import Mirrors
@@ -18,6 +19,13 @@ FREE = 8000
 Make = Callable[..., tuple[Mirrors, Any]]
 
 
+class Slot(RankSlot):
+    """Notes what its process is sent last."""
+
+    def send_if_present(self, put: Any) -> None:
+        self.order = put
+
+
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """`make(key=value)`: of a node with three ranks, when 8,000 bytes are free."""
@@ -25,7 +33,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made = []
 
     def new(**config: object) -> tuple[Mirrors, Any]:
-        slots = [RankSlot(rank, rank, None, record_fd=-1) for rank in range(3)]
+        slots = [Slot(rank, rank, None, record_fd=-1) for rank in range(3)]
         settings = SimpleNamespace(rungs=frozenset(("replace", "rewind")))
         wanted = {"buddy": "auto", "buddy_memory": "25%", "mindio": False, "elastic": False} | config
         node: Any = SimpleNamespace(
@@ -34,6 +42,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             here=slots,
             slots=slots,
             board=Board.create(3)[1],
+            peers=Peers(ranks_per_node=3),
         )
         made.append(Mirrors(node))
         made[-1].begin_group()
@@ -60,18 +69,23 @@ def test_the_ranks_of_a_node_share_its_memory_by_their_weights(
 
     assert found.share_out({0: 300, 2: 100})
 
-    limits = [None if (order := found.order_for(slot)) is None else order.limit_bytes for slot in node.slots]
-    assert limits == [together * 3 // 4, None, together // 4]
-    assert found.limit_of([0, 2]) == together
+    for slot in (node.slots[0], node.slots[2]):
+        keep(found, slot)
+    assert node.slots[0].order.limit_bytes == together * 3 // 4
+    assert found.order_for(node.slots[1]) is None
+    assert node.slots[2].order.limit_bytes == together // 4
     assert not found.share_out({0: 300, 2: 100})
 
 
 def test_the_same_memory_is_kept_when_more_ranks_turn_out_to_be_single_holders(make: Make) -> None:
     found, node = make()
     found.share_out({0: 100})
+    keep(found, node.slots[0])
     before = found.paths_for(node.slots[0])
 
     found.share_out({0: 100, 1: 100})
+    keep(found, node.slots[0])
+    keep(found, node.slots[1])
 
     assert found.paths_for(node.slots[0]) == before
     assert all(os.path.exists(path) for path in found.paths_for(node.slots[1]))
@@ -92,12 +106,14 @@ def test_where_all_ranks_hold_the_same_no_file_is_made(make: Make) -> None:
     assert [found.paths_for(slot) for slot in node.slots] == [[]] * 3
 
 
-def test_ranks_on_several_nodes_are_not_mirrored(make: Make) -> None:
+def test_each_node_shares_out_its_own_memory(make: Make) -> None:
     found, node = make()
-    node.here = node.slots[:2]
+    node.peers.ranks_per_node = 2
 
-    assert found.why_off == "ranks on several nodes are not mirrored yet"
-    assert not found.share_out({0: 100})
+    found.share_out({0: 100, 1: 300, 2: 100})
+
+    orders = [found.order_for(slot) for slot in node.slots]
+    assert [order.share for order in orders if order] == [0.25, 0.75, 1.0]
 
 
 @pytest.mark.parametrize(("config", "is_limited"), [({}, True), ({"buddy": "on"}, False)])
@@ -107,7 +123,13 @@ def test_only_a_mirror_that_nobody_has_asked_for_is_limited_in_what_it_costs(
     found, node = make(**config)
     found.share_out({0: 300})
 
-    order = found.order_for(node.slots[0])
+    keep(found, node.slots[0])
 
+    assert (node.slots[0].order.limit_share > 0) == is_limited
+
+
+def keep(found: Mirrors, slot: RankSlot) -> None:
+    """Its node gets the order."""
+    order = found.order_for(slot)
     assert order is not None
-    assert (order.limit_share > 0) == is_limited
+    found.keep(slot, order.share)

@@ -16,7 +16,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.protocol import node_orders
-from ttprun.protocol.board import Board, Field
+from ttprun.protocol.board import FINISHED, Board, Field
 from ttprun.protocol.from_rank import Put
 from ttprun.protocol.to_rank import Freeze, Resume
 from ttprun.recovery import Event, SpawnFailed
@@ -67,6 +67,8 @@ class Welcomed:
 
     def __init__(self) -> None:
         self.pids: list[int] = []
+
+    def let_die(self, slot: RankSlot) -> None: ...
 
     def welcome(self, slot: RankSlot, is_replacement: bool) -> None:
         assert is_replacement
@@ -121,6 +123,26 @@ def test_a_process_that_cannot_be_started_is_an_event_and_does_not_end_the_agent
     assert "No such file or directory" in event.reason
     assert welcomed.pids == []
     assert not slot.is_spawn_due
+
+
+def test_nobody_waits_for_a_rank_that_leaves_and_whose_stack_is_looked_at_meanwhile(
+    started: Callable[..., RankHandler], tmp_path: Path
+) -> None:
+    slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    slot.assign(started("-c", "exec sleep 600", entry="/bin/sh", is_python=False))
+    node, late, dies = node_of(tmp_path, slot), SimpleNamespace(is_late=lambda slot: True), Welcomed()
+    node.board_fd, node._board = Board.create(1)
+    node.board.set(0, Field.RECORDED, 7)
+    afterwards = list[Callable[[str], None]]()
+    node.in_background = lambda work, then: afterwards.append(then)  # type: ignore[method-assign,assignment,misc]
+    actuator = part(LocalActuator, node, hang_detector=late, watch=dies)
+
+    actuator.carry_out(node_orders.Kill(0, "it leaves"))
+    node.board.announce(0, Field.RECORDED, FINISHED)  # the others are to train without it
+    afterwards[0]("its stack")
+
+    assert node.board.get(0, Field.RECORDED) == FINISHED
+    assert slot.bury() == -signal.SIGKILL
 
 
 def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault(

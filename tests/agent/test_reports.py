@@ -94,9 +94,8 @@ def node(tmp_path: Path) -> FakeNode:
 def reports(node: FakeNode) -> Reports:
     """Its ranks have held the same weights at boundary 1."""
     nobody: Any = None
-    comparisons = Comparisons(
-        node, SimpleNamespace(is_off=True, most_lost="at most some 2 s of work"), nobody, NO_MIRRORS
-    )  # type: ignore[arg-type]
+    times: Any = SimpleNamespace(is_off=True, most_lost="at most some 2 s of work")
+    comparisons = Comparisons(node, node.actuators(), times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
     comparisons.begin_group()
     found = part(Reports, node, actuators=node.actuators(), comparisons=comparisons, injections=NoFaults())
     found.begin_group()
@@ -255,7 +254,7 @@ def test_before_the_first_snapshot_the_console_says_what_really_happens_to_a_ran
     if rungs is not None:
         node.job = replace(node.job, settings=replace(node.job.settings, rungs=frozenset(rungs)))
     times: Any = SimpleNamespace(is_off=is_off, why_off="", take_one_at_once=lambda: None)
-    comparisons = Comparisons(node, times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
+    comparisons = Comparisons(node, node.actuators(), times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
     comparisons.begin_group()
 
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
@@ -285,10 +284,8 @@ def test_the_console_says_what_mirrors_take_once_all_have_reported_and_again_onl
 ) -> None:
     nobody: Any = None
     times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
-    mirrors: Any = SimpleNamespace(
-        why_off="", share_out=lambda weights: True, order_for=lambda slot: None, limit_of=lambda ranks: 0
-    )
-    comparisons = Comparisons(node, times, nobody, mirrors)  # type: ignore[arg-type]
+    mirrors: Any = SimpleNamespace(why_off="", share_out=lambda weights: True, order_for=lambda slot: None)
+    comparisons = Comparisons(node, node.actuators(), times, nobody, mirrors)  # type: ignore[arg-type]
     comparisons.begin_group()
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
     reports = [(0, MIRRORED), (1, MIRRORED), (2, MIRRORED), (2, MIRRORED), (1, SLOW)]
@@ -300,7 +297,7 @@ def test_the_console_says_what_mirrors_take_once_all_have_reported_and_again_onl
 
     assert said == [0, 0, 2, 2, 3]
     first, no_step, second = [record.message for record in caplog.records]
-    assert "ranks 0, 1, 2 each hold what no other rank holds: mirrored in 3.0 MiB of this node's memory" in first
+    assert "ranks 0, 1, 2 each hold what no other rank holds: mirrored in 3.0 MiB of memory" in first
     assert no_step.startswith("inside its step a rank is not replaced: a gradient is sparse")
     assert "ranks 0, 2 each hold what no other rank holds: mirrored in 2.0 MiB" in second
     assert "rank 1 holds what no other rank holds, not mirrored: a copy takes 7 ms, and a step 16 ms; " in second

@@ -67,7 +67,7 @@ def test_a_script_that_cannot_be_replayed_is_refused_with_the_reason_and_the_cur
     assert code == 1
 
 
-@pytest.mark.parametrize("script", ["epochs_dataloader.py", "trainer_class.py", "while_true_get_batch.py"])
+@pytest.mark.parametrize("script", ["epochs_dataloader.py", "trainer_class.py"])
 def test_scripts_with_loaders_and_classes_are_found_exact(tmp_path: Path, script: str) -> None:
     code, report = check(tmp_path / "project", script)
 

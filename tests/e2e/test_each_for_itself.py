@@ -48,7 +48,6 @@ def assert_repaired_alone(run: Run, reference: Run, incidents: int = 1) -> None:
         (["kill:rank=1,step=1,phase=in_step"], []),
         (["kill:rank=1,step=45,phase=backward"], MORE),  # when rank 0 has ended
         (["kill:rank=1,step=9,phase=forward", "kill:rank=1,phase=replay"], []),
-        (["exit:rank=1,step=20,phase=forward,code=7"], []),
         (["exception:rank=1,step=20,phase=backward"], []),
         (["kill:rank=1,step=20,phase=backward"], ["--group", "before"]),
         (["kill:rank=1,step=20,phase=backward"], ["--group", "ends", *MORE]),
@@ -60,7 +59,6 @@ def assert_repaired_alone(run: Run, reference: Run, incidents: int = 1) -> None:
         "in the first step",
         "when another has ended",
         "its replacement too",
-        "exit",
         "exception",
         "group destroyed before",
         "group made at the end",

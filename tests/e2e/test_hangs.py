@@ -42,7 +42,6 @@ HANGS = [
 
 SECOND_FAULTS = [
     # phase, the rank that it strikes: the source of the state (0), another survivor (2)
-    ("freeze", 0),
     ("freeze", 2),
     ("transfer", 0),
     ("rebuild", 2),

@@ -77,7 +77,7 @@ def test_two_nodes_train_as_under_torchrun(start: StartNodes, undisturbed: Undis
     assert {run.output.count("a lost rank is replaced on its node") for run in runs} == {1}
 
 
-CASES = [(PLAIN, 1, 1), (PLAIN, 1, 0), (EPOCHS, 2, 0), (EPOCHS, 2, 2), (EPOCHS, 2, 3)]
+CASES = [(PLAIN, 1, 1), (PLAIN, 1, 0), (EPOCHS, 2, 0), (EPOCHS, 2, 2)]
 
 
 @pytest.mark.parametrize(("script", "ranks", "lost"), CASES)
@@ -93,6 +93,43 @@ def test_a_rank_that_is_killed_on_either_node_is_replaced_there_and_no_step_is_l
     assert leader.incidents[0]["ranks"] == [lost], leader.story()
     assert leader.incidents[0]["steps_lost"] == 0, leader.story()
     assert f"incident {leader.incidents[0]['id']}" in leader.output
+
+
+MIRRORED = [
+    ("fsdp_model.py", 1, [], ["kill:rank=1,step=12,phase=backward", "kill:rank=0,step=17,phase=in_step"]),
+    ("fsdp_model.py", 2, [], ["kill:rank=2,step=5,phase=collective", "kill:rank=3,step=7,phase=in_step"]),
+    (
+        "steps_together.py",
+        1,
+        ["--optimizer", "adamw"],
+        ["kill:rank=1,step=12,phase=in_step", "kill:rank=0,step=17,phase=backward"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "ranks", "arguments", "faults"), MIRRORED)
+def test_a_rank_that_alone_holds_its_shards_is_replaced_from_its_mirror_on_its_node(
+    start: StartNodes, undisturbed: Undisturbed, script: str, ranks: int, arguments: list[str], faults: list[str]
+) -> None:
+    leader, runs = finished(start(script, ranks, faults=faults, script_args=arguments))
+
+    assert_same_weights(runs, undisturbed(script, 2 * ranks, arguments))
+    assert [incident["rung"] for incident in leader.incidents] == ["replace"] * 2, leader.story()
+    assert {incident["steps_lost"] for incident in leader.incidents} == {0}, leader.story()
+    assert "each hold what no other rank holds: mirrored in" in leader.output, leader.story()
+
+
+def test_a_lost_node_takes_its_mirrors_with_it(nodes: Nodes, start: StartNodes) -> None:
+    launches = start("fsdp_model.py", 1, options=["--node-wait-s", "1"], script_args=["--epochs", "1000"])
+    launches[0].wait_for_event("state_mirrored")
+
+    nodes.end_processes(1)
+    run = launches[0].finish(60)
+    launches[1].finish(60)
+
+    assert run.exit_code == 143, run.story()
+    assert [one["kind"] for one in run.incidents] == ["node-lost"], run.story()
+    assert "no other rank holds what rank 1 held" in run.incidents[0]["reason"], run.story()
 
 
 LIMIT = ["--hang-timeout", "4"]

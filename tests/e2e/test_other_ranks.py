@@ -124,7 +124,6 @@ LONGER = [
     ("epochs_dataloader.py", ["--workers", "0"], ["--epochs", "4"]),  # workers' random numbers begin anew
     ("trainer_class.py", [], ["--epochs", "5"]),  # it has a snapshot of its own, too
     ("iter_next_two_optimizers.py", [], ["--iterations", "30"]),
-    ("plain_tensors.py", [], ["--steps", "50"]),
     ("while_true_get_batch.py", [], ["--warmup_iters=5"]),  # as long as it is, and other words
 ]
 

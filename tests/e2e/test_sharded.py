@@ -29,9 +29,7 @@ BY_HAND = "tensor_parallel.py"
 FSDP = "fsdp_model.py"  # 27 steps with 2 ranks, 9 an epoch
 EPOCH_SAMPLES = 72
 UNMIRRORED = ["--buddy", "off"]
-SAID = re.compile(
-    r"ranks 0, 1(, 2, 3)? each hold what no other rank holds: mirrored in [\d.]+ [KM]iB of this node's memory"
-)
+SAID = re.compile(r"ranks 0, 1(, 2, 3)? each hold what no other rank holds: mirrored in [\d.]+ [KM]iB of memory")
 STEP = re.compile(r"\[rank \d+\] epoch (\d+) step (\d+) .* samples (\[.*\])")
 
 

@@ -380,7 +380,7 @@ def lose_a_result(rank: int) -> None:
     session = current()
     assert session is not None
     if rank == 0:
-        session[Journal].givers = {(entry.group.group_name, 0): 0 for entry in held_entries()}
+        session[Journal].sources = {(entry.group.group_name, 0): 0 for entry in held_entries()}
         training.backward()
         training.optimizer.step()
     else:

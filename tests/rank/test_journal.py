@@ -66,11 +66,11 @@ def test_a_collective_that_has_failed_raises_its_error_if_no_recovery_will_answe
 
 
 def test_an_operation_that_was_not_kept_is_issued_and_given_by_nobody() -> None:
-    """Protection may end between a recovery that has named givers and the next operation of the step."""
+    """Protection may end between a recovery that has named sources and the next operation of the step."""
     journal = Journal(1 << 20)
-    journal.givers = {("world", 0): 1}
+    journal.sources = {("world", 0): 1}
 
-    assert journal.giver_of(Entry(FakeGroup(), "barrier", (), [])) is None  # type: ignore[arg-type]
+    assert journal.source_of(Entry(FakeGroup(), "barrier", (), [])) is None  # type: ignore[arg-type]
 
 
 def test_to_ask_whether_a_collective_has_completed_says_nothing_to_the_user(tmp_path: Path) -> None:

@@ -247,15 +247,15 @@ def test_what_a_library_has_made_of_batches_that_were_passed_over_is_not_used() 
     ids=["the loader's iterator", "an enumerate of a zip", "a slice", "a list", "a library's generator"],
 )
 def test_of_what_its_position_reveals_nothing_more_is_recorded(made: Callable[[Items], Any]) -> None:
-    standing = stand(made, LOST)
+    active = stand(made, LOST)
 
-    assert iterables.over(standing.loop) is None
+    assert iterables.over(active.loop) is None
 
 
 def test_a_cycle_in_a_later_round_is_left_to_the_replay_which_has_seen_the_first_one_too() -> None:
-    standing = stand(itertools.cycle, 20 + LOST)
+    active = stand(itertools.cycle, 20 + LOST)
 
-    assert iterables.over(standing.loop) is None
+    assert iterables.over(active.loop) is None
 
 
 def test_a_loop_that_was_left_runs_over_nothing() -> None:

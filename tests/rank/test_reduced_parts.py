@@ -32,10 +32,10 @@ def path() -> Iterator[str]:
 
 
 def issue(journal: Journal, group: FakeGroup, op: str, elements: int = 1024) -> Entry:
-    """As a group does it; the input of a reduce-scatter is lent."""
+    """As a group does it; the input of a reduce-scatter is borrowed."""
     output, given = torch.zeros(elements // 2), torch.ones(elements)
     entry = Entry(group, op, (output, given), [output])  # type: ignore[arg-type]
-    entry.is_passing, entry.is_lent = True, op.startswith("reduce")
+    entry.is_passing, entry.is_borrowed = True, op.startswith("reduce")
     assert journal.save(entry, [given])
     journal.entries.append(entry)
     journal.note_order(entry)

@@ -17,6 +17,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from msgspec.structs import asdict
+
 from tests.options import OPTIONS
 from tests.rank.fakes import RECORD_BYTES
 from tests.rank.processes import run_alone
@@ -52,7 +54,7 @@ class FakeAgent:
         self.boundary = 0
         self._puts: list[tuple[int, from_rank.Put]] = []
         self._relaying = threading.Lock()
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         for rank in range(size):
             pid, line = start(rank, self.generation, False)
             self.pids.append(pid)
@@ -73,19 +75,19 @@ class FakeAgent:
                     for other, line in enumerate(self.lines):
                         if other != rank:
                             line.send(message)
-                with self._news:
+                with self._changed:
                     self.messages.append((rank, message))
-                    self._news.notify_all()
+                    self._changed.notify_all()
 
     def wait_for(self, rank: int, kind: type[M], **fields: Any) -> M:
         """The first message of a rank of this kind and with these fields, which may have come already."""
 
         def find() -> M | None:
             of_kind = (m for r, m in self.messages if r == rank and isinstance(m, kind))
-            return next((m for m in of_kind if fields.items() <= vars(m).items()), None)
+            return next((m for m in of_kind if fields.items() <= asdict(m).items()), None)
 
-        with self._news:
-            assert self._news.wait_for(lambda: find() is not None, LIMIT_S), (
+        with self._changed:
+            assert self._changed.wait_for(lambda: find() is not None, LIMIT_S), (
                 f"no {kind.__name__} {fields} in {self.messages}"
             )
             found = find()

@@ -25,8 +25,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from tests.recovery.validity import advance
 from ttprun import recovery
-from ttprun.recovery import Action, Event, Job, RecordIncident, Settings, advance, new_job
+from ttprun.recovery import Action, Event, Job, RecordIncident, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
 

@@ -79,9 +79,9 @@ def list_topics() -> None:
 def read_page(topic: str) -> str:
     """The Markdown text of a topic, with what is generated in its place."""
     text = (FOLDER / f"{topic}.md").read_text(encoding="utf-8")
-    for mark, generate in _GENERATED.items():
-        if mark in text:
-            text = text.replace(mark, generate())
+    for placeholder, generate in _GENERATED.items():
+        if placeholder in text:
+            text = text.replace(placeholder, generate())
     return text
 
 

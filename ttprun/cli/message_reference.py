@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from typing import get_args
+
+from msgspec.structs import fields as fields_of
 
 from ttprun.protocol.channel import Report
 
@@ -15,6 +16,6 @@ def message_reference() -> str:
 
 
 def _item(kind: type) -> str:
-    names = [field.name for field in dataclasses.fields(kind)]
+    names = [field.name for field in fields_of(kind)]
     fields = f" ({', '.join(names)})" if names else ""
     return f"* `{kind.__name__}`{fields}: {(inspect.getdoc(kind) or '').partition(chr(10))[0]}"

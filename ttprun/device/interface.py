@@ -39,8 +39,8 @@ _FAULTS = {
 
 def refined(diagnosis: Diagnosis, check: MemoryCheck) -> Diagnosis:
     """The diagnosis of an error, given which memory has failed; NONE adds nothing."""
-    is_news = check is not MemoryCheck.NONE and _FAULTS[check] is not diagnosis.fault
-    return diagnosis_of(_FAULTS[check]) if is_news else diagnosis
+    says_more = check is not MemoryCheck.NONE and _FAULTS[check] is not diagnosis.fault
+    return diagnosis_of(_FAULTS[check]) if says_more else diagnosis
 
 
 @dataclass(frozen=True)

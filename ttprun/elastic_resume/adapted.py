@@ -37,8 +37,8 @@ from ttprun.rank.process.random_state import RngState
 from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.records.nodes import NumpyRandomNode, RandomNode
 from ttprun.rank.records.recorder import Recorder
+from ttprun.rank.replay.differences import difference_of_place
 from ttprun.rank.replay.replay import ReplayRun
-from ttprun.rank.replay.standing import difference_of_place
 from ttprun.rank.session import Session
 from ttprun.rank.step import boundary
 from ttprun.rank.values import CannotRestoreError, Tree, pack

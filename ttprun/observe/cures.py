@@ -17,7 +17,7 @@ _CURES = (
     ("other random states", "draw from a generator that the script seeds, or keeps in a variable"),
     (
         "no other rank holds|no single rank holds|are sharded over the ranks|its own part",
-        "--buddy on or a larger --buddy-memory, to mirror each rank's own part (one node, CPU), or --snapshot-every "
+        "--buddy on or a larger --buddy-memory, to mirror each rank's own part (on the CPU), or --snapshot-every "
         "10steps: see 'Covered by a snapshot only' in 'ttprun guide limits'",
     ),
     ("different weights", "seed the weights alike in all ranks, or broadcast them before the first step"),

@@ -77,11 +77,13 @@ class StateMirrored(Message, frozen=True):
 
     bytes        that the mirror takes in all, or would take; 0: unknown
     why_not      "" if it can
+    limit_bytes  that it may take
     why_no_step  why a step cannot be taken again from the mirror; "" if it can
     """
 
     boundary: int
     bytes: int = 0
+    limit_bytes: int = 0
     why_not: str = ""
     why_no_step: str = ""
 

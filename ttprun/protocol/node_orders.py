@@ -63,6 +63,7 @@ class Replay(Message, frozen=True):
     source       the rank that sends the state; the rank itself: its mirror has it
     fingerprint  of the source's record of the boundary; None: they need not be alike
     is_joining, is_contradicted   as in to_rank.Replay
+    is_before_step   if its mirror has the state: take the last step again in any case, as it communicates
     """
 
     rank: int
@@ -72,6 +73,29 @@ class Replay(Message, frozen=True):
     fingerprint: str | None
     is_joining: bool
     is_contradicted: bool
+    is_before_step: bool = False
+
+
+class KeepMirror(Message, frozen=True):
+    """Have a rank mirror its state, in memory of this node.
+
+    share   of what the mirrors of this node may take together
+    """
+
+    rank: int
+    share: float
+
+
+class LoadMirror(Message, frozen=True):
+    """Have a replacement load what its rank had mirrored, if it has not done so before its step.
+
+    is_before_step   as in Replay
+    """
+
+    rank: int
+    generation: int
+    boundary: int
+    is_before_step: bool
 
 
 class VoidBeyond(Message, frozen=True):
@@ -146,7 +170,7 @@ class Known(Message, frozen=True):
     incidents       so far
     unprotected     why no rank can be replaced any more; "" if they can
     compared_at     boundary at which the ranks were last compared in full; None: they were not
-    differing, shards, names   as in `recovery.Replicas`
+    differing, shards, names, mirrored, has_collective_steps   as in `recovery.Replicas`
     why_no_checkpoints      in this job; "" if they can be written
     saved           checkpoints from which all can resume, by their directories, in the order of preference: boundaries
     """
@@ -159,13 +183,16 @@ class Known(Message, frozen=True):
     shards: dict[str, list[int]]
     names: dict[str, str]
     why_no_checkpoints: str
+    mirrored: list[int] = field(default_factory=list)
+    has_collective_steps: bool = False
     saved: dict[str, int] = field(default_factory=dict)
 
 
 # What a node's actuator carries out.
 Order = (
-    Begin | Spawn | Kill | VoidEvidence | Replay | VoidBeyond | Broadcast | StorePart | GiveRecords | GoBack | Strike
-) | Recovered
+    Begin | Spawn | Kill | VoidEvidence | Replay | KeepMirror | LoadMirror | VoidBeyond | Broadcast | StorePart
+    | GiveRecords | GoBack | Strike | Recovered
+)  # fmt: skip
 OfLeader = (
     Order | Forward | Published | Known | node_reports.Rows | node_reports.Records
     | meeting.Accepted | meeting.Rejected | meeting.Concluded | meeting.Warmth | meeting.RankSlots | meeting.Regroup

@@ -112,17 +112,17 @@ class Checkpoints:
         owners = {key: list(ranks) for key, ranks in self._node.job.replicas.differing.items()}
         writers = list(order.ranks)
         mirrored = self._mirrored(draft, order)
+        near = [rank for rank in order.ranks if self._node.slots[rank].is_here]  # they reach this node's memory
         for share, rank in enumerate(order.ranks):
             path = str(draft.path(file_of(share)))
-            dump = to_rank.Dump(
-                order.generation, path, share, len(writers), owners, writers, mirrored[share :: len(writers)]
-            )
+            theirs = mirrored[near.index(rank) :: len(near)] if rank in near else []
+            dump = to_rank.Dump(order.generation, path, share, len(writers), owners, writers, theirs)
             self._node.slots[rank].send(dump)
 
     def _mirrored(self, draft: Draft, order: recovery.Persist) -> list[MirroredShare]:
         """What is to be written from the mirrors of lost ranks that no living one replicates.
 
-        Only from one with the state itself: no rank can take another one's step.
+        Only from one with the state itself, as no rank can take another one's step; and only on this node.
         """
         replicas, found = self._node.job.replicas, list[MirroredShare]()
         for slot in self._node.here:

@@ -111,6 +111,7 @@ class Leader:
         logger.warning("%s is lost: %s", peers.name_of(number), why)
         if not slots:
             return
+        self.reports.comparisons.lose_mirrors([slot.rank for slot in slots])
         failure = Failure(slots[0].rank, 0, -signal.SIGTERM, f"{peers.name_of(number)} is lost: {why}")
         note_failure(node, failure)
         node.advance(
@@ -238,6 +239,8 @@ def known_of(job: recovery.Job, why_no_checkpoints: str) -> node_orders.Known:
         differing={key: list(owners) for key, owners in replicas.differing.items()},
         shards={key: list(owners) for key, owners in replicas.shards.items()},
         names=dict(replicas.names),
+        mirrored=sorted(replicas.mirrored),
+        has_collective_steps=replicas.has_collective_steps,
         why_no_checkpoints=why_no_checkpoints,
         saved={one.place: one.boundary for one in job.saved},
     )

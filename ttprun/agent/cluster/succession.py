@@ -356,6 +356,8 @@ def _inherited(known: node_orders.Known | None, left: Any) -> recovery.Inherited
         differing={key: tuple(owners) for key, owners in known.differing.items()},
         shards={key: tuple(owners) for key, owners in known.shards.items()},
         names=known.names,
+        mirrored=frozenset(known.mirrored),
+        has_collective_steps=known.has_collective_steps,
     )
     return recovery.Inherited(
         incident_count=known.incidents,

@@ -37,7 +37,7 @@ from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.rewinds import Rewinds
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import channel, node_orders, node_reports, to_rank
-from ttprun.protocol.board import Field
+from ttprun.protocol.board import FINISHED, Field
 from ttprun.state.files import FileEntry, write_file
 
 
@@ -96,6 +96,10 @@ class LocalActuator(NodeActuator):
                 node.recorder_of(node.slots[rank]).evidence.clear()
             case node_orders.Replay():
                 self._replay(order)
+            case node_orders.KeepMirror(rank=rank, share=share):
+                self.mirrors.keep(node.slots[rank], share)
+            case node_orders.LoadMirror():
+                self._load_mirror(order)
             case node_orders.VoidBeyond(boundary=boundary):
                 node.void_beyond(boundary)
             case node_orders.Broadcast(rank=rank, put=put):
@@ -188,8 +192,8 @@ class LocalActuator(NodeActuator):
             if not is_looked_at or handler.proc.poll() is not None:
                 return
             kill_session(handler.proc.pid)
-            if node.board.get(slot.rank, Field.RECORDED) > slot.lost_boundary and slot.handler is handler:
-                # What it has done while it wrote its stack is void.
+            if slot.lost_boundary < node.board.get(slot.rank, Field.RECORDED) < FINISHED and slot.handler is handler:
+                # What it has done while it wrote its stack is void. FINISHED: the others train without it meanwhile.
                 node.board.set(slot.rank, Field.RECORDED, slot.lost_boundary)
 
         if is_looked_at:
@@ -203,7 +207,7 @@ class LocalActuator(NodeActuator):
         why_not = fingerprints.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
         step_from = ""
         if order.is_joining and order.source == order.rank and not why_not:
-            mirror = self.mirrors.source_of(slot, order.boundary)
+            mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
             if mirror is None:
                 why_not = f"the mirror of rank {order.rank} does not hold its state of step {order.boundary}"
             elif mirror.is_step:
@@ -219,6 +223,11 @@ class LocalActuator(NodeActuator):
             is_contradicted=order.is_contradicted,
         )
         self.forward(order.rank, replay)
+
+    def _load_mirror(self, order: node_orders.LoadMirror) -> None:
+        slot = self.node.slots[order.rank]
+        mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
+        slot.send(to_rank.LoadMirror(order.generation, "" if mirror is None or mirror.is_step else mirror.path))
 
     def _store_part(self, order: node_orders.StorePart) -> None:
         """Write what the records have of a rank, dead or alive."""

@@ -62,14 +62,14 @@ class Parts:
         incidents, times = Incidents(node), SnapshotTimes(node)
         self.own_states = OwnStates(node, times)
         self.mirrors = Mirrors(node)
-        self.comparisons = Comparisons(node, times, incidents, self.mirrors)
+        self.comparisons = Comparisons(node, self.actuators, times, incidents, self.mirrors)
         self.checkpoint_writer = CheckpointWriter(node, store, resumption)
         self.checkpoints = Checkpoints(node, self.actuators, self.checkpoint_writer, self.comparisons, self.mirrors)
         self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints)
         self.repairs: Repairs = (
             Frameworks(node)
             if node.config.mindio
-            else Replays(node, self.actuators, self.comparisons, self.checkpoints, self.mirrors)
+            else Replays(node, self.actuators, self.comparisons, self.checkpoints)
         )
         self.hang_detector = HangDetector(node, self.repairs, self.own_states)
         self.deadlines = Deadlines(node, self.hang_detector)

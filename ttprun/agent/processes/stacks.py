@@ -85,8 +85,10 @@ def main_thread_of(text: str, main_thread: int) -> str:
     main_thread   its ident, as the rank has reported it
     """
     spied = re.match(r"Process (\d+):", text)
-    marks = (f"0x{main_thread:016x}", f"Thread {spied[1]} " if spied else '"MainThread"')
-    return next((block for block in _blocks(text) if any(mark in block[:200] for mark in marks)), text.strip("\n"))
+    headings = (f"0x{main_thread:016x}", f"Thread {spied[1]} " if spied else '"MainThread"')
+    return next(
+        (block for block in _blocks(text) if any(heading in block[:200] for heading in headings)), text.strip("\n")
+    )
 
 
 def innermost_user_frame(text: str) -> str:

@@ -9,13 +9,14 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 
 from msgspec import structs
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
+from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.outcomes import report_mismatch
@@ -40,8 +41,11 @@ LOOK_AHEAD = 20  # boundaries, by which all ranks have heard of it
 class Comparisons:
     """Compares what the ranks of one group hold."""
 
-    def __init__(self, node: Node, times: SnapshotTimes, incidents: Incidents, mirrors: Mirrors) -> None:
+    def __init__(
+        self, node: Node, actuators: Actuators, times: SnapshotTimes, incidents: Incidents, mirrors: Mirrors
+    ) -> None:
         self._node = node
+        self._actuators = actuators
         self._mirrors = mirrors
         self._times = times
         self._incidents = incidents
@@ -185,6 +189,14 @@ class Comparisons:
         self._say_mirrored()
         self._write_topology()
 
+    def lose_mirrors(self, ranks: Collection[int]) -> None:
+        """The node of these ranks is gone, with their mirrors."""
+        mirrored = self._looks.replicas.mirrored
+        if mirrored.isdisjoint(ranks):
+            return
+        self._looks = replace(self._looks, replicas=replace(self._looks.replicas, mirrored=mirrored - {*ranks}))
+        self._node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=self._looks.replicas))
+
     @property
     def _awaits_mirrors(self) -> bool:
         """Some rank that alone holds something has not answered yet whether it can mirror that."""
@@ -202,9 +214,10 @@ class Comparisons:
         said = []
         if mirrored:
             size = in_words(sum(reports[rank].bytes for rank in mirrored))
-            said.append(f"{_hold(mirrored)}: mirrored in {size} of this node's memory (--buddy off to save it)")
+            said.append(f"{_hold(mirrored)}: mirrored in {size} of memory (--buddy off to save it)")
         for why_not, ranks in found.items():
-            size_bytes, limit = sum(reports[rank].bytes for rank in ranks), self._mirrors.limit_of(ranks)
+            size_bytes = sum(reports[rank].bytes for rank in ranks)
+            limit = sum(reports[rank].limit_bytes for rank in ranks)
             sizes = (
                 f": {in_words(size_bytes)}, and {in_words(limit)} may be used (--buddy-memory)" if size_bytes else ""
             )
@@ -258,7 +271,7 @@ class Comparisons:
     def report_owners(self, slot: RankSlot) -> None:
         """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself, or mirror."""
         if order := self._mirrors.order_for(slot):
-            slot.send_if_present(order)
+            self._actuators.order(slot.rank, order)
         if (groups := self._looks.replicas.groups) and all(len(ranks) == 1 for ranks in groups):
             slot.send_if_present(to_rank.NoneAlike())
         owners = self._looks.replicas.differing

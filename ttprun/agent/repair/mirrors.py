@@ -1,20 +1,22 @@
 """The mirrors of ranks that hold what no other rank holds (`--buddy`): the agent's memory for them, and what is there.
 
 A rank writes to its two slots in turns and says on the board what they hold (`ttprun.rank.weights.mirror`); a third
-memory has what the collectives of its step have given to it. How much memory all ranks of the node may take together is
-counted here. Begin with `Mirrors.share_out` and `Mirrors.source_of`.
+memory has what the collectives of its step have given to it. How much memory all ranks of a node may take together is
+counted on that node; the agent that leads says which of them keep mirrors, and shares it out between them. Begin with
+`Mirrors.share_out`, `Mirrors.keep` and `Mirrors.source_of`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import shared_memory
-from ttprun.protocol import to_rank
+from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.mirrors import NOTHING, SLOTS, unpack
 from ttprun.rank.process.free_memory import free_bytes
@@ -39,12 +41,12 @@ class Source(NamedTuple):
 
 
 class Mirrors:
-    """Of each rank of a node, the memory for its mirror."""
+    """Of each rank of a node, the memory for its mirror; in the agent that leads, the shares of all ranks."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._slots: dict[int, list[int]] = {}  # by rank, of those that may keep one
-        self._limits: dict[int, int] = {}  # by rank
+        self._slots: dict[int, list[int]] = {}  # by rank of this node, of those that may keep one
+        self._shares: dict[int, float] = {}  # by rank, of what its node has for all
         self._all_bytes = 0
 
     @property
@@ -52,17 +54,15 @@ class Mirrors:
         """Why no rank may keep a mirror; "" if they may."""
         config, rungs = self._node.config, self._node.job.settings.rungs
         is_used = "replace" in rungs or ("persist" in rungs and "rewind" not in rungs)
-        if config.buddy == "off" or config.mindio or config.elastic or not is_used:
-            return "it is switched off"
-        is_one_node = len(self._node.here) == len(self._node.slots)
-        return "" if is_one_node else "ranks on several nodes are not mirrored yet"
+        is_off = config.buddy == "off" or config.mindio or config.elastic or not is_used
+        return "it is switched off" if is_off else ""
 
     def begin_group(self) -> None:
         """All ranks are new, and what the old ones have mirrored is void."""
         for slots in self._slots.values():
             for fd in slots:
                 os.close(fd)
-        self._slots, self._limits = {}, {}
+        self._slots, self._shares = {}, {}
         for slot in self._node.slots:
             self.forget(slot)
         if self._node.config.buddy != "off":
@@ -81,33 +81,35 @@ class Mirrors:
         weights   by rank: bytes of its own, or of its parts
         returns   whether it is other than before
         """
-        together = sum(weights.values()) or 1
-        limits = {rank: self._all_bytes * size // together for rank, size in weights.items()}
-        if self.why_off or limits == self._limits:
+        node_of, together = self._node.peers.node_of, Counter[int]()
+        for rank, size in weights.items():
+            together[node_of(rank)] += size
+        shares = {rank: size / (together[node_of(rank)] or 1) for rank, size in weights.items()}
+        if self.why_off or shares == self._shares:
             return False
-        for rank in limits.keys() - self._slots.keys():
-            self._slots[rank] = shared_memory.new("mirror", SLOTS + 1)
-        self._limits = limits
+        self._shares = shares
         return True
 
-    def limit_of(self, ranks: Iterable[int]) -> int:
-        """Bytes that these ranks may take together."""
-        return sum(self._limits.get(rank, 0) for rank in ranks)
+    def order_for(self, slot: RankSlot) -> node_orders.KeepMirror | None:
+        """What the node of a rank must know to keep its mirror; None: it is to keep none."""
+        return node_orders.KeepMirror(slot.rank, self._shares[slot.rank]) if slot.rank in self._shares else None
 
-    def order_for(self, slot: RankSlot) -> to_rank.KeepMirror | None:
-        """What a rank must know to keep its mirror; None: it is to keep none."""
-        if slot.rank not in self._limits:
-            return None
+    def keep(self, slot: RankSlot, share: float) -> None:
+        """A rank of this node is to keep a mirror, in this share of its memory."""
+        if slot.rank not in self._slots:
+            self._slots[slot.rank] = shared_memory.new("mirror", SLOTS + 1)
         limit_share = _LIMIT_SHARE if self._node.config.buddy == "auto" else 0.0
-        return to_rank.KeepMirror(self.paths_for(slot), self._limits[slot.rank], limit_share)
+        slot.send_if_present(to_rank.KeepMirror(self.paths_for(slot), int(self._all_bytes * share), limit_share))
 
     def paths_for(self, slot: RankSlot) -> list[str]:
         """Where a rank keeps its mirror; empty: nowhere."""
         return [shared_memory.path_of(fd) for fd in self._slots.get(slot.rank, ())]
 
-    def source_of(self, slot: RankSlot, boundary: int) -> Source | None:
-        """Where a replacement gets the state that its rank had at a boundary; None: its mirror does not give it."""
-        is_before_step = self._node.job.replicas.has_collective_steps
+    def source_of(self, slot: RankSlot, boundary: int, is_before_step: bool) -> Source | None:
+        """Where a replacement gets the state that its rank had at a boundary; None: its mirror does not give it.
+
+        is_before_step   the last step is to be taken again in any case
+        """
         state = "" if is_before_step else self.state_of(slot, boundary)
         path = state or self._path_of(slot, boundary, "step")
         return Source(path, is_step=not state) if path else None

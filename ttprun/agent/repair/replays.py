@@ -16,7 +16,6 @@ from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.outcomes import report_mismatch
 from ttprun.agent.repair.comparisons import Comparisons
-from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.from_rank import GroupJournal
@@ -30,7 +29,6 @@ class Replays(Repairs):
     _actuators: Actuators
     _comparisons: Comparisons
     _checkpoints: Checkpoints
-    _mirrors: Mirrors
     _elsewhere: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
 
     def replay(self, action: recovery.Replay) -> None:
@@ -46,7 +44,7 @@ class Replays(Repairs):
             report_mismatch(node, action.rank, action.generation, reason)
             return
         source = action.rank if action.source is None else action.source
-        needs_no_peer = slot.divergence or action.source is None
+        needs_no_peer = slot.divergence or action.source is None or action.source == action.rank
         order = node_orders.Replay(
             action.rank,
             action.generation,
@@ -55,6 +53,7 @@ class Replays(Repairs):
             None if needs_no_peer else self._actuators.of(source).fingerprint(source, action.boundary),
             is_joining=action.source is not None,
             is_contradicted=node.job.is_contradicted,
+            is_before_step=node.job.replicas.has_collective_steps,
         )
         self._actuators.order(action.rank, order)
 
@@ -79,9 +78,9 @@ class Replays(Repairs):
     def load_mirror(self, action: recovery.LoadMirror) -> None:
         """Have a replacement load what its rank had mirrored, if it has not done so before its step."""
         self._comparisons.note_repair((action.rank,), action.boundary)
-        slot = self._node.slots[action.rank]
-        mirror = self._mirrors.source_of(slot, action.boundary)
-        slot.send(to_rank.LoadMirror(action.generation, "" if mirror is None or mirror.is_step else mirror.path))
+        is_before_step = self._node.job.replicas.has_collective_steps
+        order = node_orders.LoadMirror(action.rank, action.generation, action.boundary, is_before_step)
+        self._actuators.order(action.rank, order)
 
     def resume(self, action: recovery.Resume) -> None:
         """Have all ranks connect and issue their journals again."""

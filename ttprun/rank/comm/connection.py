@@ -59,7 +59,7 @@ class Exchange:
         self._values: dict[tuple[int, str], bytes] = {}
         self._over_before = 0
         self.is_given_up = False
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
 
     def put(self, generation: int, key: str, value: bytes) -> None:
         """Send a value to all ranks, including this one.
@@ -74,10 +74,10 @@ class Exchange:
 
         generation, key, value   as some rank has given them to `put`
         """
-        with self._news:
+        with self._changed:
             self.is_given_up = self.is_given_up or key == _GIVEN_UP
             self._values[generation, key] = value
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def give_up(self, generation: int) -> None:
         """Have all ranks make torch's own groups; those that wait for a member of a managed one get GivenUpError."""
@@ -85,14 +85,14 @@ class Exchange:
 
     def end_before(self, generation: int) -> None:
         """Generations before this one are over: waits in them raise GenerationOverError."""
-        with self._news:
+        with self._changed:
             self._over_before = max(self._over_before, generation)
             self._values = {known: value for known, value in self._values.items() if known[0] >= generation}
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def has(self, generation: int, key: str) -> bool:
         """Whether a key has come."""
-        with self._news:
+        with self._changed:
             return (generation, key) in self._values
 
     def get(self, generation: int, key: str, limit_s: float) -> bytes:
@@ -104,7 +104,7 @@ class Exchange:
         torch's own groups, before it is there.
         """
         end = time.monotonic() + limit_s
-        with self._news:
+        with self._changed:
             while (generation, key) not in self._values:
                 if generation < self._over_before:
                     raise GenerationOverError(f"generation {generation} is over")
@@ -113,7 +113,7 @@ class Exchange:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"no rank has sent {key!r} within {limit_s:.0f} s")
-                self._news.wait(left)
+                self._changed.wait(left)
             return self._values[generation, key]
 
 

@@ -62,10 +62,10 @@ class Entry:
     size_bytes  of the inputs and outputs that it keeps alive
     nan         "3 of 8 elements" if an input has NaN, else ""
     is_passing  the caller drops its tensors soon: only the copies of the inputs are kept once it has completed
-    is_lent     nobody writes to its inputs until they are freed: they are kept themselves, instead of copies
+    is_borrowed     nobody writes to its inputs until they are freed: they are kept themselves, instead of copies
     is_settled  all members have completed it: its inputs are dropped, and it is not issued again
     at          place in the order in which this rank has issued its collectives
-    number      since the boundary: of a message among those of its lane, of a lent entry among those of its group
+    number      since the boundary: of a message among those of its lane, of a borrowed entry among those of its group
     digest      of what was received with a message
     """
 
@@ -82,7 +82,7 @@ class Entry:
     place = ""
     nan = ""
     is_passing = False
-    is_lent = False
+    is_borrowed = False
     is_settled = False
     at = 0
     number = 0

@@ -82,10 +82,10 @@ class Journal:
     admit          called by a waiting thread; its exception ends the wait
     is_agent_awake  whether the agent could order a recovery now
     diagnose       what an operation's error says about the device or the connection
-    givers         (group, number of a collective since the boundary) -> rank that has its result, and broadcasts it
+    sources         (group, number of a collective since the boundary) -> rank that has its result, and broadcasts it
                    instead of the collective
     received       lane -> digests of the messages since the boundary that living ranks had received at the newest fault
-    settled        lane -> how many of its lent entries all members had completed at the newest fault
+    settled        lane -> how many of its borrowed entries all members had completed at the newest fault
     may_settle     no rank is ever repaired from another one's copies: what all have completed is not issued again
     is_ended       this process has been ordered to end, and no recovery will come
     """
@@ -98,14 +98,14 @@ class Journal:
         report_broken: Callable[[Entry, float], None] = lambda entry, after_s: None,
     ) -> None:
         self.lock = threading.RLock()
-        self.news = threading.Condition(self.lock)
+        self.changed = threading.Condition(self.lock)
         self.entries: list[Entry] = []
-        self.givers: dict[tuple[str, int], int] = {}
+        self.sources: dict[tuple[str, int], int] = {}
         self.received: Mapping[str, Sequence[str]] = {}
         self.settled: Mapping[str, int] = {}
         self.may_settle = False
         self._unsettled: list[Entry] = []
-        self._numbers: Counter[str] = Counter()  # of messages and of lent entries, by lane
+        self._numbers: Counter[str] = Counter()  # of messages and of borrowed entries, by lane
         self._issued = 0
         self.is_frozen = False
         self.is_ended = False
@@ -123,7 +123,7 @@ class Journal:
     def save(self, entry: Entry, inputs: list[Tensor]) -> bool:
         """Copy the inputs into spare buffers; False if the journal's limit is reached (nothing is copied then).
 
-        Inputs that are lent are not copied. The outputs count too: the entry keeps them alive.
+        Inputs that are borrowed are not copied. The outputs count too: the entry keeps them alive.
 
         inputs   any dtype, shape, layout and device; a copy is on the same device
         """
@@ -132,7 +132,7 @@ class Journal:
             size += sum(map(size_of, entry.outputs))
         if not self.reserve(entry, size):
             return False
-        if entry.is_lent:
+        if entry.is_borrowed:
             entry.saved = [(tensor, tensor.detach()) for tensor in inputs]
             return True
         entry.saved = [self._copied(tensor.detach() if tensor.requires_grad else tensor) for tensor in inputs]
@@ -161,7 +161,7 @@ class Journal:
             if entry in self.entries:
                 self.entries.remove(entry)
                 self.held_bytes -= entry.size_bytes
-                self._unsettled = [lent for lent in self._unsettled if lent is not entry]
+                self._unsettled = [borrowed for borrowed in self._unsettled if borrowed is not entry]
                 self._recycle(entry)
                 entry.held = None
                 entry.args = ()
@@ -175,7 +175,7 @@ class Journal:
                 entry.held = None
                 entry.args = ()
             self.entries.clear()
-            self.givers.clear()
+            self.sources.clear()
             self.received = {}
             self.settled = {}
             self._unsettled.clear()
@@ -194,7 +194,7 @@ class Journal:
 
     def _recycle(self, entry: Entry) -> None:
         for _, copy in entry.saved:
-            if copy.layout is torch.strided and not entry.is_lent:
+            if copy.layout is torch.strided and not entry.is_borrowed:
                 self._spare[copy.shape, copy.dtype, copy.device].append(copy)
         entry.saved = ()
 
@@ -214,19 +214,19 @@ class Journal:
         return bool(self.received) and entry.number < len(self.received.get(entry.lane, ()))
 
     def note_agreed(
-        self, givers: dict[tuple[str, int], int], received: Mapping[str, Sequence[str]], settled: Mapping[str, int]
+        self, sources: dict[tuple[str, int], int], received: Mapping[str, Sequence[str]], settled: Mapping[str, int]
     ) -> None:
         """What all ranks know alike of the operations since the boundary, once a fault is being repaired.
 
-        givers, received, settled   replace the attributes of these names
+        sources, received, settled   replace the attributes of these names
         """
-        self.givers, self.received, self.settled = givers, received, settled
+        self.sources, self.received, self.settled = sources, received, settled
 
     def note_order(self, entry: Entry) -> None:
         """A collective is about to be issued."""
         self._issued += 1
         entry.at = self._issued
-        if entry.is_lent:
+        if entry.is_borrowed:
             entry.number = self.number_of(entry)
             self._unsettled.append(entry)
 
@@ -237,24 +237,24 @@ class Journal:
         """
         if not self.may_settle or entry.op not in OF_ALL_MEMBERS:
             return
-        for lent in self._unsettled:
-            if lent.group is entry.group and lent.is_done and lent.at < entry.at:
-                self.held_bytes -= lent.size_bytes
-                lent.size_bytes = 0
-                lent.settle_for_all()
-        self._unsettled = [lent for lent in self._unsettled if not lent.is_settled]
+        for borrowed in self._unsettled:
+            if borrowed.group is entry.group and borrowed.is_done and borrowed.at < entry.at:
+                self.held_bytes -= borrowed.size_bytes
+                borrowed.size_bytes = 0
+                borrowed.settle_for_all()
+        self._unsettled = [borrowed for borrowed in self._unsettled if not borrowed.is_settled]
 
     def is_settled(self, entry: Entry) -> bool:
         """Whether all members had completed this entry at the newest fault: it is not issued again."""
-        return entry.is_lent and entry.number < self.settled.get(entry.lane, 0)
+        return entry.is_borrowed and entry.number < self.settled.get(entry.lane, 0)
 
-    def giver_of(self, entry: Entry) -> int | None:
+    def source_of(self, entry: Entry) -> int | None:
         """The rank that broadcasts an entry's result; None: the operation itself is issued (again)."""
-        if not self.givers:
+        if not self.sources:
             return None
         name = entry.lane
         number = next((number for number, known in enumerate(self.of_group(name)) if known is entry), None)
-        return None if number is None else self.givers.get((name, number))
+        return None if number is None else self.sources.get((name, number))
 
     def unfinished(self) -> list[Entry]:
         """Entries that have not completed, oldest first; a copy, so the journal may grow meanwhile."""
@@ -266,18 +266,18 @@ class Journal:
 
         A signal handler must run, and Python cannot run it while DDP waits for a future in C++.
         """
-        with self.news:
+        with self.changed:
             self.is_ended = True
             pending = [entry for entry in self.entries if not entry.is_done] if self.is_frozen else []
-            self.news.notify_all()
+            self.changed.notify_all()
         for entry in pending:
             entry.settle(EndedError())
 
     def attach(self, entry: Entry, inner: Any) -> None:
         """The entry has been issued (again) as `inner`: wake those that wait for it."""
-        with self.news:
+        with self.changed:
             entry.inner = inner
-            self.news.notify_all()
+            self.changed.notify_all()
 
     def wait(self, entry: Entry, may_stop: Callable[[], bool] = lambda: False) -> None:
         """Block until the entry has completed, through any number of recoveries.
@@ -290,7 +290,7 @@ class Journal:
         failed: Any = None
         while not entry.is_done:
             self.admit()
-            with self.news:
+            with self.changed:
                 inner = entry.inner
                 if inner is None or inner is failed:
                     self._wait_for_recovery(entry, failed)
@@ -341,7 +341,7 @@ class Journal:
                 self.drop(entry)
                 lost = entry.error or RuntimeError(f"{entry.op}: the connection was lost and no recovery came")
                 raise fail_open.meant(lost)
-            self.news.wait(0.5)
+            self.changed.wait(0.5)
 
     def note_failure(self, entry: Entry, inner: Any, error: Exception) -> None:
         """A future's operation has failed (DDP waits for futures in C++, not in `wait`).
@@ -368,7 +368,7 @@ class Journal:
         patience = Patience(PATIENCE_S, self.is_agent_awake)
         is_reported = False
         while True:
-            with self.news:
+            with self.changed:
                 failed = [entry for entry in self.entries if entry.failed is not None and entry.failed is entry.inner]
                 waited_s = time.monotonic() - started
                 is_over = patience.look() or any(not entry.group.is_protected() for entry in failed)
@@ -379,7 +379,7 @@ class Journal:
                 if self.is_frozen:
                     started, patience = time.monotonic(), Patience(PATIENCE_S, self.is_agent_awake)
                 if not must_report:
-                    self.news.wait(0.2)
+                    self.changed.wait(0.2)
             if must_report:
                 is_reported = True
                 self._report_broken(failed[0], REPORT_AFTER_S)

@@ -241,7 +241,7 @@ class ManagedGroup(ProcessGroup):
         is_kept = session.is_repairable()
         is_small = is_kept and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
         entry.is_passing = op in GATHERING and outputs[0].is_cpu and sharded.is_gathering()
-        entry.is_lent = entry.is_passing and op in REDUCING and sharded.is_lending()
+        entry.is_borrowed = entry.is_passing and op in REDUCING and sharded.is_lending()
         if is_small and not entry.is_passing:
             entry.place = location_key()
         if is_skipped or session.mode.is_alone:
@@ -320,7 +320,7 @@ class ManagedGroup(ProcessGroup):
         """Issue an operation of the journal. Raises the backend's error if no recovery would help."""
         try:
             journal = self.session[Journal]
-            if not (journal.givers or journal.received or journal.settled):
+            if not (journal.sources or journal.received or journal.settled):
                 return self.call(entry.op, entry.args)
             return call_or_take(self.session, entry, entry.args)
         except Exception as error:
@@ -357,7 +357,7 @@ class ManagedGroup(ProcessGroup):
             if entry.is_done or entry.inner is not inner:
                 return
             entry.note_result()
-            if entry.is_lent:
+            if entry.is_borrowed:
                 self.session[Mirror].keep_result(self.session, entry.lane, entry.number, entry.outputs[0])
             entry.is_done = True
             self.session[Journal].settle_before(entry)

@@ -22,7 +22,7 @@ def issue_again(session: Session, entry: Entry) -> Any:
     """Issue a journal entry in the current generation; returns the backend's work.
 
     A pending entry gets its inputs back and works on the script's own tensors. A completed one is issued for the other
-    ranks alone, on scratch copies, since the script may have changed its tensors; the giver of a result, however, sends
+    ranks alone, on scratch copies, since the script may have changed its tensors; but the source of a result sends
     the tensor itself, which still holds it.
 
     Raises NotRepairableError if its inputs are lost.
@@ -33,14 +33,14 @@ def issue_again(session: Session, entry: Entry) -> Any:
         return call_or_take(session, entry, entry.args)
     if entry.is_settled:
         raise NotRepairableError(f"the input of {entry.signature} is dropped, as all ranks had completed it")
-    giver = session[Journal].giver_of(entry)
+    source = session[Journal].source_of(entry)
     if not entry.is_done:
-        if giver is None:
+        if source is None:
             _put_back(entry)
         return call_or_take(session, entry, entry.args)
-    if giver == session.rank:
+    if source == session.rank:
         return call_or_take(session, entry, entry.args)
-    if giver is None and entry.held is not None:
+    if source is None and entry.held is not None:
         raise NotRepairableError(f"no rank still has the input or the result of {entry.signature}")
     scratch = {}
     saved = {id(tensor): copy for tensor, copy in _saved_by_tensor(entry)}
@@ -66,11 +66,11 @@ def call_or_take(session: Session, entry: Entry, args: tuple[Any, ...]) -> Any:
         return Delivered()
     if session[Journal].has_arrived(entry):
         return Delivered()
-    giver = session[Journal].giver_of(entry)
-    if giver is None:
+    source = session[Journal].source_of(entry)
+    if source is None:
         return entry.group.call(entry.op, args)
     options = dist.BroadcastOptions()
-    options.rootRank = entry.group.ranks.index(giver)
+    options.rootRank = entry.group.ranks.index(source)
     return entry.group.call("broadcast", (args[0], options))
 
 

@@ -5,7 +5,7 @@ taken, `last.pt` could be resumed from. So each answer that the script gets is k
 place in the script and the step in which it was asked. In a replay the newest one of the same place is given again, up
 to the step that is replayed; in the step that the replacement then runs again, those that the lost rank got in that
 very step. An answer that is the same as the one before at its place is not kept again: to look for a file in each step
-costs one entry.
+costs one entry. It is kept some times more in the step of that one, since `exists() or is_dir()` asks twice.
 
 A process that is lost in the step that it runs again may have been lost by the answers: a script that ends itself
 once, and leaves a file so as not to do it twice, would end each replacement. So each second process that runs a step
@@ -35,6 +35,7 @@ from ttprun.rank.position.whose import has_muted_effects
 MOST = 20_000  # answers that are kept
 MOST_BYTES = 4 << 20  # of them
 MOST_AT_ONE_LINE = 2_000
+MOST_REPEATS = 8  # of an answer, in the step in which it was first given
 MISSING: Any = object()
 _FULL = 0  # the place of an entry which says that no more are kept
 _RUN_AGAIN = 1  # the place of an entry which says that one more process has run a step again, or replayed it (-step)
@@ -65,7 +66,8 @@ class _Log:
     is_on    this process is a rank
     keep     writes an answer to the recorder, with its size; None: there is none yet, answers wait in `early`
     lost     of the lost process of this rank, by place
-    newest   of this process: what was answered last at a place, in which step, and how often in that step
+    newest   of this process: step, number in that step, and answer of what was answered last at a place; step of its
+             entry
     """
 
     def __init__(self, is_on: bool = False) -> None:
@@ -292,8 +294,10 @@ def note(place: Question, answer: Any) -> None:
         which = newest[1] + 1 if newest[0] == step else 0
         if newest[2] == answer:
             newest[:2] = step, which
+            if newest[3] == step and which <= MOST_REPEATS:
+                _write(place.number, [step, which, answer])
             return
-    _log.newest[place.number] = [step, which, answer]
+    _log.newest[place.number] = [step, which, answer, step]
     _log.at_line[place.line] += 1
     _write(place.number, [step, which, answer])
 

@@ -116,8 +116,8 @@ def _open_for_reading(original: Any, caller: FrameType, file: Any, mode: str, *a
         return _note_read(original, place, file, mode, *args, **kwargs)
     if len(known) == 1:
         raise fail_open.meant(OSError(known[0], os.strerror(known[0]), file))
-    mark, content = known
-    if mark == _mark_of(path):
+    stamp, content = known
+    if stamp == _stamp_of(path):
         return original(file, mode, *args, **kwargs)
     if content is None:
         file_system.note_changed(path)
@@ -138,17 +138,17 @@ def _note_read(original: Any, place: file_answers.Question, file: Any, mode: str
         if error.errno is not None:
             file_answers.note(place, [error.errno])
         raise
-    mark = _mark_of(file)
+    stamp = _stamp_of(file)
     content = None
-    if mark and mark[0] <= min(CONTENT_BYTES, ALL_CONTENTS_BYTES - _kept_bytes):
+    if stamp and stamp[0] <= min(CONTENT_BYTES, ALL_CONTENTS_BYTES - _kept_bytes):
         with open_unfollowed(file, "rb") as again:
             content = again.read(CONTENT_BYTES)
         _kept_bytes += len(content)
-    file_answers.note(place, [mark, content])
+    file_answers.note(place, [stamp, content])
     return opened
 
 
-def _mark_of(path: Any) -> list[int]:
+def _stamp_of(path: Any) -> list[int]:
     """What changes when a regular file is written or replaced; [] of others."""
     try:
         found = os.stat(path)

@@ -31,14 +31,14 @@ class _Made:
         self.passes = [(loop.site, loop.position) for loop in call_site.look(frame).around]
         self.after, self.visited = _newest
 
-    def is_skipped(self, boundary: int, standing: call_site.Whereabouts) -> bool:
+    def is_skipped(self, boundary: int, whereabouts: call_site.Whereabouts) -> bool:
         """Whether a replay up to a boundary at this place runs past its making."""
         trained = [(site, position) for site, position in self.passes if site.has_steps]
         if trained:
-            now = {loop.site: loop.position for loop in standing.around}
+            now = {loop.site: loop.position for loop in whereabouts.around}
             return any(now.get(site) != position for site, position in trained)
         # In a `while` loop: the same place was passed before and after it.
-        return 0 < self.after < boundary - 1 and self.visited == standing.place
+        return 0 < self.after < boundary - 1 and self.visited == whereabouts.place
 
 
 _made: list[_Made] = []
@@ -62,14 +62,14 @@ def note(what: str, cure: str, is_kept: Callable[[], bool], frame: FrameType | N
     _made.append(made)
 
 
-def why_skipped(boundary: int, standing: call_site.Whereabouts) -> str:
+def why_skipped(boundary: int, whereabouts: call_site.Whereabouts) -> str:
     """Called at each boundary: what of it a replay up to here would lack; "" if nothing."""
     global _newest
-    _newest = (boundary, standing.place)
+    _newest = (boundary, whereabouts.place)
     if not _made:
         return ""
     _made[:] = [made for made in _made if made.is_kept()]
-    return next((made.why for made in _made if made.is_skipped(boundary, standing)), "")
+    return next((made.why for made in _made if made.is_skipped(boundary, whereabouts)), "")
 
 
 def forget() -> None:

@@ -37,9 +37,9 @@ from ttprun.rank.records import replayable
 from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay import loss_scaling
+from ttprun.rank.replay.differences import difference_of_batches, difference_of_optimizers, difference_of_place
 from ttprun.rank.replay.findings import Findings
 from ttprun.rank.replay.jumps import Jumps
-from ttprun.rank.replay.standing import difference_of_batches, difference_of_optimizers, difference_of_place
 from ttprun.rank.session import Session
 from ttprun.rank.values import CannotRestoreError, Restore, restore_loop, room_to_walk
 from ttprun.rank.weights import gradients, kept_gradients, mirror, optimizer_registry

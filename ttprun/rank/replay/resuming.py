@@ -43,7 +43,7 @@ def resume(
             entry = entries[at] if at < len(entries) else None
             if entry is None and is_connected:
                 session[Journal].is_frozen = False
-                session[Journal].news.notify_all()
+                session[Journal].changed.notify_all()
                 break
         if entry is None:
             _connect_up_to(session, None)
@@ -105,5 +105,5 @@ def go_live(session: Session, replay: ReplayRun, order: to_rank.Resume) -> None:
 
 
 def givers_of(order: to_rank.Resume) -> dict[tuple[str, int], int]:
-    """The ranks that broadcast results, by the agent's order: see Journal.givers."""
+    """The ranks that broadcast results, by the agent's order: see Journal.sources."""
     return {(name, number): rank for name, number, rank in order.sources}

@@ -38,37 +38,37 @@ def describe(
     returned    the result of the step's closure
     optimizer   about to make its step; None: it does not matter
     """
-    standing = call_site.look(frame)
+    whereabouts = call_site.look(frame)
     living = optimizer_registry.optimizers()
-    around = standing.around
-    loops.note_steps(around, standing.unfollowed)
+    around = whereabouts.around
+    loops.note_steps(around, whereabouts.unfollowed)
     is_draining = loaders.note_boundary()
     values.begin_boundary()
     stepped = optimizer_registry.stepped(living)
-    mark = stepped.sample(boundary)
-    session[KeptWeights].compare(stepped, mark)
+    sample = stepped.sample(boundary)
+    session[KeptWeights].compare(stepped, sample)
     snapshot = values.Snapshot(stepped.storages, iterables.followed(around))
     variables = [
         snapshot.variables(scope, (id(code), depth), is_lasting=code.co_name == "<module>")
-        for depth, (code, scope) in enumerate(zip(standing.codes, standing.scopes, strict=True))
+        for depth, (code, scope) in enumerate(zip(whereabouts.codes, whereabouts.scopes, strict=True))
     ]
-    active = [[snapshot.loop(loop) for loop in of_frame] for of_frame in standing.active]
+    active = [[snapshot.loop(loop) for loop in of_frame] for of_frame in whereabouts.active]
     modules = {
-        name: snapshot.variables(vars(module), name, is_lasting=True) for name, module in _other_modules(standing)
+        name: snapshot.variables(vars(module), name, is_lasting=True) for name, module in _other_modules(whereabouts)
     }
     optimizers = [snapshot.node(optimizer, 0) for optimizer in living]
     returned = snapshot.node(returned, 0)
     not_proved = file_answers.not_proved()
     if snapshot.not_proved:
-        names = ["" if code.co_name == "<module>" else code.co_qualname for code in standing.codes]
+        names = ["" if code.co_name == "<module>" else code.co_qualname for code in whereabouts.codes]
         scopes = dict(zip(names, variables, strict=True)) | modules
         scopes["optimizers"] = dict(zip(map(str, range(len(living))), optimizers, strict=True))
         not_proved = values.names_not_proved(snapshot, scopes) + not_proved
     record = BoundaryRecord(
         boundary=boundary,
-        place=standing.place,
-        dead=standing.dead,
-        unfollowed=standing.why_not or made_inside.why_skipped(boundary, standing),
+        place=whereabouts.place,
+        dead=whereabouts.dead,
+        unfollowed=whereabouts.why_not or made_inside.why_skipped(boundary, whereabouts),
         variables=variables,
         loops=active,
         generator_loops=snapshot.generator_loops,
@@ -85,7 +85,7 @@ def describe(
         at_ns=files.clock_ns(),
         has_steps=loop_sites.keys_with_steps,
         lines=output.lines_printed(session),
-        weights=b"" if stepped.is_sharded else mark,
+        weights=b"" if stepped.is_sharded else sample,
         held=session[Holdings].mark(stepped, optimizer, boundary),
         kept=session[KeptWeights].is_kept,
         entropy=os_entropy.drawn_since_last_asked(),
@@ -97,9 +97,9 @@ def describe(
     return record, snapshot.blobs, any(map(values.is_awaited, snapshot.computed))
 
 
-def _other_modules(standing: call_site.Whereabouts) -> Iterator[tuple[str, ModuleType]]:
+def _other_modules(whereabouts: call_site.Whereabouts) -> Iterator[tuple[str, ModuleType]]:
     """The user's modules whose variables are not those of a frame on the stack."""
-    on_stack = set(map(id, standing.scopes))
+    on_stack = set(map(id, whereabouts.scopes))
     return ((name, module) for name, module in files.user_modules() if id(module.__dict__) not in on_stack)
 
 
@@ -108,14 +108,14 @@ def look(frame: FrameType) -> values.Tree:
 
     frame   the innermost frame of the script, or one called by it
     """
-    standing = call_site.look(frame)
+    whereabouts = call_site.look(frame)
     stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-    snapshot = values.Snapshot(stepped.storages, iterables.followed(standing.around))
+    snapshot = values.Snapshot(stepped.storages, iterables.followed(whereabouts.around))
     state = ScriptState(
-        place=standing.place,
-        variables=[snapshot.variables(scope) for scope in standing.scopes],
+        place=whereabouts.place,
+        variables=[snapshot.variables(scope) for scope in whereabouts.scopes],
         loops=[],
-        modules={name: snapshot.variables(vars(module)) for name, module in _other_modules(standing)},
+        modules={name: snapshot.variables(vars(module)) for name, module in _other_modules(whereabouts)},
         optimizers=[],
         stepped=stepped.counts,
         blobs=[blob.nbytes for blob in snapshot.blobs],

@@ -149,7 +149,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         hindrances.look_without_group(session)
     if session.is_recorded():
         pending.wait_for_all(session, session.applied + 1)
-        if session[Journal].givers:
+        if session[Journal].sources:
             _check_given_results(session)
         if session.proof is not None:
             session.proof.end_step()
@@ -191,7 +191,7 @@ def _collect_dropped() -> None:
 def _check_given_results(session: Session) -> None:
     """Refuse the step if DDP has overwritten a result while a recovery broadcast it."""
     for entry in session[Journal].entries:
-        if entry.held is not None and session[Journal].giver_of(entry) == session.rank and not entry.held.is_kept:
+        if entry.held is not None and session[Journal].source_of(entry) == session.rank and not entry.held.is_kept:
             reason = f"the result of {entry.signature} was overwritten while it was sent to the other ranks"
             report_mismatch(session.channel, session.generation, reason)
 

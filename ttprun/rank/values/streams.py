@@ -71,12 +71,12 @@ def record_queue(snapshot: Snapshot, value: Any, depth: int) -> Any:
 class _Users:
     """Who has used a queue: idents of threads."""
 
-    __slots__ = ("givers", "reference", "takers")
+    __slots__ = ("consumers", "producers", "reference")
 
     def __init__(self, value: Any) -> None:
         self.reference = weakref.ref(value)
-        self.takers: set[int] = set()
-        self.givers: set[int] = set()
+        self.consumers: set[int] = set()
+        self.producers: set[int] = set()
 
 
 _users: dict[int, _Users] = {}  # by the queue's id
@@ -95,7 +95,7 @@ def wrap_get(original: Any) -> Any:
     """queue.Queue.get: know which threads take from a queue."""
 
     def get(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _users_of(self).takers.add(threading.get_ident())
+        _users_of(self).consumers.add(threading.get_ident())
         return original(self, *args, **kwargs)
 
     return get
@@ -105,7 +105,7 @@ def wrap_put(original: Any) -> Any:
     """queue.Queue.put: know which threads put something in."""
 
     def put(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _users_of(self).givers.add(threading.get_ident())
+        _users_of(self).producers.add(threading.get_ident())
         return original(self, *args, **kwargs)
 
     return put
@@ -115,7 +115,7 @@ def goes_out(value: Any) -> bool:
     """Whether nothing comes back to the main thread through this queue: others take from it, and it alone gives."""
     users = _users_of(value)
     main = threading.main_thread().ident
-    return bool(users.takers) and main not in users.takers and users.givers <= {main}
+    return bool(users.consumers) and main not in users.consumers and users.producers <= {main}
 
 
 def record_thread(snapshot: Snapshot, value: threading.Thread, depth: int) -> Any:
@@ -129,7 +129,7 @@ def record_thread(snapshot: Snapshot, value: threading.Thread, depth: int) -> An
 
 
 def _only_writes(thread: threading.Thread) -> bool:
-    queues = [users.reference() for users in list(_users.values()) if thread.ident in users.takers | users.givers]
+    queues = [users.reference() for users in list(_users.values()) if thread.ident in users.consumers | users.producers]
     return bool(queues) and all(one is None or goes_out(one) for one in queues)
 
 

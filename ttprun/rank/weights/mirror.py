@@ -99,6 +99,7 @@ class Mirror:
             self._use(paths)
         self._limit_bytes, self._limit_share = limit_bytes, limit_share
         self.is_wanted = True
+        self._has_reported = False  # another agent may lead now, which has not heard of it
 
     def _use(self, paths: Sequence[str]) -> None:
         self._slots = [Slot(path) for path in paths[:SLOTS]]
@@ -140,7 +141,9 @@ class Mirror:
             if not self._has_reported:
                 self._has_reported = True
                 size = self._size_bytes()
-                session.channel.send(from_rank.StateMirrored(boundary - 1, size, why_no_step=self._why_no_step))
+                session.channel.send(
+                    from_rank.StateMirrored(boundary - 1, size, self._limit_bytes, why_no_step=self._why_no_step)
+                )
         except Exception as error:
             self._give_up(session, boundary, error)
 
@@ -194,7 +197,7 @@ class Mirror:
         for parts in self._parts:
             parts.release()
         size = error.size_bytes if isinstance(error, _TooLargeError) else 0
-        session.channel.send(from_rank.StateMirrored(boundary, size, why_not=self.why_off))
+        session.channel.send(from_rank.StateMirrored(boundary, size, self._limit_bytes, why_not=self.why_off))
 
     def _note(self, held: Held) -> None:
         self._board.set(self._rank, _CELLS[slot_of(held.boundary)], held.pack())

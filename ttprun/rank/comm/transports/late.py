@@ -209,26 +209,26 @@ def _raise_error_of(work: Any) -> None:
 
 
 _watched: deque[tuple[LateWork, torch.futures.Future[Any]]] = deque()
-_news = threading.Condition()
+_changed = threading.Condition()
 _watching: list[threading.Thread] = []
 
 
 def _watch(work: LateWork, promise: torch.futures.Future[Any]) -> None:
     """Complete a promise when its work does."""
-    with _news:
+    with _changed:
         _watched.append((work, promise))
         if not _watching:
             _watching.append(threading.Thread(target=_complete_promises, name="ttprun-completions", daemon=True))
             _watching[0].start()
-        _news.notify()
+        _changed.notify()
 
 
 def _complete_promises() -> None:
     pause_s = _FIRST_PAUSE_S
     while True:
-        with _news:
+        with _changed:
             while not _watched:
-                _news.wait()
+                _changed.wait()
                 pause_s = _FIRST_PAUSE_S
             found = list(_watched)
         completed = [one for one in found if one[0].is_completed()]
