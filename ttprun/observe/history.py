@@ -31,19 +31,22 @@ class History:
         self._path = path
         self._began_s = time.monotonic()
         self._written_s = 0.0
-        self._step = -1
+        self._written_step = self._step = -1
+        self._stepped_unix_s = 0.0
 
     def note(self, step: int, is_last: bool = False) -> None:
         """The job has passed that many steps; `is_last`: it has ended, and this is written in any case."""
         now = time.monotonic()
+        if step != self._step:
+            self._step, self._stepped_unix_s = step, time.time()  # when it got there, not when that is written
         pause_s = max(_EVERY_S, (now - self._began_s) / _PER_RUN)
-        if step == self._step or (now - self._written_s < pause_s and not is_last):
+        if step == self._written_step or (now - self._written_s < pause_s and not is_last):
             return
-        self._step, self._written_s = step, now
+        self._written_step, self._written_s = step, now
         with suppress(OSError):
             fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.write(fd, f"{time.time():.3f},{step}\n".encode())
+                os.write(fd, f"{self._stepped_unix_s:.3f},{step}\n".encode())
             finally:
                 os.close(fd)
 
