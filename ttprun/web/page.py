@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ttprun.web.summary import REASONS
+
 _FOLDER = Path(__file__).parent / "page"
 _SCRIPTS = ("parts.js", "ranks.js", "charts.js", "incidents.js", "facts.js", "main.js")
 
@@ -56,4 +58,5 @@ def _style() -> str:
 
 @cache
 def _script() -> str:
-    return "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    words = f'"use strict";\nconst REASONS = {json.dumps(REASONS)};'  # as the report of a run has them, too
+    return "\n".join([words, *((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)])

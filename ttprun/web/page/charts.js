@@ -1,5 +1,4 @@
 // Curves over time, with incidents as marks, and the bar of where the time went. Drawn as SVG by hand.
-"use strict";
 
 const WIDE = 720, HIGH = 150, LEFT = 52, BOTTOM = 20, TOP = 8;
 
@@ -90,11 +89,7 @@ function drawStragglers(summary, status) {
 
 const TIME_WORDS = {
   productive: "productive: steps done for the first time",
-  startup: "from the launch to the first step",
-  recovery: "incidents, from the loss to the next step",
-  restart: "all ranks start again, or resume from a checkpoint",
-  again: "lost steps that were run again",
-  end: "after the last step",
+  ...REASONS,
   rest: "the step that is under way",
 };
 

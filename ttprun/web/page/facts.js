@@ -1,5 +1,4 @@
 // Protection, topology, saved state, the event log.
-"use strict";
 
 const LOSS_WORDS = {
   peer: "nothing: its state comes from a rank that holds the same",

@@ -1,7 +1,5 @@
 // Each incident: what it was, a waterfall of its phases and of what happened to its ranks, what was proved and what not.
-"use strict";
 
-const PHASES = ["detect", "freeze", "spawn", "replay", "transfer", "rebuild", "reissue"];
 const MARKS = { // event -> sign, what it says
   rank_exited: ["✕", "ended"], rank_faulted: ["✕", "fault"], rank_killed: ["✕", "killed"], rank_started: ["▶", "new process"],
   rank_replayed: ["◆", "replayed"], compared: ["✓", "compared"], mismatch_detail: ["!", "differs"], spawn_failed: ["!", "not started"],
@@ -21,16 +19,18 @@ function marksOf(one) {
     && (one.ranks.includes(rank) || event.incident === one.id));
 }
 
+const describeSpan = ([phase, start, end]) => `${phase} ${seconds(end - start)}`;
+
 function drawWaterfall(one) {
   const spans = state.summary.spans[one.id] ?? [], marks = marksOf(one);
   const ranks = [...new Set(marks.map((mark) => mark[0]))].slice(0, 16);
   const from = Math.min(0, ...spans.map((span) => span[1]));
   const inside = marks.filter((mark) => mark[1] <= (one.total_s ?? Infinity) + 0.5 || one.total_s === null);
-  const to = Math.max(one.total_s ?? 0, 0.001, ...spans.map((span) => span[2]), ...inside.map((mark) => mark[1]));
+  const to = Math.max(one.total_s ?? 1, 0.001, ...spans.map((span) => span[2]), ...inside.map((mark) => mark[1]));
   const width = Math.max(280, Math.min(1100, byId("incidents").clientWidth || WIDE));
   const line = 20, left = 72, right = 60, height = (spans.length + ranks.length) * line + 18;
   const x = (at) => left + (width - left - right) * (Math.min(at, to) - from) / (to - from);
-  const words = spans.map(([phase, start, end]) => `${phase} ${seconds(end - start)}`).join(", ");
+  const words = spans.map(describeSpan).join(", ");
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Phases of incident ${one.id}: ${words}` });
   spans.forEach(([phase, start, end], index) => {
     const y = index * line;

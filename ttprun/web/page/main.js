@@ -1,5 +1,4 @@
 // What the page knows, where it comes from (server-sent events, or the data of a report), and the text for an issue.
-"use strict";
 
 const state = { status: null, summary: null, topology: null, history: [], events: [], opened: new Map(), isOver: false };
 const MOST_EVENTS = 5000;
@@ -69,7 +68,7 @@ function asText() {
   for (const name of status.not_proved) lines.push(`* not proved: ${name}`);
   for (const one of status.incidents) {
     lines.push("", `incident ${one.id}: ${one.kind}, rank ${one.ranks.join(", ") || "–"}, ${one.rung ?? "–"}: ${one.outcome}; ${one.reason}`,
-      `  ${[...PHASES, "total"].map((phase) => `${phase} ${seconds(one[`${phase}_s`])}`).join(", ")}; boundary ${one.boundary ?? "–"}, steps lost ${one.steps_lost ?? "–"}`);
+      `  ${[...(summary.spans[one.id] ?? []).map(describeSpan), `total ${seconds(one.total_s)}`].join(", ")}; boundary ${one.boundary ?? "–"}, steps lost ${one.steps_lost ?? "–"}`);
     for (const what of one.equal) lines.push(`  equal: ${what}`);
     for (const what of one.not_proved) lines.push(`  not proved: ${what}`);
   }

@@ -1,5 +1,4 @@
 // Small things that all parts use: elements made from words, numbers as people write them.
-"use strict";
 
 const byId = (id) => document.getElementById(id);
 

@@ -1,5 +1,4 @@
 // The grid of ranks: a line for each node; colour, shape and text say how each stands. Beyond some hundred on a canvas.
-"use strict";
 
 const RANK_STATES = {
   running: ["good", "●"], starting: ["busy", "◌"], replaying: ["busy", "▲"], repairing: ["busy", "◆"],
