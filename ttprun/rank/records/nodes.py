@@ -18,6 +18,20 @@ class AnyNode(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 Number = NewType("Number", int)  # of an object
+
+
+class NumberedNode(AnyNode, frozen=True, gc=False):
+    """What can be shared or changed, and so be referred to."""
+
+    number: Number
+
+
+class ObjectOfKind(NumberedNode, frozen=True, gc=False):
+    """The same, of a type."""
+
+    kind: str
+
+
 Nodes: TypeAlias = "list[Node]"
 Items: TypeAlias = "list[Node] | bytes"  # bytes: packed, see values/long_items.py
 Unordered: TypeAlias = "list[Node]"
@@ -143,10 +157,9 @@ class WeakNode(AnyNode, frozen=True, gc=False, tag="W"):
 # Containers. `kind` and `attributes` are those of a subclass.
 
 
-class ListNode(AnyNode, frozen=True, gc=False, tag="l"):
+class ListNode(NumberedNode, frozen=True, gc=False, tag="l"):
     """list."""
 
-    number: Number
     items: Items
     kind: str | None = None
     attributes: Named = {}
@@ -160,10 +173,9 @@ class TupleNode(AnyNode, frozen=True, gc=False, tag="t"):
     attributes: Named = {}
 
 
-class SetNode(AnyNode, frozen=True, gc=False, tag="s"):
+class SetNode(NumberedNode, frozen=True, gc=False, tag="s"):
     """set."""
 
-    number: Number
     items: Unordered
     kind: str | None = None
     attributes: Named = {}
@@ -177,135 +189,115 @@ class FrozensetNode(AnyNode, frozen=True, gc=False, tag="f"):
     attributes: Named = {}
 
 
-class DequeNode(AnyNode, frozen=True, gc=False, tag="q"):
+class DequeNode(NumberedNode, frozen=True, gc=False, tag="q"):
     """collections.deque."""
 
-    number: Number
     items: Items
     kind: str
     attributes: Named
     max_length: int | None
 
 
-class DictNode(AnyNode, frozen=True, gc=False, tag="d"):
+class DictNode(NumberedNode, frozen=True, gc=False, tag="d"):
     """dict: keys and values, in order."""
 
-    number: Number
     keys: Items
     values: Items
     kind: str | None = None
     attributes: Named = {}
 
 
-class BytesNode(AnyNode, frozen=True, gc=False, tag="b"):
+class BytesNode(NumberedNode, frozen=True, gc=False, tag="b"):
     """bytearray, and array.array with its type code."""
 
-    number: Number
     code: str
     content: bytes
 
 
-class BufferNode(AnyNode, frozen=True, gc=False, tag="B"):
+class BufferNode(NumberedNode, frozen=True, gc=False, tag="B"):
     """io.StringIO and io.BytesIO: what they hold, a str or bytes."""
 
-    number: Number
     content: Any
     position: int
 
 
-class ObjectNode(AnyNode, frozen=True, gc=False, tag="o"):
+class ObjectNode(ObjectOfKind, frozen=True, gc=False, tag="o"):
     """An object, by its attributes."""
 
-    number: Number
-    kind: str
     attributes: Named
 
 
-class StateNode(AnyNode, frozen=True, gc=False, tag="S"):
+class StateNode(ObjectOfKind, frozen=True, gc=False, tag="S"):
     """An object's packed state from an adapter: see values/adapters.py."""
 
-    number: Number
-    kind: str
     state: bytes
     attributes: Named
 
 
-class ClassNode(AnyNode, frozen=True, gc=False, tag="C"):
+class ClassNode(NumberedNode, frozen=True, gc=False, tag="C"):
     """A class of the user's."""
 
-    number: Number
     name: str
     attributes: Named
 
 
-class FunctionNode(AnyNode, frozen=True, gc=False, tag="F"):
+class FunctionNode(NumberedNode, frozen=True, gc=False, tag="F"):
     """A function with state: its free variables, attributes and default values."""
 
-    number: Number
     where: str
     cells: Named
     attributes: Named
     defaults: Nodes
 
 
-class PartialNode(AnyNode, frozen=True, gc=False, tag="P"):
+class PartialNode(NumberedNode, frozen=True, gc=False, tag="P"):
     """functools.partial."""
 
-    number: Number
     function: Node
     arguments: Node
     keywords: Node
 
 
-class FileNode(AnyNode, frozen=True, gc=False, tag="R"):
+class FileNode(ObjectOfKind, frozen=True, gc=False, tag="R"):
     """A file that is read, or one in memory."""
 
-    number: Number
-    kind: str
     position: Any  # an int; that of a text file may have more than 64 bits
 
 
-class IteratorNode(AnyNode, frozen=True, gc=False, tag="i"):
+class IteratorNode(ObjectOfKind, frozen=True, gc=False, tag="i"):
     """One of Python's own: the type called with the arguments, and set to the state, gives it."""
 
-    number: Number
-    kind: str
     arguments: Nodes
     state: Node
 
 
-class SuspendedNode(AnyNode, frozen=True, gc=False, tag="G"):
+class SuspendedNode(NumberedNode, frozen=True, gc=False, tag="G"):
     """A generator: its instruction and the positions of its loops, its variables, what it yields from."""
 
-    number: Number
     where: str
     place: list[int]
     variables: Named
     inner: Node
 
 
-class RandomNode(AnyNode, frozen=True, gc=False, tag="g"):
+class RandomNode(ObjectOfKind, frozen=True, gc=False, tag="g"):
     """torch's or Python's random generator: the state is in our form of it."""
 
-    number: Number
-    kind: str
     state: Any
 
 
-class NumpyRandomNode(AnyNode, frozen=True, gc=False, tag="h"):
+class NumpyRandomNode(NumberedNode, frozen=True, gc=False, tag="h"):
     """numpy's random generator."""
 
-    number: Number
     state: Node
 
 
 # Tensors and what holds them.
 
 
-class TensorNode(AnyNode, frozen=True, gc=False, tag="T"):
+class TensorNode(NumberedNode, frozen=True, gc=False, tag="T"):
     """A small tensor: see values/tensors.py."""
 
-    number: Number
     dtype: str
     shape: list[int]
     layout: Any  # [stride, offset, bytes of the storage], None: all of its storage, False: a small part of a large one
@@ -328,29 +320,26 @@ class WeightNode(AnyNode, frozen=True, gc=False, tag="w"):
     is_computed: bool
 
 
-class ChangedDataNode(AnyNode, frozen=True, gc=False, tag="E"):
+class ChangedDataNode(NumberedNode, frozen=True, gc=False, tag="E"):
     """A large tensor or array that was changed since the boundary before: see values/large_data.py."""
 
-    number: Number
     dtype: str
     shape: list[int]
     blob: int
     first: Number
 
 
-class ShardedNode(AnyNode, frozen=True, gc=False, tag="x"):
+class ShardedNode(NumberedNode, frozen=True, gc=False, tag="x"):
     """A tensor that is sharded over the ranks: see values/shards.py."""
 
-    number: Number
     local: Node
     layout: list[Any]
     is_computed: bool
 
 
-class ArrayNode(AnyNode, frozen=True, gc=False, tag="n"):
+class ArrayNode(NumberedNode, frozen=True, gc=False, tag="n"):
     """A small numpy array: see values/arrays.py."""
 
-    number: Number
     dtype: str
     shape: list[int]
     content: bytes
@@ -359,47 +348,49 @@ class ArrayNode(AnyNode, frozen=True, gc=False, tag="n"):
     place: list[Any] | None
 
 
-class ObjectArrayNode(AnyNode, frozen=True, gc=False, tag="a"):
+class ObjectArrayNode(NumberedNode, frozen=True, gc=False, tag="a"):
     """A numpy array of objects."""
 
-    number: Number
     shape: list[int]
     items: Nodes
 
 
-class ModuleNode(AnyNode, frozen=True, gc=False, tag="m"):
+class ModuleNode(ObjectOfKind, frozen=True, gc=False, tag="m"):
     """A module with all its parts: see values/modules.py."""
 
-    number: Number
-    kind: str
     description: bytes  # a packed ModuleDescription
     attributes: dict[str, Named]  # those that move, by the path of the part
     first_blob: int
 
 
-class WrapperNode(AnyNode, frozen=True, gc=False, tag="X"):
+class WrapperNode(ObjectOfKind, frozen=True, gc=False, tag="X"):
     """A module that wraps another one for the time of the run, with `training` and what else it holds."""
 
-    number: Number
-    kind: str
     training: bool
     own: dict[str, Node]  # the replay's
     wrapped: Node
 
 
-class OptimizerNode(AnyNode, frozen=True, gc=False, tag="O"):
+class OptimizerNode(ObjectOfKind, frozen=True, gc=False, tag="O"):
     """Hyper-parameters of each group, and attributes."""
 
-    number: Number
-    kind: str
     groups: Groups
     attributes: Named
 
 
+def _kinds(base: type[AnyNode]) -> list[type[AnyNode]]:
+    return [kind for one in base.__subclasses__() for kind in _kinds(one) or [one]]
+
+
 # msgspec allows one type like a str in a union: bytes are a `PlainNode`.
-Node: TypeAlias = Union[(bool, int, float, str, *AnyNode.__subclasses__(), None)]  # type: ignore[valid-type]
+Node: TypeAlias = Union[(bool, int, float, str, *_kinds(AnyNode), None)]  # type: ignore[valid-type]
 _PARTS = {part.value: part for part in Part}
 PARTS: dict[type[AnyNode], dict[str, Part]] = {
-    kind: {name: _PARTS[what] for name, what in kind.__annotations__.items() if what in _PARTS}
-    for kind in AnyNode.__subclasses__()
+    kind: {
+        name: _PARTS[what]
+        for base in reversed(kind.__mro__)
+        for name, what in vars(base).get("__annotations__", {}).items()
+        if what in _PARTS
+    }
+    for kind in _kinds(AnyNode)
 }

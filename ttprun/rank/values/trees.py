@@ -23,6 +23,7 @@ from ttprun.rank.records.nodes import (
     ModuleNode,
     Named,
     Node,
+    NumberedNode,
     Part,
     ReferenceNode,
     TensorNode,
@@ -38,7 +39,7 @@ LISTS = (Part.NODES, Part.ITEMS, Part.UNORDERED)
 
 def number_of(node: Node) -> int | None:
     """The number of the object that a node defines; None if it defines none."""
-    return node.number if isinstance(node, AnyNode) and "number" in PARTS[type(node)] else None  # type: ignore[attr-defined]
+    return node.number if isinstance(node, NumberedNode) else None
 
 
 def parts(node: AnyNode) -> Iterator[Node]:
