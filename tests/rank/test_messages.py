@@ -43,7 +43,7 @@ def issued_again() -> int:
     (group,) = session.groups.values()
     connection = group.links.by_gloo
     assert connection is not None
-    return connection._lanes.issued
+    return connection._p2p_channels.issued
 
 
 def swap_around_a_break(rank: int) -> Any:

@@ -41,7 +41,7 @@ class Expected:
 
     def check(self, entry: Entry) -> None:
         """Compare a collective that is about to be issued. Raises MismatchError, after reporting it to the agent."""
-        left = self._left.get(entry.lane)
+        left = self._left.get(entry.sequence)
         if not left:
             return
         expected = left.pop()
@@ -52,7 +52,7 @@ class Expected:
                 f"the replacement issues '{entry.signature.strip()}' where the survivors have '{expected.strip()}'",
             )
         if not left:
-            del self._left[entry.lane]
+            del self._left[entry.sequence]
             self._report_if_done()
 
     def note_proved(self) -> None:

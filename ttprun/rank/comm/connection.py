@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
 from ttprun.protocol import from_rank
-from ttprun.rank.comm import lanes, reduce_scatter
+from ttprun.rank.comm import p2p_channels, reduce_scatter
 
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
@@ -192,7 +192,7 @@ class Connection:
         self.native: Any = ProcessGroup(rank, size)  # type: ignore[call-arg]
         self.native._set_default_backend(ProcessGroup.BackendType.GLOO)
         self.native._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self.backend)
-        self._lanes = lanes.Lanes(op_limit)
+        self._p2p_channels = p2p_channels.P2pChannels(op_limit)
         self._rank, self._size = rank, size
         self.generation = generation
         # A broken socket has lost its addresses, but must be found to be cut: gloo may wait on it for ever.
@@ -209,8 +209,8 @@ class Connection:
         """Issue an operation; returns its work."""
         if reduce_scatter.is_for(op, args):
             return reduce_scatter.ReduceScatter(self.native, self._rank, self._size, args)
-        if op in lanes.OPERATIONS:
-            return self._lanes.issue(self.native, op, args)
+        if op in p2p_channels.OPERATIONS:
+            return self._p2p_channels.issue(self.native, op, args)
         return getattr(self.native, op)(*args)
 
     def abort(self) -> None:
@@ -224,10 +224,10 @@ class Connection:
 
         Messages that are still under way after _MESSAGES_LIMIT_S are cut off.
         """
-        self._lanes.end()
-        if not self._lanes.join(_MESSAGES_LIMIT_S):
+        self._p2p_channels.end()
+        if not self._p2p_channels.join(_MESSAGES_LIMIT_S):
             self.abort()
-            self._lanes.join(_MESSAGES_LIMIT_S)
+            self._p2p_channels.join(_MESSAGES_LIMIT_S)
         self.backend = self.native = None
 
     def __del__(self) -> None:
@@ -236,7 +236,7 @@ class Connection:
         gloo's callbacks hold a reference to the group, which the script may have destroyed meanwhile. The backend's
         destructor joins its threads: on one of them that aborts the process.
         """
-        if (known := self.__dict__.get("_lanes")) is not None:
+        if (known := self.__dict__.get("_p2p_channels")) is not None:
             known.end()
         if not isinstance(threading.current_thread(), threading._DummyThread):
             return

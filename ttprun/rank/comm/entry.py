@@ -65,7 +65,7 @@ class Entry:
     is_borrowed     nobody writes to its inputs until they are freed: they are kept themselves, instead of copies
     is_settled  all members have completed it: its inputs are dropped, and it is not issued again
     at          place in the order in which this rank has issued its collectives
-    number      since the boundary: of a message among those of its lane, of a borrowed entry among those of its group
+    number      since the boundary: in its sequence: of messages, or of borrowed entries
     digest      of what was received with a message
     """
 
@@ -114,7 +114,7 @@ class Entry:
         return signature_of(self.op, self.args)
 
     @property
-    def lane(self) -> str:
+    def sequence(self) -> str:
         """Name of the sequence of operations that must agree between ranks: the group's own."""
         name: str = self.group.group_name
         return name

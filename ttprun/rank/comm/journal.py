@@ -84,8 +84,8 @@ class Journal:
     diagnose       what an operation's error says about the device or the connection
     sources         (group, number of a collective since the boundary) -> rank that has its result, and broadcasts it
                    instead of the collective
-    received       lane -> digests of the messages since the boundary that living ranks had received at the newest fault
-    settled        lane -> how many of its borrowed entries all members had completed at the newest fault
+    received       sequence -> digests of messages since the boundary that living ranks had received at the newest fault
+    settled        sequence -> how many of its borrowed entries all members had completed at the newest fault
     may_settle     no rank is ever repaired from another one's copies: what all have completed is not issued again
     is_ended       this process has been ordered to end, and no recovery will come
     """
@@ -105,7 +105,7 @@ class Journal:
         self.settled: Mapping[str, int] = {}
         self.may_settle = False
         self._unsettled: list[Entry] = []
-        self._numbers: Counter[str] = Counter()  # of messages and of borrowed entries, by lane
+        self._numbers: Counter[str] = Counter()  # of messages and of borrowed entries, by sequence
         self._issued = 0
         self.is_frozen = False
         self.is_ended = False
@@ -201,17 +201,17 @@ class Journal:
     def of_group(self, name: str) -> list[Entry]:
         """The collectives of one group, oldest first."""
         with self.lock:
-            return [entry for entry in self.entries if entry.lane == name]
+            return [entry for entry in self.entries if entry.sequence == name]
 
     def number_of(self, message: Entry) -> int:
         """Count a new message."""
         with self.lock:
-            self._numbers[message.lane] += 1
-            return self._numbers[message.lane] - 1
+            self._numbers[message.sequence] += 1
+            return self._numbers[message.sequence] - 1
 
     def has_arrived(self, entry: Entry) -> bool:
         """Whether this is a message that a living rank had received at the newest fault: it is not sent again."""
-        return bool(self.received) and entry.number < len(self.received.get(entry.lane, ()))
+        return bool(self.received) and entry.number < len(self.received.get(entry.sequence, ()))
 
     def note_agreed(
         self, sources: dict[tuple[str, int], int], received: Mapping[str, Sequence[str]], settled: Mapping[str, int]
@@ -246,13 +246,13 @@ class Journal:
 
     def is_settled(self, entry: Entry) -> bool:
         """Whether all members had completed this entry at the newest fault: it is not issued again."""
-        return entry.is_borrowed and entry.number < self.settled.get(entry.lane, 0)
+        return entry.is_borrowed and entry.number < self.settled.get(entry.sequence, 0)
 
     def source_of(self, entry: Entry) -> int | None:
         """The rank that broadcasts an entry's result; None: the operation itself is issued (again)."""
         if not self.sources:
             return None
-        name = entry.lane
+        name = entry.sequence
         number = next((number for number, known in enumerate(self.of_group(name)) if known is entry), None)
         return None if number is None else self.sources.get((name, number))
 

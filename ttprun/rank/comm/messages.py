@@ -37,7 +37,7 @@ class Message(Entry):
     members   global ranks: sender, receiver
     """
 
-    lane = ""
+    sequence = ""
     signature = ""
     members: Sequence[int] = ()
 
@@ -46,7 +46,7 @@ class Message(Entry):
         super().__init__(group, op, args, [tensor] if op == "recv" else [])
         ends = (group.rank(), peer) if op == "send" else (peer, group.rank())
         self.members = [group.ranks[end] for end in ends]
-        self.lane = f"{group.group_name}: {self.members[0]} to {self.members[1]}, tag {tag}"
+        self.sequence = f"{group.group_name}: {self.members[0]} to {self.members[1]}, tag {tag}"
         self.signature = f"message of {tensor.nbytes} bytes"
         self._bytes = tensor.nbytes
 
@@ -103,7 +103,7 @@ def issue(session: Session, group: Group, op: str, args: tuple[Any, ...]) -> Any
     if session.framework is not None:
         return session.framework.issue(message, is_skipped)
     if message.outputs and tensor.nbytes <= SMALL_RESULT_BYTES and session.is_repairable():
-        message.place = f"{message.lane} {calls_key()}"
+        message.place = f"{message.sequence} {calls_key()}"
     if is_skipped or session.mode.is_alone:
         session.mode.answer(message)
         message.is_done = True
@@ -114,7 +114,7 @@ def issue(session: Session, group: Group, op: str, args: tuple[Any, ...]) -> Any
     if session.expected is not None:
         session.expected.check(message)
     if op == "send":
-        proof.note(session, INPUT, message.lane, [tensor], op)
+        proof.note(session, INPUT, message.sequence, [tensor], op)
         _compare_with_received(session, message, tensor)
     group.enter(message, [tensor] if op == "send" else [])
     moments.reached("collective")
@@ -135,7 +135,7 @@ def _pass_on(session: Session, group: Group, op: str, args: tuple[Any, ...], ten
 
 def _compare_with_received(session: Session, message: Message, tensor: torch.Tensor) -> None:
     """A replacement repeats what the lost rank has sent: compare it with what has come of that."""
-    known = session[Journal].received.get(message.lane, ())
+    known = session[Journal].received.get(message.sequence, ())
     if message.number >= len(known) or known[message.number] == message.digest_of(tensor):
         return
     difference = (

@@ -358,7 +358,7 @@ class ManagedGroup(ProcessGroup):
                 return
             entry.note_result()
             if entry.is_borrowed:
-                self.session[Mirror].keep_result(self.session, entry.lane, entry.number, entry.outputs[0])
+                self.session[Mirror].keep_result(self.session, entry.sequence, entry.number, entry.outputs[0])
             entry.is_done = True
             self.session[Journal].settle_before(entry)
         try:

@@ -62,7 +62,7 @@ def call_or_take(session: Session, entry: Entry, args: tuple[Any, ...]) -> Any:
     """
     if session[Journal].is_settled(entry):
         if not entry.is_done:
-            session[Mirror].give_result(session.applied, entry.lane, entry.number, entry.outputs[0])
+            session[Mirror].give_result(session.applied, entry.sequence, entry.number, entry.outputs[0])
         return Delivered()
     if session[Journal].has_arrived(entry):
         return Delivered()

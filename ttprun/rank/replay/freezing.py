@@ -158,11 +158,11 @@ def all_groups(session: Session) -> list[ManagedGroup]:
 
 
 def _signatures(session: Session) -> dict[str, GroupJournal]:
-    """By group and lane: ranks, operations since the boundary, and what of them need not be issued again."""
+    """By group and sequence: ranks, operations since the boundary, and what of them need not be issued again."""
     found: dict[str, GroupJournal] = {}
     with session[Journal].lock:
         for entry in session[Journal].entries:
-            group = found.setdefault(entry.lane, GroupJournal(list(entry.members), []))
+            group = found.setdefault(entry.sequence, GroupJournal(list(entry.members), []))
             if entry.is_settled:
                 group.settled.append(entry.number)
             if entry.digest and len(group.received) == len(group.issued):

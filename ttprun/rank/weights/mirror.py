@@ -147,33 +147,33 @@ class Mirror:
         except Exception as error:
             self._give_up(session, boundary, error)
 
-    def keep_result(self, session: Session, lane: str, number: int, result: torch.Tensor) -> None:
+    def keep_result(self, session: Session, sequence: str, number: int, result: torch.Tensor) -> None:
         """A reduce-scatter of FSDP2 has given this: the other ranks will drop what it was made of. Raises nothing.
 
-        lane     of the journal's entry
-        number   of the entry in its lane, since the boundary
-        result   this rank's part, any dtype, shape and device; copied
+        sequence   of the journal's entry
+        number     of the entry in its sequence, since the boundary
+        result     this rank's part, any dtype, shape and device; copied
         """
         if not self.is_on:
             return
         try:
             for parts in self._parts:
-                parts.keep(session.applied, lane, number, result)
+                parts.keep(session.applied, sequence, number, result)
         except Exception as error:
             self._failure = error
 
-    def give_result(self, boundary: int, lane: str, number: int, target: torch.Tensor) -> None:
+    def give_result(self, boundary: int, sequence: str, number: int, target: torch.Tensor) -> None:
         """In a replacement: what a reduce-scatter had given to the lost rank.
 
-        boundary       at which all ranks stand
-        lane, number   as for `keep_result`
-        target         written; of the same size in bytes as the result
+        boundary           at which all ranks stand
+        sequence, number   as for `keep_result`
+        target             written; of the same size in bytes as the result
 
         Raises NotRepairableError.
         """
         try:
             for parts in self._parts:
-                parts.take(boundary, lane, number, target)
+                parts.take(boundary, sequence, number, target)
         except (LookupError, OSError, ValueError) as error:
             raise NotRepairableError(str(error)) from None
         if not self._parts:

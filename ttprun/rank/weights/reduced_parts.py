@@ -14,7 +14,8 @@ import xxhash
 
 from ttprun.rank.process.shared_memory import Memory
 
-_RECORD = struct.Struct("<5q")  # boundary, hash of the lane, number in it, offset, bytes; boundary 0: it is not valid
+# Boundary, hash of the sequence, number in it, offset, bytes; boundary 0: it is not valid.
+_RECORD = struct.Struct("<5q")
 _MOST = 4096  # operations of one step
 _BEGIN = _MOST * _RECORD.size
 _ALIGNED = 64  # bytes
@@ -36,18 +37,18 @@ class ReducedParts:
         self._boundary = -1
         self._count = 0  # of this boundary's so far
 
-    def keep(self, boundary: int, lane: str, number: int, result: torch.Tensor) -> None:
+    def keep(self, boundary: int, sequence: str, number: int, result: torch.Tensor) -> None:
         """Copy a result; not again if the lost rank had kept it.
 
         boundary   after which the operation was issued
-        lane       of the journal's entry
-        number     of the entry in its lane, since the boundary
+        sequence   of the journal's entry
+        number     of the entry in its sequence, since the boundary
         result     any dtype, shape and device
 
         Raises OSError, ValueError, and what `check_room` raises.
         """
         at, offset = self._next(boundary)
-        key = (boundary, _hash_of(lane), number, offset, result.nbytes)
+        key = (boundary, _hash_of(sequence), number, offset, result.nbytes)
         if self._read(at) == key:
             return
         if (more := offset + result.nbytes - self.size) > 0:
@@ -62,23 +63,23 @@ class ReducedParts:
         self._memory.release()
         self.size = 0
 
-    def take(self, boundary: int, lane: str, number: int, target: torch.Tensor) -> None:
+    def take(self, boundary: int, sequence: str, number: int, target: torch.Tensor) -> None:
         """Fill a tensor with a result of the lost rank.
 
-        boundary, lane, number   as for `keep`
+        boundary, sequence, number   as for `keep`
         target                   any dtype, shape and device; of the same size in bytes as the result
 
         Raises LookupError if it is not there, OSError, ValueError.
         """
         self._fit(_BEGIN)
-        wanted = (boundary, _hash_of(lane), number)
+        wanted = (boundary, _hash_of(sequence), number)
         for at in range(_MOST):
             *key, offset, size = self._read(at)
             if tuple(key) == wanted and size == target.nbytes:
                 with torch.no_grad():
                     target.copy_(self._memory.tensor(offset, target))
                 return
-        raise LookupError(f"what reduce-scatter {number} of group {lane} has given is not in the mirror")
+        raise LookupError(f"what reduce-scatter {number} of group {sequence} has given is not in the mirror")
 
     def _next(self, boundary: int) -> tuple[int, int]:
         """(number of the record, offset) for the next result."""
@@ -110,5 +111,5 @@ class ReducedParts:
         self._memory.write(_RECORD.pack(*record), at * _RECORD.size)
 
 
-def _hash_of(lane: str) -> int:
-    return int(xxhash.xxh3_64_intdigest(lane.encode())) >> 1  # as a signed number
+def _hash_of(sequence: str) -> int:
+    return int(xxhash.xxh3_64_intdigest(sequence.encode())) >> 1  # as a signed number

@@ -1,8 +1,8 @@
 """gloo's sends and receives, with works as `Link.issue` promises them.
 
 gloo's own works cannot be asked whether they have completed, have no future, and break all connections when the time
-limit of a `wait` is over (torch 2.13). So threads wait for them: one for each lane, which is a peer, a direction and a
-tag. The messages of a lane arrive in the order in which they were sent.
+limit of a `wait` is over (torch 2.13). So threads wait for them: one for each channel (a peer, a direction, a tag).
+The messages of a channel arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import ProcessGroup
 OPERATIONS = frozenset({"send", "recv", "recv_anysource"})
 
 
-class Lanes:
-    """The lanes of one connection.
+class P2pChannels:
+    """The channels of one connection.
 
     limit    the time-out that the script has asked for
     issued   operations so far
@@ -29,11 +29,11 @@ class Lanes:
     def __init__(self, limit: timedelta) -> None:
         self._limit = limit
         self.issued = 0
-        self._works: dict[tuple[Any, ...], queue.SimpleQueue[LaneWork | None]] = {}  # by operation, peer and tag
+        self._works: dict[tuple[Any, ...], queue.SimpleQueue[P2pWork | None]] = {}  # by operation, peer and tag
         self._threads: list[threading.Thread] = []
 
-    def issue(self, native: ProcessGroup, op: str, args: tuple[Any, ...]) -> LaneWork:
-        """Issue a send or a receive; returns its work, for which a thread of its lane waits.
+    def issue(self, native: ProcessGroup, op: str, args: tuple[Any, ...]) -> P2pWork:
+        """Issue a send or a receive; returns its work, for which a thread of its channel waits.
 
         native   torch's process group (gloo)
         op       one of OPERATIONS
@@ -41,19 +41,19 @@ class Lanes:
 
         Raises the backend's error.
         """
-        work = LaneWork(op, getattr(native, op)(*args), self._limit)
-        lane = (op, *args[1:])
-        if lane not in self._works:
-            works = self._works[lane] = queue.SimpleQueue()
+        work = P2pWork(op, getattr(native, op)(*args), self._limit)
+        channel = (op, *args[1:])
+        if channel not in self._works:
+            works = self._works[channel] = queue.SimpleQueue()
             thread = threading.Thread(target=_complete_all, args=(works,), name=f"ttprun-{op}", daemon=True)
             thread.start()
             self._threads.append(thread)
-        self._works[lane].put(work)
+        self._works[channel].put(work)
         self.issued += 1
         return work
 
     def end(self) -> None:
-        """End the threads, each after the operations of its lane."""
+        """End the threads, each after the operations of its channel."""
         for works in self._works.values():
             works.put(None)
 
@@ -68,13 +68,13 @@ class Lanes:
         return not any(thread.is_alive() for thread in self._threads)
 
 
-def _complete_all(works: queue.SimpleQueue[LaneWork | None]) -> None:
+def _complete_all(works: queue.SimpleQueue[P2pWork | None]) -> None:
     while (work := works.get()) is not None:
         work.complete()
         del work  # it need not live until the next one comes
 
 
-class LaneWork:
+class P2pWork:
     """A work with the meaning of `Link.issue`'s; of its methods only `complete` asks gloo's own.
 
     inner   gloo's work; dropped when it is over, as it holds the tensor
