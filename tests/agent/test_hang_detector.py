@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ttprun import recovery
 from ttprun.agent.core.failures import FirstFailure
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.hang_detector import HangDetector, state_of
@@ -361,3 +362,45 @@ def test_of_two_ranks_that_hang_the_second_ones_new_process_is_not_taken_for_the
 
     assert [(event.rank, event.pid) for event in node.reported] == [(0, lost[0].proc.pid)]
     assert [handler.proc.poll() for handler in fresh] == [None, None]
+
+
+def running(pids: Sequence[int]) -> recovery.Job:
+    """A job whose protected ranks have these processes."""
+    job = new_job(Settings(world_size=len(pids)))
+    for rank, pid in enumerate(pids):
+        job, _ = recovery.advance(job, recovery.RankStarted(at_s=0.0, rank=rank, pid=pid))
+        job, _ = recovery.advance(job, recovery.RankProtected(at_s=0.0, rank=rank))
+    return job
+
+
+class NodeThatLooksAtStacks(NodeThatGoesBack):
+    """What follows on a stack waits in `later`, and the machine decides about what is reported."""
+
+    def __init__(self, ranks: Sequence[RankHandler]) -> None:
+        super().__init__(ranks, ranks)
+        self.job = running([handler.proc.pid for handler in ranks])
+        self.later: list[Callable[[], None]] = []
+
+    def advance(self, event: Any) -> None:
+        self.reported.append(event)
+        self.job, _ = recovery.advance(self.job, event)
+
+    def in_background(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        found = work()
+        self.later.append(lambda: then(found))
+
+
+def test_the_last_rank_with_the_state_is_left_alone_though_it_was_not_the_last_when_its_stack_was_asked_for(
+    started: Callable[..., RankHandler],
+) -> None:
+    ranks = [started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)]
+    node: Any = NodeThatLooksAtStacks(ranks)
+    hang_detector = hang_detector_of(node)
+    for slot in node.slots:
+        stands = Observation(rank=slot.rank, pid=slot.pid, boundary=7, meetings=0, doing=Doing.COMPUTING)
+        hang_detector._act(Hung(observation=stands, way=Way.STOPPED, for_s=3.0, limit_s=2.0, awaited=None))
+
+    for conclude in node.later:
+        conclude()
+
+    assert [(event.rank, event.pid) for event in node.reported] == [(0, ranks[0].proc.pid)]

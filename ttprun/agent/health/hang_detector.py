@@ -259,6 +259,8 @@ class HangDetector:
         slot = node.slots[observation.rank]
         if slot.is_lost or slot.pid != observation.pid:
             return  # it has ended meanwhile
+        # Meanwhile the others may have been lost, too.
+        is_only_reported = is_only_reported or recovery.is_last_survivor(node.job, observation.rank)
         main_thread = stacks.main_thread_of(text, slot.main_thread)
         frame = stacks.innermost_user_frame(main_thread)
         reason = hung.reason + (f"; innermost frame: {frame}" if frame else "")
