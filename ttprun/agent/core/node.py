@@ -22,7 +22,7 @@ from ttprun.config import Config
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting
-from ttprun.protocol.board import FIELDS, Board, Field
+from ttprun.protocol.board import Board, Field
 from ttprun.rank.position import remembered
 from ttprun.rank.process import children
 from ttprun.rank.records.boundary_record import Outline, read_outline
@@ -216,8 +216,8 @@ class Node:
         return self._board
 
     def board_row(self, slot: RankSlot) -> list[int]:
-        """A rank's row of the board."""
-        return [self.board.get(slot.rank, field) for field in FIELDS]
+        """A rank's row of the board, as it is now; `Field` has its columns."""
+        return self.board.row(slot.rank).tolist()
 
     def recorder_of(self, slot: RankSlot) -> Recorder:
         """A rank's records."""
