@@ -19,6 +19,7 @@ from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RankStatus, RunStatus, read_status
 from ttprun.protocol import node_orders
+from ttprun.protocol.board import Field
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import open_incident
 from ttprun.recovery.replicas import Replicas
@@ -77,6 +78,11 @@ def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(
     sharded = Replicas(compared_at=1, shards={"w": (0, 1)}, mirrored=frozenset((0, 1)))
     job = replace(recovery.new_job(recovery.Settings(world_size=2)), replicas=sharded)
     node = Node(Config(), run, True, job)
+    node.begin_group([(0, 0), (1, 1)])
+    for slot in node.slots:
+        slot.protect()
+        node.board.set(slot.rank, Field.APPLIED, 1)
+        node.board.set(slot.rank, Field.REHEARSED, 1)
     publisher = StatusPublisher(node, Incidents(node), *PARTS)
     publisher.publish()
 
@@ -86,6 +92,16 @@ def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(
     publisher.end(0, "")
 
     assert read_status(run.status).protection == "on"
+    run.release()
+
+
+def test_nothing_is_promised_before_the_ranks_have_been_started(tmp_path: Path) -> None:
+    run = RunDirectory.create("r1", tmp_path / "run")
+    node = Node(Config(), run, True, recovery.new_job(recovery.Settings(world_size=2)))
+
+    StatusPublisher(node, Incidents(node), *PARTS).publish()
+
+    assert read_status(run.status).protection == "not yet: ttprun has not seen an optimizer step of ranks 0, 1"
     run.release()
 
 

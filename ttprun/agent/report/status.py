@@ -209,6 +209,8 @@ class StatusPublisher:
         if node.peers.is_follower:
             return f"not known here: the whole job is in the status of {node.peers.leaders_name}, whose agent leads"
         unseen = [slot.rank for slot in node.slots if not is_seen(node, slot)]
+        if not node.slots:  # the ranks have not been started yet
+            unseen = list(range(node.job.settings.world_size))
         unchecked = [slot.rank for slot in node.slots if not node.board.get(slot.rank, Field.REHEARSED)]
         return protection_of(node.job, unseen, unchecked, self._incidents.not_proved.unrecorded)
 
@@ -262,8 +264,11 @@ def _protection_of_rank(node: Node, slot: RankSlot) -> str:
     own = job.alone.get(slot.rank)
     if own is not None and own.unprotected_reason:
         return "off"
-    is_hindered = any(member.hindrance for member in job.members if member.rank == slot.rank)
-    if job.unprotected_reason or is_hindered or job.settings.rungs.isdisjoint(("replace", "rerun", "resize")):
+    if (
+        job.unprotected_reason
+        or job.members[slot.rank].hindrance
+        or job.settings.rungs.isdisjoint(("replace", "rerun", "resize"))
+    ):
         return "off"
     return "on" if is_seen(node, slot) and node.board.get(slot.rank, Field.REHEARSED) else "not yet"
 
