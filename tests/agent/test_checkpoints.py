@@ -93,14 +93,14 @@ def test_a_checkpoint_holds_of_a_snapshot_what_the_ranks_have_written_and_nothin
     node = FakeNode(LIMIT_S)
     store = CheckpointStore(tmp_path, 3)
     for fd in (buffer.records[0], buffer.shares[0]):
-        os.pwrite(fd, b"told" + bytes(100), 0)
+        os.pwrite(fd, b"made" + bytes(100), 0)
     note_sizes(buffer, records=4, share=4)
 
     write(checkpoints_of(node, store), buffer)
 
     (checkpoint,) = store.checkpoints()
-    assert checkpoint.file("tensors-00000.safetensors").read_bytes() == b"told"
-    assert checkpoint.file("rank-00000.msgpack").read_bytes() == b"told"
+    assert checkpoint.file("tensors-00000.safetensors").read_bytes() == b"made"
+    assert checkpoint.file("rank-00000.msgpack").read_bytes() == b"made"
 
 
 def test_a_snapshot_that_is_shorter_than_what_the_ranks_have_written_becomes_no_checkpoint(

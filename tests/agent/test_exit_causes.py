@@ -1,4 +1,4 @@
-"""Why a process has ended: what the control group, the kernel's log and the signal tell."""
+"""Why a process has ended: what the control group, the kernel's log and the signal say."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def test_py_spy_reports_the_stack_where_it_is_installed(
 
 
 class FakeNode:
-    """As much of a node as is asked when a rank tells of broken connections; keeps what becomes of it."""
+    """As much of a node as is asked when a rank reports broken connections; keeps what becomes of it."""
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(hang_timeout_s="auto")

@@ -51,7 +51,7 @@ class Job:
         self.quiesce_schedule.look()
 
     @property
-    def is_leader_told(self) -> bool:
+    def has_leader_heard(self) -> bool:
         return self.node.board.get(0, Field.QUIESCE_ASKED) != 0
 
 
@@ -73,7 +73,7 @@ def test_at_an_open_boundary_the_ranks_train_on_to_the_next(job: Job, applied: i
     job.stand(applied, open_at)
 
     job.ask("end")
-    before, is_reported = list(job.given), job.is_leader_told
+    before, is_reported = list(job.given), job.has_leader_heard
     job.stand(applied=42, open_at=41)
 
     assert (before, is_reported) == ([], True)
@@ -85,11 +85,11 @@ def test_the_first_rank_is_held_back_until_the_job_runs_again(job: Job) -> None:
     job.ask("checkpoint", is_end=False)
 
     job.quiesce_schedule.look()
-    while_saving = job.is_leader_told
+    while_saving = job.has_leader_heard
     job.node.job.phase = recovery.JobPhase.RUNNING
     job.quiesce_schedule.look()
 
-    assert (while_saving, job.is_leader_told) == (True, False)
+    assert (while_saving, job.has_leader_heard) == (True, False)
 
 
 def test_ranks_that_come_to_no_other_boundary_are_stopped_where_they_are(job: Job) -> None:
@@ -125,7 +125,7 @@ def test_the_end_does_not_wait_for_a_repair_and_a_checkpoint_that_was_asked_for_
 
     job.node.job.phase = recovery.JobPhase.FREEZING
     job.quiesce_schedule.look()
-    in_repair, is_reported = list(job.given), job.is_leader_told
+    in_repair, is_reported = list(job.given), job.has_leader_heard
     job.node.job.phase = recovery.JobPhase.RUNNING
     job.stand(applied=42, open_at=41)
 

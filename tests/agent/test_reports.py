@@ -1,4 +1,4 @@
-"""What becomes of what ranks tell: the real state machine decides, and nothing that it orders is carried out."""
+"""What becomes of what ranks report: the real state machine decides, and nothing that it orders is carried out."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def reports(node: FakeNode) -> Reports:
 
 
 def hold(reports: Reports, node: FakeNode, boundary: int, digests: str) -> None:
-    """Each rank tells the digest of its weights, one letter."""
+    """Each rank reports the digest of its weights, one letter."""
     for slot, digest in zip(node.slots, digests, strict=True):
         held = {"w": (digest, "gradient")}
         reports.take(
@@ -133,7 +133,7 @@ def test_a_diverged_rank_that_stopped_while_a_checkpoint_was_written_is_reported
 ) -> None:
     odd, line = node.slots[1], node.handlers[1]
     hold(reports, node, 2, "aba")
-    hold(reports, node, 3, "aba")  # on its way: it is not told twice
+    hold(reports, node, 3, "aba")  # on its way: it is not reported twice
     reported_once, training = list(line.reported), node.job
 
     node.advance(recovery.CheckpointAsked(at_s=1.0))

@@ -90,7 +90,7 @@ def test_a_dimension_without_a_name_has_that_of_its_use(
     assert dimensions_of(groups, 4, replicas) == expected
 
 
-def test_pipelines_whose_messages_are_in_the_group_of_all_ranks_are_told_apart() -> None:
+def test_pipelines_whose_messages_are_in_the_group_of_all_ranks_are_distinguished() -> None:
     """Three stages, twice."""
     sent = [[0, 2], [2, 4], [4, 2], [2, 0], [1, 3], [3, 5], [5, 3], [3, 1]]
     replicas = Replicas(compared_at=1, differing={"w": (0, 0, 2, 2, 4, 4)})

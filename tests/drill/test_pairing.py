@@ -93,7 +93,7 @@ def test_a_broken_link_may_be_noticed_by_either_end() -> None:
     assert pair(log)[0].incident == 1
 
 
-def test_a_link_that_was_mended_is_not_given_the_later_loss_of_its_process() -> None:
+def test_a_link_that_was_repaired_is_not_given_the_later_loss_of_its_process() -> None:
     broken = {"event": "connection_broken", "rank": 2, "at_s": 11.0}
     log = [
         struck(1, "link:rank=2", 2, 10.0, pid=7),

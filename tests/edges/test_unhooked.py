@@ -1,4 +1,4 @@
-"""Processes that have torch and no hook of ours, as /proc tells of them."""
+"""Processes that have torch and no hook of ours, as /proc shows them."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def rebuild(agent: FakeAgent, name: str, times: int = 1) -> None:
         if times > 1:
             agent.break_connections()
         agent.resume()
-    agent.tell_value(1, f"go {name}")
+    agent.send_value(1, f"go {name}")
 
 
 def hang_everywhere(rank: int) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def rebuild_thrice(agent: FakeAgent) -> None:
     rebuild(agent, "once", times=3)
 
 
-def test_a_connection_may_break_again_while_it_is_mended() -> None:
+def test_a_connection_may_break_again_while_it_is_repaired() -> None:
     assert run_world(hang_once, scenario=rebuild_thrice) == EXPECTED_AFTER_HANGING["several at once"]
 
 

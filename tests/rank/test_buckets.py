@@ -25,7 +25,7 @@ from ttprun.rank.session import current
 from ttprun.rank.weights.replicated import NotRepairableError
 
 WIDTH = 520  # more than a megabyte of weights
-BEGINS_AT = TRUSTED_AFTER + 3  # DDP orders its buckets in the second step, and tells of it behind the third
+BEGINS_AT = TRUSTED_AFTER + 3  # DDP orders its buckets in the second step, and reports it after the third
 STEPS = BEGINS_AT + 2
 
 
@@ -355,7 +355,7 @@ def break_connections_while_one_is_late(ranks: tuple[int, ...], agent: FakeAgent
         line.send(to_rank.Freeze(2, [0, 1], []))
     agent.generation = 2
     for rank in ranks:
-        agent.tell_value(rank, "go on")
+        agent.send_value(rank, "go on")
     for rank in range(2):
         agent.wait_for(rank, from_rank.Frozen, generation=2)
     agent.resume()

@@ -26,7 +26,7 @@ MOMENTS = (
     "when it knows the other's port",
     "before it has reported its address",
 )
-# At these moments the other rank has come as far as to tell its port, and is lost after that.
+# At these moments the other rank has come as far as to report its port, and is lost after that.
 OTHER_IS_THERE = ("when it knows the other's port", "before it has reported its address")
 
 
@@ -136,7 +136,7 @@ def replace_with(agent: FakeAgent, rank: int, survivor: int = 0) -> None:
 def lose_and_go_on_at_once(agent: FakeAgent, moment: str) -> None:
     agent.wait_for(0, from_rank.Note, text=f"held {moment}")
     agent.wait_for(1, from_rank.Note, text="lost")
-    agent.tell_value(0, f"go {moment}")
+    agent.send_value(0, f"go {moment}")
     replace_with(agent, 1)
 
 
@@ -146,7 +146,7 @@ def lose_and_go_on_late(agent: FakeAgent, moment: str) -> None:
     agent.wait_for(1, from_rank.Note, text="lost")
     replace_with(agent, 1)
     agent.wait_for(1, from_rank.Rebuilt, generation=agent.generation)
-    agent.tell_value(0, f"go {moment}")
+    agent.send_value(0, f"go {moment}")
 
 
 HOW = pytest.mark.parametrize("lose", [lose_and_go_on_at_once, lose_and_go_on_late], ids=["at once", "late"])

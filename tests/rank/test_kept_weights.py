@@ -46,7 +46,7 @@ class Training:
         return Weights(self.weights)
 
     def look(self) -> None:
-        """As the hook in front of a step does it."""
+        """As the hook before a step does it."""
         now = self.now()
         self.kept.compare(now, now.sample(self.boundary + 1))
 

@@ -61,7 +61,7 @@ def break_once(agent: FakeAgent) -> None:
     agent.pause()
     agent.break_connections()
     agent.resume()
-    agent.tell_value(1, "go")
+    agent.send_value(1, "go")
 
 
 def test_what_was_received_before_a_break_is_not_sent_again() -> None:
@@ -140,7 +140,7 @@ def break_after_both(agent: FakeAgent) -> None:
     agent.break_connections()
     agent.resume()
     for rank in range(2):
-        agent.tell_value(rank, "go")
+        agent.send_value(rank, "go")
 
 
 def test_what_was_received_and_used_without_a_wait_stays_as_it_is() -> None:

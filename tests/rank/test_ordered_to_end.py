@@ -45,7 +45,7 @@ def pending(session: Session) -> Entry:
     return entry
 
 
-def tell(session: Session) -> None:
+def order_end(session: Session) -> None:
     """What comes from the agent behind the signal."""
     Recovery(session).take(EndAsked())
 
@@ -65,7 +65,7 @@ def raised_by(wait: Callable[[], object], session: Session) -> list[type[BaseExc
     waiting = threading.Thread(target=run, daemon=True)
     waiting.start()
     begun.wait()
-    tell(session)
+    order_end(session)
     waiting.join(LIMIT_S)
     assert not waiting.is_alive(), "it still waits"
     return raised
@@ -74,7 +74,7 @@ def raised_by(wait: Callable[[], object], session: Session) -> list[type[BaseExc
 def test_what_ddp_waits_for_in_native_code_fails(session: Session) -> None:
     future = pending(session).make_future()
 
-    tell(session)
+    order_end(session)
 
     with pytest.raises(RuntimeError, match="the job is being ended"):
         future.wait()
@@ -82,7 +82,7 @@ def test_what_ddp_waits_for_in_native_code_fails(session: Session) -> None:
 
 def test_what_ddp_begins_to_wait_for_only_then_fails_too(session: Session) -> None:
     entry = pending(session)
-    tell(session)
+    order_end(session)
 
     with pytest.raises(RuntimeError, match="the job is being ended"):
         ManagedWork(session[Journal], entry).get_future().wait()
@@ -113,7 +113,7 @@ def test_a_collective_that_breaks_then_fails_at_once(session: Session) -> None:
     future = entry.make_future()
     session[Journal].is_frozen = False
     entry.inner = object()
-    tell(session)
+    order_end(session)
 
     session[Journal].note_failure(entry, entry.inner, RuntimeError("connection closed by peer"))
 

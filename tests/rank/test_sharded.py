@@ -106,7 +106,7 @@ def train(mesh: DeviceMesh, steps: int) -> list[torch.Tensor]:
 
 
 def written_by(size: int, folder: Path, ranks: Sequence[int] | None = None) -> list[Any]:
-    """What the ranks tell of the shares that they have written, all of them or some."""
+    """What the ranks report of the shares that they have written, all of them or some."""
     folder.mkdir()
     written = []
     ranks = range(size) if ranks is None else ranks

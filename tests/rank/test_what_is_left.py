@@ -355,7 +355,7 @@ def test_randomness_of_the_operating_system_counts_in_steps_only() -> None:
 
 
 def say_lines(path: str, skip: tuple[int, int], is_replay: bool, words: list[str]) -> list[int]:
-    """Print to streams of ours; returns the lines that the board counts then, and those that a record would tell."""
+    """Print to streams of ours; returns the lines that the board counts then, and those that a record would name."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     session = make_session()
     become(session)

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 def _forget() -> Iterator[None]:
     probe = np.zeros(SIZE, np.uint8)
     if watch(probe.ctypes.data, SIZE) is None:
-        pytest.skip("this kernel or container does not tell what is written")
+        pytest.skip("this kernel or container does not report what is written")
     yield
     written_pages.forget()
 

@@ -1,4 +1,4 @@
-"""A world of real rank processes with a fake agent between them, which relays what they tell each other.
+"""A world of real rank processes with a fake agent between them, which relays what they send each other.
 
 `run_world` runs a function in each rank, under our hooks or plain, and meanwhile a scenario that plays the agent.
 """
@@ -94,7 +94,7 @@ class FakeAgent:
         assert found is not None
         return found
 
-    def tell_all(self, message: Order) -> None:
+    def send_to_all(self, message: Order) -> None:
         for line in self.lines:
             line.send(message)
 
@@ -133,7 +133,7 @@ class FakeAgent:
                     self.lines[rank].send(put)
         threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
 
-    def tell_value(self, rank: int, key: str) -> None:
+    def send_value(self, rank: int, key: str) -> None:
         """End a rank's `wait_for(key)`."""
         self.lines[rank].send(from_rank.Put(_FOR_EVER, key, ""))
 

@@ -1,4 +1,4 @@
-"""A job's processes, as far as the machine can tell them from real ones: they answer orders, in any order, and die.
+"""A job's processes, as far as the machine can distinguish them from real ones: they answer orders and die.
 
 Each order is checked as it is carried out: a broken promise fails there.
 """
@@ -62,7 +62,7 @@ class FakeWorld:
     replica_groups    their number; they hold nothing in common: rank r is in group r modulo this number
     tensor_parallel   ranks that hold one replica of the model together, if they can train on in a smaller group; 0: no
     has_room          another process can be started
-    handles_stop      the scripts have something to do when they are told to end
+    handles_stop      the scripts have something to do when they are ordered to end
     awaits_checkpoint somebody has asked for a checkpoint, and knows neither that it is there nor why not
     """
 
@@ -84,7 +84,7 @@ class FakeWorld:
         self.finished: set[int] = set()
         self.closed: list[Incident] = []
         self.snapshot_boundary = -1
-        self.stored_boundary = -1  # of what the ranks were told to go back to
+        self.stored_boundary = -1  # of the state that the ranks were ordered back to
         self.unusable: set[str] = set()
         self.start_all()
 

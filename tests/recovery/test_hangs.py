@@ -11,7 +11,7 @@ from ttprun.recovery.observations import Doing, Observation
 
 EVERY_S = 0.25
 ABSENT = [
-    # what it is at, which signs of life it still gives, how it is told
+    # what it is at, which signs of life it still gives, how it is reported
     (Doing.COMPUTING, {"has_pulse": True}, Way.IDLE),
     (Doing.COMPUTING, {"has_pulse": False}, Way.HELD),
     (Doing.STEPPING, {"has_pulse": True}, Way.IDLE),

@@ -6,7 +6,7 @@ from ttprun.state.chunks import Chunk, held_of, what_is_missing
 
 
 def rows(begin: int, end: int) -> tuple[list[int], list[int], list[int]]:
-    """A part of a weight of 10 x 4, as a rank tells it: shape, offsets, sizes."""
+    """A part of a weight of 10 x 4, as a rank reports it: shape, offsets, sizes."""
     return [10, 4], [begin, 0], [end - begin, 4]
 
 

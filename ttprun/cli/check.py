@@ -87,7 +87,7 @@ def _add_options(parser: ArgumentParser) -> None:
 
 
 def read_command_line(words: Sequence[str]) -> tuple[Namespace, CheckTarget]:
-    """Tell our options from those of a launch, and check them all. Raises ConfigError; starts nothing."""
+    """Separate our options from those of a launch, and check them all. Raises ConfigError; starts nothing."""
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     from ttprun.chaos.check.plan import FEWEST_STEPS

@@ -57,6 +57,6 @@ def crowd() -> float:
 
 
 def is_agent_awake(board: Board) -> bool:
-    """Whether the agent of this node has looked around of late; one that stands still can order nothing."""
+    """Whether the agent of this node has looked around of late; one that is paused can order nothing."""
     looked_ns = board.get(LEADER, Field.AGENT_NS)
     return not looked_ns or time.monotonic_ns() - looked_ns < _AWAKE_NS

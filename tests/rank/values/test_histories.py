@@ -1,4 +1,4 @@
-"""Whether somebody can still go backward through a tensor, as far as its graph tells."""
+"""Whether somebody can still go backward through a tensor, as far as its graph shows."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _forget() -> Iterator[None]:
     can_watch = written_pages.watch(probe.ctypes.data, probe.nbytes) is not None
     written_pages.forget()
     if not can_watch:
-        pytest.skip("this kernel or container does not tell what is written")
+        pytest.skip("this kernel or container does not report what is written")
     yield
     large.forget()
 

@@ -223,7 +223,7 @@ class Peers:
 
         has_stepped   the job has completed a step since this was asked last
 
-        Each step of the job shows it: an agent that stands still is no lost node. To be asked a few times a second.
+        Each step of the job shows it: an agent that is paused is no lost node. To be asked a few times a second.
         """
         if has_stepped:
             self._waits.clear()

@@ -100,7 +100,7 @@ def differing_values(notes: Notes, by_torchrun: Notes) -> list[RunDifference]:
 
 
 def _beside(value: str | None, expected: str | None) -> str:
-    """A noted value and torchrun's, for people, whom the digest of a tensor's elements tells nothing."""
+    """A noted value and torchrun's, for people: the digest of a tensor's elements means nothing to them."""
     shown, other = ("nothing" if one is None else _DIGEST.sub("", one) for one in (value, expected))
     return "other elements" if shown == other else f"{shown} instead of {other}"
 

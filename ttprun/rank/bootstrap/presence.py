@@ -1,6 +1,6 @@
 """A rank before it has imported torch: it answers the agent, and can be lost or take part in a recovery.
 
-Standard library only. When the script imports torch, the hooks take over the channel (`hand_over`).
+No torch here. When the script imports torch, the hooks take over the channel (`hand_over`).
 """
 
 from __future__ import annotations

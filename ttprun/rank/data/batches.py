@@ -44,7 +44,7 @@ def fingerprints(batch: Any) -> list[bytes]:
 def note(session: Session, loader: str, batch: Any) -> None:
     """Note a batch that a DataLoader returns; a replacement compares it with the lost rank's.
 
-    loader   by which it is told from other DataLoaders, the same in every rank
+    loader   by which it is distinguished from other DataLoaders, the same in every rank
     batch    a list, tuple or dict is noted by its items, all else as one; see `proof.note`
 
     Raises MismatchError.

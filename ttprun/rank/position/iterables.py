@@ -34,12 +34,12 @@ def over(loop: Loop) -> Any:
 
     None if its position determines everything.
     """
-    if loop.tells_all:
+    if loop.determines_all:
         return None
     if loop.over is not None and (_is_of_user(loop.over) or not is_a(loop.over, GeneratorType)):
         return loop.over
     found = list(_iterators_in(loop.items()))
-    loop.tells_all = bool(found) and all(is_a(one, _LASTING) for one in found)
+    loop.determines_all = bool(found) and all(is_a(one, _LASTING) for one in found)
     return tuple(one for one in found if _is_of_user(one) or _is_first_round(one)) or None
 
 
@@ -50,7 +50,7 @@ def followed(loops: Iterable[Loop]) -> set[int]:
         value = over(loop)
         if value is not None and type(value) is not tuple:
             found |= {id(value), *map(id, _below(value))}
-        elif not loop.tells_all:
+        elif not loop.determines_all:
             found |= ids_of_generators(_iterators_in(loop.items()))
     return found
 

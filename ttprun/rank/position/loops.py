@@ -55,7 +55,7 @@ class Loop:
     over         EXPR, if it is a generator, or a file or table that is read line by line
     bounds       (start, stop, step) of EXPR, if it is a range
     item_rng     the same when the current item was yielded, for loops around other loops
-    tells_all    its position is known to determine the state of all that it iterates over; see iterables.py
+    determines_all  its position is known to determine the state of all that it iterates over; see iterables.py
     """
 
     __slots__ = (
@@ -65,12 +65,12 @@ class Loop:
         "began_with",
         "bounds",
         "current",
+        "determines_all",
         "item_rng",
         "lead",
         "over",
         "position",
         "site",
-        "tells_all",
     )
 
     def __init__(self, site: Site, began_with: random_state.RngState | None, iterable: Iterable[Any]) -> None:
@@ -82,7 +82,7 @@ class Loop:
         self.current: Any = None
         self.over = iterable if isinstance(iterable, _READ_ON) else None
         self.bounds = [iterable.start, iterable.stop, iterable.step] if isinstance(iterable, range) else None
-        self.tells_all = False
+        self.determines_all = False
         self._iterable: Iterable[Any] | None = iterable
         self._following: weakref.ref[Generator[Any]] | None = None
 

@@ -42,7 +42,7 @@ def record_array(snapshot: Snapshot, value: numpy.ndarray[Any, Any], depth: int)
         return record_data(snapshot, value, *_followed(snapshot, value))
     number = snapshot.number(value)
     base = _memory_of(value)
-    if base is not None and _is_told_with_it(snapshot, base):
+    if base is not None and _is_recorded_with_it(snapshot, base):
         place = [list(value.strides), _offset(value, base)]
         return ArrayNode(number, text, shape, b"", "C", snapshot.node(base, depth + 1), place)
     at = _address(value)
@@ -76,7 +76,7 @@ def _followed(snapshot: Snapshot, value: numpy.ndarray[Any, Any]) -> tuple[bytes
     return found
 
 
-def _is_told_with_it(snapshot: Snapshot, base: Any) -> bool:
+def _is_recorded_with_it(snapshot: Snapshot, base: Any) -> bool:
     """Whether what an array is a view of has a node from which both can be made again."""
     if type(base) in (numpy.ndarray, numpy.memmap):
         return not base.dtype.hasobject and (base.nbytes <= SMALL_BYTES or is_changing(snapshot, base))

@@ -356,9 +356,9 @@ def restore_module(restore: Restore, live: Any, node: ModuleNode, name: str) -> 
         _fill(tensor, restore.blob(node.first_blob + offset))
         if restore.is_comparing:
             forget_gradient(tensor)
-    told_parts = [parts[path] for path, _ in described.modules]
-    learnt = [item for part in told_parts for item in tables_of(part)["_parameters"].values() if item is not None]
-    hooks = _count_hooks(_hook_tables(told_parts), learnt)
+    described_parts = [parts[path] for path, _ in described.modules]
+    learnt = [item for part in described_parts for item in tables_of(part)["_parameters"].values() if item is not None]
+    hooks = _count_hooks(_hook_tables(described_parts), learnt)
     if described.hooks != hooks:
         where = _first_other(described, hooks)
         restore.refuse(
