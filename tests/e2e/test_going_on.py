@@ -38,12 +38,12 @@ def test_a_script_that_has_been_changed_begins_anew_says_so_and_keeps_what_was_s
     script.write_text(text)
     save_dir = tmp_path / "save"
     same = {"options": ["--save-dir", str(save_dir), "--keep-checkpoints", "1"], "out": tmp_path / "out"}
-    start_ttprun(script, 2, faults=["preempt:rank=0,step=10,phase=backward"], **same).finish()
+    start_ttprun(str(script), 2, faults=["preempt:rank=0,step=10,phase=backward"], **same).finish()
     (saved,) = save_dir.glob("step-*")
 
     script.write_text("import os\n" + text)  # every line of it stands elsewhere now
-    second = start_ttprun(script, 2, faults=["preempt:rank=0,step=20,phase=backward"], **same).finish()
-    third = start_ttprun(script, 2, **same).finish()
+    second = start_ttprun(str(script), 2, faults=["preempt:rank=0,step=20,phase=backward"], **same).finish()
+    third = start_ttprun(str(script), 2, **same).finish()
 
     assert second.exit_code == 143, second.story()
     assert f"the same command and files do not resume from '{saved}' again" in second.output, second.story()
