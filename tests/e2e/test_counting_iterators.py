@@ -59,5 +59,5 @@ def test_what_cannot_be_made_to_count_on_is_refused_by_its_place(run_ttprun: Run
 
     assert first.exit_code == 143, first.story()
     assert second.exit_code == 0, second.story()
-    assert "counting_iterators.py:" in second.output, second.story()
+    assert "the iterable of loop 1 around the step" in second.output, second.story()
     assert "is a cycle that gathers what it will hand out again" in second.output

@@ -137,10 +137,12 @@ def test_a_rank_is_replaced_after_the_framework_has_resumed_from_its_own_checkpo
 
 @needs("accelerate")
 @pytest.mark.slow
-def test_weights_that_differ_between_ranks_with_local_sgd_come_from_a_snapshot(
+def test_without_a_mirror_weights_that_differ_between_ranks_with_local_sgd_come_from_a_snapshot(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
-    result = run_ttprun(ACCELERATE, 2, faults=["kill:rank=1,step=15,phase=backward"], script_args=["--local-sgd", "4"])
+    kill, options = "kill:rank=1,step=15,phase=backward", ["--buddy", "off"]
+
+    result = run_ttprun(ACCELERATE, 2, faults=[kill], options=options, script_args=["--local-sgd", "4"])
 
     assert [incident["rung"] for incident in result.incidents] == ["rewind"], result.story()
     assert result.hashes == undisturbed(ACCELERATE, 2, ["--local-sgd", "4"]).hashes, result.story()
