@@ -31,7 +31,7 @@ _EVERY_S = 0.25
 
 
 @dataclass
-class Noted:
+class RankNotes:
     """What the next leader would have to know of a rank of this node.
 
     hindrance, unprotected, membership   what its processes have reported of themselves last
@@ -59,7 +59,7 @@ class Follower:
     actuator: LocalActuator
     status: StatusPublisher
     known: node_orders.Known | None = field(default=None, init=False)
-    noted: defaultdict[int, Noted] = field(default_factory=lambda: defaultdict(Noted), init=False)
+    noted: defaultdict[int, RankNotes] = field(default_factory=lambda: defaultdict(RankNotes), init=False)
     _next_s: float = field(default=0.0, init=False)
 
     def begin_group(self) -> None:

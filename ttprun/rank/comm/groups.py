@@ -192,7 +192,7 @@ def _make_managed(
     make_as_given   makes torch's own, with the script's arguments
     """
     global _to_make
-    before = torch_groups.Known()
+    before = torch_groups.GroupRegistry()
     try:
         _to_make = backends, device_of(device_id)
         result, group = make()

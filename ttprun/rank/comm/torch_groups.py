@@ -10,7 +10,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 
-class Known:
+class GroupRegistry:
     """torch's registry of groups at one moment; `restore` removes the groups made since.
 
     They are kept alive: a store in them may serve the other ranks.
@@ -28,7 +28,7 @@ class Known:
         """Remove the groups that were made since."""
         names = set(c10d._world.pg_names.values())
         for table, content in self._tables:
-            Known._removed.append(_copy(table))
+            GroupRegistry._removed.append(_copy(table))
             table.clear()
             table.update(content) if isinstance(table, dict) else table.extend(content)
         c10d._world.group_count = self._count

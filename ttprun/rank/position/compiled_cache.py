@@ -24,7 +24,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 Places = list[tuple[tuple[int, int], ...]]  # of the followed loops: see loop_sites.Extent
 
 
-class Kept:
+class KeptCode:
     """What is kept of one module.
 
     source    of the module

@@ -36,7 +36,7 @@ from ttprun.rank import signal_handlers
 from ttprun.rank.position import control_flow
 from ttprun.rank.position.frames import SCALARS
 from ttprun.rank.position.loop_sites import Site, sites
-from ttprun.rank.position.placeholders import END, Way, hand_out, pass_over
+from ttprun.rank.position.placeholders import END, FirstJump, hand_out, pass_over
 from ttprun.rank.process import random_state
 from ttprun.rank.records.boundary_record import LoopRecord
 from ttprun.rank.signal_handlers import waiting
@@ -250,12 +250,12 @@ def take_over(enter: Callable[[Site, FrameType], Any], loop: Callable[[Site, Any
     enter   called before a loop's EXPR is evaluated; what it returns is handed to `loop`
     loop    called with that and the value of EXPR; returns what the `for` runs over
     """
-    Hooks.enter, Hooks.loop, Way.is_open = enter, loop, True
+    Hooks.enter, Hooks.loop, FirstJump.is_open = enter, loop, True
 
 
 def give_back() -> None:
     """The replay has reached its first boundary: loops are followed as in a run."""
-    Hooks.enter, Hooks.loop, Way.is_open = None, None, False
+    Hooks.enter, Hooks.loop, FirstJump.is_open = None, None, False
 
 
 def enter(key: str) -> Any:

@@ -19,7 +19,7 @@ END = object()
 _left = 0
 
 
-class Way:
+class FirstJump:
     """A replay's way to its first recorded boundary.
 
     is_open   the replay has not reached it: its variables will be overwritten
@@ -97,7 +97,7 @@ class Placeholder:
 
 
 def _absorb(self: Placeholder, *args: Any, **kwargs: Any) -> Placeholder:
-    if not (_left or Way.is_open):
+    if not (_left or FirstJump.is_open):
         raise PlaceholderUsedError(_WHY)
     return self
 

@@ -33,7 +33,7 @@ from ttprun.rank.records.nodes import (
     WeightNode,
 )
 from ttprun.rank.records.packing import listed
-from ttprun.rank.values.long_items import MAX_ITEMS, MIN_ITEMS, Kept, kept_items, objects_in
+from ttprun.rank.values.long_items import MAX_ITEMS, MIN_ITEMS, KeptItems, kept_items, objects_in
 from ttprun.rank.values.nodes import MISSING, is_settled, look_up_type, name_of
 from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.restore import Restore, unlike
@@ -71,18 +71,18 @@ def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> tupl
     return name_of(kind), attributes
 
 
-def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> list[Any] | Kept:
+def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> list[Any] | KeptItems:
     """Nodes of items; remembered ones if they are many and unchanged."""
     if len(items) < MIN_ITEMS:
         return snapshot.items(items, depth)
     return kept_items(snapshot, value, items, which) or snapshot.items(list(items), depth)
 
 
-def _packed(found: list[Node] | Kept) -> Any:
+def _packed(found: list[Node] | KeptItems) -> Any:
     return found if isinstance(found, list) else found.packed
 
 
-def _long(value: Any, length: int, *parts: list[Node] | Kept) -> LongNode | RefusedNode:
+def _long(value: Any, length: int, *parts: list[Node] | KeptItems) -> LongNode | RefusedNode:
     """Too long to be recorded: compared by a digest."""
     digests, first = [], 0
     for part in parts:

@@ -55,7 +55,7 @@ class _Walk(Snapshot):
         return Number(number)
 
 
-class Kept:
+class KeptItems:
     """What is remembered of the items of one container.
 
     packed    their nodes, one after the other
@@ -219,10 +219,10 @@ def pack_all(nodes: list[Node]) -> bytes:
     return packed[1 if len(nodes) < 16 else 3 if len(nodes) < 1 << 16 else 5 :]
 
 
-_kept: Remembered[Kept] = Remembered()
+_kept: Remembered[KeptItems] = Remembered()
 
 
-def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int = 0) -> Kept | None:
+def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int = 0) -> KeptItems | None:
     """What is known of a container's items, with the nodes of all of them; None if they are to be walked over.
 
     items   a list, or a view of a dictionary
@@ -236,7 +236,7 @@ def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int 
         return None
     kept = _kept.get((id(container), which))
     if kept is None:
-        kept = Kept()
+        kept = KeptItems()
         _kept.keep((id(container), which), kept)
     if not kept.take_up(container, items, snapshot):
         return None
