@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.state.making import DESCRIPTION, flip_byte, locked, take
 from tests.state.making_models import net, save
@@ -144,6 +145,7 @@ def test_nothing_to_verify_is_no_success(tmp_path: Path, capsys: pytest.CaptureF
         (["--out", "model.pt"], "torch"),
         (["--out", "model.safetensors"], "safetensors"),
         (["--out", "model", "--format", "safetensors"], "safetensors"),
+        (["--out", "model", "--format", "dcp"], "dcp"),
     ],
 )
 def test_export_writes_the_model_in_the_format_that_is_asked_for(
@@ -157,9 +159,14 @@ def test_export_writes_the_model_in_the_format_that_is_asked_for(
 
     assert code == 0
     assert (reported["format"], reported["tensors"], reported["boundary"]) == (form, len(trained.state_dict()), 120)
-    assert reported["bytes"] == Path(reported["file"]).stat().st_size
+    written = Path(reported["file"])
+    assert reported["bytes"] == sum(file.stat().st_size for file in (written, *written.rglob("*")) if file.is_file())
     if form == "torch":
         net(seed=2).load_state_dict(torch.load(reported["file"], weights_only=True), strict=True)
+    if form == "dcp":
+        with pytest.warns(UserWarning, match="load in a single process"):
+            load(found := net(seed=2).state_dict(), checkpoint_id=written, no_dist=True)
+        assert all(torch.equal(tensor, found[name]) for name, tensor in trained.state_dict().items())
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,10 +143,14 @@ def verify_checkpoints(
 @app.command("export")
 def export_model(
     checkpoint: Annotated[str, typer.Argument(help=WHICH)],
-    out: Annotated[Path, typer.Option("--out", help="File to write; it must not be there yet.")],
+    out: Annotated[Path, typer.Option("--out", help="File (dcp: directory) to write; it must not be there yet.")],
     form: Annotated[
-        Literal["torch", "safetensors"] | None,
-        typer.Option("--format", help="Default: by the file's name, safetensors if that is its suffix."),
+        Literal["torch", "safetensors", "dcp"] | None,
+        typer.Option(
+            "--format",
+            help="Default: by the file's name, safetensors if that is its suffix. dcp: a directory that "
+            "torch.distributed.checkpoint loads in any layout (tensor parallel, FSDP2, on any number of ranks).",
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Variable of the script that held the model.")] = None,
     save_dir: SaveDir = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ttprun.errors import ConfigError, in_short, one_line, suggestion
 from ttprun.state.checkpoint import Checkpoint
@@ -17,7 +21,7 @@ from ttprun.state.files import sync, write_file
 from ttprun.state.pieces import CannotReshardError, Piece, assemble, pieces_in
 from ttprun.state.tensor_file import tensor_chunks
 
-Format = Literal["torch", "safetensors"]
+Format = Literal["torch", "safetensors", "dcp"]
 
 # What DistributedDataParallel, torch.compile and FSDP prefix to every name of the module that they wrap.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -108,11 +112,12 @@ def names_without_wrappers(names: Iterable[str]) -> dict[str, str]:
 
 
 def write_model(tensors: Mapping[str, Tensor], target: Path, form: Format) -> int:
-    """Write a state_dict to a file, which appears only when it is whole.
+    """Write a state_dict to a file, or a directory, which appears only when it is whole.
 
     tensors   of any dtype and shape, on the CPU
     target    must not exist yet
-    form      "torch": as torch.save writes it, or "safetensors"
+    form      "torch": as torch.save writes it; "safetensors"; or "dcp": a directory from which
+              torch.distributed.checkpoint loads it in any layout
     returns   its size in bytes
 
     Raises ConfigError if it cannot be written, or is there already.
@@ -121,20 +126,30 @@ def write_model(tensors: Mapping[str, Tensor], target: Path, form: Format) -> in
         raise ConfigError(f"--out: there is a file '{target}'", "name a new one")
     draft = part_of(target)
     try:
-        draft.unlink(missing_ok=True)
+        _remove(draft)
         if form == "torch":
             torch.save(dict(tensors), draft)
             sync(draft)
+        elif form == "dcp":
+            with warnings.catch_warnings(action="ignore"):  # that there is no process group
+                save(dict(tensors), checkpoint_id=draft, no_dist=True)
         else:
             write_file(draft, tensor_chunks(tensors, {"format": "pt"}))
-        size = draft.stat().st_size
+        size = sum(file.stat().st_size for file in (draft, *draft.rglob("*")) if file.is_file())
         draft.replace(target)
-    except (OSError, RuntimeError) as error:  # torch's own writer turns a full disk into a RuntimeError
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch turns a full disk into a RuntimeError
         raise ConfigError(f"--out: '{target}' cannot be written ({one_line(error)})", "name another file") from None
     finally:
         with suppress(OSError):
-            draft.unlink(missing_ok=True)
+            _remove(draft)
     return size
+
+
+def _remove(draft: Path) -> None:
+    if draft.is_dir():
+        shutil.rmtree(draft)
+    else:
+        draft.unlink(missing_ok=True)
 
 
 def part_of(target: Path) -> Path:
