@@ -14,7 +14,7 @@ SAVED_AT = 8
 LOSS = re.compile(r"\[rank (\d+)] step (\d+) loss ([\d.]+)")
 
 
-@pytest.mark.parametrize(("ranks", "tp"), [(4, 1), (4, 4), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("ranks", "tp"), [(4, 1), (4, 4), (2, 1), (2, 2), (8, 2)])
 def test_ranks_of_another_layout_go_on_with_the_weights_and_with_the_data_of_their_place_in_it(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path, ranks: int, tp: int
 ) -> None:
@@ -32,6 +32,7 @@ def test_ranks_of_another_layout_go_on_with_the_weights_and_with_the_data_of_the
         place = rank // tp
         if place < 2:  # this data was trained on by the old run's ranks, too
             assert loss == pytest.approx(expected[2 * place], abs=1e-5), run.story()
+    assert all(loss == losses[rank - rank % tp] for rank, loss in losses.items()), run.story()
     apart = {loss for rank, loss in losses.items() if rank % tp == 0}
     assert len(apart) == ranks // tp, run.story()
     assert len({line.split()[-1] for lines in run.hashes.values() for line in lines}) == 1, run.story()

@@ -59,23 +59,23 @@ class Adapted(ReplayRun):
         self._derived: Derived | None = None
         self._is_resized = session.world_size != len(adapt.paths)
         self._default = session.rank % len(adapt.paths)
-        last = self._take(self._default, is_new=session.rank >= len(adapt.paths))
+        last = self._take(self._default, session.rank if session.rank >= len(adapt.paths) else None)
         super().__init__(session, number, (0, 0), last, last, Answers([], []))
         self._before_first_step: Tree | None = None
         self._forward = register_module_forward_pre_hook(self._before_forward)
 
-    def _take(self, number: int, is_new: bool) -> Record:
+    def _take(self, number: int, draws: int | bytes | None) -> Record:
         """Continue an old rank; returns its last record.
 
-        is_new   another rank continues it, too, so that this one must draw other numbers
+        draws   another rank continues it, too: from what this one's random numbers are derived; None: none does
         """
         old = _old_rank(self._paths[number])
         last, self._derived = old.last, None
-        if is_new:
+        if draws is not None:
             others = [one for one in range(min(len(self._paths), MOST)) if one != number]
             found = [_old_rank(self._paths[one]).last for one in others]
             states = [states_in(one.fields, _generators_in(Tree(*one))) for one in found]
-            self._derived = Derived(self.session.rank, set.intersection(*states) if states else set())
+            self._derived = Derived(draws, set.intersection(*states) if states else set())
             last = Record(self._derived.record(last.fields), last.blobs)
         self._first, self._old = old.first, Tree(*last)
         return last
@@ -83,8 +83,8 @@ class Adapted(ReplayRun):
     def _take_closest(self, mine: Tree, rng: RngState) -> None:
         """Continue the old rank that was like this one; its own setup, `mine` and its random states, shows it."""
         found = closest([_old_rank(path) for path in self._paths[:MOST]], mine, rng, self._default)
-        if found.is_new or (found.rank is not None and (found.rank != self._default or self._derived is not None)):
-            self._target = self._take(self._default if found.rank is None else found.rank, found.is_new)
+        if found.rank is not None and (found.seeds or found.rank != self._default or self._derived is not None):
+            self._target = self._take(found.rank, found.seeds or None)
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
         """What a loader's iterator yields: dummies, and then the rest of the epoch."""

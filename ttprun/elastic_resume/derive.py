@@ -24,12 +24,12 @@ _TORCH_SEEDS, _NUMPY_SEEDS = (1 << 63) - 1, (1 << 32) - 1
 class Derived:
     """The random states of one new rank.
 
-    rank     the new rank
+    of       the new rank, or what it shares with new ranks that must draw the same
     common   the states that another old rank has too, packed, see `states_in`
     """
 
-    def __init__(self, rank: int, common: set[bytes]) -> None:
-        self._rank = rank
+    def __init__(self, of: int | bytes, common: set[bytes]) -> None:
+        self._of = of
         self._common = common
 
     def states(self, recorded: random_state.RngState) -> random_state.RngState:
@@ -95,7 +95,7 @@ class Derived:
             generator.seed(seed & _NUMPY_SEEDS)
 
     def _seed(self, recorded: list[Any]) -> int:
-        return xxhash.xxh3_64_intdigest(pack([*recorded, self._rank]))
+        return xxhash.xxh3_64_intdigest(pack([*recorded, self._of]))
 
     @staticmethod
     def _torch(seed: int) -> bytes:

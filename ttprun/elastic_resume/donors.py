@@ -16,6 +16,7 @@ from ttprun.elastic_resume.outcome import state_of
 from ttprun.rank.process.random_state import RngState
 from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.records.nodes import NumpyRandomNode, RandomNode
+from ttprun.rank.records.packing import pack
 from ttprun.rank.values import Tree
 
 MOST = 64  # old ranks that are looked at
@@ -34,11 +35,12 @@ class Closest:
     """What was found out.
 
     rank     the old rank; None: none was like this one, or all were
-    is_new   none was, and some old ranks were like each other: what this one would go on with, another rank has, too
+    seeds    of this one's generators, if it is like none, and some old ranks were like each other: what it would go on
+             with, another rank has, too; b"": else
     """
 
     rank: int | None
-    is_new: bool
+    seeds: bytes = b""
 
 
 def closest(old: Sequence[OldRank], mine: Tree, rng: RngState, default: int) -> Closest:
@@ -63,9 +65,10 @@ def closest(old: Sequence[OldRank], mine: Tree, rng: RngState, default: int) -> 
         number for number, first in enumerate(firsts) if all(first.get(place) == here.get(place) for place in known)
     ]
     if known and like_mine:
-        return Closest(default if default in like_mine else like_mine[0], is_new=False)
+        return Closest(default if default in like_mine else like_mine[0])
     are_shared = any(one.get(place) == other.get(place) for place in telling for one, other in combinations(firsts, 2))
-    return Closest(None, is_new=are_shared)
+    # New ranks that train on the same data have the same seeds, and must draw the same: they continue the same rank.
+    return Closest(0, pack([here.get(place) for place in telling])) if are_shared else Closest(None)
 
 
 def _generators(tree: Tree, rng: RngState) -> dict[Any, Any]:
