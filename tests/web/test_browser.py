@@ -214,6 +214,15 @@ def test_the_text_for_an_issue_holds_incidents_and_the_last_events(browser: Brow
     assert "rank_exited" in text
 
 
+def test_a_time_that_was_mostly_an_incident_says_nothing_of_the_speed(browser: Browser, url: str) -> None:
+    browser.open(url)
+
+    history, incidents = [[100, 1], [101, 2], [102, 3], [105, 4], [106, 5]], [[102.1, 104.0]]
+
+    found = browser.ask(f"return speeds({history}, {incidents})")
+    assert found == [[101, 1, False], [102, 1, False], [106, 1, True]]
+
+
 def test_8192_ranks_are_drawn_on_a_canvas(browser: Browser, run: RunDirectory) -> None:
     write_status(run.status, status_of(ranks=8192, updated_at=timestamp()))
     with serving(":0", None, run) as url:

@@ -4,7 +4,7 @@ const WIDE = 720, HIGH = 150, LEFT = 52, BOTTOM = 20, TOP = 8;
 
 /**
  * Speed of training between each two points of the history: [[unix, steps per second, whether the curve breaks off
- * before it], ...]; at most some hundred of them. What an incident took is not counted.
+ * before it], ...]; at most some hundred of them. What an incident took is not counted, nor a time that is mostly one.
  */
 function speeds(history, spans) {
   const points = history.filter(([, step]) => step > 0);
@@ -16,7 +16,7 @@ function speeds(history, spans) {
     const paused = spans.reduce((sum, [began, ended]) => sum + Math.max(0, Math.min(now, ended) - Math.max(before, began)), 0);
     const trained = now - before - paused;
     isBroken ||= paused > 0;
-    if (last <= first || trained < 0.2 * (now - before)) continue;
+    if (last <= first || trained < 0.5 * (now - before)) continue; // too short a time to tell
     found.push([now, (last - first) / trained, isBroken]);
     isBroken = false;
   }
