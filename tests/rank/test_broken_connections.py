@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.rank.collectives import (
@@ -71,6 +72,19 @@ def ask_until_completed(rank: int) -> Any:
     return x
 
 
+def into_parameters(rank: int) -> Any:
+    """As optimizers do that communicate inside step(): what is waited for is issued again on another thread."""
+    gathered, sent = torch.nn.Parameter(torch.zeros(6)), torch.nn.Parameter(ours(rank))
+    with torch.no_grad():
+        works = [
+            dist.all_gather_into_tensor(gathered, ours(rank), async_op=True),
+            dist.broadcast(sent, 1, async_op=True),
+        ]
+        for work in works:
+            work.wait()
+    return [gathered, sent]
+
+
 HANGING: dict[str, Callable[[int], Any]] = {
     "allreduce": all_reduce,
     "allreduce future": all_reduce_future,
@@ -78,6 +92,7 @@ HANGING: dict[str, Callable[[int], Any]] = {
     "chained futures": chained_futures,
     "another thread": wait_on_another_thread,
     "polling": ask_until_completed,
+    "into parameters": into_parameters,
     "broadcast": functools.partial(broadcast, root=0),
     "broadcast from 1": functools.partial(broadcast, root=1),
     "allgather": all_gather,
@@ -99,6 +114,7 @@ EXPECTED_AFTER_HANGING: dict[str, Any] = {
     "chained futures": [[[FLOAT, [s + 1 for s in SUMS]], [FLOAT, [2 * s + 1 for s in SUMS]]]] * 2,
     "another thread": [[[FLOAT, SUMS], False]] * 2,
     "polling": [[FLOAT, SUMS]] * 2,
+    "into parameters": [[[FLOAT, [10.0, 11.0, 12.0, 20.0, 21.0, 22.0]], [FLOAT, [20.0, 21.0, 22.0]]]] * 2,
 }
 
 

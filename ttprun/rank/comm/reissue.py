@@ -18,6 +18,7 @@ from ttprun.rank.weights.mirror import Mirror
 from ttprun.rank.weights.replicated import NotRepairableError
 
 
+@torch.no_grad()  # on the recovery thread, as the script does in its own: outputs may be parameters
 def issue_again(session: Session, entry: Entry) -> Any:
     """Issue a journal entry in the current generation; returns the backend's work.
 
