@@ -240,7 +240,8 @@ def test_on_every_node_the_whole_job_is_shown_and_any_rank_can_be_broken(
 ) -> None:
     launches = start(WHILE_TRUE, 1, options=["--allow-faults", *LIMIT], script_args=["--max_iters=300"])
     for launch in launches:
-        launch.wait_for_line(0, "iter 20:")
+        launch.wait_for_rank(0, protection="on")
+        launch.wait_for_rank(1, protection="on")
     runs = [str(launch.run_dir) for launch in launches]
     shown = [json.loads(ttprun("status", "--json", run)) for run in runs]
     hand = next(number for number, status in enumerate(shown) if not status["is_leading"])

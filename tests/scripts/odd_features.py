@@ -41,7 +41,7 @@ class Model(nn.Module):
         else:
             x = self._inside(x)
         if what != "unused" or step % 3:
-            x = x + self.in_background(x)
+            x = x + self.side(x)
         return self.leave(x)
 
     def _inside(self, x):
