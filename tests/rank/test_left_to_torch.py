@@ -10,18 +10,33 @@ from tests.rank.worlds import run_world
 from ttprun.rank.session import current
 
 
-def reduce_in_a_group_of_another_backend(rank: int) -> str:
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
+def reduce_in_a_group_of(backend: str) -> str:
+    from torch.testing._internal.distributed import fake_pg
 
-    group = dist.new_group(backend="fake")
+    dist.Backend.register_backend("another", fake_pg._create_fake_pg, extended_api=True, devices=["cpu"])
+    group = dist.new_group(backend=backend)
     dist.all_reduce(torch.ones(2), group=group)
     return unprotected()
+
+
+def reduce_in_a_group_of_another_backend(rank: int) -> str:
+    return reduce_in_a_group_of("another")
+
+
+def reduce_in_a_group_that_communicates_nothing(rank: int) -> str:
+    return reduce_in_a_group_of("fake")
 
 
 def test_a_group_of_another_backend_than_gloo_is_not_repaired() -> None:
     found = run_world(reduce_in_a_group_of_another_backend)
 
-    assert found == ["backend 'fake' of cpu is not repaired, only gloo, nccl, hccl (of a group)"] * 2
+    assert found == ["backend 'another' of cpu is not repaired, only gloo, nccl, hccl (of a group)"] * 2
+
+
+def test_a_group_that_communicates_nothing_costs_no_protection() -> None:
+    found = run_world(reduce_in_a_group_that_communicates_nothing)
+
+    assert found == ["", ""]
 
 
 def receive_from_any(rank: int) -> tuple[str, int, list[float]]:

@@ -1,11 +1,13 @@
 """`init_process_group` and `new_group` as the script calls them: they make managed groups over a known transport.
 
-Another backend (mpi, ucc, xccl) is passed to torch, and protection is off.
+Another backend (mpi, ucc, xccl) is passed to torch, and protection is off. So is a sub-group over torch's `fake`
+backend, but that costs no protection: nothing is communicated over it, so nothing of it must be issued again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from ttprun.rank.comm.transports import TRANSPORTS
 from ttprun.rank.position import made_inside
 from ttprun.rank.session import CONNECT, Session, current
 
+_FAKE = "fake"  # torch's name; DeviceMesh may have such groups along dimensions of one rank, as torchtitan does
 LITTLE_TRIED = "NCCL and HCCL (tensors on a GPU or an NPU) are repaired too, tried on the simulated device only"
 _to_make: tuple[dict[str, str], Any] = (dict(GLOO_ALONE), None)  # backends and device of the group being made
 
@@ -143,15 +146,16 @@ def wrap_new_group(original: Any) -> Any:
         if session is None or not isinstance(world, ManagedGroup):
             return original(ranks, timeout, backend, *args, **kwargs)
         backends, why_not = (dict(world.backends), "") if backend is None else _chosen(backend, None)
+        if set(backends.values()) == {_FAKE}:
+            _note_made(fail_open.caller())
+            return original(ranks, timeout, backend, *args, **kwargs)
         if why_not or (session.framework is not None and backends != GLOO_ALONE):
             if session.framework is None:
                 session.give_up_protection(f"{why_not} (of a group)")
             return original(ranks, timeout, backend, *args, **kwargs)
         if session[Exchange].is_given_up:
             return original(ranks, timeout, backend, *args, **kwargs)
-        made_inside.note(
-            "a process group was made", "make all groups before the loop", lambda: True, fail_open.caller()
-        )
+        _note_made(fail_open.caller())
         shown = c10d._world.pg_map[world][0] if backend is None else backend
         others = {name: value for name, value in kwargs.items() if name != "device_id"}
         return _make_managed(
@@ -164,6 +168,10 @@ def wrap_new_group(original: Any) -> Any:
         )
 
     return new_group
+
+
+def _note_made(frame: FrameType) -> None:
+    made_inside.note("a process group was made", "make all groups before the loop", lambda: True, frame)
 
 
 def _chosen(backend: Any, device_id: Any) -> tuple[dict[str, str], str]:
