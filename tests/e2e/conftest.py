@@ -10,7 +10,9 @@ import pytest
 
 pytest.register_assert_rewrite("tests.e2e.harness")
 
+from tests import simulated_npu  # noqa: E402
 from tests.e2e import harness  # noqa: E402 - its assertions are rewritten only if it is imported afterwards
+from tests.e2e.launchers import ForkedLaunchers  # noqa: E402
 from tests.e2e.references import References  # noqa: E402
 from tests.turns import ORDINARY, function_of  # noqa: E402
 
@@ -35,6 +37,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         function = function_of(item)
         ordinary[function] = ordinary.get(function, False) or item.get_closest_marker("slow") is None
+
+
+@pytest.fixture(scope="session")
+def launchers() -> Iterator[ForkedLaunchers]:
+    """Forks launchers in the tests' own environment, with and without the simulated NPU."""
+    plain = harness.environment()
+    found = ForkedLaunchers([plain, harness.with_simulated_npu(plain, str(simulated_npu.FOLDER))])
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def start_by_forks(request: pytest.FixtureRequest, launchers: ForkedLaunchers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow test's launchers and ranks are forks, which takes a third of the time; an ordinary one's new Pythons."""
+    if request.node.get_closest_marker("slow"):
+        monkeypatch.setattr(harness, "forked", launchers)
 
 
 @pytest.fixture(scope="session")

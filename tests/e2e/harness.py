@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from tests import simulated_npu
+from tests.e2e.launchers import ForkedLaunchers, ForkedProcess
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "tests" / "scripts"
@@ -38,7 +39,7 @@ NOT_PROVED = ("keeps_much.py", "leaves_traces.py")  # of no other script is anyt
 RUN_LIMIT_S = 120.0
 ORPHAN_LIMIT_S = 5.0
 # Left by an outer launcher or set by a person; each would change what the launcher under test does.
-FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
+FOREIGN = re.compile(r"(PYTEST|PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 
 _GLOO = "[Gloo] Rank "  # some releases say on stdout that a group has connected; after a repair they say it again
 
@@ -144,16 +145,8 @@ class Launch:
         logs = folder / "logs"
         named = str(SCRIPTS / script) if script.endswith(".py") else script
         launcher = [*within, sys.executable, "-m", module, "--nproc-per-node", str(ranks), "--log-dir", str(logs)]
-        with open(folder / "launcher.log", "wb") as log:
-            self.process = subprocess.Popen(
-                [*launcher, "--redirects", "3", *options, named, f"--out={self._out}", *script_args],
-                cwd=folder,
-                env=environment(device),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        words = [*launcher, "--redirects", "3", *options, named, f"--out={self._out}", *script_args]
+        self.process = _start(words, folder, environment(device), len(within))
         self._watcher = threading.Thread(target=self._watch_pids, daemon=True)
         self._watcher.start()
 
@@ -245,6 +238,35 @@ class Launch:
         run.pids, run.faults = self.pids, self.faults
         run.shared_memory = set(os.listdir("/dev/shm")) - self._shared_memory
         return run
+
+
+# Who starts launchers in the present test, where that can be; None: each is a new Python.
+forked: ForkedLaunchers | None = None
+
+
+def _start(
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], within: int
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Start a launcher in a folder, where its output goes to launcher.log.
+
+    words    its command; the first `within` of them say where it runs, the next three are `python -m MODULE`
+    """
+    log = folder / "launcher.log"
+    log.touch()
+    if forked is not None and words[within + 2] == "ttprun":
+        process = forked.start(words[within + 3 :], folder, log, environment, words[:within])
+        if process is not None:
+            return process
+    with open(log, "wb") as written:
+        return subprocess.Popen(
+            list(words),
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def gather(script: str, folder: Path, out: Path, exit_code: int | None, run_dir: Path | None = None) -> Run:
@@ -355,11 +377,12 @@ def assert_no_orphans(result: Run) -> None:
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:
-    """Processes whose environment says that they belong to the run: ranks, standbys, DataLoader workers."""
+    """Processes of the run: ranks, standbys, DataLoader workers. They have it in their environment, or work there."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("_TTPRUN_RUN_DIR") == str(run_dir) and process.status() != psutil.STATUS_ZOMBIE:
+            is_of_run = process.cwd() == str(run_dir.parent) or process.environ().get("_TTPRUN_RUN_DIR") == str(run_dir)
+            if is_of_run and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
@@ -383,8 +406,14 @@ def environment(device: str = "") -> Mapping[str, str]:
     except PackageNotFoundError:
         clean["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), clean.get("PYTHONPATH"))))
     if device == "npu":
-        clean["PYTHONPATH"] = os.pathsep.join(filter(None, (simulated_npu.on_path(), clean.get("PYTHONPATH"))))
+        clean = with_simulated_npu(clean, simulated_npu.on_path())
     return clean
+
+
+def with_simulated_npu(environment: Mapping[str, str], path: str) -> dict[str, str]:
+    """That environment, with the simulated NPU's folder on PYTHONPATH."""
+    paths = filter(None, (path, environment.get("PYTHONPATH")))
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def listed(name: str) -> set[str]:
