@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client
 
 import pytest
 import torch
@@ -26,6 +28,14 @@ class Points(Dataset[torch.Tensor]):
 class Unreadable(Points):
     def __getitem__(self, index: int) -> torch.Tensor:
         raise FileNotFoundError(f"no file {index}")
+
+
+class Sampled:
+    def __init__(self, indexes: Callable[[], Iterator[int]]) -> None:
+        self._indexes = indexes
+
+    def __iter__(self) -> Iterator[int]:
+        return self._indexes()
 
 
 def fetch_from_a_dead_worker() -> tuple[str, str]:
@@ -53,6 +63,40 @@ def fetch_what_cannot_be_read() -> str:
     return "no error"
 
 
+def lose_a_connection_with_one_worker_done() -> str:
+    """What is known of a lost connection if a worker has ended, but by itself."""
+    batches = iter(DataLoader(Points(), batch_size=1, num_workers=1))
+    next(batches)
+    worker = batches._workers[0]  # type: ignore[attr-defined]
+    batches._shutdown_workers()  # type: ignore[attr-defined]
+    assert worker.exitcode == 0
+    batches._workers = [worker]  # type: ignore[attr-defined]
+    batches._try_get_data = lambda: Client("/no/such/socket")  # type: ignore[attr-defined]
+    batches._shutdown = False  # type: ignore[attr-defined]
+    try:
+        batches._get_data()  # type: ignore[attr-defined]
+    except FileNotFoundError as error:
+        return lost_worker(error)
+    return "no error"
+
+
+def fail_in_a_sampler_while_a_worker_dies() -> str:
+    """What is known of a file that the script's own code does not find, when a worker is killed as well."""
+
+    def indexes() -> Iterator[int]:
+        yield from range(3)
+        os.kill(workers[0].pid, signal.SIGKILL)
+        raise FileNotFoundError("no list of samples")
+
+    batches = iter(DataLoader(Points(), batch_size=1, num_workers=1, sampler=Sampled(indexes), prefetch_factor=2))
+    workers = batches._workers  # type: ignore[attr-defined]
+    try:
+        list(batches)
+    except FileNotFoundError as error:
+        return lost_worker(error)
+    return "no error"
+
+
 def test_a_worker_that_dies_while_it_is_fetched_from_is_the_cause_of_the_error() -> None:
     name, cause = run_alone(fetch_from_a_dead_worker)
 
@@ -67,3 +111,11 @@ def test_a_worker_that_dies_while_it_is_fetched_from_is_the_cause_of_the_error()
 def test_an_error_of_the_scripts_own_data_is_no_lost_worker() -> None:
     assert run_alone(fetch_what_cannot_be_read) == ""
     assert lost_worker(OSError("elsewhere")) == ""
+
+
+def test_a_worker_that_has_done_its_work_is_not_taken_for_a_killed_one() -> None:
+    assert run_alone(lose_a_connection_with_one_worker_done) == ""
+
+
+def test_an_error_of_the_scripts_sampler_is_not_blamed_on_a_worker_that_is_killed_as_well() -> None:
+    assert run_alone(fail_in_a_sampler_while_a_worker_dies) == ""
