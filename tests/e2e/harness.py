@@ -38,8 +38,8 @@ PLAIN = "plain_tensors.py"  # 40 steps
 NOT_PROVED = ("keeps_much.py", "leaves_traces.py")  # of no other script is anything named as not proved
 RUN_LIMIT_S = 120.0
 ORPHAN_LIMIT_S = 5.0
-# Left by an outer launcher or set by a person; each would change what the launcher under test does.
-FOREIGN = re.compile(r"(PYTEST|PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
+# Left by an outer launcher, set by a person, or by pytest and torch in the tests' process.
+FOREIGN = re.compile(r"(PYTEST|TORCHINDUCTOR|PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 
 _GLOO = "[Gloo] Rank "  # some releases say on stdout that a group has connected; after a repair they say it again
 
