@@ -212,6 +212,20 @@ def test_what_cannot_be_mirrored_is_reported_once_and_training_continues(paths: 
     assert rank.way_to(1)[1] == ""
 
 
+def test_an_optimizer_that_has_parameters_during_its_step_only_is_the_reason_why_nothing_is_mirrored(
+    paths: list[str],
+) -> None:
+    rank = Rank(OPTIMIZERS["momentum"], 1, paths)
+    rank.optimizer.param_groups[0]["params"] = []
+
+    rank.session[Mirror].begin(rank.session, 1)
+    rank.session[Mirror].complete(rank.session, 2, rank.optimizer)
+
+    (report,) = rank.channel.sent
+    assert isinstance(report, from_rank.StateMirrored)
+    assert report.why_not == "its optimizers have no parameters between their steps"
+
+
 def test_a_mirror_that_takes_more_than_it_may_is_reported_once_and_gives_its_memory_back(paths: list[str]) -> None:
     rank = Rank(OPTIMIZERS["momentum"], 1, paths)
     rank.step(3)
