@@ -39,7 +39,9 @@ NOT_PROVED = ("keeps_much.py", "leaves_traces.py")  # of no other script is anyt
 RUN_LIMIT_S = 120.0
 ORPHAN_LIMIT_S = 5.0
 # Left by an outer launcher, set by a person, or by pytest and torch in the tests' process.
-FOREIGN = re.compile(r"(PYTEST|TORCHINDUCTOR|PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
+FOREIGN = re.compile(
+    r"(PYTEST|TORCHINDUCTOR|PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$"
+)
 
 _GLOO = "[Gloo] Rank "  # some releases say on stdout that a group has connected; after a repair they say it again
 
