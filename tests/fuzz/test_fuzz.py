@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.fuzz.damage import damaged
 from tests.fuzz.targets import OF_NODES, TARGETS, traffic
@@ -38,13 +38,16 @@ def test_what_agents_send_each_other_is_taken_also_of_a_rank_that_has_finished()
     assert {*reasons} == {""}
 
 
-def fuzz(name: str, cases: int) -> None:
-    """Feed a target with so many damaged pieces of what was recorded."""
+def fuzz(name: str, cases: int, drawn_from: int | None = None) -> None:
+    """Feed a target with so many damaged pieces of what was recorded.
+
+    drawn_from   what the cases are drawn from; None: as the profile of the tests says, the same each time
+    """
     target = TARGETS[name]
     with ExitStack() as stack:
         seeds, feed = target.seeds(), target.open(stack)
-        for seed in seeds:
-            feed(seed)
+        for whole in seeds:
+            feed(whole)
 
         # Not made smaller: that takes minutes, and what failed is printed.
         @settings(
@@ -58,4 +61,4 @@ def fuzz(name: str, cases: int) -> None:
         def run(data: bytes) -> None:
             feed(data)
 
-        run()
+        (run if drawn_from is None else seed(drawn_from)(run))()
