@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+from msgspec import Struct, ValidationError, convert
 
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.state.checkpoint import Checkpoint
@@ -83,35 +84,50 @@ class Stored:
 def open_checkpoint(checkpoint: Checkpoint, checked_s: float) -> Stored:
     """A checkpoint on disk. Raises InvalidCheckpointError if nothing may be loaded from it."""
     manifest = checkpoint.valid_manifest()
-    state = _unpacked(checkpoint.file(STATE_FILE), ("arguments", "header"))
+    state = convert(_unpacked(checkpoint.file(STATE_FILE), _StateFile), _StateFile)
 
     def rank_part(rank: int) -> dict[str, Any]:
-        return _unpacked(checkpoint.file(rank_file(rank)), ("records", "log"))
+        return _unpacked(checkpoint.file(rank_file(rank)), _RankFile)
 
     tensors = (str(checkpoint.file(name)) for name in manifest.files if name.endswith(".safetensors"))
-    arguments, files = tuple(state["arguments"]), tuple(tensors)
-    differing = {key: tuple(owners) for key, owners in state.get("owners", {}).items()}
+    differing = {key: tuple(owners) for key, owners in state.owners.items()}
     return Stored(
         manifest.boundary,
         str(checkpoint.path),
-        arguments,
-        state["header"],
-        files,
+        tuple(state.arguments),
+        state.header,
+        tuple(tensors),
         rank_part,
         checked_s,
-        headers=state.get("headers", {}),
-        replicas=Replicas(differing=differing, names=state.get("names", {})),
+        headers=state.headers,
+        replicas=Replicas(differing=differing, names=state.names),
     )
 
 
-def _unpacked(path: Path, needed: tuple[str, ...]) -> dict[str, Any]:
-    """A file of a checkpoint. Raises InvalidCheckpointError if it cannot be read, or lacks one of these keys."""
+class _StateFile(Struct):
+    """What all ranks share; see `Stored`."""
+
+    arguments: list[str]
+    header: list[Any]
+    headers: dict[int, list[Any]] = {}
+    owners: dict[str, list[int]] = {}
+    names: dict[str, str] = {}
+
+
+class _RankFile(Struct):
+    """What must be in a rank's own part."""
+
+    records: list[Any]
+    log: list[Any]
+
+
+def _unpacked(path: Path, kind: type[Struct]) -> dict[str, Any]:
+    """A file of a checkpoint. Raises InvalidCheckpointError if it cannot be read, or is not of this kind."""
     try:
-        found: Any = unpack(path.read_bytes())
+        found: dict[str, Any] = unpack(path.read_bytes())
+        convert(found, kind)
     except OSError as error:
         raise InvalidCheckpointError(f"{path.name} cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, RecursionError):
-        found = {}
-    if not isinstance(found, dict) or not all(isinstance(found.get(key), list) for key in needed):
-        raise InvalidCheckpointError(f"{path.name} is damaged: it is not what was packed")
+    except (ValueError, TypeError, RecursionError, ValidationError):
+        raise InvalidCheckpointError(f"{path.name} is damaged: it is not what was packed") from None
     return found
