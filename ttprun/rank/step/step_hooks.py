@@ -36,7 +36,7 @@ from ttprun.rank.session import Session, current
 from ttprun.rank.step import closures, for_standbys, hindrances, pending
 from ttprun.rank.step.boundary import describe
 from ttprun.rank.step.commit_barrier import commit
-from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, replicated, sharded
+from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, replicated, sharded, shared_backwards
 from ttprun.rank.weights.holdings import Holdings
 from ttprun.rank.weights.mirror import Mirror
 from ttprun.rank.weights.own_state import OwnState
@@ -280,7 +280,7 @@ def _look_at_state(session: Session) -> None:
 def _write_record(
     session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
 ) -> bool:
-    is_open = False
+    is_open = shared_backwards.look(optimizer)
     session[OwnState].is_apt = False
     try:
         why_not = _why_not_recorded(session, optimizer)
@@ -288,7 +288,8 @@ def _write_record(
             session.give_up_protection(why_not)
         else:
             with values.room_to_walk():
-                record, blobs, is_open = describe(session, boundary, frame, returned, optimizer)
+                record, blobs, is_going_on = describe(session, boundary, frame, returned, optimizer)
+                is_open = is_open or is_going_on
                 head = values.pack(record)
             hindrance = hindrances.look(record, session[Rehearsal].refused)
             hindrance = hindrance or session[Holdings].why_moved(optimizer_registry.newest())

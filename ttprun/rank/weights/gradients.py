@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ttprun.rank.process.unseen import unseen
-from ttprun.rank.weights import kept_gradients
+from ttprun.rank.weights import kept_gradients, shared_backwards
 from ttprun.rank.weights.optimizer_registry import parameters_of
 from ttprun.rank.weights.sharded import local_of
 from ttprun.rank.weights.tensor_bytes import elements_of
@@ -80,6 +80,7 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
     for one in _watched:
         one.look_after_backward()
     kept_gradients.note_step(optimizer)
+    shared_backwards.note_step(optimizer)
     steps = _steps_watched.get(optimizer, 0)
     if steps < _STEPS_WATCHED:
         _steps_watched[optimizer] = steps + 1
@@ -90,6 +91,7 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
 @unseen
 def look_at_watched() -> None:
     """A backward begins."""
+    shared_backwards.note_backward()
     for one in _watched:
         one.look()
 
@@ -146,6 +148,7 @@ def forget() -> None:
     _watched.clear()
     _steps_watched.clear()
     kept_gradients.forget()
+    shared_backwards.forget()
 
 
 def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:

@@ -5,8 +5,10 @@ between the two steps, the graph of `fake` is needed, and is in no record. No ru
 or checkpoint of it; after the generator's step it can. So snapshots are postponed to the next boundary
 (`snapshots.py`), and a job that is to end continues up to it (`ttprun.agent.checkpoints.quiesce_schedule`).
 
-Whether one is open is predicted from the existing graphs (`values/histories.py`): if that is wrong, a resume is refused
-(`values/unrecorded.py`), or a snapshot is taken a few steps late.
+The same holds between the steps of two optimizers that use the gradients of one backward (`shared_backwards.py`).
+
+Whether one is open is predicted from the existing graphs (`values/histories.py`) and gradients: if that is wrong, a
+resume is refused (`values/unrecorded.py`, `gradients.py`), or a snapshot is taken a few steps late.
 """
 
 from __future__ import annotations
