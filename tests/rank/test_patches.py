@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
+import inspect
 import os
 import pickle
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +159,36 @@ def described(name: str) -> tuple[Any, ...]:
     original.__name__ = original.__qualname__ = "original"
     ours = replacement_for(BY_NAME[name], original)
     return ours.__name__, ours.__doc__, ours.__wrapped__ is original, ours.__module__
+
+
+def asked(ask: Callable[[Any], Any], function: Any) -> str:
+    """What `inspect` says of a function, also that it knows nothing."""
+    try:
+        return str(ask(function))
+    except (TypeError, ValueError) as error:
+        return repr(error)
+
+
+def annotations(function: Any) -> Any:
+    return getattr(function, "__annotations__", None)
+
+
+def asked_otherwise() -> list[str]:
+    """The patched functions of which `inspect` says something else than of the originals."""
+    different = []
+    for name, patch in BY_NAME.items():
+        *path, attribute = patch.attribute.split(".")
+        owner = functools.reduce(getattr, path, importlib.import_module(patch.module))
+        original = getattr(owner, attribute)
+        ours = replacement_for(patch, original)
+        for ask in (inspect.signature, inspect.getfullargspec, annotations):
+            if asked(ask, ours) != asked(ask, original):
+                different.append(f"{ask.__name__} of {name}: {asked(ask, ours)}, not {asked(ask, original)}")
+    return different
+
+
+def test_a_patched_function_has_the_parameters_of_the_original() -> None:
+    assert run_alone(asked_otherwise) == []
 
 
 def where_patched() -> dict[str, bool]:

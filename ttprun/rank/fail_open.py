@@ -95,6 +95,9 @@ class LikeBuiltin:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._ours(*args, **kwargs)
 
+    # Of no kind that `inspect` knows: where the original has no signature, `getfullargspec` takes none from here.
+    __call__.__signature__ = ()  # type: ignore[attr-defined]
+
     def __repr__(self) -> str:
         return repr(self._original)
 

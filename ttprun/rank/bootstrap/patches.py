@@ -6,9 +6,12 @@ missing (another version of torch), that protection is off, and this is reported
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from ttprun.rank import fail_open
@@ -26,9 +29,13 @@ def replacement_for(patch: Patch, original: Any) -> Any:
     module, _, name = patch.ours.partition(":")
     wrap: Callable[[Any], Any] = getattr(importlib.import_module(f"ttprun.rank.{module}"), name)
     ours = fail_open.guard(f"{patch.module}.{patch.attribute}", original, wrap)
-    for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
+    for attribute in functools.WRAPPER_ASSIGNMENTS:
         if hasattr(original, attribute):
             setattr(ours, attribute, getattr(original, attribute))
+    if isinstance(original, FunctionType) and not hasattr(original, "__wrapped__"):
+        # `inspect.getfullargspec` does not ask what is wrapped. Of a function that is a wrapper itself it shows that
+        # one's `*args, **kwargs`, which ours has, too; `inspect.signature` shows what is wrapped.
+        ours.__signature__ = inspect.signature(original)
     ours.__wrapped__ = original  # which stays alive, and so its id
     _made[id(original), patch.ours] = ours
     return ours
