@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -124,6 +125,16 @@ def test_a_snapshot_has_the_gradients_as_long_as_it_is_not_known_whether_they_ar
         learn(made[0], zeroes=True)
     with gradients.kept_if_unknown(made[1]):
         assert names_of_state() == [["momentum_buffer"], []]
+
+
+def test_the_mirrors_thread_does_not_see_the_gradients_that_a_snapshot_takes(made: list[Any]) -> None:
+    learn(made[0])
+
+    with gradients.kept_if_unknown(made[0]), ThreadPoolExecutor(1) as thread:
+        seen_there = thread.submit(names_of_state).result()
+        seen_here = names_of_state()
+
+    assert (GRADIENT in seen_here[0], GRADIENT in seen_there[0]) == (True, False)
 
 
 def test_gradients_that_were_loaded_and_that_the_script_zeroes_are_kept_no_longer(made: list[Any]) -> None:

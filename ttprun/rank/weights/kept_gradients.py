@@ -9,6 +9,7 @@ state (`replicated.rows`), and reach mirrors, snapshots, checkpoints and replace
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,17 @@ class _Kept:
 
 _added_to: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _kept: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Kept]] = weakref.WeakKeyDictionary()
+
+
+class _ForNow(threading.local):
+    """What one thread takes for kept, while the mirror's thread may look at the state as well."""
+
+    def __init__(self) -> None:
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.gradients: dict[int, Any] = {}
+
+
+_for_now = _ForNow()
 
 
 def note_added_to(optimizer: torch.optim.Optimizer) -> None:
@@ -84,16 +96,16 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def kept_for_now(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within it, the gradients belong to the state, and are not copied."""
+    """Within it, the gradients belong to the state for the calling thread, and are not copied."""
     found = None if optimizer in _kept else _gradients(optimizer)
     if found is None:
         yield
         return
-    _kept[optimizer] = {key: _Kept(one, local_of(one)._version, one.detach()) for key, one in found.items()}
+    _for_now.optimizer, _for_now.gradients = optimizer, {key: one.detach() for key, one in found.items()}
     try:
         yield
     finally:
-        del _kept[optimizer]
+        _for_now.optimizer, _for_now.gradients = None, {}
 
 
 def note_dropped(optimizer: torch.optim.Optimizer) -> None:
@@ -120,8 +132,10 @@ def _has_changed(kept: _Kept) -> bool:
     return kept.gradient is None or local_of(kept.gradient)._version != kept.version
 
 
-def of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor | None:
+def of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Any:
     """The copy of one gradient; None if none is kept."""
+    if _for_now.optimizer is optimizer:
+        return _for_now.gradients.get(id(parameter))
     known = _kept.get(optimizer, {}).get(id(parameter)) if _kept else None
     return None if known is None else known.copy
 

@@ -231,6 +231,9 @@ class Mirror:
                 layout = self._layout = lay_out(rows, forms, kept.is_kept)
                 self._check(layout, weights)
             state = [kept.of(value) if is_weight else local_of(value) for is_weight, value in _tensors(held)]
+            if len(state) != len(layout.state):
+                self._layout = None
+                return False  # a backward has shown meanwhile which gradients belong to the state
             slot.lay_out(layout, state, weights)
             began_s = time.thread_time()
             torch._foreach_copy_(slot.state, state)
