@@ -16,9 +16,6 @@ from tests.e2e.launchers import ForkedLaunchers  # noqa: E402
 from tests.e2e.references import References  # noqa: E402
 from tests.turns import ORDINARY, function_of  # noqa: E402
 
-# Files whose slow tests were seen to pass so; others start new Pythons, as all ordinary tests do.
-STARTED_BY_FORKS = ("test_hangs.py", "test_nodes.py", "test_replace.py")
-
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark everything in this folder; as slow what slow.txt lists, as smoke what smoke.txt does. A new test runs.
@@ -53,8 +50,8 @@ def launchers() -> Iterator[ForkedLaunchers]:
 
 @pytest.fixture(autouse=True)
 def start_by_forks(request: pytest.FixtureRequest, launchers: ForkedLaunchers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In these files a slow test's launchers and ranks are forks, which takes a third of the time."""
-    if request.node.get_closest_marker("slow") and request.path.name in STARTED_BY_FORKS:
+    """Launchers and ranks are forks, which takes a third of the time; in the smoke tests they are new Pythons."""
+    if not request.node.get_closest_marker("smoke"):
         monkeypatch.setattr(harness, "forked", launchers)
 
 

@@ -21,7 +21,7 @@ class References:
     """Undisturbed runs; each is made once, when it is first asked for. To be closed.
 
     Scripts run in forks of a process that has torch, in the environment of torchrun (forked_ranks.py): that takes a
-    quarter of the time. On a device, which must be loaded with torch, and where torchrun is asked for, it is torchrun.
+    quarter of the time. Where torchrun is asked for, it is torchrun.
 
     new_folder   makes a folder, of a name that begins like this
     """
@@ -29,7 +29,7 @@ class References:
     def __init__(self, new_folder: Callable[[str], Path]) -> None:
         self._new_folder = new_folder
         self._runs: dict[tuple[str, int, tuple[str, ...], str, bool], Run] = {}
-        self._forking: subprocess.Popen[str] | None = None
+        self._forking: dict[frozenset[tuple[str, str]], subprocess.Popen[str]] = {}  # by their environment
 
     def undisturbed(
         self, script: str, ranks: int, script_args: Sequence[str] = (), device: str = "", by_torchrun: bool = False
@@ -51,24 +51,27 @@ class References:
         return self._runs[key]
 
     def close(self) -> None:
-        """End the process that forks."""
-        if self._forking is not None:
-            self._forking.communicate(timeout=60.0)
+        """End the processes that fork."""
+        for process in self._forking.values():
+            process.communicate(timeout=60.0)
 
     def _make(self, script: str, ranks: int, script_args: Sequence[str], device: str, by_torchrun: bool) -> Run:
         folder = self._new_folder(f"{Path(script).stem}-{ranks}-")
-        if by_torchrun or device:
+        if by_torchrun:
             return harness.start_torchrun(script, ranks, folder, script_args, device).finish()
-        if self._forking is None:
-            self._forking = subprocess.Popen(
+        environment = harness.environment(device)
+        key = frozenset(environment.items())
+        if key not in self._forking:
+            self._forking[key] = subprocess.Popen(
                 [sys.executable, str(FORKING)],
-                env=harness.environment(),
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-        assert self._forking.stdin is not None
-        assert self._forking.stdout is not None
+        forking = self._forking[key]
+        assert forking.stdin is not None
+        assert forking.stdout is not None
         out = folder / "out"
         order = {
             "script": str(SCRIPTS / script),
@@ -76,8 +79,8 @@ class References:
             "arguments": [f"--out={out}", *script_args],
             "folder": str(folder),
         }
-        self._forking.stdin.write(json.dumps(order) + "\n")
-        self._forking.stdin.flush()
-        codes = json.loads(self._forking.stdout.readline())
+        forking.stdin.write(json.dumps(order) + "\n")
+        forking.stdin.flush()
+        codes = json.loads(forking.stdout.readline())
         exit_code = KILLED if KILLED in codes else int(any(codes))
         return harness.gather(script, folder, out, exit_code)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e import harness
 from tests.e2e.harness import Launch, Run, assert_no_orphans, assert_only_replaced, assert_same_outcome
 from ttprun.rank.process.free_memory import own_cgroup
 
@@ -16,8 +17,12 @@ LIMIT_BYTES = 3 << 30  # a launcher, two ranks and a standby need half of it
 
 
 @pytest.fixture
-def memory_group() -> Iterator[Path]:
-    """A control group below our own, with a limit on memory; version 2 (memory.max) or 1."""
+def memory_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A control group below our own, with a limit on memory; version 2 (memory.max) or 1.
+
+    A fork's memory counts for the group of the process that it was forked from: only new Pythons get into it whole.
+    """
+    monkeypatch.setattr(harness, "forked", None)
     group = (own_cgroup() or Path("/none")) / f"ttprun-test-{os.getpid()}"
     try:
         group.mkdir()

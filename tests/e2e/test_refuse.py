@@ -16,7 +16,6 @@ DIFFERENCES = [
     ("data", "another batch"),
     ("place", ", the lost rank was at"),
     ("shape", "has shape"),
-    ("gradients", "carries gradients across an optimizer step"),
 ]
 
 

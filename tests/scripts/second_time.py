@@ -56,8 +56,7 @@ def main():
     take_step = step_there if is_second and args.kind == "place" else step_here
     step = 0
     for x, y in loader:
-        if args.kind != "gradients":
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         loss = (net(x) - y).square().mean()
         loss.backward()
         for p in net.parameters():
