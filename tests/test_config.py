@@ -250,7 +250,14 @@ def test_configuration_and_observation_import_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mode"), [("buddy: on", "on"), ("buddy: true", "on"), ("buddy: off", "off"), ("buddy: auto", "auto")]
+    ("text", "mode"),
+    [
+        ("buddy: on", "on"),
+        ("buddy: true", "on"),
+        ("buddy: off", "off"),
+        ("buddy: auto", "auto"),
+        ("buddy: node", "node"),
+    ],
 )
 def test_whether_mirrors_are_kept_is_a_word_that_yaml_may_read_as_true_or_false(
     tmp_path: Path, text: str, mode: str
@@ -262,5 +269,5 @@ def test_whether_mirrors_are_kept_is_a_word_that_yaml_may_read_as_true_or_false(
 
 
 def test_an_unknown_mode_of_mirrors_is_refused_with_what_was_meant() -> None:
-    with pytest.raises(ConfigError, match="--buddy: 'atuo' is not auto, on or off; did you mean 'auto'"):
+    with pytest.raises(ConfigError, match="--buddy: 'atuo' is not auto, on, node or off; did you mean 'auto'"):
         resolve([], {}, {"buddy": "atuo"})

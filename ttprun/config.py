@@ -88,15 +88,16 @@ class Config(BaseModel):
         "auto",
         description="interval between snapshots: 500steps, 20min, never; auto: by cost and failures, 15 to 30 min",
     )
-    buddy: Literal["auto", "on", "off"] = Field(
+    buddy: Literal["auto", "on", "node", "off"] = Field(
         "auto",
         description="mirror in shared memory, at each step, what only one rank holds, so that it is replaced and loses "
-        "no step; auto: within buddy_memory; on: within all that is free",
+        "no step; auto: within buddy_memory; on: within all that is free; node: on the next node, too, so that a lost "
+        "node is replaced; half of buddy_memory for either",
     )
     buddy_memory: str = Field(
         "25%",
-        description="memory of a node for its mirrors with --buddy auto: 4GiB, 500MiB, or a share of what is free at "
-        "the start",
+        description="memory of a node for its mirrors with --buddy auto or node: 4GiB, 500MiB, or a share of what is "
+        "free at the start",
     )
     keep_checkpoints: int = Field(3, ge=1, description="valid checkpoints to keep in save_dir")
     keep_runs: int = Field(
@@ -173,8 +174,8 @@ class Config(BaseModel):
         """YAML reads on and off as true and false."""
         word = str(value).lower()
         word = {"true": "on", "1": "on", "false": "off", "0": "off"}.get(word, word)
-        if word not in (modes := ("auto", "on", "off")):
-            raise ValueError(f"'{value}' is not auto, on or off; {suggestion(word, modes, 'write --buddy on')}")
+        if word not in (modes := ("auto", "on", "node", "off")):
+            raise ValueError(f"'{value}' is not auto, on, node or off; {suggestion(word, modes, 'write --buddy on')}")
         return word
 
     @field_validator("buddy_memory", mode="before")

@@ -60,6 +60,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         ({"buddy_memory": "1000"}, 1000),
         ({"buddy_memory": "1TiB"}, FREE),
         ({"buddy": "on"}, FREE),
+        ({"buddy": "node"}, 1000),
     ],
 )
 def test_the_ranks_of_a_node_share_its_memory_by_their_weights(

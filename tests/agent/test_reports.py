@@ -29,7 +29,12 @@ from ttprun.protocol.codec import decode
 from ttprun.recovery.replicas import Replicas
 
 N_RANKS = 3
-NO_MIRRORS = SimpleNamespace(why_off="it is switched off", share_out=lambda weights: False, order_for=lambda slot: None)
+NO_MIRRORS = SimpleNamespace(
+    why_off="it is switched off",
+    share_out=lambda weights: False,
+    order_for=lambda slot: None,
+    is_on_next_node=False,
+)
 SCRIPT_ERROR = from_rank.ScriptError("no file", traceback="no file caf\udce9\n", detail="", device_fault="")
 
 
@@ -284,7 +289,7 @@ def test_the_console_says_what_mirrors_take_once_all_have_reported_and_again_onl
 ) -> None:
     nobody: Any = None
     times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
-    mirrors: Any = SimpleNamespace(why_off="", share_out=lambda weights: True, order_for=lambda slot: None)
+    mirrors: Any = SimpleNamespace(**vars(NO_MIRRORS) | {"why_off": "", "share_out": lambda weights: True})
     comparisons = Comparisons(node, node.actuators(), times, nobody, mirrors)  # type: ignore[arg-type]
     comparisons.begin_group()
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
@@ -302,3 +307,31 @@ def test_the_console_says_what_mirrors_take_once_all_have_reported_and_again_onl
     assert "ranks 0, 2 each hold what no other rank holds: mirrored in 2.0 MiB" in second
     assert "rank 1 holds what no other rank holds, not mirrored: a copy takes 7 ms, and a step 16 ms; " in second
     assert node.job.replicas.mirrored == {0, 2}
+
+
+def test_with_the_next_node_there_a_lost_node_takes_only_mirrors_with_it_that_found_no_room_there(
+    node: FakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    nobody: Any = None
+    node.peers = Peers(ranks_per_node=1, size=3, links={1: nobody, 2: nobody}, names={2: "10.0.0.3"})
+    times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
+    on_next = {"why_off": "", "share_out": lambda weights: True, "is_on_next_node": True}
+    mirrors: Any = SimpleNamespace(**vars(NO_MIRRORS) | on_next)
+    comparisons = Comparisons(node, node.actuators(), times, nobody, mirrors)  # type: ignore[arg-type]
+    comparisons.begin_group()
+    hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
+    for slot in node.slots:
+        comparisons.note_mirrored(slot, MIRRORED)
+    comparisons.note_mirror_copied(node.slots[2], from_rank.MirrorCopied(1, 5, 2 << 20, 1 << 20, "too little memory"))
+
+    comparisons.lose_mirrors([0])
+    copied = node.job.replicas.mirrored
+    comparisons.lose_mirrors([1])
+    not_copied = node.job.replicas.mirrored
+
+    assert copied == {0, 1, 2}
+    assert not_copied == {0, 2}
+    assert "the mirror of rank 1, which takes 2.0 MiB, is not kept on node 2 (10.0.0.3): too little memory" in (
+        caplog.records[-1].message
+    )
+    assert not any(isinstance(sent, to_rank.NoneAlike) for one in node.handlers for sent in one.reported)

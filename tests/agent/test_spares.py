@@ -93,8 +93,8 @@ def test_ranks_of_a_lost_node_are_spawned_on_the_next_that_comes_once_it_has_the
     node.peers.waiting.append("10.0.0.9")
     spares.fill()
     asked = node.peers.sent.copy()
-    spares.take_records(2, "two")
-    spares.take_records(3, "three")
+    spares.take_records(node_reports.Records(2, "two"))
+    spares.take_records(node_reports.Records(3, "three"))
 
     assert before == []
     assert asked == [(2, node_orders.GiveRecords([2, 3]))]
@@ -137,8 +137,8 @@ def test_without_a_copy_of_its_records_a_rank_is_not_started_elsewhere(node: Fak
     node.peers.waiting.append("10.0.0.9")
     spares.spawn(SpawnRank(2, 1))
 
-    spares.take_records(2, "")
-    spares.take_records(3, "three")
+    spares.take_records(node_reports.Records(2, ""))
+    spares.take_records(node_reports.Records(3, "three"))
 
     assert [getattr(event, "rank", None) for event in node.events] == [2]
     assert not any(isinstance(message, node_orders.Spawn) for _, message in node.peers.sent)
@@ -159,6 +159,6 @@ def test_records_for_a_spare_that_is_lost_as_well_are_dropped(node: FakeNode, sp
     node.peers.sent.clear()
 
     spares.forget(1)
-    spares.take_records(2, "two")
+    spares.take_records(node_reports.Records(2, "two"))
 
     assert node.peers.sent == []

@@ -66,6 +66,10 @@ def check_host(torchrun: Namespace, config: Config) -> None:
         check_elastic(torchrun, config)
     if config.mindio:
         check_mindio(torchrun)
+    if config.buddy == "node" and parse_min_max_nnodes(torchrun.nnodes)[0] < 2:
+        raise ConfigError(
+            "--buddy node keeps mirrors on the next node, and there is one only", "use --buddy auto, or on"
+        )
     for path in config.user_paths:
         if not Path(path).exists():
             raise ConfigError(f"user_paths: there is no directory '{path}'", "correct the path")
@@ -104,7 +108,8 @@ def check_elastic(torchrun: Namespace, config: Config) -> None:
     missing = [rung for rung in ("persist", "restart") if rung not in config.rungs]
     if missing:
         raise ConfigError(f"--elastic needs the rung '{missing[0]}' (rungs)", "leave it in")
-    for name, is_on in (("mindio", config.mindio), ("buddy", config.buddy == "on"), ("no_python", torchrun.no_python)):
+    has_mirrors = config.buddy in ("on", "node")
+    for name, is_on in (("mindio", config.mindio), ("buddy", has_mirrors), ("no_python", torchrun.no_python)):
         if is_on:
             raise ConfigError(f"--elastic cannot be combined with {option_name(name)}", "leave one of them out")
 

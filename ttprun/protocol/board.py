@@ -19,7 +19,7 @@ import os
 import sys
 from typing import Any
 
-ROW_FIELDS = 40  # whole cache lines
+ROW_FIELDS = 48  # whole cache lines
 LEADER = 0  # local rank whose row has the node's own fields
 FINISHED = 1 << 62  # RECORDED of a rank that has ended well: no rank waits for it
 
@@ -59,6 +59,9 @@ class Field:
     ENDED = 37  # 1: the script has come to its end, exit handlers included, and its process stays for the others
     STEPPED = 39  # the newest boundary whose optimizer step has run to its end
     REHEARSED = 38  # the newest boundary whose record was read back, see `ttprun.rank.checks.rehearsal`; 0: none so far
+    MIRROR_COPY_0 = 40  # what this rank keeps of the mirror of a rank of the node before, in its first slot
+    MIRROR_COPY_1 = 41  # and in the second one
+    MIRROR_COPY_BYTES = 42  # memory that both take
 
 
 # What the ranks and the agents of other nodes may see of a rank, in the order in which it is sent.

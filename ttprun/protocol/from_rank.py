@@ -88,6 +88,23 @@ class StateMirrored(Message, frozen=True):
     why_no_step: str = ""
 
 
+class MirrorCopied(Message, frozen=True):
+    """A rank keeps the mirror of a rank of the node before, for the first time on this connection, or cannot.
+
+    of           rank whose mirror it is
+    boundary     of the state
+    bytes        that it takes, or would take
+    limit_bytes  that all such copies of this node may take
+    why_not      "" if it can
+    """
+
+    of: int
+    boundary: int
+    bytes: int
+    limit_bytes: int
+    why_not: str = ""
+
+
 class CollectiveStep(Message, frozen=True):
     """An optimizer communicates inside step(): no rank that is in the middle of it holds the state of a boundary."""
 
@@ -351,7 +368,7 @@ class FaultFailed(Message, frozen=True):
 
 Report = (
     Present | Protected | Unprotected | Hindered | Note | NotProved | NotRecorded | ScriptError | Faulted
-    | TrainsAlone | Joined | OwnStateKept | StateMirrored | CollectiveStep
+    | TrainsAlone | Joined | OwnStateKept | StateMirrored | MirrorCopied | CollectiveStep
     | Put | RowChanged
     | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared
     | Held | StoppedDivergent | NanFound

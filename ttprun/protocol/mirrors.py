@@ -31,6 +31,10 @@ class Held(NamedTuple):
             return "state"
         return "step" if self.has_step and self.boundary + 1 == boundary else ""
 
+    def has_all_of(self, other: Held) -> bool:
+        """Whether whatever the other one gives comes from it, too."""
+        return self.boundary == other.boundary and self.has_state >= other.has_state and self.has_step >= other.has_step
+
 
 NOTHING = Held(0, False, False)
 

@@ -127,10 +127,15 @@ class PartStored(Message, frozen=True):
 
 
 class Records(Message, frozen=True):
-    """What a lost rank has recorded, packed (`agent/cluster/record_copies.py`); "" if there is no copy."""
+    """What the next node keeps of a lost rank.
+
+    part     its records, packed (`agent/cluster/record_copies.py`); "" if there is no copy
+    mirror   where its mirror is to be fetched (`agent/repair/mirror_copies.py`); port 0: nowhere
+    """
 
     rank: int
     part: str
+    mirror: meeting.Where = meeting.Where()
 
 
 class Leaving(Message, frozen=True):

@@ -25,6 +25,8 @@ class Options(Message, frozen=True):
 
     keeps_state           all ranks may have to resume from their records
     mirror                paths of its mirror: the slots, and for results; empty: it keeps none
+    mirror_copies         paths where it keeps the mirror of a rank of the node before, a slot each; empty: nowhere
+    mirror_copies_bytes   that all copies of this node may take together
     own_state             (records, share) paths of the two places where a rank that is alone keeps its state; or empty
     buffers               for each place of a snapshot, paths for this rank's records and for its share
     snapshot_every_steps  0: when the agent requests one
@@ -38,6 +40,8 @@ class Options(Message, frozen=True):
     allow_faults: bool
     keeps_state: bool
     mirror: list[str]
+    mirror_copies: list[str]
+    mirror_copies_bytes: int
     own_state: list[tuple[str, str]]
     buffers: list[tuple[str, str]]
     snapshot_every_steps: int

@@ -158,8 +158,8 @@ class Leader:
                 self._take_ended(number, message)
             case node_reports.Differs(rank=rank, generation=generation, reason=reason):
                 report_mismatch(node, rank, generation, reason)
-            case node_reports.Records(rank=rank, part=part):
-                self.spares.take_records(rank, part)
+            case node_reports.Records():
+                self.spares.take_records(message)
             case node_reports.EndAsked(reason=reason, signal=signal):
                 node.end_by(node.ended_by or signal)
                 stop = recovery.StopAsked(at_s=time.monotonic(), reason=reason)

@@ -31,12 +31,12 @@ _SUCCESSION_LIMIT_S = 30.0  # the same by an agent that may not know yet that it
 class Taken:
     """Slots of a lost node, which this one takes.
 
-    records   of each of its ranks, packed
+    records   of each of its ranks
     """
 
     peers: Peers
     master: str
-    records: Mapping[int, str]
+    records: Mapping[int, node_reports.Records]
 
 
 WarmUp = Callable[[list[str], list[str]], None]
@@ -114,7 +114,7 @@ class _Waiting:
 
     def _read(self, link: Channel, token: str) -> Outcome:
         slots: meeting.RankSlots | None = None
-        records: dict[int, str] = {}
+        records: dict[int, node_reports.Records] = {}
         while slots is None or len(records) < slots.ranks:
             message: Any = link.receive_with_fds()[0]
             match message:
@@ -131,8 +131,8 @@ class _Waiting:
                     self._others = iter([pool for _, pool in sorted(pools.items()) if pool.token != token])
                 case meeting.RankSlots():
                     slots = message
-                case node_reports.Records(rank=rank, part=part):
-                    records[rank] = part
+                case node_reports.Records(rank=rank):
+                    records[rank] = message
         own, links, size = address_for_ranks(self._hello.address), {slots.leader: ready(link)}, slots.size
         peers = Peers(
             slots.node, own, slots.ranks, links, slots.names, size, self._pool, slots.master, leader=slots.leader

@@ -99,18 +99,18 @@ class Spares:
             self._actuators.on(keeper).carry_out(node_orders.GiveRecords(ranks))
         else:
             for rank in ranks:
-                self.take_records(rank, "")
+                self.take_records(node_reports.Records(rank, ""))
 
-    def take_records(self, rank: int, part: str) -> None:
-        """The records of a lost rank have come; "": there are none."""
-        peers = self._node.peers
+    def take_records(self, records: node_reports.Records) -> None:
+        """The records of a lost rank have come, or word that there are none."""
+        peers, rank = self._node.peers, records.rank
         number = peers.node_of(rank)
         vacancy = self._vacant.get(number)
         if vacancy is None or vacancy.due is None:
             return  # another node has been lost meanwhile
-        peers.send(number, node_reports.Records(rank, part))
+        peers.send(number, records)
         vacancy.due.discard(rank)
-        if not part:
+        if not records.part:
             self._fail(vacancy, rank, "no copy of its records has reached another node")
         if vacancy.due or number not in self._vacant:
             return

@@ -56,21 +56,35 @@ class LocalActuator(NodeActuator):
     watch: ProcessWatch
     _replace_handler: ReplaceHandler = field(init=False)
     _unwelcomed: set[int] = field(default_factory=set, init=False)
+    _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
+    _deferred: dict[int, node_orders.Replay] = field(default_factory=dict, init=False)  # by rank: until they are there
 
     def begin_group(self, replace_handler: ReplaceHandler) -> None:
         """All ranks are new; `replace_handler` lets torch's agent know of the new process of a local rank."""
         self._replace_handler = replace_handler
         self._unwelcomed.clear()
+        self._is_fetching = False
+        self._deferred.clear()
 
-    def take_over(self, records: Mapping[int, str]) -> None:
+    def take_over(self, records: Mapping[int, node_reports.Records]) -> None:
         """This node has got a lost one's slots, with what its ranks had recorded: their first processes wait for Spawn.
 
-        records   packed, by rank; "": there are none
+        records   by rank
         """
         for slot in self.node.here:
             self._unwelcomed.add(slot.rank)
-            if records.get(slot.rank):
-                record_copies.restore(self.node, slot, records[slot.rank])
+            if slot.rank in records and records[slot.rank].part:
+                record_copies.restore(self.node, slot, records[slot.rank].part)
+        self._is_fetching = True
+        self.mirrors.fetch({rank: one.mirror for rank, one in records.items()}, self._note_fetched)
+
+    def _note_fetched(self) -> None:
+        """The mirrors of the lost node are there, or will not come: replays that need them are ordered now."""
+        self._is_fetching = False
+        deferred, self._deferred = self._deferred, {}
+        for order in deferred.values():
+            if order.generation == self.node.job.generation:
+                self._replay(order)
 
     def awaits_order(self, slot: RankSlot) -> bool:
         """Whether the first process of a rank, whose slot was a lost node's, waits until the leader wants it."""
@@ -110,7 +124,8 @@ class LocalActuator(NodeActuator):
                 self._store_part(order)
             case node_orders.GiveRecords(ranks=ranks):
                 for rank in ranks:
-                    node.role.answer(node_reports.Records(rank, record_copies.give(node, rank)))
+                    mirror = self.mirrors.copies.serve(rank)
+                    node.role.answer(node_reports.Records(rank, record_copies.give(node, rank), mirror))
             case node_orders.GoBack():
                 self.rewinds.go_back(order)
             case node_orders.Strike():
@@ -207,9 +222,12 @@ class LocalActuator(NodeActuator):
         why_not = fingerprints.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
         step_from = ""
         if order.is_joining and order.source == order.rank and not why_not:
+            if self._is_fetching:
+                self._deferred[order.rank] = order
+                return
             mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
             if mirror is None:
-                why_not = f"the mirror of rank {order.rank} does not hold its state of step {order.boundary}"
+                why_not = self.mirrors.why_not_held(order.rank, order.boundary)
             elif mirror.is_step:
                 step_from = mirror.path
         if why_not:

@@ -102,6 +102,8 @@ class Reports:
                 self.own_states.note(slot, message)
             case from_rank.StateMirrored():
                 self.comparisons.note_mirrored(slot, message)
+            case from_rank.MirrorCopied():
+                self.comparisons.note_mirror_copied(slot, message)
             case from_rank.CollectiveStep():
                 self.comparisons.note_collective_steps()
             case from_rank.Hindered():

@@ -31,7 +31,7 @@ from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.processes.rank_processes import RankHandler
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol import meeting, node_orders
+from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.board import LEADER, Field
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.state.store import CheckpointStore
@@ -135,7 +135,7 @@ class Supervisor:
         self._resume_from = ()
         self._on_thread(begin)
 
-    def take_over(self, records: Mapping[int, str]) -> None:
+    def take_over(self, records: Mapping[int, node_reports.Records]) -> None:
         """The slots of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
         self.parts.actuator.take_over(records)
 

@@ -155,6 +155,7 @@ def _meeting_of(config: Config, launch_config: torch_launcher.LaunchConfig, args
     alike = {
         "ttprun": __version__,
         "--elastic": str(config.elastic),
+        "--buddy node": str(config.buddy == "node"),
         "ranks (--nproc-per-node)": str(launch_config.nproc_per_node),
         "the script": hash_of(words[0]) if words else "",
     }

@@ -65,6 +65,8 @@ class ProcessWatch:
             allow_faults=config.allow_faults,
             keeps_state=not rungs.isdisjoint(("rewind", "persist")),
             mirror=self._mirrors.paths_for(slot),
+            mirror_copies=self._mirrors.copies.paths_for(slot),
+            mirror_copies_bytes=self._mirrors.copies.limit_bytes,
             own_state=self._own_states.paths_for(slot.local_rank),
             buffers=self._snapshots.paths_for(slot.local_rank),
             snapshot_every_steps=self._snapshots.every_steps,

@@ -57,6 +57,7 @@ class Comparisons:
         self._repaired: tuple[tuple[int, ...], int] = ((), 0)  # ranks, boundary
         self._weights: dict[int, int] = {}  # by rank: bytes
         self._mirror_reports: dict[int, from_rank.StateMirrored] = {}  # by rank: the newest report
+        self._not_copied: set[int] = set()  # ranks of whose mirrors the next node could keep no copy
         self._said_of_mirrors = ""
         self._has_said_no_step = False
 
@@ -64,6 +65,7 @@ class Comparisons:
         """All ranks are new: nothing is known of their weights."""
         self._looks = Looks(world_size=len(self._node.slots))
         self._repaired = ((), 0)
+        self._not_copied = set()
         self._mirror_reports, self._said_of_mirrors, self._has_said_no_step = {}, "", False
 
     def begin_resumed(self, replicas: Replicas) -> None:
@@ -189,12 +191,29 @@ class Comparisons:
         self._say_mirrored()
         self._write_topology()
 
-    def lose_mirrors(self, ranks: Collection[int]) -> None:
-        """The node of these ranks is gone, with their mirrors."""
-        mirrored = self._looks.replicas.mirrored
-        if mirrored.isdisjoint(ranks):
+    def note_mirror_copied(self, slot: RankSlot, message: from_rank.MirrorCopied) -> None:
+        """A rank of the next node keeps another one's mirror, or cannot."""
+        self._node.log("mirror_copied", rank=slot.rank, **structs.asdict(message))
+        if not message.why_not:
+            self._not_copied.discard(message.of)
             return
-        self._looks = replace(self._looks, replicas=replace(self._looks.replicas, mirrored=mirrored - {*ranks}))
+        self._not_copied.add(message.of)
+        logger.warning(
+            "the mirror of rank %d, which takes %s, is not kept on %s: %s (%s may be used for all that it keeps, "
+            "--buddy-memory); if the node of rank %d is lost, %s",
+            *(message.of, in_words(message.bytes), self._node.peers.name_of(self._node.peers.node_of(slot.rank))),
+            *(message.why_not, in_words(message.limit_bytes), message.of, recovery.cost_of_a_loss(self._node.job)),
+        )
+
+    def lose_mirrors(self, ranks: Collection[int]) -> None:
+        """The node of these ranks is gone, with their mirrors; the next one may keep copies of them."""
+        peers, mirrored, gone = self._node.peers, self._looks.replicas.mirrored, {*ranks}
+        if self._mirrors.is_on_next_node:
+            gone = {rank for rank in ranks if not peers.is_connected((peers.node_of(rank) + 1) % peers.size)}
+            gone |= self._not_copied & {*ranks}
+        if mirrored.isdisjoint(gone):
+            return
+        self._looks = replace(self._looks, replicas=replace(self._looks.replicas, mirrored=mirrored - gone))
         self._node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=self._looks.replicas))
 
     @property
@@ -214,7 +233,8 @@ class Comparisons:
         said = []
         if mirrored:
             size = in_words(sum(reports[rank].bytes for rank in mirrored))
-            said.append(f"{_hold(mirrored)}: mirrored in {size} of memory (--buddy off to save it)")
+            again = " and once more on the next node" if self._mirrors.is_on_next_node else ""
+            said.append(f"{_hold(mirrored)}: mirrored in {size} of memory{again} (--buddy off to save it)")
         for why_not, ranks in found.items():
             size_bytes = sum(reports[rank].bytes for rank in ranks)
             limit = sum(reports[rank].limit_bytes for rank in ranks)
@@ -272,7 +292,9 @@ class Comparisons:
         """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself, or mirror."""
         if order := self._mirrors.order_for(slot):
             self._actuators.order(slot.rank, order)
-        if (groups := self._looks.replicas.groups) and all(len(ranks) == 1 for ranks in groups):
+        is_none_alike = all(len(ranks) == 1 for ranks in self._looks.replicas.groups)
+        # Results of operations are in no copy of a mirror: the others keep what they had put into them.
+        if self._looks.replicas.groups and is_none_alike and not self._mirrors.is_on_next_node:
             slot.send_if_present(to_rank.NoneAlike())
         owners = self._looks.replicas.differing
         if owners:

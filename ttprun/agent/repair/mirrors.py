@@ -2,23 +2,27 @@
 
 A rank writes to its two slots in turns and says on the board what they hold (`ttprun.rank.weights.mirror`); a third
 memory has what the collectives of its step have given to it. How much memory all ranks of a node may take together is
-counted on that node; the agent that leads says which of them keep mirrors, and shares it out between them. Begin with
-`Mirrors.share_out`, `Mirrors.keep` and `Mirrors.source_of`.
+counted on that node; the agent that leads says which of them keep mirrors, and shares it out between them. With
+`--buddy node` half of it is for copies of other ranks' mirrors (mirror_copies.py). Begin with `Mirrors.share_out`,
+`Mirrors.keep` and `Mirrors.source_of`.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import shared_memory
+from ttprun.agent.repair import mirror_copies
+from ttprun.agent.repair.mirror_copies import MirrorCopies
 from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.board import Field
-from ttprun.protocol.mirrors import NOTHING, SLOTS, unpack
+from ttprun.protocol.meeting import Where
+from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, unpack
 from ttprun.rank.process.free_memory import free_bytes
 from ttprun.state.memory_share import parse_memory
 
@@ -41,10 +45,15 @@ class Source(NamedTuple):
 
 
 class Mirrors:
-    """Of each rank of a node, the memory for its mirror; in the agent that leads, the shares of all ranks."""
+    """Of each rank of a node, the memory for its mirror; in the agent that leads, the shares of all ranks.
+
+    copies   what this node keeps of the mirrors of the node before
+    """
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self.copies = MirrorCopies(node)
+        self._why_not_fetched: dict[int, str] = {}  # by rank whose mirror was to come from another node
         self._slots: dict[int, list[int]] = {}  # by rank of this node, of those that may keep one
         self._shares: dict[int, float] = {}  # by rank, of what its node has for all
         self._all_bytes = 0
@@ -62,15 +71,23 @@ class Mirrors:
         for slots in self._slots.values():
             for fd in slots:
                 os.close(fd)
-        self._slots, self._shares = {}, {}
+        self._slots, self._shares, self._why_not_fetched = {}, {}, {}
         for slot in self._node.slots:
             self.forget(slot)
         if self._node.config.buddy != "off":
             self._all_bytes = self._may_take()
+        copies_bytes = self._all_bytes // 2 if self.is_on_next_node else 0
+        self._all_bytes -= copies_bytes
+        self.copies.begin_group(copies_bytes)
+
+    @property
+    def is_on_next_node(self) -> bool:
+        """Mirrors are kept on the next node, too."""
+        return self._node.config.buddy == "node"
 
     def _may_take(self) -> int:
         """Bytes that all mirrors of this node may take together, by what is free now."""
-        wanted = parse_memory(self._node.config.buddy_memory) if self._node.config.buddy == "auto" else 1.0
+        wanted = 1.0 if self._node.config.buddy == "on" else parse_memory(self._node.config.buddy_memory)
         free = free_bytes()
         free = _UNKNOWN_BYTES if free is None else free
         return int(free * wanted) if isinstance(wanted, float) else min(free, wanted)
@@ -128,3 +145,48 @@ class Mirrors:
         """The rank goes back, or begins anew."""
         for cell in _CELLS:
             self._node.board.set(slot.rank, cell, NOTHING.pack())
+        self.copies.forget(slot)
+
+    def fetch(self, where: Mapping[int, Where], then: Callable[[], None]) -> None:
+        """This node has got a lost one's slots: fetch its mirrors from the node that keeps copies; returns at once.
+
+        where   by rank, where they are; port 0: nowhere
+        then    called once they are there, or will not come
+        """
+        there = {rank: place for rank, place in where.items() if place.port}
+        slots = {rank: shared_memory.new("mirror", SLOTS + 1) for rank in there}
+        self._slots |= slots
+        files = {
+            rank: [os.dup(fd) for fd in fds[:SLOTS]] for rank, fds in slots.items()
+        }  # a new group closes the others
+
+        def fetch() -> dict[int, tuple[Sequence[Held], str]]:
+            found, left = dict[int, tuple[Sequence[Held], str]](), self._all_bytes
+            for rank, place in there.items():
+                try:
+                    held, taken = mirror_copies.fetch(place, files[rank], left)
+                except OSError as error:
+                    found[rank] = (NOTHING,) * SLOTS, f"{place.address}: {error}"
+                else:
+                    found[rank], left = (held, ""), left - taken
+                for fd in files[rank]:
+                    os.close(fd)
+            return found
+
+        def note(found: Mapping[int, tuple[Sequence[Held], str]]) -> None:
+            for rank, (held, why_not) in found.items():
+                if self._slots.get(rank) is not slots[rank]:
+                    continue  # all ranks are new
+                for cell, one in zip(_CELLS, held, strict=True):
+                    self._node.board.set(rank, cell, one.pack())
+                self._why_not_fetched[rank] = why_not
+                self._node.log("mirror_fetched", rank=rank, held=[one._asdict() for one in held], why_not=why_not)
+            then()
+
+        self._node.in_background(fetch, note)
+
+    def why_not_held(self, rank: int, boundary: int) -> str:
+        """A sentence: the mirror of a rank of this node does not give its state of a boundary."""
+        why = self._why_not_fetched.get(rank, "")
+        more = f" (it could not be fetched from {why})" if why else ""
+        return f"the mirror of rank {rank} does not hold its state of step {boundary}{more}"

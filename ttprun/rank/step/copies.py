@@ -2,7 +2,8 @@
 
 The ranks with the same local rank form a ring over the nodes. Each sends what it has written to its recorder since the
 boundary before to the one on the next node, and keeps what the one on the node before has sent in a recorder that its
-own agent has made. With the first boundary of a generation all is sent. Begin with `Copies.keep_up`.
+own agent has made. With the first boundary of a generation all is sent. With `--buddy node` mirrors go the same way,
+on connections of their own (mirror_link.py). Begin with `Copies.keep_up`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from collections.abc import Callable, Iterable
 from ttprun.rank.comm.connection import Exchange, GenerationOverError, listen
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
+from ttprun.rank.step.mirror_link import MirrorLink
+from ttprun.rank.weights.mirror import Mirror
 
-_HEAD = struct.Struct("<qq")  # boundary, bytes that follow
+_HEAD = struct.Struct("<qqq")  # boundary, what the mirror must hold then (packed; 0: nothing), bytes that follow
 _PART = struct.Struct("<qq")  # offset in the recorder, bytes that follow
 _READ_BYTES = 64 << 10
 _TOKEN_BYTES = 32
+_RECORDS, _MIRROR = b"r", b"m"  # what a connection is for
 _CONNECT_LIMIT_S = 10.0
 _NAME = "ttprun's copies of records"
 
@@ -43,6 +47,7 @@ class Copies:
         here, size = len(session.rows_here), session.world_size
         self._next, self._before = (session.rank + here) % size, (session.rank - here) % size
         self._link: _Link | None = None
+        self._kinds = (_RECORDS, _MIRROR) if session.options.mirror_copies else (_RECORDS,)
 
     def keep_up(self, generation: int, boundary: int, may_stop: MayStop, look_again_s: float) -> bool:
         """Send what is new up to this boundary, and keep what has come from the node before up to it.
@@ -53,17 +58,22 @@ class Copies:
 
         Raises OSError if a connection is broken, GenerationOverError.
         """
-        link = self._connected_in(generation, may_stop, look_again_s)
+        link = self._connected_in(generation, boundary, may_stop, look_again_s)
         if link is None:
             return False
         if link.sent < boundary:
-            link.send(boundary, self._session[Recorder].take_changes(all_of_it=link.sent < 0))
+            mirrored = self._session[Mirror].held(boundary - 1).pack() if link.mirrors is not None else 0
+            link.send(boundary, mirrored, self._session[Recorder].take_changes(all_of_it=link.sent < 0))
         while not link.pass_on(self._fd, boundary, look_again_s):
+            if may_stop() or self._session.generation != generation:
+                return False
+        while link.mirrors is not None and not link.mirrors.wait_for(link.mirrored, look_again_s):
             if may_stop() or self._session.generation != generation:
                 return False
         return True
 
-    def _connected_in(self, generation: int, may_stop: MayStop, look_again_s: float) -> _Link | None:
+    def _connected_in(self, generation: int, boundary: int, may_stop: MayStop, look_again_s: float) -> _Link | None:
+        """The connections of this generation; None if the wait has ended before they were there."""
         if self._link is not None and self._link.generation == generation:
             return self._link
         exchange = self._session[Exchange]
@@ -78,18 +88,23 @@ class Copies:
                     found = exchange.get(generation, f"{_NAME}: {self._next}", look_again_s)
                     break
             address, port, theirs = found.decode().split()
-            to = opened.enter_context(socket.create_connection((address, int(port)), _CONNECT_LIMIT_S))
-            to.sendall(theirs.encode())
+            to, from_before = dict[bytes, socket.socket](), dict[bytes, socket.socket]()
+            for kind in self._kinds:
+                to[kind] = opened.enter_context(socket.create_connection((address, int(port)), _CONNECT_LIMIT_S))
+                to[kind].sendall(theirs.encode() + kind)
             listener.settimeout(look_again_s)
-            while True:
+            while len(from_before) < len(self._kinds):
                 if may_stop() or self._session.generation != generation:
                     return None
                 with contextlib.suppress(TimeoutError):
-                    from_before = opened.enter_context(listener.accept()[0])
-                    if _is_token(from_before, token.encode()):
-                        break
+                    came = opened.enter_context(listener.accept()[0])
+                    if (kind := _kind_of(came, token.encode())) in self._kinds:
+                        from_before[kind] = came
             opened.pop_all()
-        link = self._link = _Link(generation, to, from_before)
+        mirrors = None
+        if _MIRROR in to:
+            mirrors = MirrorLink(self._session, to[_MIRROR], from_before[_MIRROR], boundary - 1)
+        link = self._link = _Link(generation, to[_RECORDS], from_before[_RECORDS], mirrors)
         if self._session.generation != generation:  # a recovery has begun meanwhile, and cut what was there
             self.cut()
             raise GenerationOverError(f"generation {generation} is over")
@@ -102,22 +117,30 @@ class Copies:
             link.cut()
 
 
-def _is_token(connection: socket.socket, token: bytes) -> bool:
-    """Whether the one who has connected knows it."""
+def _kind_of(connection: socket.socket, token: bytes) -> bytes:
+    """What a connection is for, by the one who has connected; b"" if it does not know the token."""
     connection.settimeout(_CONNECT_LIMIT_S)
     with contextlib.suppress(OSError):
-        return hmac.compare_digest(connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL), token)
-    return False
+        came = connection.recv(_TOKEN_BYTES + 1, socket.MSG_WAITALL)
+        if hmac.compare_digest(came[:_TOKEN_BYTES], token):
+            return came[_TOKEN_BYTES:]
+    return b""
 
 
 class _Link:
     """The connections to the next node and from the one before.
 
     sent, kept   the newest boundary of which all was handed to the kernel, or was kept; -1: none
+    mirrors      the connections for mirrors; None: there are none
+    mirrored     what the mirror of the node before must hold for the newest boundary that is kept, packed
     """
 
-    def __init__(self, generation: int, to: socket.socket, from_before: socket.socket) -> None:
+    def __init__(
+        self, generation: int, to: socket.socket, from_before: socket.socket, mirrors: MirrorLink | None
+    ) -> None:
         self.generation = generation
+        self.mirrors = mirrors
+        self.mirrored = 0
         self.sent = self._kept = -1
         self._to, self._from = to, from_before
         for sock in (to, from_before):
@@ -128,10 +151,10 @@ class _Link:
         self._ready = select.poll()
         self._ready.register(from_before, select.POLLIN)
 
-    def send(self, boundary: int, parts: Iterable[tuple[int, bytes]]) -> None:
-        """Send what was written of a boundary; what finds no room follows later."""
+    def send(self, boundary: int, mirrored: int, parts: Iterable[tuple[int, bytes]]) -> None:
+        """Send what was written of a boundary, and what the mirror must hold; what finds no room follows later."""
         body = b"".join(piece for offset, part in parts for piece in (_PART.pack(offset, len(part)), part))
-        self._unsent = memoryview(b"".join((self._unsent, _HEAD.pack(boundary, len(body)), body)))
+        self._unsent = memoryview(b"".join((self._unsent, _HEAD.pack(boundary, mirrored, len(body)), body)))
         self.sent = boundary
         self._send_rest()
 
@@ -168,18 +191,20 @@ class _Link:
             else:
                 raise ConnectionResetError("the node before has closed the connection for its records")
         while len(self._came) >= _HEAD.size:
-            boundary, size = _HEAD.unpack_from(self._came)
+            boundary, mirrored, size = _HEAD.unpack_from(self._came)
             if len(self._came) < _HEAD.size + size:
                 return
             _write(fd, bytes(self._came[_HEAD.size : _HEAD.size + size]))
             del self._came[: _HEAD.size + size]
-            self._kept = boundary
+            self._kept, self.mirrored = boundary, mirrored
 
     def cut(self) -> None:
         """Shut the connections down; whoever waits for them gets an error."""
         for sock in (self._to, self._from):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+        if self.mirrors is not None:
+            self.mirrors.cut()
 
     def __del__(self) -> None:
         """Close them once nobody waits for them any more: their numbers may be given away then."""

@@ -13,7 +13,7 @@ A step that depends on more than that cannot be taken again: then the copy is wa
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,9 @@ import torch
 
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
-from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of
+from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of, unpack
 from ttprun.rank.weights import optimizer_registry, replicated, sharded
-from ttprun.rank.weights.mirror_slots import Layout, Slot, Stored, lay_out
+from ttprun.rank.weights.mirror_slots import Layout, Part, Slot, Stored, lay_out
 from ttprun.rank.weights.own_state import forms_of, held_now
 from ttprun.rank.weights.post_step_weights import KeptWeights
 from ttprun.rank.weights.reduced_parts import ReducedParts
@@ -62,6 +62,7 @@ class Mirror:
     paths      of the agent's memory, for each slot and for results of collectives; none: it has kept nothing yet
     is_wanted  this rank holds what no other one holds; by the agent's order
     why_off    why nothing is kept any more; "" if it is
+    on_kept    called with each part that is complete, on the thread that has copied it
     """
 
     def __init__(self, board: Board, rank: int, paths: Sequence[str]) -> None:
@@ -76,6 +77,7 @@ class Mirror:
         self._began_s = 0.0
         self.is_wanted = False
         self.why_off = ""
+        self.on_kept: Callable[[Part], None] = lambda part: None
         self._failure: Exception | None = None  # in a collective: to be reported after the step
         self._layout: Layout | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -201,6 +203,21 @@ class Mirror:
 
     def _note(self, held: Held) -> None:
         self._board.set(self._rank, _CELLS[slot_of(held.boundary)], held.pack())
+        self.on_kept(self._part(held))
+
+    def held(self, boundary: int) -> Held:
+        """What is kept of the state of a boundary, and of the step that follows; NOTHING if that is nothing."""
+        held = unpack(self._board.get(self._rank, _CELLS[slot_of(boundary)]))
+        return held if held.boundary == boundary else NOTHING
+
+    def parts(self, held: Held) -> list[Part]:
+        """The parts that give a slot this content, in their order; between steps, on the main thread."""
+        if held == NOTHING:
+            return []
+        return [self._part(held._replace(has_step=False)), *([self._part(held)] if held.has_step else [])]
+
+    def _part(self, held: Held) -> Part:
+        return self._slots[slot_of(held.boundary)].part(held)
 
     # The copies.
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ttprun.protocol.mirrors import Held
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights import replicated, sharded
 from ttprun.rank.weights.sharded import local_of
@@ -41,16 +42,38 @@ class Layout(NamedTuple):
     size: int
 
 
+class Part(NamedTuple):
+    """The newest part of a slot: all but the gradients of the next step, or these.
+
+    held    what the slot holds with this part
+    path    of the slot's memory
+    at      offset in it, in bytes
+    size    in bytes
+    whole   of the slot, in bytes
+    """
+
+    held: Held
+    path: str
+    at: int
+    size: int
+    whole: int
+
+
 class Slot:
-    """One slot: its memory, and the tensors in it for one layout."""
+    """One slot: its memory, and the tensors in it for one layout.
+
+    split   offset at which the state ends, and what the next step needs begins
+    """
 
     def __init__(self, path: str) -> None:
+        self.path = path
         self.memory = Memory(path)
         self.release()
 
     def release(self) -> None:
         """Drop the tensors in it."""
         self._layout: Layout | None = None
+        self.split = 0
         self.state: list[torch.Tensor] = []
         self.gradients: list[torch.Tensor] = []
         self.before: list[torch.Tensor] = []
@@ -68,7 +91,14 @@ class Slot:
         self.gradients = [of_memory(at, one) for at, one in zip(layout.gradients, weights, strict=True)]
         self.before = [of_memory(at, one) for at, one in zip(layout.before, weights, strict=False)]
         self.marks = of_memory(layout.marks, torch.empty(len(weights), dtype=torch.uint8))
+        self.split = layout.gradients[0]
         self._layout = layout
+
+    def part(self, held: Held) -> Part:
+        """The part with which it holds this; it has been laid out."""
+        whole = self.memory.size
+        at, end = (self.split, whole) if held.has_step else (0, self.split)
+        return Part(held, self.path, at, end - at, whole)
 
 
 def lay_out(rows: list[replicated.Row], forms: list[tuple[Any, ...]], is_kept: bool) -> Layout:

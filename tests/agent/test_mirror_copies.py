@@ -1,0 +1,129 @@
+"""What a node keeps of the mirrors of a lost one, and how it comes to who takes that one's slots."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.repair.mirror_copies import MirrorCopies, fetch
+from ttprun.protocol.board import Board, Field
+from ttprun.protocol.meeting import Where
+from ttprun.protocol.mirrors import NOTHING, SLOTS, Held
+
+STATE = Held(6, has_state=True, has_step=False)
+STEP = Held(5, has_state=True, has_step=True)
+MIB = 1 << 20
+Kept = tuple[MirrorCopies, Any, list[int]]
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    """(copies of node 1 of two, which keeps those of rank 0; its board; files of who takes the lost slot)."""
+    slots = [RankSlot(rank, 0, None, record_fd=-1) for rank in range(2)]
+    board = Board.create(2)[1]
+    peers = SimpleNamespace(size=2, address="127.0.0.1")
+    node: Any = SimpleNamespace(here=slots[1:], slots=slots, board=board, peers=peers)
+    copies = MirrorCopies(node)
+    copies.begin_group(4 * MIB)
+    files = [os.memfd_create("fetched") for _ in range(SLOTS)]
+    yield copies, board, files
+    copies.begin_group(0)
+    for fd in files:
+        os.close(fd)
+    for thread in threading.enumerate():
+        if thread.name == "ttprun-mirror-copies":
+            thread.join(10)
+
+
+def fill(kept: Kept, number: int, held: Held, content: bytes) -> None:
+    copies, board, _ = kept
+    with open(copies.paths_for(RankSlot(1, 0, None, record_fd=-1))[number], "wb") as file:
+        file.write(content)
+    board.set(1, (Field.MIRROR_COPY_0, Field.MIRROR_COPY_1)[number], held.pack())
+
+
+def test_who_takes_a_lost_nodes_slots_gets_what_the_next_one_keeps(kept: Kept) -> None:
+    copies, _, files = kept
+    state, step = os.urandom(MIB + 77), os.urandom(MIB + 77)
+    fill(kept, 0, STATE, state)
+    fill(kept, 1, STEP, step)
+
+    held, taken = fetch(copies.serve(0), files, 3 * MIB)
+
+    assert held == [STATE, STEP]
+    assert taken == 2 * (MIB + 77)
+    assert [os.pread(fd, 2 * MIB, 0) for fd in files] == [state, step]
+
+
+def test_a_slot_that_was_being_written_when_the_node_was_lost_is_not_served(kept: Kept) -> None:
+    copies, _, files = kept
+    fill(kept, 0, NOTHING, b"half of a state")
+    fill(kept, 1, STEP, b"all")
+
+    held, taken = fetch(copies.serve(0), files, MIB)
+
+    assert held == [NOTHING, STEP]
+    assert taken == 3
+
+
+def test_of_a_rank_of_which_nothing_is_kept_nothing_is_served(kept: Kept) -> None:
+    copies, _, _ = kept
+
+    assert copies.serve(0) == Where()
+
+
+def test_what_finds_no_room_is_refused_by_its_size(kept: Kept) -> None:
+    copies, _, files = kept
+    fill(kept, 0, STATE, bytes(1000))
+    fill(kept, 1, STEP, bytes(1000))
+
+    with pytest.raises(OSError, match=r"more than the 1999 bytes .*--buddy-memory"):
+        fetch(copies.serve(0), files, 1999)
+
+
+def test_who_does_not_know_the_token_gets_nothing_and_does_not_keep_others_from_it(kept: Kept) -> None:
+    copies, _, files = kept
+    fill(kept, 1, STEP, b"all")
+    where = copies.serve(0)
+
+    with socket.create_connection((where.address, where.port), 10) as sock:
+        sock.sendall(b"0" * 32)
+        came = sock.recv(1)
+    held, _ = fetch(where, files, MIB)
+
+    assert came == b""
+    assert held == [NOTHING, STEP]
+
+
+def test_a_node_that_is_lost_while_it_serves_is_an_error(kept: Kept) -> None:
+    _, _, files = kept
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = Where("127.0.0.1", listener.getsockname()[1], "0" * 32)
+
+        def serve_half() -> None:
+            with listener.accept()[0] as sock:
+                sock.recv(32)
+                sock.sendall(struct.pack("<qq", STEP.pack(), 1000) + bytes(500))
+
+        thread = threading.Thread(target=serve_half)
+        thread.start()
+        with pytest.raises(OSError, match="ended before all had come"):
+            fetch(where, files, MIB)
+        thread.join(10)
+
+
+def test_after_a_way_back_what_is_kept_is_void(kept: Kept) -> None:
+    copies, _, _ = kept
+    fill(kept, 1, STEP, b"all")
+
+    copies.forget(RankSlot(1, 0, None, record_fd=-1))
+
+    assert copies.serve(0) == Where()
