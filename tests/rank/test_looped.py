@@ -160,6 +160,17 @@ GO_ON: dict[str, Callable[[Items], Any]] = {
     "an enumerate in a library's loop": numbered,
     "an enumerate in a variable and a loop": numbered_twice,
     "an enumerate in a user's generator expression": user_values.numbered_batches,
+    "a library's generator in a user's generator expression": lambda batches: user_values.copied(counted(batches)),
+    "one within an enumerate in a user's expression": lambda batches: user_values.copied(enumerate(counted(batches))),
+    "a user's expression in a library's in a user's": lambda batches: user_values.copied(
+        counted(user_values.copied(batches))
+    ),
+    "the user's object in a library's in a user's": lambda batches: user_values.copied(
+        counted(user_values.CountedBatches(batches))
+    ),
+    "the user's generator in a library's in a user's": lambda batches: user_values.copied(
+        counted(user_values.counted_batches(batches))
+    ),
     "a slice in a library's generator": lambda batches: passed_on(itertools.islice(batches, 9)),
     "an enumerate in a library's generator": lambda batches: passed_on(enumerate(batches)),
     "a zip in a library's generator": lambda batches: passed_on(zip(range(3, 30), batches, strict=False)),

@@ -197,6 +197,10 @@ def numbered_batches(batches: Iterator[Any]) -> Iterator[Any]:
     return ([batch, number] for number, batch in enumerate(batches))
 
 
+def copied(batches: Iterator[Any]) -> Iterator[Any]:
+    return ([*batch] if isinstance(batch, list) else [batch] for batch in batches)
+
+
 class CountedBatches:
     """The same as an object."""
 

@@ -40,7 +40,7 @@ def over(loop: Loop) -> Any:
         return loop.over
     found = list(_iterators_in(loop.items()))
     loop.determines_all = bool(found) and all(is_a(one, _LASTING) for one in found)
-    return tuple(one for one in found if _is_of_user(one) or _is_first_round(one)) or None
+    return _not_asked(found) or None
 
 
 def followed(loops: Iterable[Loop]) -> set[int]:
@@ -53,6 +53,20 @@ def followed(loops: Iterable[Loop]) -> set[int]:
         elif not loop.determines_all:
             found |= ids_of_generators(_iterators_in(loop.items()))
     return found
+
+
+def inside_library(items: Any) -> tuple[Any, ...] | None:
+    """Of the first iterable of a generator expression: the iterators to record in its place, as of a loop.
+
+    None if no generator of a library is in it, so that it can be recorded itself.
+    """
+    found = list(_iterators_in(items))
+    has_hidden = any(is_a(one, GeneratorType) and not _is_of_user(one) for one in found)
+    return _not_asked(found) if has_hidden else None
+
+
+def _not_asked(found: list[Any]) -> tuple[Any, ...]:
+    return tuple(one for one in found if _is_of_user(one) or _is_first_round(one))
 
 
 def _below(table: Any) -> list[Any]:

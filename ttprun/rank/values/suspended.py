@@ -2,7 +2,8 @@
 
 The place of one is its instruction, and inside of its `for` loops the
 positions of those, if they are followed. In other code, and in a generator expression, a loop hides its position. Such
-a generator is refused once it has begun, unless a loop runs over it: a replay asks for the items before its own.
+a generator is refused once it has begun, unless a loop runs over it: a replay asks for the items before its own. So it
+does of a library's generator inside such an expression: of that only what is the user's is recorded, as in a loop.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from ttprun.rank.values.nodes import MISSING, name_of
 from ttprun.rank.values.restore import Restore, kind_of, unlike
 from ttprun.rank.values.snapshot import Snapshot
 
+_FIRST = ".0"  # the variable in which a generator expression has its first iterable
+
 
 def _where(value: types.GeneratorType[Any, Any, Any]) -> str:
     return f"{value.gi_code.co_filename}:{value.gi_code.co_qualname}:{value.gi_code.co_firstlineno}"
@@ -33,8 +36,12 @@ def _stands_at(value: types.GeneratorType[Any, Any, Any]) -> list[int]:
 
 
 def _hides_position(value: types.GeneratorType[Any, Any, Any]) -> bool:
-    is_followed = is_script_code(value.gi_code.co_filename) and value.gi_code.co_name != "<genexpr>"
+    is_followed = is_script_code(value.gi_code.co_filename) and not _is_expression(value)
     return not is_followed and inspect.getgeneratorstate(value) != inspect.GEN_CREATED
+
+
+def _is_expression(value: types.GeneratorType[Any, Any, Any]) -> bool:
+    return value.gi_code.co_name == "<genexpr>"
 
 
 def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, Any], depth: int) -> Any:
@@ -45,18 +52,21 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
     number = snapshot.number(value)
     if frame is None:
         return SuspendedNode(number, _where(value), _stands_at(value), {}, None)
-    active = loops.of_frame(frame)
+    active, variables, inner = loops.of_frame(frame), variables_of(frame), None
     snapshot.followed |= iterables.followed(active)
     if id(value) in snapshot.followed:
-        snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom,))
+        if _is_expression(value):
+            inner = iterables.inside_library(variables.get(_FIRST))
+        snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom, *(inner or ())))
     elif _hides_position(value):
         return RefusedNode(f"is the generator {value.__qualname__}, which does not show the positions of its loops")
     for loop in active:
         loop.note_suspended()
     snapshot.generator_loops += [snapshot.loop(loop) for loop in active]
-    inner = snapshot.node(value.gi_yieldfrom, depth + 1)
-    variables = snapshot.variables(variables_of(frame))
-    return SuspendedNode(number, _where(value), _stands_at(value), variables, inner)
+    if inner is not None:
+        variables = {name: variable for name, variable in variables.items() if name != _FIRST}
+    within = snapshot.node(value.gi_yieldfrom or inner or None, depth + 1)
+    return SuspendedNode(number, _where(value), _stands_at(value), snapshot.variables(variables), within)
 
 
 def restore_generator(restore: Restore, live: Any, node: SuspendedNode, name: str) -> Any:
@@ -68,6 +78,11 @@ def restore_generator(restore: Restore, live: Any, node: SuspendedNode, name: st
     if _stands_at(live) != node.place:
         return restore.refuse(live, f"{name} is a generator that stands elsewhere than in the lost rank")
     if restore.claim_or_refuse(node.number, live, name) and frame is not None:
+        if _is_expression(live) and _FIRST not in node.variables:
+            within = iterables.inside_library(variables_of(frame).get(_FIRST)) or ()
+            _put_in_place(restore, within, node.inner.items if isinstance(node.inner, TupleNode) else [], f"{name}/")
+            restore.frame(frame, node.variables, f"{name}/", dead={_FIRST})
+            return live
         old = live.gi_yieldfrom
         if restore.value(MISSING if old is None else old, node.inner, f"{name}/") not in (old, None):
             return restore.refuse(live, f"{name} takes from another iterator than in the lost rank")
