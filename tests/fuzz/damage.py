@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -80,6 +80,19 @@ def _other_value(draw: Draw, data: bytes) -> bytes:
     else:
         parent[key] = draw(st.sampled_from(_ODD) | st.integers() | st.text(max_size=8))
     return json.dumps(document).encode()
+
+
+def with_each_text_replaced(data: bytes, text: str) -> Iterator[bytes]:
+    """A JSON document with one of its texts replaced, for each of them; nothing of other data."""
+    try:
+        document = json.loads(data)
+    except ValueError:
+        return
+    for parent, key in list(_places(document)):
+        if isinstance(known := parent[key], str):
+            parent[key] = text
+            yield json.dumps(document).encode()
+            parent[key] = known
 
 
 def _places(document: Any) -> Any:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.fuzz.damage import damaged
+from tests.fuzz.damage import damaged, with_each_text_replaced
 from tests.fuzz.targets import OF_NODES, TARGETS, traffic
 from ttprun.protocol import node_reports
 from ttprun.protocol.board import FINISHED, SHARED, Field
@@ -23,6 +23,16 @@ CASES = 200
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_another_process_can_write_is_read_without_harm(name: str) -> None:
     fuzz(name, CASES)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_text_that_is_no_unicode_is_read_without_harm_wherever_it_stands(name: str) -> None:
+    target = TARGETS[name]
+    with ExitStack() as stack:
+        feed = target.open(stack)
+        for data in target.seeds():
+            for damaged_text in with_each_text_replaced(data, "\ud800"):
+                feed(damaged_text)
 
 
 def test_what_agents_send_each_other_is_taken_also_of_a_rank_that_has_finished() -> None:

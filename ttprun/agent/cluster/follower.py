@@ -195,7 +195,7 @@ class Follower:
         slot = node.slots[order.rank]
         if slot.pid != order.pid or not slot.is_present:
             return  # it is of a process that has ended
-        message = decode(order.line.encode(), channel.KNOWN)
+        message = decode(order.line.encode(errors="surrogatepass"), channel.KNOWN)
         if isinstance(message, to_rank.Freeze):
             node.note_generation(message.generation)
         if isinstance(message, Refused):

@@ -199,7 +199,7 @@ class Leader:
             return  # its process has ended
         if said.fingerprints and slot.elsewhere is not None:
             slot.elsewhere.fingerprints = said.fingerprints
-        self.reports.take(slot, decode(said.line.encode(), channel.KNOWN))
+        self.reports.take(slot, decode(said.line.encode(errors="surrogatepass"), channel.KNOWN))
 
     def _take_ended(self, number: int, ended: node_reports.Ended) -> None:
         """A process has ended."""

@@ -80,8 +80,8 @@ class Listener:
         if not messages:
             return
         hello = messages[0]
-        is_ours = isinstance(hello, meeting.Hello) and hmac.compare_digest(hello.token.encode(), self._token.encode())
-        if not is_ours:
+        given = hello.token.encode(errors="surrogatepass") if isinstance(hello, meeting.Hello) else b""
+        if not hmac.compare_digest(given, self._token.encode()):
             self._hang_up(link)
             return
         self._forget(link)
