@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Collection
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.turns import ORDINARY
+from tests.commits import TURNS, git
+from tests.turns import ORDINARY, Results, load_not_green, load_results
 from ttprun.cli import support
 from ttprun.cli.main import main
 
@@ -17,6 +20,9 @@ TESTS = Path(__file__).resolve().parent
 README = (TESTS.parent / "README.md").read_text(encoding="utf-8")
 PARTS, ROWS = support.read_table()["parts"], support.read_table()["rows"]
 PROOF = {often: {test for row in ROWS for test in row["proof"].get(often, ())} for often in ("every check", "in turns")}
+# A proof is too old after two rounds of the slow list. They are counted in days, one slice a day: histories get
+# squashed, which leaves no commits to count; dates stay.
+GREEN_FOR_DAYS = 2 * TURNS
 GREEN = {"commit": "abc", "date": "2026-11-24", "torch": "2.13.0", "python": "3.11.7"}
 
 
@@ -72,6 +78,50 @@ def test_the_page_says_of_each_test_when_it_was_green(capsys: pytest.CaptureFixt
 )
 def test_of_several_cases_the_one_longest_ago_counts(results: dict[str, Any], said: str) -> None:
     assert support.last_green("e2e/a.py::b", results) == said
+
+
+def test_each_proof_that_is_run_in_turns_was_green_lately() -> None:
+    committed = git("log", "-1", "--format=%cs")
+    day = date.fromisoformat(committed) if committed else datetime.now(UTC).date()
+    results, not_green = load_results(), load_not_green()
+
+    reasons = {test: why_no_proof(test, results, not_green, day) for test in PROOF["in turns"]}
+
+    assert {test: why for test, why in reasons.items() if why} == {}
+
+
+@pytest.mark.parametrize(
+    ("results", "not_green", "why"),
+    [
+        ({"a.py::b[x]": {"green": GREEN}}, {}, ""),
+        ({"a.py::b[x]": {"green": GREEN}, "a.py::b[y]": {"green": GREEN | {"date": "2026-11-08"}}}, {}, ""),
+        ({"a.py::b": {"green": GREEN | {"date": "2026-11-07"}}}, {}, "a.py::b was last green on 2026-11-07"),
+        ({"a.py::b[x]": {"green": GREEN}, "a.py::b[y]": {"failed": GREEN}}, {}, "a.py::b[y] has failed"),
+        ({"a.py::b[x]": {"green": GREEN}}, {"a.py::b[y]": "known"}, "a.py::b[y] is known to fail"),
+        ({"a.py::bc": {"green": GREEN}}, {}, "no case was ever seen green"),
+    ],
+    ids=["one case", "the last day", "a day too old", "a failure", "a known failure", "another test only"],
+)
+def test_a_proof_that_is_too_old_or_has_failed_is_none(results: Results, not_green: dict[str, str], why: str) -> None:
+    assert why_no_proof("e2e/a.py::b", results, not_green, date(2026, 11, 24)) == why
+
+
+def why_no_proof(test: str, results: Results, not_green: Collection[str], day: date) -> str:
+    """Why a test, named as support.yaml does, proves nothing on that day; "" if it does.
+
+    A case that was never run is not looked at: it is the first to be run.
+    """
+    name = test.rpartition("/")[2]
+    known = [case for case in not_green if case.partition("[")[0] == name]
+    cases = {case: seen for case, seen in results.items() if case.partition("[")[0] == name}
+    if known:
+        return f"{known[0]} is known to fail"
+    for case, seen in cases.items():
+        if "failed" in seen:
+            return f"{case} has failed"
+        if "green" in seen and (day - date.fromisoformat(seen["green"]["date"])).days > GREEN_FOR_DAYS:
+            return f"{case} was last green on {seen['green']['date']}"
+    return "" if any("green" in seen for seen in cases.values()) else "no case was ever seen green"
 
 
 def functions_of(path: Path) -> set[str]:
