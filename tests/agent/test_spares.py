@@ -162,3 +162,18 @@ def test_records_for_a_spare_that_is_lost_as_well_are_dropped(node: FakeNode, sp
     spares.take_records(node_reports.Records(2, "two"))
 
     assert node.peers.sent == []
+
+
+def test_if_the_node_that_keeps_the_copies_is_lost_before_it_has_answered_nobody_waits_for_it(
+    node: FakeNode, spares: Spares
+) -> None:
+    node.peers.waiting.append("10.0.0.9")
+    spares.spawn(SpawnRank(2, 1))
+    spares.spawn(SpawnRank(3, 1))
+    spares.take_records(node_reports.Records(2, "two"))
+
+    node.peers.connected.discard(2)
+    spares.lose_copies(2)
+
+    assert [getattr(event, "rank", None) for event in node.events] == [3]
+    assert not any(isinstance(message, node_orders.Spawn) and message.rank == 3 for _, message in node.peers.sent)

@@ -124,6 +124,7 @@ class Leader:
                 reason=why,
             )
         )
+        self.spares.lose_copies(number)
 
     def depose(self, reason: str) -> None:
         """Another agent leads: this one's ranks end, and nothing is saved."""

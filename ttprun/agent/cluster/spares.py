@@ -76,6 +76,13 @@ class Spares:
         """A node is lost, perhaps the one that has just taken these slots."""
         self._vacant.pop(number, None)
 
+    def lose_copies(self, keeper: int) -> None:
+        """A node is lost: what it kept of the node before it, and has not sent, will not come."""
+        before = (keeper - 1) % self._node.peers.size
+        vacancy = self._vacant.get(before)
+        for rank in sorted(vacancy.due or ()) if vacancy is not None else ():
+            self.take_records(node_reports.Records(rank, ""))
+
     def fill(self) -> None:
         """Give the slots of lost nodes to launchers that wait, as far as there are any."""
         peers = self._node.peers
