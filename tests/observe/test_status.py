@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ttprun.observe.events import timestamp
-from ttprun.observe.status import IncidentStatus, RankStatus, RunStatus, read_status, write_status
+from ttprun.observe.status import IncidentStatus, RankStatus, RunStatus, parse_status, read_status, write_status
 
 RANKS = (
     RankStatus(0, 0, 4242, "running", 7, "COMPUTING", 0.1),
@@ -103,6 +103,14 @@ def test_a_file_that_is_no_status_is_refused(tmp_path: Path, text: str) -> None:
 
     with pytest.raises(ValueError):  # noqa: PT011  (the reason is json's or ours)
         read_status(tmp_path / "status.json")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1e308])
+def test_a_time_that_is_none_is_refused_by_its_name(value: float) -> None:
+    damaged = replace(running(), incidents=(replace(INCIDENT, spawn_s=value),))
+
+    with pytest.raises(ValueError, match="it is not the status of a run: spawn_s is"):
+        parse_status(damaged.to_json())
 
 
 def test_a_status_that_cannot_be_written_warns_once_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:

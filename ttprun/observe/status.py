@@ -21,6 +21,7 @@ from ttprun.observe.run_directory import replace_file
 
 RunState = Literal["starting", "healthy", "recovering", "restarting", "done", "failed"]
 logger = logging.getLogger(__name__)
+_LONGEST_S = 1e10  # of any time in a status; some 300 years
 
 ENDED: frozenset[str] = frozenset({"done", "failed"})
 
@@ -253,6 +254,10 @@ def parse_status(text: str) -> RunStatus:
         status = _adapter().validate_json(text)
         for moment in (status.started_at, status.updated_at):
             datetime.fromisoformat(moment).timestamp()
+        for part in (status, *status.ranks, *status.incidents):
+            for name, value in vars(part).items():
+                if isinstance(value, float) and not abs(value) < _LONGEST_S:
+                    raise ValueError(f"{name} is {value}")
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
