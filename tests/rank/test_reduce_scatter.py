@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ttprun.rank.comm.journal import has_ended
-from ttprun.rank.comm.reduce_scatter import ReduceScatter, is_for
+from ttprun.rank.comm.reduce_scatter import ReduceScatter, SpareMemory, is_for
 
 LIMIT_S = 20.0
 
@@ -34,9 +34,13 @@ def backends() -> list[Any]:
     return made
 
 
-def begin(backend: Any, rank: int, given: torch.Tensor) -> tuple[ReduceScatter, torch.Tensor]:
+def begin(
+    backend: Any, rank: int, given: torch.Tensor, memory: SpareMemory | None = None
+) -> tuple[ReduceScatter, torch.Tensor]:
     output = torch.full((2, 3), -1.0)
-    return ReduceScatter(backend, rank, 2, (output, given, dist.ReduceScatterOptions())), output
+    return ReduceScatter(
+        backend, rank, 2, (output, given, dist.ReduceScatterOptions()), memory or SpareMemory()
+    ), output
 
 
 def test_each_rank_gets_its_part_of_the_sum_and_the_inputs_stay_as_they_were(backends: list[Any]) -> None:
@@ -58,7 +62,7 @@ def test_several_at_once_write_their_outputs_once(backends: list[Any]) -> None:
         ([torch.zeros(2, 3), torch.zeros(1)], [torch.full((4, 3), 1.0 + rank), torch.arange(2.0)], options)
         for rank, options in enumerate([dist.ReduceScatterOptions()] * 2)
     ]
-    works = [ReduceScatter(backend, rank, 2, args[rank]) for rank, backend in enumerate(backends)]
+    works = [ReduceScatter(backend, rank, 2, args[rank], SpareMemory()) for rank, backend in enumerate(backends)]
     for work in works:
         work.wait(timedelta(seconds=LIMIT_S))
     sums = [torch.cat([one.flatten() for one in outputs]).tolist() for outputs, *_ in args]
@@ -103,3 +107,54 @@ def test_its_future_has_the_part(backends: list[Any]) -> None:
     parts = [work.get_future().wait() for work, _ in works]
 
     assert all(part[0] is output and output.eq(3.0).all() for part, (_, output) in zip(parts, works, strict=True))
+
+
+def test_memory_is_used_again_by_later_operations_whatever_their_form_and_mode(backends: list[Any]) -> None:
+    memory = [SpareMemory() for _ in range(2)]
+
+    def reduced(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What both ranks get."""
+        works = [begin(backend, rank, given, memory[rank]) for rank, backend in enumerate(backends)]
+        for work, _ in works:
+            work.wait(timedelta(seconds=LIMIT_S))
+        return works[0][1], works[1][1]
+
+    first = torch.randn(4, 3)
+    with torch.inference_mode():
+        in_inference = torch.cat(reduced(first)).clone()
+    kept = memory[0].take(0)
+    memory[0].take_back([kept])
+    transposed = torch.randn(3, 4).t().requires_grad_()
+    second = torch.cat(reduced(transposed))
+    bytes_of_first = torch.cat(reduced(torch.arange(12, dtype=torch.uint8).view(4, 3)))
+    used = memory[0].take(0)
+
+    assert torch.equal(in_inference, 2 * first)
+    assert torch.equal(second, 2 * transposed)
+    assert bytes_of_first.tolist() == torch.arange(0.0, 24, 2).view(4, 3).tolist()
+    assert used is kept
+
+
+def test_memory_of_an_operation_that_has_not_ended_is_not_used_again(backends: list[Any]) -> None:
+    memory = SpareMemory()
+    first, output = begin(backends[0], 0, torch.ones(4, 3), memory)
+    assert not has_ended(first, 0.05)
+
+    second, _ = begin(backends[0], 0, torch.full((4, 3), 5.0), memory)
+    for _ in range(2):
+        begin(backends[1], 1, torch.zeros(4, 3))
+    first.wait(timedelta(seconds=LIMIT_S))
+    second.wait(timedelta(seconds=LIMIT_S))
+
+    assert output.eq(1.0).all()
+
+
+def test_little_memory_is_kept() -> None:
+    memory = SpareMemory()
+    taken = [memory.take(size) for size in (8, 16, 24)]
+
+    memory.take_back([*taken, torch.empty(0)])
+
+    assert memory.take(1).nbytes == 16
+    assert memory.take(1).nbytes == 24
+    assert memory.take(1).nbytes == 1

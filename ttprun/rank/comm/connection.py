@@ -192,6 +192,7 @@ class Connection:
         self.native: Any = ProcessGroup(rank, size)  # type: ignore[call-arg]
         self.native._set_default_backend(ProcessGroup.BackendType.GLOO)
         self.native._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self.backend)
+        self._spare_memory = reduce_scatter.SpareMemory()
         self._p2p_channels = p2p_channels.P2pChannels(op_limit)
         self._rank, self._size = rank, size
         self.generation = generation
@@ -208,7 +209,7 @@ class Connection:
     def issue(self, op: str, args: tuple[Any, ...]) -> Any:
         """Issue an operation; returns its work."""
         if reduce_scatter.is_for(op, args):
-            return reduce_scatter.ReduceScatter(self.native, self._rank, self._size, args)
+            return reduce_scatter.ReduceScatter(self.native, self._rank, self._size, args, self._spare_memory)
         if op in p2p_channels.OPERATIONS:
             return self._p2p_channels.issue(self.native, op, args)
         return getattr(self.native, op)(*args)
