@@ -191,11 +191,11 @@ class Launch:
         """Block until the run's folder has this file, or a pattern's; AssertionError after `limit_s` or at the end."""
         self._wait_until(lambda: any(self.folder.glob(name)), f"there is no file {name}", limit_s)
 
-    def wait_for_event(self, name: str, limit_s: float = 60.0) -> None:
-        """Block until the run's event log has this event; AssertionError after `limit_s` or at the end."""
+    def wait_for_event(self, name: str, limit_s: float = 60.0, **fields: Any) -> None:
+        """Block until the run's event log has such an event; AssertionError after `limit_s` or at the end."""
         assert self.run_dir is not None
-        path = self.run_dir / "events.jsonl"
-        self._wait_until(lambda: any(e["event"] == name for e in _read_events(path)), f"no event {name}", limit_s)
+        path, wanted = self.run_dir / "events.jsonl", {"event": name, **fields}.items()
+        self._wait_until(lambda: any(wanted <= e.items() for e in _read_events(path)), f"no event {name}", limit_s)
 
     def wait_for_standby(self, state: str, limit_s: float = 60.0) -> None:
         """Block until the status says this of the standby; AssertionError after `limit_s` or at the end."""

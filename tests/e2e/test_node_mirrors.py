@@ -16,15 +16,15 @@ FSDP, TOGETHER = "fsdp_model.py", "steps_together.py"
 
 
 def start_gated(
-    nodes: Nodes, number: int, folder: Path, script: str, ranks: int = 1, options: Sequence[str] = ()
+    nodes: Nodes, number: int, folder: Path, script: str, ranks: int = 1, faults: Sequence[str] = ()
 ) -> Launch:
-    """A launcher whose ranks wait in the middle of step 12 until the gate is open; the last node is a spare."""
-    size = len(nodes.names) - 1
+    """A launcher of two that train, or of spares; the ranks wait in the middle of step 12 until the gate is open."""
     return start_ttprun(
         script,
         ranks,
         folder / str(number),
-        options=[*nodes.rendezvous(number, f"{size}:{size + 1}"), "--node-wait-s", "60", "--buddy", "node", *options],
+        options=[*nodes.rendezvous(number, f"2:{len(nodes.names)}"), "--node-wait-s", "60", "--buddy", "node"],
+        faults=faults,
         script_args=["--gate", str(folder / "gate")],
         out=folder / "out",
         within=nodes.inside(number),
@@ -54,3 +54,28 @@ def test_a_spare_takes_the_place_of_a_lost_node_whose_ranks_alone_hold_their_sha
     assert leader.incidents[0]["steps_lost"] == 0, leader.story()
     assert_same_weights(runs, undisturbed(script, 2 * ranks))
     assert [event["why_not"] for event in runs[1].events if event["event"] == "mirror_fetched"] == [""] * ranks
+
+
+def test_two_nodes_are_lost_one_after_the_other_inside_a_step_and_in_a_backward_pass(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    faults = ["sleep:rank=1,step=12,phase=in_step", "sleep:rank=0,step=20,phase=backward"]
+    (tmp_path / "gate").touch()
+    with Nodes(4) as nodes:
+        launches = [start_gated(nodes, number, tmp_path, FSDP, faults=faults) for number in range(2)]
+        lead = leading(launches)
+        spares = [start_gated(nodes, number, tmp_path, FSDP) for number in (2, 3)]
+
+        launches[lead].wait_for_event("fault_injected", rank=1)
+        nodes.end_processes(1 - lead)
+        launches[lead].wait_for_event("fault_injected", rank=0)
+        nodes.end_processes(lead)
+        leader, runs = finished(spares)
+
+    incidents = [one for run in (launches[lead].finish(60), leader) for one in run.incidents]
+    assert [(one["kind"], one["rung"], one["ranks"]) for one in incidents if one["outcome"] == "recovered"] == [
+        ("node-lost", "replace", [1]),
+        ("node-lost", "replace", [0]),
+    ]
+    assert {one["steps_lost"] for one in incidents} == {0}, leader.story()
+    assert_same_weights(runs, undisturbed(FSDP, 2))
