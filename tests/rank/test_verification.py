@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rank.fakes import FakeChannel
-from ttprun.protocol import channel, from_rank
+from tests.rank.fakes import FakeChannel, make_session
+from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.rank.checks import verification
 from ttprun.rank.checks.reduced_gradients import find_nan
 from ttprun.rank.checks.verification import Verifier, look_for_nan, nan_in
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import Journal
+from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.weights import holdings
 
 OPTIMIZER = torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1)
@@ -188,6 +189,19 @@ def test_after_a_full_look_the_next_step_waits_until_the_agent_has_compared_all_
 
     assert not is_early
     assert has_waited.is_set()
+
+
+def test_a_recovery_does_not_wait_for_an_answer_that_may_never_come() -> None:
+    """It waits for the end of the step, in which a rank still waits for what was compared with the lost one."""
+    session = make_session()
+    session[Verifier].look(1, OPTIMIZER, None, are_new=True)
+    began_s = time.monotonic()
+
+    Recovery(session).take(to_rank.Freeze(1, [0], [1], committed=1))
+    session[Verifier].await_answer()
+    session.channel.close()
+
+    assert time.monotonic() - began_s < verification._ANSWER_LIMIT_S / 2
 
 
 def test_a_full_look_that_was_not_answered_in_time_is_the_last_one_that_is_waited_for(

@@ -134,12 +134,17 @@ class Verifier:
     def await_answer(self) -> None:
         """After the step of a full look: wait until the agent has answered it.
 
-        By its answer a rank mirrors what it alone holds, from that step on. Blocks for _ANSWER_LIMIT_S at most; if no
-        answer came by then (a rank has not taken this step), never again.
+        By its answer a rank mirrors what it alone holds, from that step on, and a snapshot holds it. Blocks for
+        _ANSWER_LIMIT_S at most, or until a recovery begins; if no answer came in time (a rank has not taken this step),
+        never again.
         """
         if self._asked_at and self._is_answer_awaited:
             self._is_answer_awaited = self._is_answered.wait(_ANSWER_LIMIT_S)
         self._asked_at = 0
+
+    def stop_waiting(self) -> None:
+        """A recovery begins: it waits for the end of the step, and the answer may never come."""
+        self._is_answered.set()
 
     def prove_from(self, boundary: int) -> None:
         """A recovery ends at this boundary: compare all hashes before each of the next steps.

@@ -149,6 +149,7 @@ class Recovery:
         self._newest_generation = max(self._newest_generation, order.generation)
         if isinstance(order, to_rank.Freeze):
             self._session[Exchange].end_before(order.generation)
+            self._session[Verifier].stop_waiting()
         self._orders.put(order)
 
     def is_idle(self, limit_s: float) -> bool:
