@@ -106,3 +106,24 @@ def test_of_a_gathered_layer_that_has_completed_the_copy_of_the_input_is_left(op
     assert torch.equal(entry.saved[0][1], torch.ones(sizes[1]))
     journal.clear()
     assert journal.save(entry, [torch.zeros(sizes[1])])  # its buffer is used again
+
+
+def test_a_copy_made_while_a_script_validates_in_inference_mode_serves_its_training_too() -> None:
+    journal = Journal(1 << 20)
+
+    def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+        """As a group does it; returns the copy."""
+        entry = Entry(FakeGroup(), "allreduce", ([tensor],), [tensor])  # type: ignore[arg-type]
+        assert journal.save(entry, [tensor])
+        ((_, copy),) = entry.saved
+        journal.entries.append(entry)
+        entry.is_done = True
+        journal.clear()
+        return copy
+
+    with torch.inference_mode():
+        first = all_reduce(torch.ones(4))
+    second = all_reduce(torch.full((4,), 2.0))
+
+    assert second is first
+    assert second.tolist() == [2.0] * 4

@@ -152,7 +152,11 @@ class Journal:
         kind = source.shape, source.dtype, source.device
         spare = self._spare[kind]
         self._shapes_used.add(kind)
-        copy = spare.pop() if spare else torch.empty(source.shape, dtype=source.dtype, device=source.device)
+        if spare:
+            copy = spare.pop()
+        else:
+            with torch.inference_mode(False):  # or nothing could write to it outside of one
+                copy = torch.empty(source.shape, dtype=source.dtype, device=source.device)
         return source, copy.copy_(source)
 
     def drop(self, entry: Entry) -> None:
