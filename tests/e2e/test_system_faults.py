@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,32 @@ def test_a_rank_is_replaced_though_the_run_directory_cannot_be_written_any_more(
 
     assert_same_outcome(run, undisturbed(GATED, 2))
     assert run.output.count(f"({reason}); the job continues") >= 1, run.story()
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="NOT TESTED: a clock that jumps (no C compiler)")
+@pytest.mark.parametrize("jump_s", [3600, -3600])
+def test_a_rank_is_replaced_though_the_wall_clock_has_jumped_by_an_hour(
+    start_ttprun: StartTtprun,
+    undisturbed: Undisturbed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    jump_s: int,
+) -> None:
+    expected = undisturbed(GATED, 2)
+    library, jump_if = tmp_path / "jumping_clock.so", tmp_path / "jump"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("jumping_clock.c")], check=True)
+    for name, value in {"LD_PRELOAD": library, "JUMP_IF": jump_if, "JUMP_S": jump_s}.items():
+        monkeypatch.setenv(name, str(value))
+    launch, (_, lost) = at_step_12(start_ttprun, tmp_path)
+
+    jump_if.touch()
+    run = killed(launch, lost, tmp_path)
+
+    assert_same_outcome(run, expected)
+    (incident,) = run.incidents
+    assert 0 < incident["total_s"] < 60, run.story()
+    first, last = (datetime.fromisoformat(event["at"]) for event in (run.events[0], run.events[-1]))
+    assert abs((last - first).total_seconds() - jump_s) < 300, run.story()  # the jump was seen
 
 
 def test_a_second_launcher_in_the_run_directory_of_a_living_run_is_refused_in_one_line(
