@@ -11,10 +11,12 @@ import subprocess
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.harness import Launch, Run, assert_no_orphans, assert_same_outcome
+from ttprun.state.store import CheckpointStore
 
 GATED = "gated_steps.py"  # all wait before step 12
 # A launcher whose /dev/shm is its own, and full.
@@ -30,7 +32,16 @@ Undisturbed = Callable[..., Run]
 @pytest.fixture
 def run_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB where the first launch has its run directory."""
-    folder = tmp_path / "0" / "run"
+    yield from disk_at(tmp_path / "0" / "run")
+
+
+@pytest.fixture
+def save_disk(tmp_path: Path) -> Iterator[Path]:
+    """One for checkpoints."""
+    yield from disk_at(tmp_path / "save")
+
+
+def disk_at(folder: Path) -> Iterator[Path]:
     folder.mkdir(parents=True)
     mount(folder, "size=1m,mode=700")
     yield folder
@@ -44,13 +55,25 @@ def mount(folder: Path, options: str) -> None:
         pytest.skip("this user cannot mount a file system")
 
 
+def spoil(disk: Path, what: str) -> None:
+    """From now on nothing can be written there."""
+    match what:
+        case "deleted":
+            subprocess.run(["umount", "--lazy", disk], check=True)
+            shutil.rmtree(disk)
+        case "full":
+            (disk / "filling").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
+        case _:
+            mount(disk, "ro")
+
+
 def may_unshare() -> bool:
     return bool(shutil.which("unshare")) and not subprocess.run(["unshare", "--mount", "true"], check=False).returncode
 
 
-def at_step_12(start_ttprun: StartTtprun, tmp_path: Path, within: tuple[str, ...] = ()) -> tuple[Launch, list[int]]:
+def at_step_12(start_ttprun: StartTtprun, tmp_path: Path, **how: Any) -> tuple[Launch, list[int]]:
     """A job of two ranks that waits; and the ranks' pids."""
-    launch = start_ttprun(GATED, 2, script_args=["--gate", str(tmp_path / "gate")], within=within)
+    launch = start_ttprun(GATED, 2, script_args=["--gate", str(tmp_path / "gate")], **how)
     launch.wait_for_line(0, "step 11 ")
     assert launch.run_dir is not None
     with open(launch.run_dir / "events.jsonl", encoding="utf-8") as log:
@@ -122,18 +145,28 @@ def test_a_rank_is_replaced_though_the_run_directory_cannot_be_written_any_more(
 ) -> None:
     launch, (_, lost) = at_step_12(start_ttprun, tmp_path)
 
-    match what:
-        case "deleted":
-            subprocess.run(["umount", "--lazy", run_disk], check=True)
-            shutil.rmtree(run_disk)
-        case "full":
-            (run_disk / "filling").write_bytes(bytes(os.statvfs(run_disk).f_bavail * os.statvfs(run_disk).f_frsize))
-        case _:
-            mount(run_disk, "ro")
+    spoil(run_disk, what)
     run = killed(launch, lost, tmp_path)
 
     assert_same_outcome(run, undisturbed(GATED, 2))
     assert run.output.count(f"({reason}); the job continues") >= 1, run.story()
+
+
+@pytest.mark.parametrize(("what", "reason"), [("full", "the disk is full"), ("read-only", "is read-only")])
+def test_a_preempted_job_whose_save_directory_cannot_be_written_says_why_and_leaves_nothing_half_done(
+    start_ttprun: StartTtprun, tmp_path: Path, save_disk: Path, what: str, reason: str
+) -> None:
+    launch, _ = at_step_12(start_ttprun, tmp_path, options=["--save-dir", str(save_disk)])
+
+    spoil(save_disk, what)
+    launch.process.send_signal(signal.SIGTERM)
+    (tmp_path / "gate").touch()
+    run = launch.finish()
+
+    assert run.exit_code == 143, run.story()
+    assert reason in run.output, run.story()
+    assert "Traceback" not in run.output, run.story()
+    assert CheckpointStore(save_disk).checkpoints() == []
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="NOT TESTED: a clock that jumps (no C compiler)")
