@@ -16,14 +16,21 @@ FSDP, TOGETHER = "fsdp_model.py", "steps_together.py"
 
 
 def start_gated(
-    nodes: Nodes, number: int, folder: Path, script: str, ranks: int = 1, faults: Sequence[str] = ()
+    nodes: Nodes,
+    number: int,
+    folder: Path,
+    script: str,
+    ranks: int = 1,
+    faults: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> Launch:
     """A launcher of two that train, or of spares; the ranks wait in the middle of step 12 until the gate is open."""
+    where = nodes.rendezvous(number, f"2:{len(nodes.names)}")
     return start_ttprun(
         script,
         ranks,
         folder / str(number),
-        options=[*nodes.rendezvous(number, f"2:{len(nodes.names)}"), "--node-wait-s", "60", "--buddy", "node"],
+        options=[*where, "--node-wait-s", "60", "--buddy", "node", *options],
         faults=faults,
         script_args=["--gate", str(folder / "gate")],
         out=folder / "out",
@@ -79,3 +86,22 @@ def test_two_nodes_are_lost_one_after_the_other_inside_a_step_and_in_a_backward_
     ]
     assert {one["steps_lost"] for one in incidents} == {0}, leader.story()
     assert_same_weights(runs, undisturbed(FSDP, 2))
+
+
+def test_a_spare_without_room_for_the_mirrors_is_refused_and_the_reason_names_the_option(tmp_path: Path) -> None:
+    with Nodes(3) as nodes:
+        launches = [start_gated(nodes, number, tmp_path, FSDP) for number in range(2)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+        spare = start_gated(nodes, 2, tmp_path, FSDP, options=["--buddy-memory", "10KiB"])
+        lead = leading(launches)
+        launches[lead].wait_for_event("node_waits")
+
+        nodes.end_processes(1 - lead)
+        (tmp_path / "gate").touch()
+        run, other = launches[lead].finish(90), spare.finish(90)
+
+    assert [(one["kind"], one["rung"]) for one in run.incidents] == [("node-lost", "restart")], run.story()
+    assert "the mirror of rank 1 does not hold its state of step 11 (it could not be fetched" in run.output, run.story()
+    assert "more than the 5120 bytes that are left for mirrors (--buddy-memory)" in run.output, run.story()
+    assert other.exit_code == run.exit_code != 0, other.story()
