@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from runs import TORCHRUN, TTPRUN, Run, formatted, headline, machine, positive, print_table, spread
-from turns import BLOCK_LIMIT_S, FOLDER, read_block, wait_for_standby
+from turns import BLOCK_LIMIT_S, FOLDER, Block, read_block, wait_for_standby
 
 from tests.nodes import Nodes, why_none
 
 NODES = 2
 MODES = (TORCHRUN, "off", "auto", "node")
+FIGURES = {"step_s": "a step", "cpu_step_s": "processor time of a step"}
 
 
 class Job:
@@ -47,10 +48,10 @@ class Job:
         for run in self.runs if launcher == TTPRUN else ():
             wait_for_standby(run)
 
-    def block_s(self, number: int) -> float:
-        """Train a block: the mean over the ranks of a step's median seconds."""
+    def train(self, number: int) -> Block:
+        """Train a block."""
         (self.turns / str(number)).touch()
-        return read_block(self.runs[0], self.turns, number).step_s
+        return read_block(self.runs[0], self.turns, number)
 
     def finish(self, number: int) -> None:
         """After the last block."""
@@ -83,14 +84,18 @@ def main() -> int:
     steps = (options.blocks + 2) * options.block  # the first two warm up
     words = [f"--steps={steps}", f"--block={options.block}", f"--width={options.width}"]
     words.append(f"--batch-size={options.batch_size}")
-    found: dict[str, Any] = {"machine": machine(), "options": words, "step_s": {mode: [] for mode in MODES}}
+    found: dict[str, Any] = {"machine": machine(), "options": words}
+    found |= {name: {mode: [] for mode in MODES} for name in FIGURES}
     with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
         jobs = {mode: Job(mode, stack, Path(root) / mode, words) for mode in MODES}
         for number in range(1, options.blocks + 2):
             for mode in MODES if number % 2 else MODES[::-1]:
-                step_s = jobs[mode].block_s(number)
+                block = jobs[mode].train(number)
+                taken = f"{block.step_s * 1e3:.1f} ms, {block.cpu_step_s * 1e3:.1f} ms of a processor"
+                print(f"block {number}, {mode}: a step takes {taken}", flush=True)
                 if number > 1:
-                    found["step_s"][mode].append(step_s)
+                    found["step_s"][mode].append(block.step_s)
+                    found["cpu_step_s"][mode].append(block.cpu_step_s)
         found["copied_bytes"] = jobs["node"].copied_bytes()
         for job in jobs.values():
             job.finish(options.blocks + 2)
@@ -104,11 +109,12 @@ def show(found: dict[str, Any]) -> None:
     """Print what was measured."""
     print(headline(found["machine"]), f"{NODES} nodes of 1 rank, FSDP2", sep=", ")
     print(f"{found['copied_bytes'] / 1e6:.1f} MB of a rank cross to the next node at each step")
-    steps = found["step_s"]
     rows = [["median (least-greatest)", *(TORCHRUN if mode == TORCHRUN else f"--buddy {mode}" for mode in MODES)]]
-    rows.append(["a step, ms", *(formatted(spread(s * 1e3 for s in steps[mode]), 1) for mode in MODES)])
-    ratios = [[ours / theirs for theirs, ours in zip(steps[TORCHRUN], steps[mode], strict=True)] for mode in MODES]
-    rows.append(["to torchrun, pairs", *(formatted(spread(of_mode), 3) for of_mode in ratios)])
+    for name, text in FIGURES.items():
+        steps = found[name]
+        rows.append([f"{text}, ms", *(formatted(spread(s * 1e3 for s in steps[mode]), 1) for mode in MODES)])
+        ratios = [[ours / theirs for theirs, ours in zip(steps[TORCHRUN], steps[mode], strict=True)] for mode in MODES]
+        rows.append(["  to torchrun, pairs", *(formatted(spread(of_mode), 3) for of_mode in ratios)])
     print_table(rows)
 
 
