@@ -1,4 +1,4 @@
-"""Fails in one rank under torch's `record`, while the other one waits."""
+"""Fails in one rank in a way that is asked for, under torch's `record` or not, while the other one waits."""
 
 import argparse
 import os
@@ -11,16 +11,23 @@ NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "ROLE_RANK
 ELASTIC = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
 
 
+parser = argparse.ArgumentParser()
+parser.add_argument("--out")
+parser.add_argument("--how", default="raise", choices=("raise", "exit", "unrecorded"))
+how = parser.parse_args().how
+
+
 @record
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out")
-    parser.parse_args()
     print("out", [os.environ[name] for name in NAMES + ELASTIC], flush=True)
     print("err", sorted(name for name in os.environ if name.startswith("PET_")), file=sys.stderr, flush=True)
     if os.environ["RANK"] == "1":
+        if how == "exit":
+            sys.exit(7)
         raise ValueError("a bad value")
     threading.Event().wait()
 
 
+if how == "unrecorded":
+    main.__wrapped__()
 main()
