@@ -30,7 +30,7 @@ def kept() -> Iterator[Kept]:
     slots = [RankSlot(rank, 0, None, record_fd=-1) for rank in range(2)]
     board = Board.create(2)[1]
     peers = SimpleNamespace(size=2, address="127.0.0.1")
-    node: Any = SimpleNamespace(here=slots[1:], slots=slots, board=board, peers=peers)
+    node: Any = SimpleNamespace(here=slots[1:], slots=slots, board=board, peers=peers, log=lambda event, **fields: None)
     copies = MirrorCopies(node)
     copies.begin_group(4 * MIB)
     files = [os.memfd_create("fetched") for _ in range(SLOTS)]
@@ -118,6 +118,22 @@ def test_a_node_that_is_lost_while_it_serves_is_an_error(kept: Kept) -> None:
         with pytest.raises(OSError, match="ended before all had come"):
             fetch(where, files, MIB)
         thread.join(10)
+
+
+@pytest.mark.parametrize(
+    "where", [Where("127.0.0.1", 70000, "0" * 32), Where("127.0.0.1", -1, "0" * 32), Where("127.0.0.1", 80, "\udc80")]
+)
+def test_what_is_no_place_is_refused_as_one_that_does_not_answer(kept: Kept, where: Where) -> None:
+    with pytest.raises(OSError, match="no place to fetch from"):
+        fetch(where, kept[2], MIB)
+
+
+def test_a_node_that_cannot_listen_serves_nothing_and_goes_on(kept: Kept) -> None:
+    copies, _, _ = kept
+    fill(kept, 1, STEP, b"all")
+    copies._node.peers.address = "203.0.113.1"  # of no interface
+
+    assert copies.serve(0) == Where()
 
 
 def test_after_a_way_back_what_is_kept_is_void(kept: Kept) -> None:

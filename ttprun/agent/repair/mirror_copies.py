@@ -74,8 +74,14 @@ class MirrorCopies:
         if keeper not in self._slots or held == [NOTHING] * SLOTS:
             return Where()
         token = secrets.token_hex(_TOKEN_BYTES // 2)
-        listener = socket.create_server((node.peers.address, 0))
-        fds = [os.dup(fd) for fd in self._slots[keeper]]
+        with contextlib.ExitStack() as opened:
+            try:
+                listener = opened.enter_context(socket.create_server((node.peers.address, 0)))
+                fds = [os.dup(fd) for fd in self._slots[keeper]]  # a new group closes the others
+            except OSError as error:
+                node.log("mirror_not_served", rank=rank, reason=str(error))
+                return Where()
+            opened.pop_all()
         threading.Thread(
             target=self._serve, args=(listener, token, keeper, fds), name="ttprun-mirror-copies", daemon=True
         ).start()
@@ -122,11 +128,15 @@ def fetch(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[list[Held
     Blocks as long as something comes. Raises OSError, also if that is too much.
     """
     found, taken = list[Held](), 0
+    if not 0 < where.port < 1 << 16 or not where.token.isascii():
+        raise OSError("that is no place to fetch from")
     with socket.create_connection((where.address, where.port), _SILENT_LIMIT_S) as sock:
         sock.sendall(where.token.encode())
         for fd in fds:
             cell, size = _HEAD.unpack(file_stream.receive_exactly(sock, _HEAD.size))
             taken += size
+            if size < 0:
+                raise file_stream.DamagedError("what has come is no slot")
             if taken > limit_bytes:
                 raise OSError(f"it takes more than the {limit_bytes} bytes that are left for mirrors (--buddy-memory)")
             if size:
