@@ -302,7 +302,7 @@ def test_the_console_says_what_mirrors_take_once_all_have_reported_and_again_onl
 
     assert said == [0, 0, 2, 2, 3]
     first, no_step, second = [record.message for record in caplog.records]
-    assert "ranks 0, 1, 2 each hold what no other rank holds: mirrored in 3.0 MiB of memory" in first
+    assert "ranks 0, 1, 2 each hold what no other rank holds: mirrored in 3.0 MiB of memory (--buddy off to" in first
     assert no_step.startswith("inside its step a rank is not replaced: a gradient is sparse")
     assert "ranks 0, 2 each hold what no other rank holds: mirrored in 2.0 MiB" in second
     assert "rank 1 holds what no other rank holds, not mirrored: a copy takes 7 ms, and a step 16 ms; " in second
@@ -335,3 +335,24 @@ def test_with_the_next_node_there_a_lost_node_takes_only_mirrors_with_it_that_fo
         caplog.records[-1].message
     )
     assert not any(isinstance(sent, to_rank.NoneAlike) for one in node.handlers for sent in one.reported)
+
+
+@pytest.mark.parametrize(
+    ("is_on_next_node", "where"),
+    [(True, "and once more on the next node"), (False, "lost with its node (not so: --buddy node)")],
+)
+def test_on_several_nodes_the_console_says_whether_a_lost_node_takes_the_mirrors_with_it(
+    node: FakeNode, caplog: pytest.LogCaptureFixture, is_on_next_node: bool, where: str
+) -> None:
+    nobody: Any = None
+    node.peers = Peers(ranks_per_node=1, size=3)
+    times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
+    mirrors: Any = SimpleNamespace(**vars(NO_MIRRORS) | {"why_off": "", "is_on_next_node": is_on_next_node})
+    comparisons = Comparisons(node, node.actuators(), times, nobody, mirrors)  # type: ignore[arg-type]
+    comparisons.begin_group()
+    hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
+
+    for slot in node.slots:
+        comparisons.note_mirrored(slot, MIRRORED)
+
+    assert f"mirrored in 3.0 MiB of memory, {where} (--buddy off to save it)" in "".join(caplog.messages)

@@ -233,8 +233,12 @@ class Comparisons:
         said = []
         if mirrored:
             size = in_words(sum(reports[rank].bytes for rank in mirrored))
-            again = " and once more on the next node" if self._mirrors.is_on_next_node else ""
-            said.append(f"{_hold(mirrored)}: mirrored in {size} of memory{again} (--buddy off to save it)")
+            where = ""
+            if self._mirrors.is_on_next_node:
+                where = ", and once more on the next node"
+            elif self._node.peers.size > 1:
+                where = ", lost with its node (not so: --buddy node)"
+            said.append(f"{_hold(mirrored)}: mirrored in {size} of memory{where} (--buddy off to save it)")
         for why_not, ranks in found.items():
             size_bytes = sum(reports[rank].bytes for rank in ranks)
             limit = sum(reports[rank].limit_bytes for rank in ranks)
