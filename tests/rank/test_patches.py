@@ -66,6 +66,7 @@ CALLS: dict[str, Call] = {
     "torch.distributed.distributed_c10d._process_group_name": (([0, 1], True), {}),
     "torch.nn.parallel.distributed.DistributedDataParallel.__init__": ((THING, LINEAR), {"bucket_cap_mb": 1}),
     "torch.nn.parallel.distributed.DistributedDataParallel._get_ddp_logging_data": ((THING,), {}),
+    "torch.distributed.fsdp._flat_param.FlatParamHandle.__init__": ((THING, [1, 2]), {"offload_params": False}),
     "torch._jit_internal._extract_tensors": (([LINEAR.weight, 1],), {}),
     "torch.distributed.algorithms.join.Join.__enter__": ((THING,), {}),
     "torch.autograd.graph.saved_tensors_hooks.__enter__": ((THING,), {}),

@@ -85,6 +85,12 @@ PATCHES: tuple[Patch, ...] = (
         "always",
     ),
     Patch(
+        "torch.distributed.fsdp._flat_param",
+        "FlatParamHandle.__init__",
+        "weights.original_parameters:wrap_init",
+        "to know which part of FSDP1's flat parameters is whose",
+    ),
+    Patch(
         "torch._jit_internal",
         "_extract_tensors",
         "comm.work:wrap_extract_tensors",

@@ -68,7 +68,7 @@ def why_shards_unknown(optimizer: torch.optim.Optimizer) -> str:
     """Why the layout of this rank's shard of the weights or the optimizer's state is unknown; "" if it is known."""
     if any(map(sharded.is_gathered_in_place, optimizer_registry.parameters_of(optimizer))):
         return (
-            "FSDP1 with use_orig_params=True puts the whole parameters in the place of this rank's parts while it "
-            "computes: use torch's fully_shard (FSDP2), or use_orig_params=False"
+            "which part of FSDP1's parameters this rank holds is not known, as they are of a class of their own "
+            "(DTensors): use torch's fully_shard (FSDP2)"
         )
     return ""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ttprun import torch_versions
+from ttprun.rank.weights import original_parameters
 from ttprun.rank.weights.module_parts import parts_of
 from ttprun.state.chunks import Chunk
 
@@ -47,14 +48,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def at_rest(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter as it is at a boundary: a flat one of FSDP1 is the whole while a module computes."""
+    """The parameter as it is at a boundary: one of FSDP1 may be the whole while a module computes."""
     part: torch.Tensor | None = getattr(parameter, "_local_shard", None)
+    if part is None:
+        part = original_parameters.part_of(parameter)
     return parameter if part is None else part
 
 
 def is_gathered_in_place(parameter: torch.Tensor) -> bool:
-    """Whether FSDP1 has the whole in a parameter's place while a module computes, and its part cannot be had then."""
-    return bool(getattr(parameter, "_fsdp_flattened", False)) and at_rest(parameter) is parameter
+    """Whether FSDP1 may have the whole in a parameter's place, and its part cannot be had then."""
+    is_flattened = bool(getattr(parameter, "_fsdp_flattened", False))
+    return is_flattened and at_rest(parameter) is parameter and original_parameters.part_of(parameter) is None
 
 
 def waited_for(tensor: torch.Tensor) -> torch.Tensor:
