@@ -41,6 +41,7 @@ def kept() -> Iterator[Kept]:
     for thread in threading.enumerate():
         if thread.name == "ttprun-mirror-copies":
             thread.join(10)
+            assert not thread.is_alive()
 
 
 def fill(kept: Kept, number: int, held: Held, content: bytes) -> None:
@@ -80,13 +81,16 @@ def test_of_a_rank_of_which_nothing_is_kept_nothing_is_served(kept: Kept) -> Non
     assert copies.serve(0) == Where()
 
 
-def test_what_finds_no_room_is_refused_by_its_size(kept: Kept) -> None:
+def test_what_finds_no_room_is_refused_by_its_size_and_can_still_be_fetched(kept: Kept) -> None:
     copies, _, files = kept
     fill(kept, 0, STATE, bytes(1000))
     fill(kept, 1, STEP, bytes(1000))
+    where = copies.serve(0)
 
     with pytest.raises(OSError, match=r"more than the 1999 bytes .*--buddy-memory"):
-        fetch(copies.serve(0), files, 1999)
+        fetch(where, files, 1999)
+
+    assert fetch(where, files, 2000) == ([STATE, STEP], 2000)
 
 
 def test_who_does_not_know_the_token_gets_nothing_and_does_not_keep_others_from_it(kept: Kept) -> None:
