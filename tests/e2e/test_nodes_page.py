@@ -25,7 +25,7 @@ while True:
         asked = urllib.request.Request(url, headers={"Authorization": "Bearer " + token})
         answer = urllib.request.urlopen(asked, timeout=10)
         text = answer.read().decode()
-        if answer.geturl().startswith(wanted):
+        if answer.geturl().startswith(wanted) and json.loads(text)["pages"]:
             break
     except OSError:
         pass
@@ -35,7 +35,10 @@ print(text)
 
 
 def ask(nodes: Nodes, number: int, source: int) -> dict[str, Any]:
-    """The status that who asks the launcher of a node gets from `source`, as soon as it is sent there."""
+    """The status that who asks the launcher of a node gets from `source`, as soon as it is sent there.
+
+    A page may be some seconds behind: its first status is from before the nodes had met.
+    """
     url, wanted = (f"http://{nodes.addresses[one]}:{PORT}/" for one in (number, source))
     done = subprocess.run(
         [*nodes.inside(number), sys.executable, "-c", ASK, f"{url}api/status", TOKEN, wanted],
