@@ -9,6 +9,7 @@ import inspect
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -210,6 +211,23 @@ def where_patched() -> dict[str, bool]:
         "worker_loop": torch_dataloader._utils.worker._worker_loop,
     }
     return {name: hasattr(found, "__wrapped__") for name, found in places.items()}
+
+
+PATCHING = """
+import sys, torch
+from ttprun.rank.bootstrap import patches
+of_torch = set(sys.modules)
+missing = patches.apply_all(with_replay=True)
+more = [name for name in set(sys.modules) - of_torch if name.partition(".")[0] == "torch"]
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+print(missing, more, hasattr(FlatParamHandle.__init__, "__wrapped__"))
+"""
+
+
+def test_patching_imports_nothing_of_torch_and_comes_later_where_the_script_imports_more() -> None:
+    done = subprocess.run([sys.executable, "-c", PATCHING], capture_output=True, text=True, timeout=60)
+
+    assert done.stdout == "[] [] True\n", done.stderr
 
 
 def test_a_function_is_patched_under_all_its_names() -> None:

@@ -21,13 +21,14 @@ class Patch:
                        "first"   the same, and with --mindio too
                        "mindio"  only where a framework recovers by callbacks (--mindio) and no script is replayed
                        "always"  as "script", and with --mindio too
+                       "imported"  the same, once the script has imported this module, which takes torch seconds
     """
 
     module: str
     attribute: str
     ours: str
     why: str
-    where: Literal["script", "replay", "early", "first", "mindio", "always"] = "script"
+    where: Literal["script", "replay", "early", "first", "mindio", "always", "imported"] = "script"
 
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -89,6 +90,7 @@ PATCHES: tuple[Patch, ...] = (
         "FlatParamHandle.__init__",
         "weights.original_parameters:wrap_init",
         "to know which part of FSDP1's flat parameters is whose",
+        "imported",
     ),
     Patch(
         "torch._jit_internal",

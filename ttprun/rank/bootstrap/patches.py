@@ -10,12 +10,13 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
 from ttprun.rank import fail_open
 from ttprun.rank.bootstrap.patch_table import PATCHES, Patch
+from ttprun.rank.process.after_import import after_import
 
 _made: dict[tuple[int, str], Any] = {}
 _applied: set[Patch] = set()
@@ -43,6 +44,7 @@ def replacement_for(patch: Patch, original: Any) -> Any:
 
 def apply_all(with_replay: bool) -> list[str]:
     """Apply what a rank needs after torch is imported; returns the attributes that this version of torch lacks."""
+    _follow_imports()
     return _apply("first", "early", "script", "always", *(["replay"] if with_replay else []))
 
 
@@ -53,14 +55,29 @@ def apply_early(is_mindio: bool) -> list[str]:
 
 def apply_for_frameworks() -> list[str]:
     """Apply what a rank with --mindio needs, where nothing is recorded or replayed; returns what is missing."""
+    _follow_imports()
     return _apply("first", "always", "mindio")
 
 
+def _follow_imports() -> None:
+    for module in {patch.module for patch in PATCHES if patch.where == "imported"}:
+        after_import(module, functools.partial(_apply_to, module))
+
+
+def _apply_to(module: str) -> None:
+    # What is missing is not reported here: who needs it finds it missing, and says so.
+    _replace(patch for patch in PATCHES if patch.where == "imported" and patch.module == module)
+
+
 def _apply(*wheres: str) -> list[str]:
+    return _replace(patch for patch in PATCHES if patch.where in wheres)
+
+
+def _replace(patches: Iterable[Patch]) -> list[str]:
     missing = []
     changed: dict[int, tuple[str, Any]] = {}
-    for patch in PATCHES:
-        if patch.where not in wheres or patch in _applied:
+    for patch in patches:
+        if patch in _applied:
             continue
         _applied.add(patch)
         *path, name = patch.attribute.split(".")
@@ -76,7 +93,8 @@ def _apply(*wheres: str) -> list[str]:
         setattr(owner, name, ours)
         if not path:
             changed[id(original)] = (patch.module.partition(".")[0], ours)
-    _replace_imported_names(changed)
+    if changed:
+        _replace_imported_names(changed)
     return missing
 
 
