@@ -50,7 +50,7 @@ def left(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
     files = {
         UNIQUE.sub("*", str(path.relative_to(folder))): path.read_text()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and "run" not in path.relative_to(folder).parts
+        if path.is_file() and not {"run", "out"} & set(path.relative_to(folder).parts)
     }
     errors = [json.loads(files.pop(name))["message"] for name in sorted(files) if name.endswith(".json")]
     cause = err[err.index("Root Cause") :].rpartition("====")[0].rstrip("=\n ")

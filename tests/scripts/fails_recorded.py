@@ -1,9 +1,14 @@
-"""Fails in one rank in a way that is asked for, under torch's `record` or not, while the other one waits."""
+"""Fails in one rank in a way that is asked for, under torch's `record` or not, while the other one waits.
+
+It fails after the other one has written its lines: that one is ended at once.
+"""
 
 import argparse
 import os
 import sys
 import threading
+import time
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -12,9 +17,10 @@ ELASTIC = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--out")
+parser.add_argument("--out", type=Path)
 parser.add_argument("--how", default="raise", choices=("raise", "exit", "unrecorded"))
-how = parser.parse_args().how
+args = parser.parse_args()
+how, has_written = args.how, args.out / "written"
 
 
 @record
@@ -22,9 +28,13 @@ def main():
     print("out", [os.environ[name] for name in NAMES + ELASTIC], flush=True)
     print("err", sorted(name for name in os.environ if name.startswith("PET_")), file=sys.stderr, flush=True)
     if os.environ["RANK"] == "1":
+        while not has_written.exists():
+            time.sleep(0.02)
         if how == "exit":
             sys.exit(7)
         raise ValueError("a bad value")
+    args.out.mkdir()
+    has_written.touch()
     threading.Event().wait()
 
 
