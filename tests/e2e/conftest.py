@@ -55,6 +55,12 @@ def start_by_forks(request: pytest.FixtureRequest, launchers: ForkedLaunchers, m
         monkeypatch.setattr(harness, "forked", launchers)
 
 
+@pytest.fixture
+def new_pythons(start_by_forks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test, too: a fork's collector, arguments and modules are not those of a new Python."""
+    monkeypatch.setattr(harness, "forked", None)
+
+
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., harness.Run]]:
     """`undisturbed(script, ranks, script_args=())`: the reference without ttprun, run once per session."""

@@ -95,6 +95,8 @@ def test_two_nodes_are_lost_one_after_the_other_inside_a_step_and_in_a_backward_
     (tmp_path / "gate").touch()
     with Nodes(4) as nodes:
         launches = [start_gated(nodes, number, tmp_path, FSDP, faults=faults) for number in range(2)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 1 ")  # before the nodes have met each takes itself for the one that leads
         lead = leading(launches)
         spares = [start_gated(nodes, number, tmp_path, FSDP) for number in (2, 3)]
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.harness import Run, assert_same_outcome, start_torchrun
 
 # What stands in the guide ("What a script can notice").
@@ -55,6 +57,7 @@ def found_by(run: Run, rank: int) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.usefixtures("new_pythons")
 def test_a_script_that_asks_about_itself_finds_what_it_finds_under_torchrun(
     run_ttprun: Callable[..., Run], tmp_path: Path
 ) -> None:
