@@ -21,7 +21,7 @@ class Patch:
                        "first"   the same, and with --mindio too
                        "mindio"  only where a framework recovers by callbacks (--mindio) and no script is replayed
                        "always"  as "script", and with --mindio too
-                       "imported"  the same, once the script has imported this module, which takes torch seconds
+                       "imported"  the same, once the script has imported this module, whose import costs seconds
     """
 
     module: str

@@ -57,8 +57,11 @@ def at_rest(parameter: torch.Tensor) -> torch.Tensor:
 
 def is_gathered_in_place(parameter: torch.Tensor) -> bool:
     """Whether FSDP1 may have the whole in a parameter's place, and its part cannot be had then."""
-    is_flattened = bool(getattr(parameter, "_fsdp_flattened", False))
-    return is_flattened and at_rest(parameter) is parameter and original_parameters.part_of(parameter) is None
+    return (
+        bool(getattr(parameter, "_fsdp_flattened", False))
+        and getattr(parameter, "_local_shard", None) is None
+        and original_parameters.part_of(parameter) is None
+    )
 
 
 def waited_for(tensor: torch.Tensor) -> torch.Tensor:
