@@ -231,12 +231,17 @@ class FakeReplay(Mode):
         return found
 
 
+def end_with_parent() -> None:
+    """End with the process that has forked this one, but not while torch has a file in shared memory to remove."""
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(1))  # called by Python, so never within C code
+    install.die_with_parent(signal.SIGUSR1)
+
+
 def in_child(act: Callable[[], Any]) -> Any:
-    """What `act` returns in a forked child, which is then killed with all its workers."""
+    """What `act` returns in a forked child, which is then killed; its workers end with it."""
     ours, theirs = Pipe(duplex=False)
     pid = os.fork()
     if pid == 0:
-        os.setpgid(0, 0)
         multiprocessing.current_process()._config["tempdir"] = tempfile.gettempdir()  # type: ignore[attr-defined]
         try:
             outcome = (True, act())
@@ -248,7 +253,7 @@ def in_child(act: Callable[[], Any]) -> Any:
         assert ours.poll(20), "no answer"
         is_good, value = pickle.loads(ours.recv_bytes())
     finally:
-        os.killpg(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     assert is_good, value
     return value
@@ -256,7 +261,7 @@ def in_child(act: Callable[[], Any]) -> Any:
 
 def lives_of(kind: str) -> dict[tuple[int, int], Any]:
     """Of each stop: what the replacement hands out, and what the undisturbed rank does from the same batch on."""
-    os.register_at_fork(after_in_child=install.die_with_parent)
+    os.register_at_fork(after_in_child=end_with_parent)
     whose.add_user_directory(user_values.__file__)
     whose._user_directories.append(user_values.__file__)
     make = KINDS[kind]

@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client
+from typing import Any
 
 import pytest
 import torch
@@ -38,11 +39,16 @@ class Sampled:
         return self._indexes()
 
 
+def wait_until_it_is_idle(batches: Any) -> None:
+    """Wait for the only batch that a worker has to prepare: a worker that is killed before may leave a file."""
+    batches._data_queue._reader.poll(None)
+
+
 def fetch_from_a_dead_worker() -> tuple[str, str]:
     """What the script ends with, and what is known of it, if torch does not see yet that the worker is dead."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    batches = iter(DataLoader(Points(), batch_size=1, num_workers=1))
-    batches._data_queue._reader.poll(None)  # type: ignore[attr-defined]  # it has prepared a batch
+    batches = iter(DataLoader(Points(), batch_size=1, num_workers=1, prefetch_factor=1))
+    wait_until_it_is_idle(batches)
     worker = batches._workers[0]  # type: ignore[attr-defined]
     worker.is_alive = lambda: True
     pid = worker.pid
@@ -85,6 +91,7 @@ def fail_in_a_sampler_while_a_worker_dies() -> str:
 
     def indexes() -> Iterator[int]:
         yield from range(3)
+        wait_until_it_is_idle(batches)
         os.kill(workers[0].pid, signal.SIGKILL)
         raise FileNotFoundError("no list of samples")
 

@@ -30,6 +30,7 @@ from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, unpack
 _CELLS = (Field.MIRROR_COPY_0, Field.MIRROR_COPY_1)
 _HEAD = struct.Struct("<qq")  # what a slot holds, bytes that follow
 _TOKEN_BYTES = 32
+_TAKEN = b"\x01"  # the receipt of who has fetched all: what was only sent may have been refused
 _SILENT_LIMIT_S = 10.0  # of the other end
 _SERVE_LIMIT_S = 60.0  # for the other end to come
 
@@ -114,6 +115,8 @@ class MirrorCopies:
             size = os.fstat(fd).st_size if held else 0
             sock.sendall(_HEAD.pack(held, size))
             file_stream.send(sock, fd, 0, size, partial(has_changed, cell, held))
+        if file_stream.receive_exactly(sock, len(_TAKEN)) != _TAKEN:
+            raise file_stream.DamagedError("what has come is no receipt")
 
 
 def fetch(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[list[Held], int]:
@@ -144,4 +147,5 @@ def fetch(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[list[Held
                 os.posix_fallocate(fd, 0, size)
             is_valid = file_stream.receive(sock, fd, 0, size)
             found.append(unpack(cell) if is_valid else NOTHING)
+        sock.sendall(_TAKEN)
     return found, taken
