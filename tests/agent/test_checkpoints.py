@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,9 @@ from ttprun.agent.checkpoints.snapshot_buffer import SnapshotBuffer
 from ttprun.agent.checkpoints.writer import CheckpointWriter
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.launcher.resume import ENDED_NAME
-from ttprun.agent.repair.mirrors import Mirrors
+from ttprun.protocol import to_rank
 from ttprun.protocol.snapshots import Dumped, Share, SnapshotTaken
+from ttprun.recovery.replicas import Replicas
 from ttprun.state.draft import Draft
 from ttprun.state.store import CheckpointStore
 
@@ -33,11 +35,10 @@ class FakeNode:
     def __init__(self, persist_timeout_s: float, ranks: int = 1) -> None:
         self.config = SimpleNamespace(run_id="r1", persist_timeout_s=persist_timeout_s)
         start = {"args": ("-u", "train.py")}
-        self.sent: list[Any] = []
+        self.sent: list[Any] = []  # to ranks
+        self.ordered: list[Any] = []  # of other nodes
         handler = SimpleNamespace(start=start)
-        self.slots = [
-            SimpleNamespace(rank=rank, send=self.sent.append, handler=handler, is_here=True) for rank in range(ranks)
-        ]
+        self.slots = [SimpleNamespace(rank=rank, handler=handler, is_here=True) for rank in range(ranks)]
         self.here = self.slots
         self.peers = Peers(ranks_per_node=ranks)
         self.called: list[Callable[[], None]] = []
@@ -61,9 +62,12 @@ class AnyCheckpoint:
 
 def checkpoints_of(node: FakeNode, store: CheckpointStore) -> Checkpoints:
     comparisons = SimpleNamespace(names_of=", ".join, why_not_stored="")
-    nobody: Any = None
+    actuator = SimpleNamespace(forward=lambda rank, message: node.sent.append(message))
+    actuators = SimpleNamespace(
+        of=lambda rank: actuator, on=lambda number: SimpleNamespace(carry_out=node.ordered.append)
+    )
     writer = CheckpointWriter(node, store, AnyCheckpoint())  # type: ignore[arg-type]
-    return Checkpoints(node, nobody, writer, comparisons, Mirrors(node))  # type: ignore[arg-type]
+    return Checkpoints(node, actuators, writer, comparisons)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -199,6 +203,28 @@ def test_a_rank_that_cannot_write_costs_the_checkpoint_once_no_rank_writes_any_m
     assert checkpoints.writer.status is not None
     assert (checkpoints.writer.status.boundary, checkpoints.writer.status.reason) == (20, "rank 1: the disk is full")
     assert not folder.exists()
+
+
+def test_ranks_of_the_nodes_that_would_keep_mirrors_write_what_lost_ranks_alone_held(tmp_path: Path) -> None:
+    node = FakeNode(LIMIT_S, ranks=8)
+    node.peers = Peers(ranks_per_node=2, size=4, links={1: Any, 3: Any})  # type: ignore[dict-item]
+    held = Replicas(compared_at=2, differing={"w": (0, 0, 0, 3, 4, 5, 6, 7)})
+    node.job = replace(node.job, replicas=held)
+    checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
+
+    # Node 2 is lost, and node 3 keeps its mirrors; node 1 is there, but none of its ranks is; rank 2 has a replica.
+    checkpoints.persist(recovery.Persist(generation=1, boundary=20, ranks=(0, 1, 6, 7), cause="ended"))
+    of_two_nodes = list(node.sent)
+    node.sent.clear()
+    checkpoints.persist(recovery.Persist(generation=1, boundary=20, ranks=(0, 1, 2), cause="ended"))
+
+    assert [mirrored_by(dump) for dump in of_two_nodes] == [[], [], [(4, 4)], [(5, 5)]]
+    assert [mirrored_by(dump) for dump in node.sent] == [[], [], [(3, 3)]]
+
+
+def mirrored_by(dump: to_rank.Dump) -> list[tuple[int, int]]:
+    """Lost ranks and the numbers of the shares that are to be written from their mirrors."""
+    return [(one.rank, one.share) for one in dump.mirrors]
 
 
 def test_a_checkpoint_that_is_given_up_leaves_nothing_but_its_reason(

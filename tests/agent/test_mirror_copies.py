@@ -81,6 +81,18 @@ def test_of_a_rank_of_which_nothing_is_kept_nothing_is_served(kept: Kept) -> Non
     assert copies.serve(0) == Where()
 
 
+def test_only_a_state_that_is_whole_can_be_written_into_a_checkpoint(kept: Kept) -> None:
+    copies, _, _ = kept
+    fill(kept, 0, STATE, b"of step 6")
+    fill(kept, 1, Held(5, has_state=False, has_step=True), b"before step 6")
+    before, after = (copies.state_of(0, boundary) for boundary in (6, 5))
+
+    copies.forget(RankSlot(1, 0, None, record_fd=-1))
+
+    assert before == copies.paths_for(RankSlot(1, 0, None, record_fd=-1))[0]
+    assert after == copies.state_of(0, 6) == copies.state_of(1, 6) == ""
+
+
 def test_what_finds_no_room_is_refused_by_its_size_and_can_still_be_fetched(kept: Kept) -> None:
     copies, _, files = kept
     fill(kept, 0, STATE, bytes(1000))

@@ -32,17 +32,17 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(mirrors, "free_bytes", lambda: FREE)
     made = []
 
-    def new(**config: object) -> tuple[Mirrors, Any]:
+    def new(nodes: int = 1, **config: object) -> tuple[Mirrors, Any]:
         slots = [Slot(rank, rank, None, record_fd=-1) for rank in range(3)]
         settings = SimpleNamespace(rungs=frozenset(("replace", "rewind")))
-        wanted = {"buddy": "auto", "buddy_memory": "25%", "mindio": False, "elastic": False} | config
+        wanted = {"buddy": "auto", "buddy_memory": "25%", "mindio": False} | config
         node: Any = SimpleNamespace(
             config=SimpleNamespace(**wanted),
             job=SimpleNamespace(settings=settings),
             here=slots,
             slots=slots,
             board=Board.create(3)[1],
-            peers=Peers(ranks_per_node=3),
+            peers=Peers(ranks_per_node=3, size=nodes),
         )
         made.append(Mirrors(node))
         made[-1].begin_group()
@@ -60,7 +60,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         ({"buddy_memory": "1000"}, 1000),
         ({"buddy_memory": "1TiB"}, FREE),
         ({"buddy": "on"}, FREE),
-        ({"buddy": "node"}, 1000),
+        ({"buddy": "node"}, 2000),
+        ({"buddy": "node", "nodes": 2}, 1000),
     ],
 )
 def test_the_ranks_of_a_node_share_its_memory_by_their_weights(
@@ -92,7 +93,7 @@ def test_the_same_memory_is_kept_when_more_ranks_turn_out_to_be_single_holders(m
     assert all(os.path.exists(path) for path in found.paths_for(node.slots[1]))
 
 
-@pytest.mark.parametrize("config", [{"buddy": "off"}, {"elastic": True}, {"mindio": True}])
+@pytest.mark.parametrize("config", [{"buddy": "off"}, {"mindio": True}])
 def test_where_no_mirror_is_wanted_no_rank_gets_one(make: Make, config: dict[str, object]) -> None:
     found, node = make(**config)
 

@@ -368,8 +368,6 @@ MEETS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29477"]
             ["--elastic", "--nnodes", "1:3", *MEETS, "--save-dir", "s", "--rungs", "replace,persist"],
             "--elastic needs the rung 'restart'",
         ),
-        (["--elastic", "--nnodes", "1:3", *MEETS, "--save-dir", "s", "--buddy", "on"], "combined with --buddy"),
-        (["--elastic", "--nnodes", "2:3", *MEETS, "--save-dir", "s", "--buddy", "node"], "combined with --buddy"),
         (["--buddy", "node"], "--buddy node keeps mirrors on the next node, and there is one only"),
         (["--elastic", "--nnodes", "1:3", *MEETS, "--save-dir", "s", "--mindio"], "cannot be combined with --mindio"),
         (["--discovery", "cat hosts"], "--discovery is for jobs whose nodes join and leave; add --elastic"),

@@ -19,7 +19,7 @@ def test_a_rank_that_cannot_write_its_share_says_so_as_a_part_of_its_answer(tmp_
     session = make_session(channel=channel, rank=1)
     path = tmp_path / "gone" / "tensors-00000.safetensors"
 
-    repairing.dump(session, to_rank.Dump(4, str(path), share=0, of=1, owners={}, writers=[0]))
+    repairing.dump(session, to_rank.Dump(4, 6, str(path), share=0, of=1, owners={}, writers=[0]))
 
     why = f"no checkpoint can be written to '{tmp_path}': No such file or directory; name another directory with --save-dir"
     why_not = f"rank 1: {why}"
@@ -41,7 +41,7 @@ def test_a_script_that_handles_a_signal_which_ends_jobs_has_something_to_do_then
     """Python's own handler of SIGINT does not count: what it raises, it raises in a rank that is quiesced as well."""
     channel = FakeChannel()
     session = make_session(channel=channel, rank=1)
-    order = to_rank.Dump(4, str(tmp_path / "gone" / "x"), share=0, of=1, owners={}, writers=[0])
+    order = to_rank.Dump(4, 6, str(tmp_path / "gone" / "x"), share=0, of=1, owners={}, writers=[0])
 
     repairing.dump(session, order)
     old = signal.signal(signal.Signals[name], Handler())

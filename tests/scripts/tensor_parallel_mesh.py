@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ parser.add_argument("--out", default="out")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--tp", type=int, default=2)
 parser.add_argument("--fsdp", action="store_true", help="shard over the data parallel ranks, too")
+parser.add_argument("--reseed", action="store_true", help="draw the batch of each step from a seed of its own")
+parser.add_argument("--gate", default="")
+parser.add_argument("--gates", default="")  # steps after which all wait until the file GATE<step> is there
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -46,9 +50,14 @@ if args.fsdp:
     fully_shard(model, mesh=mesh["dp"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 replicas = mesh["dp"].get_group()
-batches = torch.Generator().manual_seed(10 + mesh["dp"].get_local_rank())
+place = mesh["dp"].get_local_rank()
+batches = torch.Generator().manual_seed(10 + place)
 
 for step in range(args.steps):
+    while str(step) in args.gates.split(",") and not os.path.exists(f"{args.gate}{step}"):
+        time.sleep(0.02)
+    if args.reseed:
+        batches.manual_seed(100 * step + place)
     tokens = torch.randint(0, 50, (4, 9), generator=batches)
     loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     optimizer.zero_grad()

@@ -66,7 +66,8 @@ def check_host(torchrun: Namespace, config: Config) -> None:
         check_elastic(torchrun, config)
     if config.mindio:
         check_mindio(torchrun)
-    if config.buddy == "node" and parse_min_max_nnodes(torchrun.nnodes)[0] < 2:
+    min_nodes, max_nodes = parse_min_max_nnodes(torchrun.nnodes)
+    if config.buddy == "node" and (max_nodes if config.elastic else min_nodes) < 2:
         raise ConfigError(
             "--buddy node keeps mirrors on the next node, and there is one only", "use --buddy auto, or on"
         )
@@ -108,8 +109,7 @@ def check_elastic(torchrun: Namespace, config: Config) -> None:
     missing = [rung for rung in ("persist", "restart") if rung not in config.rungs]
     if missing:
         raise ConfigError(f"--elastic needs the rung '{missing[0]}' (rungs)", "leave it in")
-    has_mirrors = config.buddy in ("on", "node")
-    for name, is_on in (("mindio", config.mindio), ("buddy", has_mirrors), ("no_python", torchrun.no_python)):
+    for name, is_on in (("mindio", config.mindio), ("no_python", torchrun.no_python)):
         if is_on:
             raise ConfigError(f"--elastic cannot be combined with {option_name(name)}", "leave one of them out")
 

@@ -62,15 +62,15 @@ class MirroredShare(Message, frozen=True):
     """A share of a checkpoint that is written from the mirror of a lost rank.
 
     rank   that is lost
-    slot   of its mirror
     path   of the file to write
     share  its number
+    slot   of its mirror; the agent of the node that keeps it fills it in
     """
 
     rank: int
-    slot: str
     path: str
     share: int
+    slot: str = ""
 
 
 class Dumped(Message, frozen=True):

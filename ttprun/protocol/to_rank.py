@@ -260,15 +260,17 @@ class LoadState(Message, frozen=True):
 class Dump(Message, frozen=True):
     """Write a share of a checkpoint; the answer is `Dumped`.
 
-    path     of the file
-    share    its number
-    of       number of shares
-    owners   as in NotAlike
-    writers  ranks that write a share, in the order of the shares
-    mirrors  further shares, from the mirrors of lost ranks
+    boundary  of the checkpoint
+    path      of the file
+    share     its number
+    of        number of shares
+    owners    as in NotAlike
+    writers   ranks that write a share, in the order of the shares
+    mirrors   further shares, from the mirrors of lost ranks
     """
 
     generation: int
+    boundary: int
     path: str
     share: int
     of: int

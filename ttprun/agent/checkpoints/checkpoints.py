@@ -20,7 +20,6 @@ from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.comparisons import Comparisons
-from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.stored_states import rank_file
 from ttprun.errors import ConfigError, in_short
 from ttprun.protocol import node_orders, node_reports, to_rank
@@ -77,7 +76,6 @@ class Checkpoints:
     _actuators: Actuators
     writer: CheckpointWriter
     _comparisons: Comparisons
-    _mirrors: Mirrors
     why_never: str = ""
     _writing: _Writing | None = None
 
@@ -112,25 +110,27 @@ class Checkpoints:
         owners = {key: list(ranks) for key, ranks in self._node.job.replicas.differing.items()}
         writers = list(order.ranks)
         mirrored = self._mirrored(draft, order)
-        near = [rank for rank in order.ranks if self._node.slots[rank].is_here]  # they reach this node's memory
         for share, rank in enumerate(order.ranks):
-            path = str(draft.path(file_of(share)))
-            theirs = mirrored[near.index(rank) :: len(near)] if rank in near else []
-            dump = to_rank.Dump(order.generation, path, share, len(writers), owners, writers, theirs)
-            self._node.slots[rank].send(dump)
+            path, mirrors = str(draft.path(file_of(share))), mirrored.get(rank, [])
+            dump = to_rank.Dump(order.generation, order.boundary, path, share, len(writers), owners, writers, mirrors)
+            self._actuators.of(rank).forward(rank, dump)
 
-    def _mirrored(self, draft: Draft, order: recovery.Persist) -> list[MirroredShare]:
-        """What is to be written from the mirrors of lost ranks that no living one replicates.
+    def _mirrored(self, draft: Draft, order: recovery.Persist) -> dict[int, list[MirroredShare]]:
+        """What is to be written from the mirrors of lost ranks that no living one replicates, by the rank to write it.
 
-        Only from one with the state itself, as no rank can take another one's step; and only on this node.
+        That is one of the node that would keep the mirror: its agent knows whether there is one of that boundary.
         """
-        replicas, found = self._node.job.replicas, list[MirroredShare]()
-        for slot in self._node.here:
-            if slot.rank in order.ranks or replicas.peers(slot.rank, order.ranks):
+        replicas, peers, found = self._node.job.replicas, self._node.peers, dict[int, list[MirroredShare]]()
+        number = len(order.ranks)
+        for lost in range(len(self._node.slots)):
+            if lost in order.ranks or replicas.peers(lost, order.ranks):
                 continue
-            if path := self._mirrors.state_of(slot, order.boundary):
-                share = len(order.ranks) + len(found)
-                found.append(MirroredShare(slot.rank, path, str(draft.path(file_of(share))), share))
+            holder = peers.holder_of(lost)
+            near = [rank for rank in order.ranks if peers.node_of(rank) == holder]
+            if near:
+                share = MirroredShare(lost, str(draft.path(file_of(number))), number)
+                found.setdefault(near[number % len(near)], []).append(share)
+                number += 1
         return found
 
     def _order_parts(self, writing: _Writing) -> None:

@@ -140,6 +140,8 @@ class LocalActuator(NodeActuator):
         slot = self.node.slots[rank]
         if isinstance(message, to_rank.Replay | to_rank.Resume):
             message = replace(message, skip_lines=self.node.lines_since(slot, message.boundary))
+        elif isinstance(message, to_rank.Dump):
+            message = replace(message, mirrors=self.mirrors.located(message.mirrors, message.boundary))
         slot.send(message)
 
     def fingerprint(self, rank: int, boundary: int) -> str:

@@ -64,7 +64,7 @@ class Parts:
         self.mirrors = Mirrors(node)
         self.comparisons = Comparisons(node, self.actuators, times, incidents, self.mirrors)
         self.checkpoint_writer = CheckpointWriter(node, store, resumption)
-        self.checkpoints = Checkpoints(node, self.actuators, self.checkpoint_writer, self.comparisons, self.mirrors)
+        self.checkpoints = Checkpoints(node, self.actuators, self.checkpoint_writer, self.comparisons)
         self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints)
         self.repairs: Repairs = (
             Frameworks(node)

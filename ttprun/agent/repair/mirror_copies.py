@@ -52,7 +52,7 @@ class MirrorCopies:
             for fd in slots:
                 os.close(fd)
         self.limit_bytes = limit_bytes
-        here = self._node.here if limit_bytes and self._node.peers.size > 1 else ()
+        here = self._node.here if limit_bytes else ()
         self._slots = {slot.rank: shared_memory.new("mirror-copy", SLOTS) for slot in here}
 
     def paths_for(self, slot: RankSlot) -> list[str]:
@@ -69,10 +69,8 @@ class MirrorCopies:
 
         returns   where; port 0: nothing is kept
         """
-        node = self._node
-        keeper = (rank + len(node.here)) % len(node.slots)
-        held = [unpack(node.board.get(keeper, cell)) for cell in _CELLS]
-        if keeper not in self._slots or held == [NOTHING] * SLOTS:
+        node, keeper = self._node, self._keeper_of(rank)
+        if keeper not in self._slots or self._held_by(keeper) == [NOTHING] * SLOTS:
             return Where()
         token = secrets.token_hex(_TOKEN_BYTES // 2)
         with contextlib.ExitStack() as opened:
@@ -87,6 +85,19 @@ class MirrorCopies:
             target=self._serve, args=(listener, token, keeper, fds), name="ttprun-mirror-copies", daemon=True
         ).start()
         return Where(node.peers.address, listener.getsockname()[1], token)
+
+    def state_of(self, rank: int, boundary: int) -> str:
+        """The memory with the state that a rank of the node before had after a step; "": it is not here."""
+        keeper = self._keeper_of(rank)
+        ways = [held.gives(boundary) for held in self._held_by(keeper)] if keeper in self._slots else []
+        return shared_memory.path_of(self._slots[keeper][ways.index("state")]) if "state" in ways else ""
+
+    def _keeper_of(self, rank: int) -> int:
+        """The rank of this node that keeps what there is of that one's mirror."""
+        return (rank + len(self._node.here)) % len(self._node.slots)
+
+    def _held_by(self, keeper: int) -> list[Held]:
+        return [unpack(self._node.board.get(keeper, cell)) for cell in _CELLS]
 
     def _serve(self, listener: socket.socket, token: str, keeper: int, fds: Sequence[int]) -> None:
         ends_s = time.monotonic() + _SERVE_LIMIT_S

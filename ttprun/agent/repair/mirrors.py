@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import shared_memory
@@ -23,6 +25,7 @@ from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.meeting import Where
 from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, unpack
+from ttprun.protocol.snapshots import MirroredShare
 from ttprun.rank.process.free_memory import free_bytes
 from ttprun.state.memory_share import parse_memory
 
@@ -63,7 +66,7 @@ class Mirrors:
         """Why no rank may keep a mirror; "" if they may."""
         config, rungs = self._node.config, self._node.job.settings.rungs
         is_used = "replace" in rungs or ("persist" in rungs and "rewind" not in rungs)
-        is_off = config.buddy == "off" or config.mindio or config.elastic or not is_used
+        is_off = config.buddy == "off" or config.mindio or not is_used
         return "it is switched off" if is_off else ""
 
     def begin_group(self) -> None:
@@ -83,7 +86,7 @@ class Mirrors:
     @property
     def is_on_next_node(self) -> bool:
         """Mirrors are kept on the next node, too."""
-        return self._node.config.buddy == "node"
+        return self._node.config.buddy == "node" and self._node.peers.size > 1
 
     def _may_take(self) -> int:
         """Bytes that all mirrors of this node may take together, by what is free now."""
@@ -134,6 +137,18 @@ class Mirrors:
     def state_of(self, slot: RankSlot, boundary: int) -> str:
         """The slot with the state that a rank had after the step of a boundary; "": its mirror does not hold that."""
         return self._path_of(slot, boundary, "state")
+
+    def located(self, shares: Sequence[MirroredShare], boundary: int) -> list[MirroredShare]:
+        """Those shares of a checkpoint for which this node has the state of its boundary, with where it is.
+
+        Only the state itself: no rank can take another one's step.
+        """
+        found = (replace(share, slot=self._state_of_lost(share.rank, boundary)) for share in shares)
+        return [share for share in found if share.slot]
+
+    def _state_of_lost(self, rank: int, boundary: int) -> str:
+        slot = self._node.slots[rank]
+        return self.state_of(slot, boundary) if slot.is_here else self.copies.state_of(rank, boundary)
 
     def _path_of(self, slot: RankSlot, boundary: int, way: str) -> str:
         if slot.rank not in self._slots:
