@@ -47,7 +47,7 @@ DIFFERENT = {
     *("path_hooks", "builtins", "loader of main", "cached", "environment", "environment of a child", "threads"),
     *("active threads", "descriptors", "status", "wakeup fd", "faulthandler", "global optimizer hooks", "group"),
     *("references", "referrers", "dead after the training", "dead after a collection", "attributes of the loader"),
-    "attributes of an iterator",
+    *("attributes of an iterator", "generation 2"),
 }
 
 
