@@ -30,6 +30,8 @@ from tests.e2e.harness import (
     assert_survivors_kept_their_pids,
 )
 
+GATED = "gated_steps.py"
+
 
 def injected(result: Run) -> list[tuple[str, str | None, int | None]]:
     """Kind, phase and step of each fault that struck."""
@@ -79,14 +81,18 @@ def test_every_way_to_die_is_seen_as_what_it_is_and_repaired(run_ttprun: RunTtpr
 
 
 def test_a_signal_without_a_moment_strikes_from_outside_after_its_time(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
+    start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    result = run_ttprun(EPOCHS, 3, faults=["abort:rank=2,after=3"])
+    gate = tmp_path / "gate"
+    launch = start_ttprun(GATED, 2, faults=["abort:rank=1,after=3"], script_args=["--gate", str(gate)])
+    launch.wait_for_event("fault_injected")
+    gate.touch()
+    result = launch.finish()
 
     assert injected(result) == [("abort", None, None)]
-    assert exits(result) == [(2, None, 6)]
+    assert exits(result) == [(1, None, 6)]
     assert_only_replaced(result)
-    assert_same_outcome(result, undisturbed(EPOCHS, 3))
+    assert_same_outcome(result, undisturbed(GATED, 2))
     assert_survivors_kept_their_pids(result)
 
 
