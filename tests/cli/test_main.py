@@ -97,3 +97,33 @@ def test_closed_outputs_are_no_error_of_their_own(line: list[str]) -> None:
     closed = subprocess.run(["/bin/sh", "-c", f"{command} >&- 2>&-"], check=False)
 
     assert closed.returncode == (2 if line[0] == "status" else 0)
+
+
+BUSY_AT_THE_END = """
+import atexit, threading
+import ttprun.cli.main as m
+
+def main():
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def ask():
+        while True:
+            store.check(["key"])
+
+    for _ in range(3):
+        threading.Thread(target=ask, daemon=True).start()
+    atexit.register(print, "and done", end="")
+    print("said", end=" ")
+    return 143
+
+m.main = main
+m.program()
+"""
+
+
+def test_a_thread_that_is_in_a_store_at_the_end_does_not_change_the_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-c", BUSY_AT_THE_END], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout, done.stderr) == (143, "said and done", "")

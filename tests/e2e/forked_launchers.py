@@ -29,7 +29,7 @@ from ttprun.agent.launcher.elastic_agent import ReplacingAgent
 from ttprun.agent.processes import priority, standbys
 from ttprun.agent.processes.adopted import AdoptedProcess
 from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyCopy, StandbyHandler, with_agent
-from ttprun.cli.main import main
+from ttprun.cli.main import program
 from ttprun.protocol import channel
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import standby
@@ -99,7 +99,7 @@ def _be_launcher(
         return standby.main
     theirs.close()
     _Source(pid, ours).use()
-    return main
+    return program
 
 
 class _Source(Standby):

@@ -6,13 +6,15 @@ Whatever does not begin with a command's name is `ttprun [options] script.py [sc
 
 from __future__ import annotations
 
+import atexit
 import codecs
+import contextlib
 import io
 import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from ttprun import __version__
 from ttprun.cli.commands import COMMANDS, LAUNCHING
@@ -79,6 +81,26 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
 
 
 codecs.register_error(ALIKE, _replace)
+
+
+def program() -> NoReturn:
+    """The command `ttprun`: `main`, and the end of the process with the exit code that this returns.
+
+    A daemon thread of torch's rendezvous that returns from C++ while the interpreter ends aborts the process (SIGABRT
+    in place of that code). So it ends first, once the exit handlers of what was imported later have been called.
+    """
+    code: list[int] = []
+    atexit.register(_leave, code)
+    code.append(main())
+    sys.exit(code[0])
+
+
+def _leave(code: list[int]) -> None:
+    if code and "torch" in sys.modules:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
+                stream.flush()
+        os._exit(code[0])
 
 
 def main(argv: list[str] | None = None) -> int:
