@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -31,11 +32,13 @@ from ttprun.rank.comm.process_group import groups_of
 from ttprun.rank.effects import origins, output
 from ttprun.rank.position.variables import variables_of
 from ttprun.rank.process.unseen import unseen
+from ttprun.rank.records.boundary_record import BoundaryRecord
 from ttprun.rank.records.recorder import Recorder, RecordTooLargeError
 from ttprun.rank.session import Session, current
 from ttprun.rank.step import closures, for_standbys, hindrances, pending
 from ttprun.rank.step.boundary import describe
 from ttprun.rank.step.commit_barrier import commit
+from ttprun.rank.values.trees import name_of_blob
 from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, replicated, sharded, shared_backwards
 from ttprun.rank.weights.holdings import Holdings
 from ttprun.rank.weights.mirror import Mirror
@@ -296,7 +299,10 @@ def _write_record(
             session.note_hindrance(boundary, hindrance)
             if hindrance:  # the step that ends here would not come to the same
                 session[Recorder].evidence.clear()
-            session[Recorder].write(boundary, head, blobs)
+            try:
+                session[Recorder].write(boundary, head, blobs)
+            except RecordTooLargeError as error:
+                raise RecordTooLargeError(f"{error}{_largest(record, blobs)}") from None
             session[OwnState].is_apt = not hindrance and not is_open
             session.report_not_proved(record.not_proved)
             session[Rehearsal].note(session[Recorder], record, head, session.options.is_strict)
@@ -317,6 +323,13 @@ def _write_record(
     if not session.unprotected:
         _rehearse(session, boundary)
     return not session.unprotected
+
+
+def _largest(record: BoundaryRecord, blobs: Sequence[torch.Tensor]) -> str:
+    """The end of a sentence: which variable takes most of a record."""
+    sizes = [blob.nbytes for blob in blobs]
+    name = name_of_blob(record, sizes.index(max(sizes))) if sizes else ""
+    return f" (most of it is '{name}', {max(sizes) >> 20} MiB)" if name else ""
 
 
 def _rehearse(session: Session, boundary: int) -> None:

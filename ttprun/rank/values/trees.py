@@ -178,6 +178,24 @@ def with_fixed(scope: dict[str, Any]) -> dict[str, Any]:
     return (unpack_named(scope[FIXED].packed) if FIXED in scope else {}) | found
 
 
+def name_of_blob(fields: ScriptState, index: int) -> str:
+    """The user's name of the variable, or of its part, whose contents a blob of a record is; "" if there is none."""
+    for scope in (*fields.variables, *fields.modules.values()):
+        for variable, node in with_fixed(scope).items():
+            for found, name in walk(node, variable):
+                if _has_blob(found, index):
+                    return name
+    return ""
+
+
+def _has_blob(node: AnyNode, index: int) -> bool:
+    if isinstance(node, TensorNode):
+        return node.contents == [index]
+    if isinstance(node, ModuleNode):
+        return node.first_blob <= index < node.first_blob + len(unpack_description(node.description).tensors)
+    return isinstance(node, ChangedDataNode) and node.blob == index
+
+
 def count_of_parts(node: Node) -> int:
     """How many further numbers a node takes: those of a module's parts and tensors."""
     if not isinstance(node, ModuleNode):
