@@ -11,6 +11,7 @@ from tests.e2e.harness import RunTtprun, Undisturbed, assert_only_replaced, asse
 from tests.e2e.test_checkpoints import Series, assert_resumed, assert_saved
 
 SCRIPT = "fsdp1_model.py"  # 24 steps
+TENSOR_PARALLEL = "fsdp1_tensor_parallel.py"  # 20 steps
 
 
 @pytest.mark.parametrize(
@@ -84,3 +85,15 @@ def test_a_job_of_fsdp1_with_original_parameters_that_is_ended_is_resumed_and_no
     assert_saved(saved, "ended")
     assert_resumed(resumed, 10)
     assert_same_outcome(series.as_one(), undisturbed(SCRIPT, 2, ["--original"]))
+
+
+@pytest.mark.parametrize("arguments", [[], ["--original"]], ids=["flat", "original"])
+def test_a_rank_of_fsdp1_over_tensor_parallel_layers_is_replaced_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, arguments: Sequence[str]
+) -> None:
+    kills = ["rank=1,step=6,phase=backward", "rank=2,step=11,phase=in_step", "rank=0,step=16,phase=collective"]
+
+    run = run_ttprun(TENSOR_PARALLEL, 4, script_args=arguments, faults=[f"kill:{kill}" for kill in kills])
+
+    assert_only_replaced(run, incidents=len(kills))
+    assert_same_outcome(run, undisturbed(TENSOR_PARALLEL, 4, arguments))
