@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.rank.fakes import RECORD_BYTES
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.snapshots import SnapshotTaken
+from ttprun.rank.position import frames
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.weights import checkpoint_shards, replicated, snapshots
@@ -331,3 +333,28 @@ def test_a_snapshot_for_which_there_is_no_memory_is_not_taken_by_anybody_and_the
     (report,) = channel.sent
     why_not = "it takes 0 MiB of shared memory, and only 0 MiB more is free"
     assert report == SnapshotTaken(1, 40, why_not)
+
+
+class Asking(torch.nn.Module):
+    """A model that looks, in the middle of its `forward`, at which models there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+        self.found: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            alone = torch.nn.Linear(2, 2)
+            x = alone(block(x))
+            self.found = [name for name, _ in checkpoint_shards.modules_in(sys._getframe())]
+        return x
+
+
+def test_in_the_middle_of_a_forward_pass_a_model_and_its_parts_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "is_script_code", lambda path: path == __file__)
+    model, other = Asking(), torch.nn.Linear(2, 2)
+
+    model(other(torch.ones(2)))
+
+    assert model.found == ["model", "other", "alone"]

@@ -278,15 +278,22 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def modules_in(frame: FrameType | None) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules in the variables of the user's frames, and in attributes of objects there: ("model", ...), first few."""
+    """Modules in the variables of the user's frames, and in attributes of objects there: ("model", ...), first few.
+
+    Those that are parts of one in a frame farther out are left out: in its own `forward` a model is `self` as well.
+    """
     found: dict[str, torch.nn.Module] = {}
+    known: set[int] = set()
     for user_frame in user_frames(frame):
+        here: dict[str, torch.nn.Module] = {}
         for name, value in variables_of(user_frame).items():
             if name.startswith("__") or type(value) in SCALARS:
                 continue
             if is_a(value, torch.nn.Module):
-                found[name] = value
+                here[name] = value
             elif module_of_class(type(value)) == "__main__":
                 attributes = (dictionary_of(value) or {}).items()
-                found |= {f"{name}.{key}": part for key, part in attributes if is_a(part, torch.nn.Module)}
+                here |= {f"{name}.{key}": part for key, part in attributes if is_a(part, torch.nn.Module)}
+        found |= {name: module for name, module in here.items() if id(module) not in known}
+        known |= {id(part) for module in here.values() for _, part in parts_of(module)}
     yield from list(found.items())[:_MOST_MODULES]
