@@ -41,6 +41,7 @@ def test_a_period_has_one_spelling_inside(written: str, read: str) -> None:
         ("kill:rank=-1", "fault 'kill:rank=-1': rank is '-1'; write a whole number from 0"),
         ("kill:rank=1,rank=2", "fault 'kill:rank=1,rank=2' names its rank twice; write KIND:rank=R[,step=N][,phase=P]"),
         ("kill:rnk=1", "fault 'kill:rnk=1' has no 'rnk'; did you mean 'rank'?"),
+        ("\nkill:rnk=1\n", "fault 'kill:rnk=1' has no 'rnk'; did you mean 'rank'?"),
         ("kill:rank=1,every=soon", "every is 'soon'; write a number of seconds, as 10s, or of steps, as 5steps"),
         ("kill:rank=1,every=0steps", "every is '0steps'; write a whole number from 1"),
         ("kill:rank=1,count=3", "has a count and no interval; give every=5steps or every=10s, or a seed"),

@@ -46,6 +46,7 @@ def test_a_manifest_says_what_was_written_and_by_what(tmp_path: Path) -> None:
     [
         ({"format": 1}, "is of format 1, and this ttprun reads format 3"),
         ({"format": None}, "is of format None, and this ttprun reads format 3"),
+        ({"format": "x" * 1000}, f"is of format '{'x' * 39}, and this ttprun reads format 3"),
         ({"boundary": None}, "boundary: field required"),
         ({"boundary": "120"}, "boundary: input should be a valid integer"),
         ({"boundary": 121}, "is damaged: its checksum does not match"),

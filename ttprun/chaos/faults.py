@@ -184,9 +184,10 @@ def parse_fault(text: str) -> Fault:
 
     Raises ValueError with one line that says what is wrong and what would be right.
     """
-    if len(text) > _LONGEST or not text.strip().isprintable():
+    text = text.strip()
+    if len(text) > _LONGEST or not text.isprintable():
         raise ValueError(f"{text[:80]!r} is no fault; {USAGE}")
-    kind, _, rest = text.strip().partition(":")
+    kind, _, rest = text.partition(":")
     values: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
         key, _, value = part.partition("=")

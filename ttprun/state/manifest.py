@@ -90,7 +90,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise InvalidCheckpointError(f"{MANIFEST_NAME} is not a JSON object")
     if raw.get("format") != FORMAT:
         raise InvalidCheckpointError(
-            f"{MANIFEST_NAME} is of format {raw.get('format')!r}, and this ttprun reads format {FORMAT}"
+            f"{MANIFEST_NAME} is of format {raw.get('format')!r:.40}, and this ttprun reads format {FORMAT}"
         )
     checksum = raw.pop(_CHECKSUM, None)
     try:
