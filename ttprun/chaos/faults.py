@@ -192,13 +192,13 @@ def parse_fault(text: str) -> Fault:
     for part in filter(None, rest.split(",")):
         key, _, value = part.partition("=")
         if key not in _READERS:
-            raise ValueError(f"fault '{text}' has no '{key}'; {suggestion(key, _READERS, USAGE)}")
+            raise ValueError(f"fault '{text}' has no '{key:.40}'; {suggestion(key, _READERS, USAGE)}")
         if key in values:
             raise ValueError(f"fault '{text}' names its {key} twice; {USAGE}")
         try:
             values[key] = _READERS[key](value)
         except ValueError as error:
-            raise ValueError(f"fault '{text}': {key} is '{value}'; {error}") from None
+            raise ValueError(f"fault '{text}': {key} is '{value:.40}'; {error}") from None
     fault = Fault(kind, **values)
     check_fault(fault)
     return fault
