@@ -115,6 +115,34 @@ def test_two_nodes_are_lost_one_after_the_other_inside_a_step_and_in_a_backward_
     assert_same_weights(runs, undisturbed(FSDP, 2))
 
 
+def test_a_lost_node_that_nobody_replaces_leaves_a_checkpoint_that_has_its_parts(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    options = ["--save-dir", str(tmp_path / "save"), "--node-wait-s", "1"]
+    with Nodes(2) as nodes:
+        launches = [start_gated(nodes, number, tmp_path, FSDP, options=options) for number in range(2)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+        lead = leading(launches)
+        launches[lead].wait_for_event("mirror_copied")
+
+        nodes.end_processes(1 - lead)
+        (tmp_path / "gate").touch()
+        run = launches[lead].finish(90)
+
+        again = tmp_path / "again"
+        again.mkdir()
+        (again / "gate").touch()
+        launches = [start_gated(nodes, number, again, FSDP, options=options) for number in range(2)]
+        leader, runs = finished(launches)
+
+    saved = run.status["checkpoint"]
+    assert (saved["cause"], saved["reason"], saved["boundary"]) == ("dying gasp", "", 11), run.story()
+    assert run.exit_code == 143, run.story()
+    assert "resumed from step 11" in leader.output, leader.story()
+    assert_same_weights(runs, undisturbed(FSDP, 2))
+
+
 def test_a_spare_without_room_for_the_mirrors_is_refused_and_the_reason_names_the_option(tmp_path: Path) -> None:
     with Nodes(3) as nodes:
         launches = [start_gated(nodes, number, tmp_path, FSDP) for number in range(2)]
