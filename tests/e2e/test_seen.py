@@ -108,6 +108,36 @@ def test_a_script_that_hands_over_to_another_process_is_said_not_to_be_protected
     assert result.exit_code == 137
 
 
+KEEPS_A_HISTORY = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+history = {"sums": torch.zeros(1 << 20)}
+for step in range(4):
+    loss = model(torch.ones(2, 4)).sum() + 0 * history["sums"][0]
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    history["sums"].add_(1)
+dist.destroy_process_group()
+"""
+
+
+def test_what_makes_a_record_too_large_is_named(
+    run_ttprun: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTPRUN_RECORD_LIMIT_MIB", "1")
+    script = tmp_path / "keeps_a_history.py"
+    script.write_text(KEEPS_A_HISTORY)
+
+    result = run_ttprun(str(script), 2)
+
+    assert result.exit_code == 0, result.story()
+    assert "now 1 (its largest part is 'history['sums']', 4096 KiB)" in result.output, result.story()
+
+
 IN_A_PACKAGE = """
 import torch, torch.distributed as dist
 from package_with_a_loop import train

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 SLOTS = 2  # for states; a third memory has results of collectives
@@ -42,6 +43,11 @@ NOTHING = Held(0, False, False)
 def unpack(cell: int) -> Held:
     """The content that a cell of the board stands for."""
     return Held(cell >> 2, bool(cell & _HAS_STATE), bool(cell & _HAS_STEP))
+
+
+def slot_that_gives(held: Sequence[Held], boundary: int, way: str) -> int | None:
+    """The number of the slot, of these, that gives the state of a boundary in this way (`Held.gives`); None: none."""
+    return next((number for number, one in enumerate(held) if one.gives(boundary) == way), None)
 
 
 def slot_of(boundary: int) -> int:

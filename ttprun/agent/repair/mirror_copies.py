@@ -25,7 +25,7 @@ from ttprun.agent.processes import shared_memory
 from ttprun.protocol import file_stream
 from ttprun.protocol.board import Field
 from ttprun.protocol.meeting import Where
-from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, unpack
+from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_that_gives, unpack
 
 _CELLS = (Field.MIRROR_COPY_0, Field.MIRROR_COPY_1)
 _HEAD = struct.Struct("<qq")  # what a slot holds, bytes that follow
@@ -89,8 +89,8 @@ class MirrorCopies:
     def state_of(self, rank: int, boundary: int) -> str:
         """The memory with the state that a rank of the node before had after a step; "": it is not here."""
         keeper = self._keeper_of(rank)
-        ways = [held.gives(boundary) for held in self._held_by(keeper)] if keeper in self._slots else []
-        return shared_memory.path_of(self._slots[keeper][ways.index("state")]) if "state" in ways else ""
+        number = slot_that_gives(self._held_by(keeper), boundary, "state") if keeper in self._slots else None
+        return "" if number is None else shared_memory.path_of(self._slots[keeper][number])
 
     def _keeper_of(self, rank: int) -> int:
         """The rank of this node that keeps what there is of that one's mirror."""
@@ -158,5 +158,6 @@ def fetch(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[list[Held
                 os.posix_fallocate(fd, 0, size)
             is_valid = file_stream.receive(sock, fd, 0, size)
             found.append(unpack(cell) if is_valid else NOTHING)
-        sock.sendall(_TAKEN)
+        with contextlib.suppress(OSError):  # all is here, even if the other node is lost now
+            sock.sendall(_TAKEN)
     return found, taken

@@ -24,7 +24,7 @@ from ttprun.agent.repair.mirror_copies import MirrorCopies
 from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.meeting import Where
-from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, unpack
+from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_that_gives, unpack
 from ttprun.protocol.snapshots import MirroredShare
 from ttprun.rank.process.free_memory import free_bytes
 from ttprun.state.memory_share import parse_memory
@@ -141,7 +141,7 @@ class Mirrors:
     def located(self, shares: Sequence[MirroredShare], boundary: int) -> list[MirroredShare]:
         """Those shares of a checkpoint for which this node has the state of its boundary, with where it is.
 
-        Only the state itself: no rank can take another one's step.
+        Only the state itself: a step is taken again by its own rank alone.
         """
         found = (replace(share, slot=self._state_of_lost(share.rank, boundary)) for share in shares)
         return [share for share in found if share.slot]
@@ -153,8 +153,9 @@ class Mirrors:
     def _path_of(self, slot: RankSlot, boundary: int, way: str) -> str:
         if slot.rank not in self._slots:
             return ""
-        ways = [unpack(self._node.board.get(slot.rank, cell)).gives(boundary) for cell in _CELLS]
-        return self.paths_for(slot)[ways.index(way)] if way in ways else ""
+        held = [unpack(self._node.board.get(slot.rank, cell)) for cell in _CELLS]
+        number = slot_that_gives(held, boundary, way)
+        return "" if number is None else self.paths_for(slot)[number]
 
     def forget(self, slot: RankSlot) -> None:
         """The rank goes back, or begins anew."""

@@ -326,10 +326,10 @@ def _write_record(
 
 
 def _largest(record: BoundaryRecord, blobs: Sequence[torch.Tensor]) -> str:
-    """The end of a sentence: which variable takes most of a record."""
+    """The end of a sentence: which variable takes the largest part of a record."""
     sizes = [blob.nbytes for blob in blobs]
     name = name_of_blob(record, sizes.index(max(sizes))) if sizes else ""
-    return f" (most of it is '{name}', {max(sizes) >> 20} MiB)" if name else ""
+    return f" (its largest part is '{name}', {max(sizes) >> 10} KiB)" if name else ""
 
 
 def _rehearse(session: Session, boundary: int) -> None:
