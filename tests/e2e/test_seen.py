@@ -125,14 +125,12 @@ dist.destroy_process_group()
 """
 
 
-def test_what_makes_a_record_too_large_is_named(
-    run_ttprun: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TTPRUN_RECORD_LIMIT_MIB", "1")
-    script = tmp_path / "keeps_a_history.py"
+def test_what_makes_a_record_too_large_is_named(run_ttprun: Callable[..., Run], tmp_path: Path) -> None:
+    script, config = tmp_path / "keeps_a_history.py", tmp_path / "config.yaml"
     script.write_text(KEEPS_A_HISTORY)
+    config.write_text("record_limit_mib: 1")
 
-    result = run_ttprun(str(script), 2)
+    result = run_ttprun(str(script), 2, options=["--config", str(config)])
 
     assert result.exit_code == 0, result.story()
     assert "now 1 (its largest part is 'history['sums']', 4096 KiB)" in result.output, result.story()
