@@ -12,6 +12,7 @@ import pickle
 import random
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -237,11 +238,24 @@ def end_with_parent() -> None:
     install.die_with_parent(signal.SIGUSR1)
 
 
+def end_group(group: int, limit_s: float = 10.0) -> None:
+    """Wait until no process of a process group is left; those that are stopped are continued."""
+    until_s = time.monotonic() + limit_s
+    try:
+        while time.monotonic() < until_s:
+            os.killpg(group, signal.SIGCONT)
+            time.sleep(0.01)
+    except ProcessLookupError:
+        return
+    raise AssertionError(f"a worker is left {limit_s:.0f} s after its rank was killed")
+
+
 def in_child(act: Callable[[], Any]) -> Any:
-    """What `act` returns in a forked child, which is then killed; its workers end with it."""
+    """What `act` returns in a forked child, which is then killed; its workers end with it, also if one is stopped."""
     ours, theirs = Pipe(duplex=False)
     pid = os.fork()
     if pid == 0:
+        os.setpgid(0, 0)
         multiprocessing.current_process()._config["tempdir"] = tempfile.gettempdir()  # type: ignore[attr-defined]
         try:
             outcome = (True, act())
@@ -255,6 +269,7 @@ def in_child(act: Callable[[], Any]) -> Any:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        end_group(pid)
     assert is_good, value
     return value
 

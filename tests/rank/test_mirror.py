@@ -12,10 +12,11 @@ import torch
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
-from ttprun.protocol.mirrors import SLOTS, unpack
+from ttprun.protocol.mirrors import SLOTS, slot_of, unpack
 from ttprun.rank.session import Session
 from ttprun.rank.weights import mirror, optimizer_registry
 from ttprun.rank.weights.mirror import Mirror
+from ttprun.rank.weights.mirror_slots import Stored
 from ttprun.rank.weights.post_step_weights import KeptWeights
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -212,18 +213,20 @@ def test_what_cannot_be_mirrored_is_reported_once_and_training_continues(paths: 
     assert rank.way_to(1)[1] == ""
 
 
-def test_an_optimizer_that_has_parameters_during_its_step_only_is_the_reason_why_nothing_is_mirrored(
-    paths: list[str],
-) -> None:
+def test_an_optimizer_that_is_shown_its_parameters_during_its_step_only_is_mirrored(paths: list[str]) -> None:
     rank = Rank(OPTIMIZERS["momentum"], 1, paths)
+    rank.step(3)
     rank.optimizer.param_groups[0]["params"] = []
 
-    rank.session[Mirror].begin(rank.session, 1)
-    rank.session[Mirror].complete(rank.session, 2, rank.optimizer)
+    rank.session[Mirror].begin(rank.session, 4)
+    rank.session[Mirror].complete(rank.session, 5, rank.optimizer)
 
-    (report,) = rank.channel.sent
-    assert isinstance(report, from_rank.StateMirrored)
-    assert report.why_not == "its optimizers have no parameters between their steps"
+    assert rank.session[Mirror].why_off == ""
+    held = rank.session[Mirror].held(4)
+    assert (held.boundary, held.has_state, held.has_step) == (4, True, True)
+    stored = Stored(paths[slot_of(4)])
+    assert stored.keys == [f"optimizer.0/0.{at}/{kind}" for at in range(3) for kind in ("weight", "momentum_buffer")]
+    rank.session[Mirror].end()
 
 
 def test_a_mirror_that_takes_more_than_it_may_is_reported_once_and_gives_its_memory_back(paths: list[str]) -> None:

@@ -372,9 +372,10 @@ class WrapperNode(ObjectOfKind, frozen=True, gc=False, tag="X"):
 
 
 class OptimizerNode(ObjectOfKind, frozen=True, gc=False, tag="O"):
-    """Hyper-parameters of each group, and attributes."""
+    """Hyper-parameters of each group, how many parameters it is shown of each (None: not the group), and attributes."""
 
     groups: Groups
+    shown: list[int | None]
     attributes: Named
 
 

@@ -11,6 +11,7 @@ from ttprun.rank.values.nodes import MISSING, name_of
 from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.weights.parameter_groups import all_of, how_many_shown
 
 _PARAMS = frozenset({"params"})
 
@@ -28,18 +29,19 @@ _INTERNALS = frozenset(vars(_Empty([torch.zeros(1)], lr=0.1))) | {"step", "_opt_
 def record_optimizer(snapshot: Snapshot, value: torch.optim.Optimizer, depth: int) -> Any:
     """Hyper-parameters of each group, and attributes."""
     number = snapshot.number(value)
-    groups = [snapshot.lasting_attributes(group, depth, _PARAMS) for group in value.param_groups]
+    groups = [snapshot.lasting_attributes(group.settings, depth, _PARAMS) for group in all_of(value)]
     own = snapshot.lasting_attributes(vars(value), depth, _INTERNALS)
-    return OptimizerNode(number, name_of(type(value)), groups, own)
+    return OptimizerNode(number, name_of(type(value)), groups, how_many_shown(value), own)
 
 
 def restore_optimizer(restore: Restore, live: Any, node: OptimizerNode, name: str) -> Any:
     """Write them into the replacement's optimizer."""
-    if name_of(type(live)) != node.kind or len(live.param_groups) != len(node.groups):
+    groups = [group.settings for group in all_of(live)]
+    if name_of(type(live)) != node.kind or len(groups) != len(node.groups) or how_many_shown(live) != node.shown:
         return restore.refuse(live, f"{name} is another optimizer than in the lost rank")
     if not restore.claim_or_refuse(node.number, live, name):
         return live
-    for group, recorded in zip(live.param_groups, node.groups, strict=True):
+    for group, recorded in zip(groups, node.groups, strict=True):
         for key, item in recorded.items():
             value = restore.value(group.get(key, MISSING), item, f"{name}.param_groups.{key}")
             if value is not MISSING:

@@ -19,6 +19,7 @@ import torch
 from ttprun.rank.process.unseen import unseen
 from ttprun.rank.weights import kept_gradients, shared_backwards
 from ttprun.rank.weights.optimizer_registry import parameters_of
+from ttprun.rank.weights.parameter_groups import shown_to
 from ttprun.rank.weights.sharded import local_of
 from ttprun.rank.weights.tensor_bytes import elements_of
 
@@ -27,7 +28,8 @@ CARRIED = (
     "each step"
 )
 _STEPS_WATCHED = 3
-_poisoned: list[torch.optim.Optimizer] = []
+# Of each optimizer, the parameters (ids) that it has not stepped since.
+_poisoned: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
 _begun_anew: set[int] = set()  # ids of parameters whose gradient a backward has begun anew: NaN in it is its own
 
 
@@ -43,9 +45,10 @@ class _Watched:
         self.optimizer = weakref.ref(optimizer)
         self.is_carried: bool | None = None
         self.is_new = not kept_gradients.is_added_to(optimizer)
-        smallest_first = sorted(parameters_of(optimizer), key=torch.Tensor.numel)
+        smallest_first = sorted(shown_to(optimizer), key=torch.Tensor.numel)
         self.parameter = next((one for one in smallest_first if _is_watchable(one.grad)), None)
-        self.kept = None if self.parameter is None else local_of(self.parameter.grad).detach().clone()
+        gradient = None if self.parameter is None else self.parameter.grad
+        self.kept = None if gradient is None else local_of(gradient).detach().clone()
 
     def look(self) -> None:
         """A backward is about to add gradients."""
@@ -125,7 +128,7 @@ def poison(optimizers: list[torch.optim.Optimizer], refuse: Callable[[], None] =
             if parameter.grad is not None:
                 elements_of(local_of(parameter.grad).detach()).fill_(float("nan"))
                 _guard(parameter, refuse)
-        _poisoned.append(optimizer)
+        _poisoned[optimizer] = set(map(id, parameters_of(optimizer)))
 
 
 def _guard(parameter: torch.Tensor, refuse: Callable[[], None]) -> None:
@@ -152,19 +155,23 @@ def forget() -> None:
 
 
 def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer that is about to step has gradients of the replay; True at most once per optimizer.
+    """Whether an optimizer that is about to step has gradients of the replay; True at most once per parameter.
 
     NaN in a gradient that a backward has begun anew is the script's own.
     If gradients have overflowed, and it leaves the step out itself (fused=True with a GradScaler), the next one shows.
     """
-    if not any(optimizer is known for known in _poisoned):
+    left_over = _poisoned.get(optimizer)
+    if left_over is None:
         return False
     found_inf = getattr(optimizer, "found_inf", None)
     if isinstance(found_inf, torch.Tensor) and bool(found_inf):
         return False
-    _poisoned[:] = [known for known in _poisoned if known is not optimizer]
-    left = [one.grad for one in parameters_of(optimizer) if one.grad is not None and id(one) not in _begun_anew]
-    _begun_anew.difference_update(map(id, parameters_of(optimizer)))
+    shown = [one for one in shown_to(optimizer) if id(one) in left_over]
+    left_over.difference_update(map(id, shown))
+    if not left_over:
+        del _poisoned[optimizer]
+    left = [one.grad for one in shown if one.grad is not None and id(one) not in _begun_anew]
+    _begun_anew.difference_update(map(id, shown))
     return any(bool(torch.isnan(elements_of(local_of(gradient))).any()) for gradient in left)
 
 

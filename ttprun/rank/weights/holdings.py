@@ -24,6 +24,7 @@ from ttprun.rank.weights import optimizer_registry, replicated, sharded
 from ttprun.rank.weights.checkpoint_shards import modules_in
 from ttprun.rank.weights.kept_gradients import GRADIENT
 from ttprun.rank.weights.module_parts import parameters_of
+from ttprun.rank.weights.parameter_groups import shown_to
 from ttprun.rank.weights.sharded import is_distributed, local_of
 from ttprun.rank.weights.tensor_bytes import content_of
 
@@ -102,7 +103,7 @@ class Holdings:
         sampled = self._sampled[1]
         if not sampled:
             return b""
-        own = set() if optimizer is None else set(map(id, optimizer_registry.parameters_of(optimizer)))
+        own = set() if optimizer is None else set(map(id, shown_to(optimizer)))
         start = boundary * _MOST_SAMPLES % len(sampled)
         found = xxhash.xxh3_64()
         for parameter in (sampled[start:] + sampled[:start])[:_MOST_SAMPLES]:
@@ -119,9 +120,10 @@ def in_full(optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[str, str
 
     optimizer   about to step; gradients of others are left out, as they may be incomplete
     """
+    shown = set() if optimizer is None else set(map(id, shown_to(optimizer)))
     return {
-        key: (_hash(parameter), _hash_of_rest(_own(state), group, parameter.grad if one is optimizer else None))
-        for key, parameter, state, group, one in replicated.rows()
+        key: (_hash(parameter), _hash_of_rest(_own(state), group, parameter.grad if id(parameter) in shown else None))
+        for key, parameter, state, group, _ in replicated.rows()
     }
 
 
@@ -144,11 +146,12 @@ def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.T
     from ranks that are not replicas.
     """
     managed = set(map(id, reduced_over_all()))
+    shown = set(map(id, shown_to(optimizer)))
     found = []
-    for key, parameter, _, _, one in _plain_parameters():
+    for key, parameter, *_ in _plain_parameters():
         found.append((key, False, parameter))
         gradient = parameter.grad
-        if one is optimizer and gradient is not None and id(parameter) not in managed and _is_dense(gradient):
+        if id(parameter) in shown and gradient is not None and id(parameter) not in managed and _is_dense(gradient):
             found.append((key, True, gradient))
     return found
 

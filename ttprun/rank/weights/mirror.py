@@ -296,7 +296,7 @@ class Mirror:
         if any(type(value) is list for form in layout.forms for value in form):
             raise NotRepairableError("its optimizer keeps state in lists, which is not mirrored")
         if not weights:
-            raise NotRepairableError("its optimizers have no parameters between their steps")
+            raise NotRepairableError("its optimizers have no parameters")
         if not all(weight.is_cpu for weight in weights):
             raise NotRepairableError("its parameters are on a device, from which they are not mirrored yet")
         self._check_size(0)

@@ -17,7 +17,7 @@ from ttprun.rank import fail_open
 from ttprun.rank.position import made_inside, script_end
 from ttprun.rank.process.looks import is_a
 from ttprun.rank.session import current
-from ttprun.rank.weights import last_hook
+from ttprun.rank.weights import last_hook, parameter_groups
 from ttprun.rank.weights.sharded import are_any, local_of
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
@@ -33,6 +33,7 @@ def wrap_optimizer_init(original: Any) -> Any:
         original(self, *args, **kwargs)
         known = weakref.ref(self, _keep_remains)
         _optimizers.append(known)
+        parameter_groups.all_of(self)
         last_hook.make_place(self)
         _note_made("an optimizer was made", "make it before the loop", known)
 
@@ -101,8 +102,9 @@ class Remains:
     """What counts of an optimizer, for as long as it lives and perhaps longer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.param_groups = optimizer.param_groups
+        self.groups = parameter_groups.all_of(optimizer)
         self.state = optimizer.state
+        self.param_groups = [{**settings, "params": parameters} for settings, parameters in self.groups]
 
 
 _remains: dict[Any, Remains] = {}  # by the weak reference
@@ -114,7 +116,8 @@ def note_remains() -> None:
         found = known()
         if found is not None:
             remains = _remains.get(known)
-            if remains is None or remains.state is not found.state or remains.param_groups is not found.param_groups:
+            is_new = remains is None or remains.groups is not parameter_groups.all_of(found)
+            if remains is None or is_new or remains.state is not found.state:
                 _remains[known] = Remains(found)
 
 
@@ -232,8 +235,7 @@ def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
     for optimizer in living:
         state = optimizer.state
         seen.append(len(state))
-        for group in optimizer.param_groups:
-            in_group = group["params"]
+        for _, in_group in parameter_groups.all_of(optimizer):
             held.append(in_group)
             seen.append(len(in_group))
             for end in (in_group[0], in_group[-1]) if in_group else ():
@@ -282,7 +284,7 @@ def stepped_tensors() -> list[torch.Tensor]:
 
 
 def _count(optimizer: torch.optim.Optimizer) -> list[int]:
-    return [sum(len(group["params"]) for group in optimizer.param_groups), sum(1 for _ in _state(optimizer))]
+    return [sum(1 for _ in parameters_of(optimizer)), sum(1 for _ in _state(optimizer))]
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -308,6 +310,6 @@ def parameters() -> Iterator[torch.Tensor]:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """The parameters of one optimizer now, in the order of its groups."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    """The parameters of one optimizer now, in the order of its groups; those that it is not shown, too."""
+    for group in parameter_groups.all_of(optimizer):
+        yield from group.parameters

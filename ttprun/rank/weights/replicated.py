@@ -19,7 +19,7 @@ import xxhash
 from ttprun.device import registry
 from ttprun.rank.process.looks import is_a
 from ttprun.rank.session import current
-from ttprun.rank.weights import kept_gradients, optimizer_registry, sharded
+from ttprun.rank.weights import kept_gradients, optimizer_registry, parameter_groups, sharded
 from ttprun.rank.weights.kept_gradients import GRADIENT
 from ttprun.rank.weights.post_step_weights import KeptWeights
 from ttprun.rank.weights.tensor_bytes import content_of
@@ -84,14 +84,14 @@ def rows() -> Iterator[Row]:
     To the state belongs the gradient, if it is kept: the script adds to it (kept_gradients.py).
     """
     for number, optimizer in enumerate(optimizer_registry.optimizers()):
-        for group_number, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
+        for group_number, group in enumerate(parameter_groups.all_of(optimizer)):
+            for index, parameter in enumerate(group.parameters):
                 key = key_of(number, group_number, index)
                 state = optimizer.state.get(parameter, {})
                 gradient = kept_gradients.of(optimizer, parameter)
                 if gradient is not None:
                     state = {**state, GRADIENT: gradient}
-                yield key, parameter, state, group, optimizer
+                yield key, parameter, state, group.settings, optimizer
 
 
 def live_tensors() -> Iterator[tuple[str, torch.Tensor]]:

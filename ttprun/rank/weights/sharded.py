@@ -16,6 +16,7 @@ import torch
 from ttprun import torch_versions
 from ttprun.rank.weights import original_parameters
 from ttprun.rank.weights.module_parts import parts_of
+from ttprun.rank.weights.parameter_groups import shown_to
 from ttprun.state.chunks import Chunk
 
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
@@ -238,7 +239,7 @@ def why_not_at_rest(optimizer: torch.optim.Optimizer) -> str:
             return "parameters are being gathered while the optimizer steps"
         if not group.is_sharded:
             if stepped is None:
-                stepped = {id(one) for of_group in optimizer.param_groups for one in of_group["params"]}
+                stepped = set(map(id, shown_to(optimizer)))
             if any(id(param.sharded_param) in stepped for param in group.fsdp_params):
                 return "gathered parameters are kept across the optimizer step (set_reshard_after_backward(False)?)"
     return ""
