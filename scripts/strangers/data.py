@@ -75,6 +75,16 @@ def conversations() -> None:
     rows(48, messages=lambda: said("user") + said("assistant"))
 
 
+def conversations_for_deepspeed() -> None:
+    """The same, and DeepSpeed's settings for each stage of ZeRO, whose groups of parameters are those of the Trainer."""
+    conversations()
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    for stage in (1, 2, 3):
+        zero = {"stage": stage, "reduce_bucket_size": 10000, "stage3_param_persistence_threshold": 0}
+        settings = {**sizes, "gradient_clipping": "auto", "zero_optimization": zero}
+        write_lines(f"zero{stage}.json", [settings | {"zero_allow_untested_optimizer": True}])
+
+
 def preferences() -> None:
     """A question, the better answer and the worse one."""
     rows(48, prompt=lambda: said("user"), chosen=lambda: said("assistant"), rejected=lambda: said("assistant"))
