@@ -76,7 +76,7 @@ def conversations() -> None:
 
 
 def conversations_for_deepspeed() -> None:
-    """The same, and DeepSpeed's settings for each stage of ZeRO, whose groups of parameters are those of the Trainer."""
+    """The same, and DeepSpeed's settings for each stage of ZeRO."""
     conversations()
     sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
     for stage in (1, 2, 3):

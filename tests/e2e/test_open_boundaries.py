@@ -89,3 +89,43 @@ def test_a_checkpoint_of_a_gan_that_is_asked_for_at_any_moment_can_be_gone_on_fr
     assert_same_outcome(first, reference)
     second = run_ttprun(GAN, 2, **same, options=["--resume", json.loads(asked.stdout)["path"]])
     assert (second.exit_code, second.hashes) == (0, reference.hashes), second.story()
+
+
+IN_BACKWARD = "steps_in_backward.py"  # 10 iterations of 4 steps: the first two in the backward pass, or all
+
+
+def test_a_rank_lost_in_a_backward_pass_that_has_taken_a_step_sends_all_back_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    run = run_ttprun(
+        IN_BACKWARD, 2, faults=["kill:rank=1,step=22,phase=collective"], options=["--snapshot-every", "4steps"]
+    )
+
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"]) == ("rewind", "recovered"), run.story()
+    assert "is taken inside a backward pass, whose rest would differ" in incident["reason"], run.story()
+    assert incident["boundary"] % 4 in (3, 0), run.story()
+    assert run.final == undisturbed(IN_BACKWARD, 2).final, run.story()
+
+
+def test_a_rank_lost_behind_a_backward_pass_that_has_taken_steps_is_replaced_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    run = run_ttprun(
+        IN_BACKWARD, 2, faults=["kill:rank=1,step=20,phase=forward", "kill:rank=0,step=28,phase=collective"]
+    )
+
+    assert_only_replaced(run, incidents=2)
+    assert_same_outcome(run, undisturbed(IN_BACKWARD, 2))
+
+
+def test_a_script_that_takes_all_its_steps_in_backward_passes_is_reported_before_a_rank_is_lost(
+    run_ttprun: RunTtprun,
+) -> None:
+    run = run_ttprun(IN_BACKWARD, 2, script_args=["--all"], faults=["kill:rank=1,step=22,phase=collective"])
+
+    said = "its optimizers step inside the backward pass, and a replacement could not compute the rest of the pass"
+    assert run.exit_code == 137, run.story()
+    assert said in next(line for line in run.output.splitlines() if "no rank can be replaced" in line), run.story()
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"]) == ("restart", "failed"), run.story()

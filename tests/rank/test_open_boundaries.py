@@ -1,4 +1,4 @@
-"""The first rank does not go past a boundary that a run can go on from, while the agent waits for one."""
+"""Open boundaries: which are, and that the first rank does not go past another one while the agent waits for it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.rank.fakes import make_session
 from ttprun.protocol.board import Field
 from ttprun.rank.session import Session
 from ttprun.rank.weights import open_boundaries
-from ttprun.rank.weights.open_boundaries import come_to
+from ttprun.rank.weights.open_boundaries import come_to, why_none_is_closed
 
 LIMIT_S = 10.0
 
@@ -120,3 +121,23 @@ def test_an_agent_that_never_comes_holds_nobody_up_for_long(
     come_to(session, 11)
 
     assert session.board.get(0, Field.OPEN_AT) == 11
+
+
+def test_optimizers_are_known_to_step_inside_backward_passes_alone_from_their_second_turn_on() -> None:
+    found: list[str] = []
+    weights = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in weights}
+    for one in weights:
+        one.register_post_accumulate_grad_hook(lambda one: found.append(why_none_is_closed(optimizers[one])))
+
+    def iterate() -> list[bool]:
+        found.clear()
+        torch.stack(weights).sum().backward()  # type: ignore[no-untyped-call]
+        return ["inside the backward pass" in why for why in found]
+
+    assert [iterate(), iterate()] == [[False, False], [True, True]]
+    assert why_none_is_closed(optimizers[weights[0]]) == ""  # a step outside
+    assert [iterate(), iterate()] == [[False, False], [True, True]]
+    open_boundaries.forget()
+    assert iterate() == [False, False]
+    open_boundaries.forget()

@@ -113,7 +113,7 @@ class Adapted(ReplayRun):
         except Exception as error:  # it must not end the script's own step
             self.refuse(f"the variables before the first step cannot be read: {error!r}")
 
-    def before_step(self, frame: FrameType, returned: Any = None) -> Any:
+    def before_step(self, frame: FrameType, returned: Any = None, optimizer: Any = None) -> Any:
         """Pre-hook of Optimizer.step: at the old run's boundary, take its variables."""
         assert not self._has_arrived
         self._note_setup()

@@ -102,8 +102,11 @@ class Mode:
         """Whether a GradScaler has left out the lost rank's step at this place."""
         return False
 
-    def before_step(self, frame: FrameType, returned: Any = None) -> Any:
-        """An optimizer is about to change weights; `returned` is its closure's result. Returns the lost rank's."""
+    def before_step(self, frame: FrameType, returned: Any = None, optimizer: Any = None) -> Any:
+        """An optimizer is about to change weights (None: one that is not known).
+
+        returned   its closure's result; returns the lost rank's
+        """
         return returned
 
     def begin_step(self, optimizer: Any) -> bool:

@@ -32,7 +32,7 @@ from ttprun.rank.position import ast_transform, loops, made_inside
 from ttprun.rank.position.whose import has_muted_effects
 from ttprun.rank.process import random_state
 from ttprun.rank.step import step_hooks
-from ttprun.rank.weights import gradients, optimizer_registry, original_parameters
+from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, original_parameters
 
 
 @dataclass
@@ -102,7 +102,8 @@ def clear(error: BaseException) -> None:
     for function in _registered:
         atexit.unregister(function)
     _registered.clear()
-    for room in (step_hooks, optimizer_registry, original_parameters, loaders, gradients, values, made_inside):
+    of_steps = (step_hooks, optimizer_registry, original_parameters, gradients, open_boundaries)
+    for room in (*of_steps, loaders, values, made_inside):
         room.forget()
     loops.give_back()
     _empty_shared_states()

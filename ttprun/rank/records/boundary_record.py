@@ -90,6 +90,7 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     is_straight      a replay goes directly here: nothing earlier is used
     not_proved       what can change and is not recorded, by name
     is_draining      batches of an ended loader are trained on
+    stepping         number of the optimizer that is about to step; None: it is not known
     is_before_step   the optimizer communicates inside step(): the boundary lies before the step, not after it
     """
 
@@ -113,6 +114,7 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     loaders_made: dict[str, int] = {}
     held: bytes = b""
     is_draining: bool = False
+    stepping: int | None = None
     is_before_step: bool = False
 
     def frames(self) -> Iterator[tuple[list[Any], Scope, list[str]]]:

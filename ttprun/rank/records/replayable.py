@@ -29,7 +29,7 @@ def records_up_to(recorder: Recorder, number: int) -> list[Record]:
 
 
 def _record_to_begin_at(recorder: Recorder, target: Record) -> Record | None:
-    """The newest earlier boundary at the same place of the script, else the one before; None at the first boundary.
+    """The newest earlier boundary of the same optimizer at the same place, else the one before; None at the first one.
 
     A run's first record after a change of its ranks is `is_straight`: a replay goes directly to it, and nothing earlier
     is used. A replay cannot begin at a boundary after which batches of an ended loader are trained on: they are lost.
@@ -41,7 +41,7 @@ def _record_to_begin_at(recorder: Recorder, target: Record) -> Record | None:
     for earlier in range(number - 1, max(0, number - SLOTS + 1), -1):
         record = read_record(recorder, earlier)
         if not record.fields.is_draining:
-            if record.fields.place == target.fields.place:
+            if (record.fields.place, record.fields.stepping) == (target.fields.place, target.fields.stepping):
                 return record
             others.append(record)
         if record.fields.is_straight:

@@ -34,6 +34,17 @@ def difference_of_place(record: BoundaryRecord, frame: FrameType, is_before_targ
     return ""
 
 
+def difference_of_stepping(record: BoundaryRecord, optimizer: Any) -> str:
+    """Another optimizer than in a record is about to step at the same place: e.g. several do in a hook of the backward.
+
+    optimizer   about to step; None: it is not known
+    """
+    number = optimizer_registry.number_of(optimizer)
+    if None in (number, record.stepping) or number == record.stepping:
+        return ""
+    return f"optimizer {number} steps there, in the lost rank it was optimizer {record.stepping}"
+
+
 def _shown(where: list[list[Any]]) -> str:
     return " > ".join(f"{function}:{line}" for _, function, line in where) or "(no user code)"
 

@@ -37,12 +37,17 @@ from ttprun.rank.records import replayable
 from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay import loss_scaling
-from ttprun.rank.replay.differences import difference_of_batches, difference_of_optimizers, difference_of_place
+from ttprun.rank.replay.differences import (
+    difference_of_batches,
+    difference_of_optimizers,
+    difference_of_place,
+    difference_of_stepping,
+)
 from ttprun.rank.replay.findings import Findings
 from ttprun.rank.replay.jumps import Jumps
 from ttprun.rank.session import Session
 from ttprun.rank.values import CannotRestoreError, Restore, restore_loop, room_to_walk
-from ttprun.rank.weights import gradients, kept_gradients, mirror, optimizer_registry
+from ttprun.rank.weights import gradients, kept_gradients, mirror, open_boundaries, optimizer_registry
 from ttprun.rank.weights.mirror import Mirror
 from ttprun.rank.weights.post_step_weights import KeptWeights
 
@@ -150,7 +155,7 @@ class ReplayRun(Mode):
 
     # Boundaries.
 
-    def before_step(self, frame: FrameType, returned: Any = None) -> Any:
+    def before_step(self, frame: FrameType, returned: Any = None, optimizer: Any = None) -> Any:
         """An optimizer is about to change weights: see step_hooks.before_step.
 
         returned   the result of the step's closure here; returns the lost rank's
@@ -158,7 +163,7 @@ class ReplayRun(Mode):
         self._note_setup()
         try:
             with room_to_walk():
-                return self._arrive(frame, returned)
+                return self._arrive(frame, returned, optimizer)
         except MismatchError:
             raise
         except Exception as error:  # the script must not run with half of the variables
@@ -193,7 +198,7 @@ class ReplayRun(Mode):
         self._steps_left_out += 1
         return self._steps_left_out <= STEPS_TO_LOOK_FOR
 
-    def _arrive(self, frame: FrameType, returned: Any) -> Any:
+    def _arrive(self, frame: FrameType, returned: Any, optimizer: Any) -> Any:
         """The script is before a step: if that is at a record's place, restore the record."""
         if placeholders.wanted():
             self.refuse(
@@ -203,10 +208,11 @@ class ReplayRun(Mode):
             self._passed += 1
             is_target = self._passed == self.boundary
             record = self._target if is_target else replayable.read_record(self.session[Recorder], self._passed)
-            difference = self._difference(record, frame)
+            difference = self._difference(record, frame, optimizer)
             if difference:
                 self.refuse(f"the replay is not at the place of boundary {self._passed}: {difference}")
             if is_target:
+                self._refuse_in_backward()
                 self._findings.note_equal(record)
             if self._before is not None:
                 self._findings.compare_random_states(record)
@@ -215,10 +221,11 @@ class ReplayRun(Mode):
             restore.forget()
             return returned
         assert self._before is not None
-        difference = self._difference(self._before, frame)
+        difference = self._difference(self._before, frame, optimizer)
         if not difference:
             self._is_at_target = self._before is self._target
             if self._is_at_target:
+                self._refuse_in_backward()
                 self._findings.note_equal(self._before)
             restore, returned = self._restore(self._before, frame, returned, is_comparing=self._is_at_target)
             restore.forget()
@@ -228,6 +235,11 @@ class ReplayRun(Mode):
             return returned
         self._note_other_place(difference)
         return returned
+
+    def _refuse_in_backward(self) -> None:
+        """The rest of a backward pass would be computed from a forward pass with the weights of the set-up."""
+        if open_boundaries.is_in_backward():
+            self.refuse(f"step {self.boundary} is taken inside a backward pass, whose rest would differ")
 
     def _note_setup(self) -> None:
         if self.setup_s is None:
@@ -241,12 +253,13 @@ class ReplayRun(Mode):
             begins_at = self._before.fields.boundary if self._before is not None else self.boundary
             self.refuse(f"the replay does not reach the place of boundary {begins_at}: {difference}")
 
-    def _difference(self, record: Record, frame: FrameType) -> str:
-        """How this place differs from a record's, "" if it is the same."""
+    def _difference(self, record: Record, frame: FrameType, optimizer: Any = None) -> str:
+        """How this place, or the optimizer that steps here, differs from a record's, "" if they are the same."""
         why_never = replayable.why_never(record.fields)
         if why_never:
             self.refuse(why_never)
         difference = difference_of_place(record.fields, frame, is_before_target=record is not self._target)
+        difference = difference or difference_of_stepping(record.fields, optimizer)
         if difference:
             return difference
         is_target = record is self._target

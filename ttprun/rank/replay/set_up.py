@@ -61,9 +61,9 @@ class SetUp(ReplayRun):
         self._made.add(name[0])
         return None
 
-    def before_step(self, frame: FrameType, returned: Any = None) -> Any:
+    def before_step(self, frame: FrameType, returned: Any = None, optimizer: Any = None) -> Any:
         """As in ReplayRun."""
-        return self._go_on().before_step(frame, returned)
+        return self._go_on().before_step(frame, returned, optimizer)
 
     def _enter(self, site: loop_sites.Site, frame: FrameType) -> Any:
         return self._go_on()._enter(site, frame) if site.key in self._jumps.sites else super()._enter(site, frame)

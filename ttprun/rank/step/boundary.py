@@ -92,6 +92,7 @@ def describe(
         blobs=[blob.nbytes for blob in snapshot.blobs],
         not_proved=not_proved,
         is_draining=is_draining,
+        stepping=optimizer_registry.number_of(optimizer),
         is_before_step=session.has_collective_steps,
     )
     return record, snapshot.blobs, any(map(values.is_awaited, snapshot.computed))

@@ -134,7 +134,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
     """
     global _boundary
     if not session.mode.is_live:
-        returned = session.mode.before_step(frame, returned)
+        returned = session.mode.before_step(frame, returned, optimizer)
         if session.mode.begin_step(optimizer):
             _boundary = session.applied
             session.updates.begin()
@@ -284,6 +284,7 @@ def _write_record(
     session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
 ) -> bool:
     is_open = shared_backwards.look(optimizer)
+    is_open = is_open or open_boundaries.is_in_backward()
     session[OwnState].is_apt = False
     try:
         why_not = _why_not_recorded(session, optimizer)
@@ -296,6 +297,7 @@ def _write_record(
                 head = values.pack(record)
             hindrance = hindrances.look(record, session[Rehearsal].refused)
             hindrance = hindrance or session[Holdings].why_moved(optimizer_registry.newest())
+            hindrance = hindrance or open_boundaries.why_none_is_closed(optimizer)
             session.note_hindrance(boundary, hindrance)
             if hindrance:  # the step that ends here would not come to the same
                 session[Recorder].evidence.clear()

@@ -5,15 +5,20 @@ between the two steps, the graph of `fake` is needed, and is in no record. No ru
 or checkpoint of it; after the generator's step it can. So snapshots are postponed to the next boundary
 (`snapshots.py`), and a job that is to end continues up to it (`ttprun.agent.checkpoints.quiesce_schedule`).
 
-The same holds between the steps of two optimizers that use the gradients of one backward (`shared_backwards.py`).
+The same holds between the steps of two optimizers that use the gradients of one backward (`shared_backwards.py`), and
+for a step that a hook takes inside a backward pass: the rest of the pass needs what the forward pass has computed with
+the weights before the step. A replay refuses such a boundary.
 
-Whether one is open is predicted from the existing graphs (`values/histories.py`) and gradients: if that is wrong, a
-resume is refused (`values/unrecorded.py`, `gradients.py`), or a snapshot is taken a few steps late.
+Whether another one is open is predicted from the existing graphs (`values/histories.py`) and gradients: if that is
+wrong, a resume is refused (`values/unrecorded.py`, `gradients.py`), or a snapshot is taken a few steps late.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
+
+import torch
 
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.session import Session
@@ -21,6 +26,35 @@ from ttprun.rank.session import Session
 MOST_PUT_OFF = 8  # boundaries: a script may keep a graph all the time
 _HOLD_LIMIT_S = 5.0  # the agent looks several times per second
 _LOOK_AGAIN_S = 0.05
+# Those that have stepped inside a backward pass since the newest step outside.
+_in_backward: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def is_in_backward() -> bool:
+    """Whether the calling thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def why_none_is_closed(optimizer: torch.optim.Optimizer) -> str:
+    """Called before each step: why no boundary is one from which a run could go on; "" if some are.
+
+    optimizer   about to step
+    """
+    if not is_in_backward():
+        _in_backward.clear()
+    elif optimizer in _in_backward:
+        return (
+            "its optimizers step inside the backward pass, and a replacement could not compute the rest of the pass: "
+            "call step() after backward()"
+        )
+    else:
+        _in_backward.add(optimizer)
+    return ""
+
+
+def forget() -> None:
+    """The run of the script is over."""
+    _in_backward.clear()
 
 
 def come_to(session: Session, boundary: int) -> None:

@@ -134,6 +134,11 @@ def optimizers() -> list[torch.optim.Optimizer]:
     return living
 
 
+def number_of(optimizer: Any) -> int | None:
+    """Its place among `optimizers()`; None if it is not among them."""
+    return next((number for number, one in enumerate(optimizers()) if one is optimizer), None)
+
+
 def wrapped_models() -> list[Any]:
     """All living DistributedDataParallel modules, in the order in which they were made."""
     return [found for ref in _wrapped_models if (found := ref()) is not None]
