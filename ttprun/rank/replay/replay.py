@@ -175,6 +175,8 @@ class ReplayRun(Mode):
         returns   as in Mode: a collective step is taken with the other ranks
         """
         loss_scaling.take_over(optimizer)
+        if self._is_at_target and open_boundaries.is_in_backward():  # after a forward pass with the set-up's weights
+            self.refuse(f"step {self.boundary} is taken inside a backward pass, whose rest would differ")
         if not self._is_at_target or not self.step_from:
             return False
         is_before_step = self._target.fields.is_before_step
@@ -212,7 +214,6 @@ class ReplayRun(Mode):
             if difference:
                 self.refuse(f"the replay is not at the place of boundary {self._passed}: {difference}")
             if is_target:
-                self._refuse_in_backward()
                 self._findings.note_equal(record)
             if self._before is not None:
                 self._findings.compare_random_states(record)
@@ -225,7 +226,6 @@ class ReplayRun(Mode):
         if not difference:
             self._is_at_target = self._before is self._target
             if self._is_at_target:
-                self._refuse_in_backward()
                 self._findings.note_equal(self._before)
             restore, returned = self._restore(self._before, frame, returned, is_comparing=self._is_at_target)
             restore.forget()
@@ -235,11 +235,6 @@ class ReplayRun(Mode):
             return returned
         self._note_other_place(difference)
         return returned
-
-    def _refuse_in_backward(self) -> None:
-        """The rest of a backward pass would be computed from a forward pass with the weights of the set-up."""
-        if open_boundaries.is_in_backward():
-            self.refuse(f"step {self.boundary} is taken inside a backward pass, whose rest would differ")
 
     def _note_setup(self) -> None:
         if self.setup_s is None:

@@ -33,7 +33,7 @@ def wrap_optimizer_init(original: Any) -> Any:
         original(self, *args, **kwargs)
         known = weakref.ref(self, _keep_remains)
         _optimizers.append(known)
-        parameter_groups.all_of(self)
+        parameter_groups.all_of(self)  # before an engine hides some
         last_hook.make_place(self)
         _note_made("an optimizer was made", "make it before the loop", known)
 
@@ -115,9 +115,8 @@ def note_remains() -> None:
     for known in _optimizers:
         found = known()
         if found is not None:
-            remains = _remains.get(known)
-            is_new = remains is None or remains.groups is not parameter_groups.all_of(found)
-            if remains is None or is_new or remains.state is not found.state:
+            remains, groups = _remains.get(known), parameter_groups.all_of(found)
+            if remains is None or remains.groups is not groups or remains.state is not found.state:
                 _remains[known] = Remains(found)
 
 
