@@ -10,4 +10,4 @@ if ! "$python" -c 'import torch, pydantic, msgpack, msgspec, xxhash' 2>/dev/null
     prepare_venv
     python=.venv/bin/python
 fi
-exec "$python" scripts/gpu_check.py "$@"
+exec "$python" scripts/gpu_check/check.py "$@"

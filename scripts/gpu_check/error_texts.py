@@ -1,0 +1,150 @@
+"""Real errors of a device and of its communication, and what ttprun's table (`ttprun.device.errors`) makes of them.
+
+    python error_texts.py --cause "an address that is not mapped"      one of them, in a process of its own
+
+Most errors of a kernel end what a process can do with its GPU, so each is caused in a new one. Begin with `CAUSES` and
+`provoke`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from ttprun.device.errors import DeviceErrors, in_one_line
+
+LIMIT_S = 120.0
+PEER_LIMIT_S = 20
+KERNEL = 'extern "C" __global__ void broken(int *words) {{ {} }}'
+
+
+def _run_kernel(statement: str) -> None:
+    """Compile and run one statement on the GPU, whose `words` are 16 integers."""
+    import torch
+
+    broken = torch.cuda._compile_kernel(KERNEL.format(statement), "broken")
+    broken((1, 1, 1), (1, 1, 1), (torch.zeros(16, dtype=torch.int32, device="cuda"),))
+    torch.cuda.synchronize()
+
+
+def _use_a_wrong_index() -> None:
+    import torch
+
+    torch.zeros(4, device="cuda").gather(0, torch.tensor([9], device="cuda"))
+    torch.cuda.synchronize()
+
+
+def _ask_for_too_much() -> None:
+    import torch
+
+    torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+
+def _lose_a_peer(backend: str, device: str) -> None:
+    """Wait in an all-reduce for a process that is killed instead of coming."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # or the error would come in another thread
+    with tempfile.TemporaryDirectory() as folder:
+        rank = 1 if os.fork() == 0 else 0
+        signal.alarm(int(LIMIT_S))  # neither outlives a check that hangs
+        place = device if device == "cpu" else f"{device}:{rank % torch.cuda.device_count()}"
+        limit = timedelta(seconds=PEER_LIMIT_S)
+        dist.init_process_group(backend, f"file://{folder}/store", limit, rank=rank, world_size=2)
+        tensor = torch.ones(1, device=place)
+        dist.all_reduce(tensor)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(tensor)
+        tensor.item()
+
+
+@dataclass(frozen=True)
+class Provocation:
+    """An error, and what the table must say of it.
+
+    cause    what is done
+    devices  how many GPUs it needs
+    fault    the table's name for it; "": it is no error of the device
+    act      causes it
+    """
+
+    cause: str
+    devices: int
+    fault: str
+    act: Callable[[], None]
+
+
+CAUSES = {
+    one.cause: one
+    for one in (
+        Provocation("a peer is killed, gloo", 0, "link", lambda: _lose_a_peer("gloo", "cpu")),
+        Provocation("a peer is killed, gloo, tensors on the GPU", 1, "link", lambda: _lose_a_peer("gloo", "cuda")),
+        Provocation("a peer is killed, NCCL", 2, "remote-suspect", lambda: _lose_a_peer("nccl", "cuda")),
+        Provocation("an index out of range", 1, "device-lost", _use_a_wrong_index),
+        Provocation("an address that is not mapped", 1, "device-lost", lambda: _run_kernel("*(int *)16 = 1;")),
+        Provocation("a misaligned address", 1, "device-lost", lambda: _run_kernel("*(int *)((char *)words + 1) = 1;")),
+        Provocation("a trap", 1, "device-lost", lambda: _run_kernel("__trap();")),
+        Provocation("more memory than there is", 1, "", _ask_for_too_much),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """An error as it was raised.
+
+    text   its type and first line; "" if none was raised
+    fault  what the table says of it
+    """
+
+    cause: str
+    text: str
+    fault: str
+
+    @property
+    def is_known(self) -> bool:
+        """Whether an error was raised, and the table says of it what it must."""
+        return bool(self.text) and self.fault == CAUSES[self.cause].fault
+
+
+def provoke(cause: str) -> Text:
+    """Cause an error in a process of its own."""
+    command = [sys.executable, __file__, "--cause", cause]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Text(cause, "", f"nothing was raised within {LIMIT_S:.0f} s")
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return Text(cause, "", f"exit code {done.returncode}: {last}")
+    return Text(cause, **json.loads(lines[-1]))
+
+
+def main() -> None:
+    """Cause one error, and print its text and the table's answer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cause", required=True, choices=list(CAUSES))
+    try:
+        CAUSES[parser.parse_args().cause].act()
+    except Exception as error:
+        print(json.dumps({"text": in_one_line(error), "fault": DeviceErrors({}).diagnose(error).name}), flush=True)
+    # A broken context may make the end of a process an error of its own.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
