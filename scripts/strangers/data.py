@@ -79,8 +79,8 @@ def conversations_for_deepspeed() -> None:
     """The same, and DeepSpeed's settings for each stage of ZeRO."""
     conversations()
     sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
-    for stage in (1, 2, 3):
-        zero = {"stage": stage, "reduce_bucket_size": 10000, "stage3_param_persistence_threshold": 0}
+    for stage in (1, 2):
+        zero = {"stage": stage, "reduce_bucket_size": 10000}
         settings = {**sizes, "gradient_clipping": "auto", "zero_optimization": zero}
         write_lines(f"zero{stage}.json", [settings | {"zero_allow_untested_optimizer": True}])
 
