@@ -35,3 +35,16 @@ def test_a_snapshot_holds_what_the_optimizer_was_not_shown(
 
     assert [(one["rung"], one["outcome"]) for one in run.incidents] == [("rewind", "recovered")], run.story()
     assert run.final == undisturbed(SCRIPT, 2, args).final, run.story()
+
+
+def test_a_snapshot_is_taken_where_a_step_follows_that_shows_whether_a_replay_of_it_is_right(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    args = ["--show", "groups"]
+    faults = ["kill:rank=1,step=8,phase=backward", "exception:rank=1,phase=replay"]
+
+    # Nothing is computed between boundaries 5 and 6, where the snapshot is due: two steps of one iteration.
+    run = run_ttprun(SCRIPT, 2, faults=faults, options=["--snapshot-every", "5steps"], script_args=args)
+
+    assert [(one["rung"], one["outcome"], one["boundary"]) for one in run.incidents] == [("rewind", "recovered", 6)]
+    assert run.final == undisturbed(SCRIPT, 2, args).final, run.story()

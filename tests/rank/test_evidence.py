@@ -44,6 +44,19 @@ def test_the_step_before_is_still_there_and_the_one_before_that_is_not() -> None
     assert [len(evidence.left(step)) for step in (1, 2, 3)] == [0, 1, 1]
 
 
+@pytest.mark.parametrize(("noted", "likely"), [((), [4, 5, 6]), ((5,), [6, 7, 8]), ((5, 6), [7, 8]), ((3, 5), [7, 9])])
+def test_the_steps_of_which_something_is_likely_to_be_noted_are_as_far_apart_as_the_last_two(
+    noted: tuple[int, ...], likely: list[int]
+) -> None:
+    evidence = new_evidence()
+
+    for step in noted:
+        evidence.note(step, LOSS, "", [torch.ones(1)])
+        evidence.note(step + 1, BATCH, "loader", [torch.ones(1)])
+
+    assert [step for step in range(likely[0], likely[-1] + 1) if evidence.is_likely(step)] == likely
+
+
 def test_a_replacement_that_is_lost_in_its_turn_leaves_what_the_first_rank_had_noted() -> None:
     region = memoryview(bytearray(REGION_BYTES))
     lost, replacement = Evidence(region), Evidence(region)

@@ -72,6 +72,8 @@ class Evidence:
         self._at = 0
         self._count = 0
         self._counts: Counter[tuple[int, int]] = Counter()
+        self._newest = -1  # step of which a loss or an input was noted
+        self._apart = 1  # steps from one of these to the next
 
     def clear(self) -> None:
         """Forget all steps."""
@@ -109,6 +111,9 @@ class Evidence:
         """
         if step != self._step:
             self._begin(step)
+        if kind != BATCH and step != self._newest:
+            self._apart = max(step - self._newest, 1) if self._newest >= 0 else 1
+            self._newest = step
         key = _key_of(name)
         number = self._counts[kind, key]
         self._counts[kind, key] += 1
@@ -122,6 +127,13 @@ class Evidence:
             self._count += 1
             _HEAD.pack_into(self._region, self._at, step, self._count)  # last: a killed rank leaves complete entries
         return (kind, key, number), noted
+
+    def is_likely(self, step: int) -> bool:
+        """Whether a loss or an input will be noted of a step, if the script goes on as it has.
+
+        Optimizers that step one after the other compute nothing in between.
+        """
+        return (step - self._newest) % self._apart == 0
 
     def _begin(self, step: int) -> None:
         self._step = step

@@ -56,7 +56,7 @@ class SnapshotPart:
         self._every = every
         self.owners: Mapping[str, Sequence[int]] = {}
         self._seen = board.get(LEADER, Field.SNAPSHOT_NUMBER)
-        self._put_off = 0  # boundaries at which it was due, but which are open
+        self._put_off = 0  # boundaries at which it was due
 
     def report_size(self, channel: Channel) -> None:
         """After the first step: an estimate of each rank's copy, so that the agent can prepare the memory."""
@@ -67,13 +67,16 @@ class SnapshotPart:
     def agree(self, channel: Channel, boundary: int, is_open: bool) -> None:
         """The first rank, before the record of `boundary` is announced: decide whether a snapshot is taken there.
 
-        is_open   no run could resume from this boundary: it is postponed, at most MOST_PUT_OFF times
+        is_open   no run could resume from this boundary
 
+        It is postponed, at most MOST_PUT_OFF times, if the boundary is open, or if nothing follows it that would show
+        whether a replay of it is right.
         Without memory for all ranks' parts it is not taken, which is reported.
         """
         asked = self._board.cells[_ASKED]
         if asked == self._seen or (self._every and not self._put_off and boundary % self._every):
             return
+        is_open = is_open or not self._recorder.evidence.is_likely(boundary)
         if is_open and self._put_off < MOST_PUT_OFF:
             self._put_off += 1
             return
