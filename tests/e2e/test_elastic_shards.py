@@ -21,13 +21,22 @@ from tests.nodes import Nodes, why_none
 pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none())
 SCRIPT, STEPS = "tensor_parallel_mesh.py", 12
 COMES_AT, LEAVES_AT = 4, 8
+LAYOUTS = [  # ranks of a node, and arguments of the script
+    pytest.param(1, ["--tp", "1", "--fsdp"], id="FSDP2"),
+    pytest.param(2, ["--tp", "2"], id="tensor parallel within a node"),
+    pytest.param(2, ["--tp", "2", "--fsdp"], id="FSDP2 over tensor parallel"),
+]
 LOSS = re.compile(r"\[rank 0] step (\d+) loss ([\d.]+)")
 
 
-def test_parameters_that_are_sharded_are_dealt_out_again_when_a_node_comes_and_when_it_leaves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_parameters_that_are_sharded_are_dealt_out_again_when_a_node_comes_and_when_it_leaves(
+    tmp_path: Path, ranks: int, layout: list[str]
+) -> None:
+    last = 3 * ranks - 1
     with Nodes(3) as nodes:
-        launches = with_a_third_node(nodes, tmp_path)
-        os.kill(launches[2].wait_for_rank(2)["pid"], signal.SIGKILL)
+        launches = with_a_third_node(nodes, tmp_path, ranks, layout)
+        os.kill(launches[2].wait_for_rank(last)["pid"], signal.SIGKILL)
         launches[leading(launches)].wait_for_event("incident", rung="replace", outcome="recovered")
         launches[2].process.send_signal(signal.SIGUSR1)
         wait_for_resizes(tmp_path, 2)
@@ -38,16 +47,19 @@ def test_parameters_that_are_sharded_are_dealt_out_again_when_a_node_comes_and_w
     assert [run.exit_code for run in runs] == [0, 0, 143], leader.story()
     came, replaced, left = [(one["rung"], one["outcome"], one["ranks"]) for one in leader.incidents]
     assert [came, left] == [("resize", "recovered", [])] * 2, leader.story()
-    assert replaced == ("replace", "recovered", [2]), leader.story()
+    assert replaced == ("replace", "recovered", [last]), leader.story()
     assert_as_one_process(leader, runs)
 
 
-def test_a_lost_node_whose_shards_the_next_node_keeps_is_left_out_and_no_step_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_a_lost_node_whose_shards_the_next_node_keeps_is_left_out_and_no_step_is_lost(
+    tmp_path: Path, ranks: int, layout: list[str]
+) -> None:
     with Nodes(3) as nodes:
-        launches = with_a_third_node(nodes, tmp_path, "--buddy", "node")
+        launches = with_a_third_node(nodes, tmp_path, ranks, layout, "--buddy", "node")
         nodes.end_processes(2)
         lost = launches.pop()
-        wait_until(lambda: any(is_healthy_with(2, launch) for launch in launches))
+        wait_until(lambda: any(is_healthy_with(2 * ranks, launch) for launch in launches))
         (tmp_path / f"gate{LEAVES_AT}").touch()
         runs = [launch.finish(120) for launch in launches]
         lost.finish(60)
@@ -67,26 +79,30 @@ def assert_as_one_process(leader: Run, runs: Sequence[Run]) -> None:
     assert len({lines[-1].split()[-1] for run in runs for lines in run.hashes.values() if lines}) == 1, leader.story()
 
 
-def with_a_third_node(nodes: Nodes, folder: Path, *options: str) -> list[Launch]:
-    """The launchers of a job that a third node has joined; its ranks wait for the gate at LEAVES_AT."""
-    launches = [start(nodes, number, folder, options) for number in range(2)]
+def with_a_third_node(nodes: Nodes, folder: Path, ranks: int, layout: list[str], *options: str) -> list[Launch]:
+    """The launchers of a job that a third node has joined; its ranks wait for the gate at LEAVES_AT.
+
+    ranks    of each node
+    layout   arguments of the script
+    """
+    launches = [start(nodes, number, folder, ranks, layout, options) for number in range(2)]
     launches[0].wait_for_line(0, f"step {COMES_AT} ")
-    launches.append(start(nodes, 2, folder, options))
+    launches.append(start(nodes, 2, folder, ranks, layout, options))
     wait_for_resizes(folder, 1)
     (folder / f"gate{COMES_AT}").touch()
     launches[2].wait_for_line(0, f"step {LEAVES_AT} ")
     return launches
 
 
-def start(nodes: Nodes, number: int, folder: Path, options: Sequence[str]) -> Launch:
+def start(nodes: Nodes, number: int, folder: Path, ranks: int, layout: list[str], options: Sequence[str]) -> Launch:
     """A launcher of a job of two or three nodes, whose ranks wait before both changes."""
     gates = ["--gate", str(folder / "gate"), "--gates", f"{COMES_AT},{LEAVES_AT}"]
     return start_ttprun(
         SCRIPT,
-        1,
+        ranks,
         folder / str(number),
         options=[*nodes.rendezvous(number, "2:3"), "--elastic", "--save-dir", str(folder / "save"), *options],
-        script_args=["--tp", "1", "--fsdp", "--reseed", "--steps", str(STEPS), *gates],
+        script_args=[*layout, "--reseed", "--steps", str(STEPS), *gates],
         out=folder / "out",
         within=nodes.inside(number),
     )
