@@ -22,6 +22,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.reports import Reports
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.topology import read_topology
 from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import KNOWN, Channel
@@ -131,6 +132,23 @@ def test_each_rank_is_sent_word_when_all_have_been_compared_in_full(node: FakeNo
 
     assert sent == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
     assert [handler.reported for handler in node.handlers] == [[to_rank.AllCompared(3)]] * N_RANKS
+
+
+def test_of_the_process_groups_of_ranks_that_have_ended_nothing_is_left_when_others_begin(
+    node: FakeNode, reports: Reports
+) -> None:
+    """A node that has left takes its ranks with it: their numbers may be too large for the job now."""
+
+    def compare(groups: list[from_rank.Group]) -> dict[str, tuple[int, ...]]:
+        for slot in node.slots:
+            reports.take(slot, from_rank.Held(3, True, {"w": ("b", "gradient")}, {}, {}, groups, why_not_stored=""))
+        return dict(read_topology(node.run.topology).groups)
+
+    assert compare([from_rank.Group("dp", [1, 2])]) == {"dp0": (1, 2)}
+
+    reports.comparisons.begin_group()
+
+    assert compare([]) == {}
 
 
 def test_a_diverged_rank_that_stopped_while_a_checkpoint_was_written_is_reported_again_after_the_next_comparison(

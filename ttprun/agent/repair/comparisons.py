@@ -64,6 +64,7 @@ class Comparisons:
     def begin_group(self) -> None:
         """All ranks are new: nothing is known of their weights."""
         self._looks = Looks(world_size=len(self._node.slots))
+        self._cuts, self._groups, self._weights = {}, {}, {}
         self._repaired = ((), 0)
         self._not_copied = set()
         self._mirror_reports, self._said_of_mirrors, self._has_said_no_step = {}, "", False
