@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -69,13 +69,35 @@ def test_a_lost_node_whose_shards_the_next_node_keeps_is_left_out_and_no_step_is
     assert_as_one_process(leader, runs)
 
 
+def test_a_node_with_which_the_script_cannot_go_on_leaves_again_and_the_others_train_to_the_end(tmp_path: Path) -> None:
+    layout = ["--tp", "2", "--fsdp"]
+    with Nodes(3) as nodes:
+        launches = [start(nodes, number, tmp_path, 1, layout, ()) for number in range(2)]
+        launches[0].wait_for_line(0, f"step {COMES_AT} ")
+        # Its tensor parallel layers are over pairs of ranks: a third one finds no place, and its script fails.
+        launches.append(start(nodes, 2, tmp_path, 1, layout, ()))
+        wait_for_resizes(tmp_path, 1)
+        for gate in (COMES_AT, LEAVES_AT):
+            (tmp_path / f"gate{gate}").touch()
+        runs = [launch.finish(120) for launch in launches]
+
+    leader = next(run for run in runs if run.status["is_leading"])
+    assert [run.exit_code for run in runs[:2]] == [0, 0], leader.story()
+    assert runs[2].exit_code != 0
+    (one,) = leader.incidents
+    assert (one["rung"], one["outcome"], one["steps_lost"]) == ("resize", "recovered", 0), leader.story()
+    assert "the nodes that came last leave" in one["reason"]
+    assert losses_of(leader) == pytest.approx(losses_of_one_process(lambda step: 1), abs=1e-5), leader.story()
+
+
 def assert_as_one_process(leader: Run, runs: Sequence[Run]) -> None:
     """No step was lost, nothing is left, and the losses are those of one process with the batches of all places."""
     assert {one["steps_lost"] for one in leader.incidents} == {0}, leader.story()
     assert [one["boundary"] for one in leader.incidents if one["rung"] == "resize"] == [COMES_AT, LEAVES_AT]
     for run in runs:
         assert_no_orphans(run)
-    assert losses_of(leader) == pytest.approx(losses_of_one_process(), abs=1e-5), leader.story()
+    expected = losses_of_one_process(lambda step: 3 if COMES_AT <= step < LEAVES_AT else 2)
+    assert losses_of(leader) == pytest.approx(expected, abs=1e-5), leader.story()
     assert len({lines[-1].split()[-1] for run in runs for lines in run.hashes.values() if lines}) == 1, leader.story()
 
 
@@ -128,8 +150,11 @@ def losses_of(run: Run) -> list[float]:
     return [losses[step] for step in range(1, STEPS + 1)]
 
 
-def losses_of_one_process() -> list[float]:
-    """The same of one process that takes the mean over the batches of all places."""
+def losses_of_one_process(places: Callable[[int], int]) -> list[float]:
+    """The same of one process that takes the mean over the batches of all data parallel places.
+
+    places   of a step
+    """
     torch.manual_seed(1)
     embedding, norm, up = nn.Embedding(50, 16), nn.LayerNorm(16), nn.Linear(16, 64)
     down, head = nn.Linear(64, 16), nn.Linear(16, 50)
@@ -137,13 +162,12 @@ def losses_of_one_process() -> list[float]:
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        world_size = 3 if COMES_AT <= step < LEAVES_AT else 2
-        for place in range(world_size):
+        for place in range(places(step)):
             tokens = torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(100 * step + place))
             x = embedding(tokens[:, :-1])
             scores = head(x + down(torch.relu(up(norm(x)))))
             loss = nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
-            (loss / world_size).backward()
+            (loss / places(step)).backward()
             if place == 0:
                 losses.append(loss.item())
         optimizer.step()

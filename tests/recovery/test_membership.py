@@ -7,6 +7,7 @@ import pytest
 from ttprun.recovery.membership import (
     COOLDOWN_S,
     MOST_COOLDOWN_S,
+    REFUSED_S,
     SETTLE_S,
     Membership,
     MembershipPlan,
@@ -46,6 +47,22 @@ def test_a24_newcomers_that_come_within_a_moment_join_together() -> None:
 
     assert not early.is_due
     assert (later.is_due, later.join) == (True, (0, 1))
+
+
+def test_those_with_whom_the_ranks_could_not_go_on_wait_each_time_twice_as_long_and_hinder_no_departure() -> None:
+    policy = Membership(1, 4).with_refused(3, 0.0)
+
+    first = plan("ab", "c", at_s=REFUSED_S - 1, policy=policy)
+    both = plan("ab", "cd", at_s=1.0, policy=policy)
+    left = plan("abc", "d", at_s=1.0, policy=policy, leaving=frozenset({0}))
+    again = policy.with_refused(3, REFUSED_S)
+
+    assert (first.join, first.is_due, first.why_not) == ((), False, "")
+    assert first.waits == "with 3 nodes the ranks could not go on; that is tried again later"
+    assert (both.join, both.is_due) == ((0, 1), True)
+    assert (left.stay, left.join, left.is_due, left.why_not) == ((1, 2), (), True, "")
+    assert plan("ab", "c", at_s=REFUSED_S, policy=policy).join == (0,)
+    assert [plan("ab", "c", at_s=REFUSED_S * times, policy=again).is_due for times in (2.9, 3.0)] == [False, True]
 
 
 def test_a13_a_departure_waits_for_nobody_and_takes_along_who_waits() -> None:

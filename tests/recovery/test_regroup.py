@@ -18,10 +18,12 @@ from ttprun.recovery import (
     GroupResized,
     Job,
     JobPhase,
+    MismatchFound,
     NodeLost,
     Persist,
     RankExited,
     RankFrozen,
+    RankStarted,
     Regroup,
     ResizeAsked,
     Resume,
@@ -195,6 +197,35 @@ def test_the_same_again_without_a_step_in_between_ends_the_job() -> None:
     assert job.went_back_to == 5
     assert ordered(actions, Regroup) == []
     assert len(ordered(actions, FailJob)) == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        RankExited(rank=2, pid=202, code=1, signal=None, boundary=5, is_script_error=True, at_s=5.0),
+        MismatchFound(rank=0, generation=3, reason="it reads other samples", at_s=5.0),
+    ],
+    ids=["its script fails", "a check refuses it"],
+)
+@pytest.mark.parametrize("has_grown", [True, False])
+def test_nodes_that_come_and_cannot_take_part_leave_and_the_others_go_on_from_what_they_have_saved(
+    fault: Event, has_grown: bool
+) -> None:
+    job, _ = after(saving(elastic_job(max_restarts=0)), persisted())
+    resized = GroupResized(at_s=4.0, saved=(Saved(5, "/save/5"),), replicas=UNKNOWN, reason="c joins")
+    job, _ = after(with_size(job, 3), replace(resized, has_grown=has_grown))
+    job, _ = after(job, *(RankStarted(at_s=4.5, rank=rank, pid=200 + rank) for rank in range(3)))
+
+    job, actions = after(job, fault)
+
+    if not has_grown:
+        assert len(ordered(actions, FailJob)) == 1
+        return
+    assert [(one.place, one.is_back) for one in actions if isinstance(one, Regroup)] == [("/save/5", True)]
+    assert job.phase is JobPhase.RESTARTING
+    job, actions = after(with_size(job, 2), replace(resized, at_s=6.0))
+    assert ordered(actions, Rewind) == [Rewind((0, 1), 5, "/save/5")]
+    assert not job.is_growing
 
 
 def test_while_a_repair_goes_on_nodes_wait() -> None:

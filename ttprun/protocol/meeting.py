@@ -112,6 +112,7 @@ class Regroup(Message, frozen=True):
     node        number in it, if all come
     size        nodes
     least       so many must come
+    stayed      the first ones, which were nodes of the group before
     where       its leader listens
     attempt     number of the attempt, as torch counts restarts
     generation  of the group before
@@ -123,6 +124,7 @@ class Regroup(Message, frozen=True):
     node: int
     size: int
     least: int
+    stayed: int
     where: Where
     attempt: int
     generation: int

@@ -194,11 +194,13 @@ class Regroup(Action):
     place      of the checkpoint from which all resume; "": they run the script from its top
     boundary   of that
     reason     for the operator
+    is_back    without the nodes that came last, which cannot take part
     """
 
     place: str
     boundary: int
     reason: str
+    is_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)

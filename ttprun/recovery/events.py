@@ -302,11 +302,13 @@ class GroupResized(Event):
     saved      the checkpoint from which all resume; none: they run the script from its top
     replicas   as in ResumeAsked
     reason     which nodes, for an agent that did not lead before
+    has_grown  nodes have come that were not there before
     """
 
     saved: tuple[Saved, ...]
     replicas: Replicas
     reason: str
+    has_grown: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,6 +152,7 @@ class Job:
     rewind_place         directory of the checkpoint with that state; "": the snapshot, or none
     is_resumed           the current rewind is that of a new launch
     is_contradicted      in the open incident a replay has differed from the run: what others come to must be compared
+    is_growing           nodes have come, and their ranks have not trained yet
     went_back_to         boundary of the saved state from which this job last resumed; None: none yet
     stood_at             boundary at which the survivors quiesced to write their state
     persists_at          boundary at which a checkpoint is being written; None: not writing yet
@@ -180,6 +181,7 @@ class Job:
     rewind_place: str = ""
     is_resumed: bool = False
     is_contradicted: bool = False
+    is_growing: bool = False
     went_back_to: int | None = None
     stood_at: int | None = None
     persists_at: int | None = None

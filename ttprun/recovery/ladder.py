@@ -168,6 +168,8 @@ def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
         job = job.with_incident(reason=job.cause)
     if not boundary:
         return leave_group(job, at_s, f"starting anew failed: {why}")
+    if job.is_growing and place:
+        return let_newcomers_leave(job, at_s, Saved(boundary, place), why)
     is_trusted = not job.is_contradicted  # else some have come to their places with other variables
     if not place:
         job, why = replace(job, snapshot=None), f"going back to the snapshot of step {boundary} failed: {why}"
@@ -303,6 +305,18 @@ def regroup(job: Job, at_s: float, to: Saved, why: str) -> Result:
     order = Regroup(to.place, to.boundary, why)
     rung = "resize" if to.place else "restart"
     return enter(replace(job, ending=None), JobPhase.RESTARTING, at_s, (order,), rung=rung, reason=why)
+
+
+def let_newcomers_leave(job: Job, at_s: float, to: Saved, why: str) -> Result:
+    """The nodes that came last cannot take part: the others, which have written the checkpoint, go on without them.
+
+    to    from which they could not resume together
+    why   they could not, for the operator
+    """
+    job = replace(job, ending=None, is_growing=False, is_contradicted=False)
+    reason = reason_of(job, f"{why}; the nodes that came last leave")
+    order = Regroup(to.place, to.boundary, reason, is_back=True)
+    return enter(job, JobPhase.RESTARTING, at_s, (order,), rung="resize", reason=reason)
 
 
 def may_persist(job: Job) -> bool:

@@ -2,7 +2,8 @@
 
 A node is a host with one launcher. Those that train stay, in their order, so the first of them has rank 0 afterwards
 too; those that wait join behind them in the order in which they have come. A host whose node was lost is kept waiting,
-each time twice as long. Begin with `Membership.planned`.
+each time twice as long; so are all that would make a number of nodes with which the ranks could not go on. Begin with
+`Membership.planned`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 SETTLE_S = 3.0  # newcomers are waited for, so that several that come together cost one pause
 COOLDOWN_S = 10.0  # of a host whose node was lost for the first time
+REFUSED_S = 60.0  # before the same number of nodes is tried again, for the first time
 MOST_COOLDOWN_S = 3600.0
 _SHOWN = 80  # characters of what is refused
 
@@ -35,7 +37,7 @@ class NodesObserved:
     named: Mapping[str, int] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MembershipPlan:
     """The group as it should be.
 
@@ -44,6 +46,7 @@ class MembershipPlan:
     leave     numbers of nodes that leave though they are there
     is_due    it differs from what there is, and need not wait
     why_not   why such a group cannot train; "" if it can
+    waits     why those that could join do not; "" if they do
     """
 
     stay: tuple[int, ...]
@@ -51,6 +54,7 @@ class MembershipPlan:
     leave: tuple[int, ...]
     is_due: bool
     why_not: str = ""
+    waits: str = ""
 
     @property
     def size(self) -> int:
@@ -60,10 +64,10 @@ class MembershipPlan:
 
 @dataclass(frozen=True)
 class Quarantine:
-    """A host whose node was lost.
+    """A host whose node was lost, or a number of nodes with which the ranks could not go on.
 
     times     how often
-    until_s   when its launcher may train again
+    until_s   when it may be tried again
     """
 
     times: int
@@ -77,6 +81,7 @@ class Membership:
     min_nodes: int
     max_nodes: int
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
+    refused: Mapping[int, Quarantine] = field(default_factory=dict)
 
     def planned(self, observation: NodesObserved) -> MembershipPlan:
         """The group as it should be now."""
@@ -94,13 +99,21 @@ class Membership:
             if not self.is_quarantined(host, observation.at_s) and _has_room(room, host)
         ]
         join = able[: max(0, self.max_nodes - len(stay))]
+        waits = ""
+        if join and self._is_refused(len(stay) + len(join), observation.at_s):
+            waits = f"with {len(stay) + len(join)} nodes the ranks could not go on; that is tried again later"
+            join = []
         has_settled = all(observation.at_s - observation.waiting[place][1] >= SETTLE_S for place in join)
         is_smaller = len(stay) < len(observation.members)
         why_not = ""
         if len(stay) + len(join) < self.min_nodes:
             why_not = f"{len(stay) + len(join)} of at least {self.min_nodes} nodes are there"
         is_due = is_smaller or (bool(join) and has_settled)
-        return MembershipPlan(stay=tuple(stay), join=tuple(join), leave=tuple(leave), is_due=is_due, why_not=why_not)
+        return MembershipPlan(tuple(stay), tuple(join), tuple(leave), is_due, why_not, waits)
+
+    def _is_refused(self, size: int, at_s: float) -> bool:
+        known = self.refused.get(size)
+        return known is not None and at_s < known.until_s
 
     def is_quarantined(self, host: str, at_s: float) -> bool:
         """A host must wait since its node was lost."""
@@ -115,10 +128,17 @@ class Membership:
         """The nodes of these hosts were lost."""
         known = dict(self.quarantines)
         for host in hosts:
-            times = known[host].times + 1 if host in known else 1
-            cooldown_s = min(MOST_COOLDOWN_S, COOLDOWN_S * 2.0 ** (times - 1))
-            known[host] = Quarantine(times, at_s + cooldown_s)
+            known[host] = _once_more(known.get(host), at_s, COOLDOWN_S)
         return replace(self, quarantines=known)
+
+    def with_refused(self, size: int, at_s: float) -> Membership:
+        """The ranks of so many nodes could not go on."""
+        return replace(self, refused={**self.refused, size: _once_more(self.refused.get(size), at_s, REFUSED_S)})
+
+
+def _once_more(known: Quarantine | None, at_s: float, first_s: float) -> Quarantine:
+    times = known.times + 1 if known is not None else 1
+    return Quarantine(times, at_s + min(MOST_COOLDOWN_S, first_s * 2.0 ** (times - 1)))
 
 
 def _has_room(room: dict[str, int] | None, host: str) -> bool:

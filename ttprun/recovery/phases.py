@@ -96,7 +96,7 @@ def enter(job: Job, phase: JobPhase, at_s: float, actions: tuple[Action, ...] = 
     if incident.outcome == "open":
         return replace(job, incident=incident), (*actions, RecordIncident(incident))
     incident = replace(incident, total_s=(incident.detect_s or 0.0) + at_s - incident.opened_at_s)
-    return replace(job, incident=None, cause=""), (*actions, RecordIncident(incident))
+    return replace(job, incident=None, cause="", is_growing=False), (*actions, RecordIncident(incident))
 
 
 def deadline_of(job: Job, phase: JobPhase, extra_s: float = 0.0) -> SetDeadline:

@@ -59,13 +59,21 @@ class NodeMembership:
         self._is_asked = False
         self._not_before_s = 0.0
         self._leaving: dict[int, str] = {}
+        self._newcomers = range(0)  # nodes that came with the newest change
         self._attempt = 0
 
     def begin_group(self, attempt: int) -> None:
         """All nodes are there; `attempt` is the number of the group's, as torch counts restarts."""
         self._attempt = attempt
         self._is_asked, self.waits = False, ""
+        self._newcomers = range(0)
         self._leaving.clear()
+
+    def has_grown(self, order: meeting.Regroup) -> bool:
+        """Note which nodes of the group that was started by this order have come; returns whether any has."""
+        if self._node.peers.size == order.size:  # else they have other numbers than in the order
+            self._newcomers = range(order.stayed, order.size)
+        return bool(self._newcomers)
 
     def look(self) -> None:
         """Time has passed, or somebody has come: begin to resize if that is due."""
@@ -76,7 +84,7 @@ class NodeMembership:
             self.discovery.start()
         plan = self.policy.planned(self._observation())
         if not plan.is_due or time.monotonic() < self._not_before_s:
-            self._wait_for("" if not plan.is_due else self.waits)
+            self._wait_for(plan.waits if not plan.is_due else self.waits)
             return
         why_not = plan.why_not or self._why_not_now()
         self._wait_for(f"{self._named(plan)}: {why_not}" if why_not else "")
@@ -181,6 +189,9 @@ class NodeMembership:
         node, policy, peers = self._node, self.policy, self._node.peers
         assert policy is not None
         assert peers.pool is not None
+        if order.is_back:
+            policy = self.policy = policy.with_refused(peers.size, time.monotonic())
+            self._leaving |= dict.fromkeys(self._newcomers, order.reason)
         plan = policy.planned(self._observation())
         why_not = plan.why_not or self._why_not_resumed(order, plan)
         if why_not:
@@ -196,6 +207,7 @@ class NodeMembership:
                 node=number,
                 size=plan.size,
                 least=policy.min_nodes,
+                stayed=len(plan.stay),
                 where=listeners[0],
                 attempt=self._attempt + 1,
                 generation=node.job.generation,

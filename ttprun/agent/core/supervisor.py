@@ -202,7 +202,11 @@ class Supervisor:
                 event: recovery.Event = recovery.ResumeAsked(at_s=now, saved=resume_from, replicas=where.replicas)
                 if resized is not None:
                     event = recovery.GroupResized(
-                        at_s=now, saved=resume_from, replicas=where.replicas, reason=resized.reason
+                        at_s=now,
+                        saved=resume_from,
+                        replicas=where.replicas,
+                        reason=resized.reason,
+                        has_grown=self.parts.membership.has_grown(resized),
                     )
                 self.node.advance(event)
                 self.parts.comparisons.begin_resumed(where.replicas)
