@@ -69,7 +69,7 @@ class NodeMembership:
         self._newcomers = range(0)
         self._leaving.clear()
 
-    def has_grown(self, order: meeting.Regroup) -> bool:
+    def note_newcomers(self, order: meeting.Regroup) -> bool:
         """Note which nodes of the group that was started by this order have come; returns whether any has."""
         if self._node.peers.size == order.size:  # else they have other numbers than in the order
             self._newcomers = range(order.stayed, order.size)

@@ -206,7 +206,7 @@ class Supervisor:
                         saved=resume_from,
                         replicas=where.replicas,
                         reason=resized.reason,
-                        has_grown=self.parts.membership.has_grown(resized),
+                        has_grown=self.parts.membership.note_newcomers(resized),
                     )
                 self.node.advance(event)
                 self.parts.comparisons.begin_resumed(where.replicas)

@@ -235,17 +235,21 @@ def _run(
     except SignalException as error:
         ended = supervisor.node.verdict if supervisor is not None else None
         reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"
-        _say(reason)
+        _say(reason, goes_on=ended is not None and ended.kind == "leave")
         return exit_code_of(error.sigval), reason
     except KeyboardInterrupt:
         return exit_code_of(signal.SIGINT), "ended by SIGINT"
     return 0, ""
 
 
-def _say(reason: str) -> None:
-    """Say why the job has ended: once, and as its last word."""
+def _say(reason: str, goes_on: bool = False) -> None:
+    """Say why the job has ended: once, and as its last word.
+
+    goes_on   it has not, but this node has left it
+    """
     if reason:
-        print(f"ttprun: the job has ended: {reason}", file=sys.stderr)
+        what = "this node has left the job, which goes on" if goes_on else "the job has ended"
+        print(f"ttprun: {what}: {reason}", file=sys.stderr)
 
 
 def _code_of(error: ChildFailedError, has_progress: bool) -> int:
