@@ -54,12 +54,14 @@ def test_those_with_whom_the_ranks_could_not_go_on_wait_each_time_twice_as_long_
 
     first = plan("ab", "c", at_s=REFUSED_S - 1, policy=policy)
     both = plan("ab", "cd", at_s=1.0, policy=policy)
+    fewer = plan("ab", "cde", at_s=1.0, policy=Membership(1, 5).with_refused(5, 0.0))
     left = plan("abc", "d", at_s=1.0, policy=policy, leaving=frozenset({0}))
     again = policy.with_refused(3, REFUSED_S)
 
     assert (first.join, first.is_due, first.why_not) == ((), False, "")
     assert first.waits == "with 3 nodes the ranks could not go on; that is tried again later"
     assert (both.join, both.is_due) == ((0, 1), True)
+    assert (fewer.join, fewer.is_due) == ((0, 1), True)
     assert (left.stay, left.join, left.is_due, left.why_not) == ((1, 2), (), True, "")
     assert plan("ab", "c", at_s=REFUSED_S, policy=policy).join == (0,)
     assert [plan("ab", "c", at_s=REFUSED_S * times, policy=again).is_due for times in (2.9, 3.0)] == [False, True]

@@ -98,11 +98,13 @@ class Membership:
             for place, (host, _) in enumerate(observation.waiting)
             if not self.is_quarantined(host, observation.at_s) and _has_room(room, host)
         ]
-        join = able[: max(0, self.max_nodes - len(stay))]
+        most = min(len(able), max(0, self.max_nodes - len(stay)))
+        sizes = range(len(stay) + most, len(stay), -1)
+        size = next((size for size in sizes if not self._is_refused(size, observation.at_s)), len(stay))
+        join = able[: size - len(stay)]
         waits = ""
-        if join and self._is_refused(len(stay) + len(join), observation.at_s):
-            waits = f"with {len(stay) + len(join)} nodes the ranks could not go on; that is tried again later"
-            join = []
+        if size < len(stay) + most:
+            waits = f"with {len(stay) + most} nodes the ranks could not go on; that is tried again later"
         has_settled = all(observation.at_s - observation.waiting[place][1] >= SETTLE_S for place in join)
         is_smaller = len(stay) < len(observation.members)
         why_not = ""

@@ -56,7 +56,7 @@ class SnapshotPart:
         self._every = every
         self.owners: Mapping[str, Sequence[int]] = {}
         self._seen = board.get(LEADER, Field.SNAPSHOT_NUMBER)
-        self._put_off = 0  # boundaries at which it was due
+        self._put_off = 0  # boundaries at which it was due, and not taken
 
     def report_size(self, channel: Channel) -> None:
         """After the first step: an estimate of each rank's copy, so that the agent can prepare the memory."""
