@@ -13,7 +13,12 @@ are those that the others must have, bit for bit.
 What a step costs is each run's own, so that a load of the machine that changes from run to run falls out.
 
 torchrun restarts all ranks, and the script resumes from its newest checkpoint. It has
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it mostly fails to restart. Begin with measure().
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it mostly fails to restart.
+
+    python scripts/bench/faults.py --with torchft nvrx
+
+Two others, too, by copies of the script that have the changes which they ask for: torchft, and the in-process restart
+of nvidia-resiliency-ext with spares (peers/). They are installed beside the user's cache. Begin with measure().
 """
 
 from __future__ import annotations
@@ -35,7 +40,8 @@ from statistics import median
 from typing import Any
 
 import psutil
-from runs import LAUNCHERS, TORCHRUN, TTPRUN, BenchmarkError, Run, headline, machine, positive, print_table
+from peers.environments import PEERS, prepare
+from runs import LAUNCHERS, SCRIPT, TORCHRUN, TTPRUN, BenchmarkError, Run, headline, machine, positive, print_table
 from steplog import LOOK_AGAIN_S, START_LIMIT_S, Line, read_log, read_logs
 
 WIDTH, HEIGHT = 72, 14  # of the drawing, in characters
@@ -86,8 +92,12 @@ def measure(outcome: Outcome, options: argparse.Namespace, folder: Path, faults:
     """One job to its end, or until it has failed; fills in the outcome."""
     arguments = ["--step-logs={folder}/logs", "--checkpoint={folder}/last.pt", f"--steps={options.steps}"]
     arguments += [f"--checkpoint-every={options.checkpoint_every}", *options.script_arguments]
+    command, script = (), SCRIPT
+    if (peer := PEERS.get(outcome.launcher)) is not None:
+        command, script = (str(prepare(outcome.launcher)), str(peer.job)), peer.script
     began_s = time.time()
-    with Run(outcome.launcher, options.ranks, folder, ["--max-restarts", "10000"], arguments) as run:
+    restarts = ("--max-restarts", "10000")
+    with Run(outcome.launcher, options.ranks, folder, restarts, arguments, script, command=command) as run:
         try:
             strike(run, outcome, faults, options.limit)
         except BenchmarkError as error:
@@ -237,6 +247,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--png", type=Path, help="draw the progress there")
     parser.add_argument("--folder", type=Path, help="keep the jobs' logs there; must not exist")
+    parser.add_argument("--with", nargs="+", default=[], choices=list(PEERS), dest="peers", help="these as well")
     parser.add_argument("script_arguments", nargs="*", help="additional arguments of train.py, after --")
     return parser.parse_args()
 
@@ -250,7 +261,7 @@ def main() -> int:
         undisturbed = Outcome(TORCHRUN)
         measure(undisturbed, options, root / "undisturbed", iter(()))
         outcomes = []
-        for launcher in LAUNCHERS:
+        for launcher in (*LAUNCHERS, *options.peers):
             outcome = Outcome(launcher)
             measure(outcome, options, root / launcher, draw_faults(options.seed, options.ranks, options.every))
             print(f"{launcher}: {outcome.whole_s:.1f} s, {outcome.faults} faults {outcome.problem}", flush=True)

@@ -40,13 +40,14 @@ def _leave(number: int, _: object) -> None:
 class Run:
     """One launcher at work on a script, in a folder of its own; a context, whose end ends every process of it.
 
-    launcher   "torchrun" or "ttprun"
+    launcher   "torchrun" or "ttprun", or the name of another one
     ranks      local ranks, one thread each
     folder     empty or absent; gets logs/, reports/, launcher.log and what the launcher writes
     options    of the launcher
     arguments  of the script; `{folder}` stands for the folder
     script     train.py, unless another one is named
     within     a command that runs the launcher, which keeps its pid: on another node, say
+    command    of the launcher, if it is neither of these two; it takes their options
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Run:
         arguments: Sequence[str] = (),
         script: Path = SCRIPT,
         within: Sequence[str] = (),
+        command: Sequence[str] = (),
     ) -> None:
         signal.signal(signal.SIGTERM, _leave)
         self.launcher, self.ranks, self.folder = launcher, ranks, folder
@@ -70,9 +72,7 @@ class Run:
             self.process = subprocess.Popen(
                 [
                     *within,
-                    sys.executable,
-                    "-m",
-                    MODULES[launcher],
+                    *(command or (sys.executable, "-m", MODULES[launcher])),
                     "--nproc-per-node",
                     str(ranks),
                     *ours,

@@ -33,9 +33,9 @@ def build_model(width: int, depth: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, CLASSES))
 
 
-def draw_batch(data: Tensor, labels: Tensor, size: int, step: int) -> tuple[Tensor, Tensor]:
-    """The samples of this step and rank: inputs [size, width] and labels [size]."""
-    generator = torch.Generator().manual_seed(SEED + 1 + step * dist.get_world_size() + dist.get_rank())
+def draw_batch(data: Tensor, labels: Tensor, size: int, number: int) -> tuple[Tensor, Tensor]:
+    """The samples of the batch of this number, of all that all ranks draw: inputs [size, width] and labels [size]."""
+    generator = torch.Generator().manual_seed(SEED + 1 + number)
     chosen = torch.randint(len(data), (size,), generator=generator)
     return data[chosen], labels[chosen]
 
@@ -91,7 +91,8 @@ def main() -> None:
     cpu_before_s = time.process_time()
     for step in range(steps_done, args.steps):
         began_s = time.perf_counter()
-        inputs, targets = draw_batch(data, labels, args.batch_size, step)
+        number = step * dist.get_world_size() + dist.get_rank()
+        inputs, targets = draw_batch(data, labels, args.batch_size, number)
         loss = F.cross_entropy(ddp_model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -120,6 +121,27 @@ def test_a_module_that_is_imported_beforehand_is_not_imported_again_by_the_scrip
     assert (code, written) == (0, "['script.py', '--lr', '1']\n")
     assert (before, site.imported()) == (["slow"], [])
     assert site.standby.process.poll() is None
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3])
+def test_while_the_launcher_can_open_no_more_files_no_copy_is_made_and_later_one_is(site: Site, left: int) -> None:
+    site.write("quick", "")
+    wait_until_ready(site.standby)
+    site.preloads.note(0, site.report(), [{"args": ("script.py",), "env": {}}])
+    opened = os.listdir("/proc/self/fd")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, hard))
+    try:
+        site.preloads.look(site.standby, site.rounds.append)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert site.rounds == []
+    assert os.listdir("/proc/self/fd") == opened
+    assert site.settle() is not None
 
 
 @pytest.mark.parametrize(

@@ -69,25 +69,24 @@ def _history(report: Imported) -> dict[str, list[str | None]]:
 class Preloaded(Standby):
     """A copy of a standby that imports more.
 
+    files     two empty ones in memory, of which it closes the first
     refused   modules that it should not have imported, and why; it must not become a rank then
     count     modules that it imports
     """
 
-    def __init__(self, copy: StandbyCopy, plan: PreloadPlan, refused: dict[str, str], asked: standbys.Preload) -> None:
+    def __init__(self, copy: StandbyCopy, plan: PreloadPlan, asked: standbys.Preload, files: Sequence[int]) -> None:
         self.process = copy.process
         self.channel = copy.channel
         self.has_started = self.is_copyable = False
         self.refused: dict[str, str] = {}
         self._answers_due = 1
-        self._notebook = os.memfd_create("ttprun-preload")
+        fd, self._notebook = files
         self._seen, self._seen_at_s = b"", time.monotonic()
         priority.lower(self.process.pid)
-        left = plan.without(refused)
-        self.count = left.count
+        self.count = plan.count
         # By a file: it reads at its low priority, and a message of this size would have to wait for it.
-        fd = os.memfd_create("ttprun-plan")
         with open(fd, "wb") as file:
-            file.write(encode(left))
+            file.write(encode(plan))
             file.flush()
             self.channel.send(asked, [fd, self._notebook])
 
@@ -177,18 +176,27 @@ class Preloads:
             return
         if standby is None or self._plan is None or self.why_not:
             return
-        if not self._plan.without(self._refused).count:
+        left = self._plan.without(self._refused)
+        if not left.count:
             self.why_not = "the ranks have imported nothing else that it could"
             return
         if self._rounds == MAX_ROUNDS:
             self.why_not = f"{MAX_ROUNDS} attempts to import what the ranks have imported failed"
             return
-        copy = standby.copy()
-        if copy is not None:
-            self._rounds += 1
-            asked = standbys.Preload(self._follow, self.loops)
-            self._current = Preloaded(copy, self._plan, self._refused, asked)
-            watch(self._current)
+        files: list[int] = []
+        try:
+            for name in ("ttprun-plan", "ttprun-preload"):
+                files.append(os.memfd_create(name))
+            copy = standby.copy()
+        except OSError:  # the launcher can open no more files: the next look may find some
+            copy = None
+        if copy is None:
+            for fd in files:
+                os.close(fd)
+            return
+        self._rounds += 1
+        self._current = Preloaded(copy, left, standbys.Preload(self._follow, self.loops), files)
+        watch(self._current)
 
     def came(self, preloaded: Preloaded) -> bool:
         """It has answered; returns whether it can be used. If not, it has been killed."""

@@ -1,0 +1,38 @@
+"""What the jobs of peers share: the command line of a launcher, and processes that do not outlive it."""
+
+import argparse
+import signal
+import socket
+import subprocess
+import sys
+
+
+def parse_launch() -> tuple[int, list[str]]:
+    """(ranks, the script with its arguments) of a command as torchrun has it; other options are not used."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", type=int, required=True)
+    parser.add_argument("--max-restarts")
+    parser.add_argument("--log-dir")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="script and arguments")
+    options = parser.parse_args()
+    return options.nproc_per_node, options.words
+
+
+def free_port() -> int:
+    """A TCP port that nobody has at the moment."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def end_with_parent() -> None:
+    """End as Python does, not at once, when the benchmark ends this job: it ends the others itself."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+def reap(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End these processes."""
+    for process in processes:
+        process.kill()
+        process.wait()
