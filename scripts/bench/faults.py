@@ -18,7 +18,7 @@ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it mostly fails to restart.
     python scripts/bench/faults.py --with torchft nvrx
 
 Two others, too, by copies of the script that have the changes which they ask for: torchft, and the in-process restart
-of nvidia-resiliency-ext with spares (peers/). They are installed beside the user's cache. Begin with measure().
+of nvidia-resiliency-ext with spares (peers/). They are installed in the user's cache folder. Begin with measure().
 """
 
 from __future__ import annotations

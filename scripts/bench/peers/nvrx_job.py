@@ -29,7 +29,7 @@ def main() -> int:
     ]
     codes = [process.wait() for process in processes]
     reap(processes)
-    return 0 if codes.count(0) >= ranks else 1
+    return 0 if 0 in codes else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """train.py with the changes that torchft asks for: one replica group of one rank.
 
 Manager, its process group, DistributedDataParallel and Optimizer are wrapped around; the loop goes by the manager's
-steps, as a rank that comes back takes over the step, the weights and the optimizer from a living one. Nothing is read
-from a checkpoint. Started by torchft_job.py. Begin with main().
+steps, as a rank that comes back takes over the step, the weights and the optimizer from a living one. If all are lost
+they go on from checkpoints, which hold the manager's state, too. Started by torchft_job.py. Begin with main().
 """
 
 import time
@@ -42,11 +42,14 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
+    def keep() -> dict:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
         load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        state_dict=keep,
         min_replica_size=1,
         replica_id=f"train_{rank}",
         rank=0,
@@ -56,6 +59,11 @@ def main() -> None:
     )
     ddp_model = DistributedDataParallel(manager, model)
     managed = Optimizer(manager, optimizer)
+    saved = args.checkpoint.with_name(f"torchft{rank}.pt")
+    if saved.exists():
+        state = torch.load(saved)
+        load(state)
+        manager.load_state_dict(state["manager"])
     while manager.current_step() < args.steps:
         managed.zero_grad()
         inputs, targets = draw_batch(data, labels, args.batch_size, manager.current_step() * ranks + rank)
@@ -64,6 +72,10 @@ def main() -> None:
         managed.step()
         if manager.current_step() > before:
             log.write("step", time.time(), before)
+            if (before + 1) % args.checkpoint_every == 0:
+                draft = saved.with_suffix(".tmp")
+                torch.save({**keep(), "manager": manager.state_dict()}, draft)
+                os.replace(draft, saved)
     if rank == 0:
         print(f"sha256 {sha256_of(model)}", flush=True)
     manager.shutdown(wait=False)
