@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.starting import ROOT, wait_until_ready
+from ttprun.agent.processes import priority
 from ttprun.agent.processes.priority import NICE
 from ttprun.agent.processes.rank_processes import Standby, kill_session
 
@@ -66,6 +67,26 @@ def test_a_launcher_in_no_autogroup_restores_the_usual_priority(tmp_path: Path) 
 
     before, _, after = json.loads(printed)
     assert after == before
+
+
+def test_an_order_that_the_kernel_takes_from_others_first_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without privilege it takes ten a second, of all processes together."""
+    answers: list[OSError | None] = [BlockingIOError(), BlockingIOError(), BlockingIOError(), None]
+    given, slept = list[bytes](), list[float]()
+
+    def write(fd: int, text: bytes) -> int:
+        given.append(text)
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+        return len(text)
+
+    monkeypatch.setattr(priority.os, "write", write)
+    monkeypatch.setattr(priority.time, "sleep", slept.append)
+    monkeypatch.setattr(priority.os, "open", lambda path, flags: os.dup(0))
+
+    priority._set_autogroup(os.getpid(), "5")
+
+    assert (given, len(slept)) == ([b"5"] * 4, 3)
 
 
 @pytest.fixture

@@ -20,13 +20,14 @@ import psutil
 
 NICE = 5  # a quarter of a processor that a rank wants, too: with 19, next to busy ranks, it would never be ready
 _BETWEEN_ORDERS_S = 0.11
+_MOST_ORDERS = 8  # of which others, of this machine's other jobs, may come before each of ours
 _AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def lower(pid: int) -> None:
     """Let a process, which leads a session, run when nobody else wants to. What cannot be had is done without.
 
-    Blocks for a tenth of a second at most.
+    Blocks for a tenth of a second at most, if nobody else on this machine sets priorities; else for a second.
     """
     _set_autogroup(pid, str(NICE))
     if os.sched_getscheduler(0) != os.SCHED_OTHER:
@@ -42,7 +43,7 @@ def lower(pid: int) -> None:
 
 
 def restore(pid: int) -> None:
-    """Give a process our own priority again. Blocks for a tenth of a second at most."""
+    """Give a process our own priority again. Blocks as `lower` does."""
     _set_autogroup(pid, _own_autogroup_nice())
     if os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
@@ -69,10 +70,12 @@ def _set_autogroup(pid: int, nice: str) -> None:
     with contextlib.suppress(OSError):
         fd = os.open(f"/proc/{pid}/autogroup", os.O_WRONLY)
         try:
-            os.write(fd, nice.encode())
-        except BlockingIOError:  # without privilege Linux takes ten such orders a second, of all processes together
-            time.sleep(_BETWEEN_ORDERS_S)
-            os.write(fd, nice.encode())
+            for _ in range(_MOST_ORDERS):
+                try:
+                    os.write(fd, nice.encode())
+                    return
+                except BlockingIOError:  # without privilege Linux takes ten orders a second, of all processes together
+                    time.sleep(_BETWEEN_ORDERS_S)
         finally:
             os.close(fd)
 
