@@ -33,6 +33,14 @@ def build_model(width: int, depth: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, CLASSES))
 
 
+def set_up(width: int, depth: int) -> tuple[Tensor, Tensor, nn.Module, torch.optim.Optimizer]:
+    """All samples and their labels, the model and its optimizer: the same in every rank."""
+    torch.manual_seed(SEED)
+    data, labels = torch.randn(SAMPLES, width), torch.randint(CLASSES, (SAMPLES,))
+    model = build_model(width, depth)
+    return data, labels, model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
 def draw_batch(data: Tensor, labels: Tensor, size: int, number: int) -> tuple[Tensor, Tensor]:
     """The samples of the batch of this number, of all that all ranks draw: inputs [size, width] and labels [size]."""
     generator = torch.Generator().manual_seed(SEED + 1 + number)
@@ -80,10 +88,7 @@ def main() -> None:
     log.write("start", STARTED_AT_S)
     log.write("imported", IMPORTED_AT_S)
 
-    torch.manual_seed(SEED)
-    data, labels = torch.randn(SAMPLES, args.width), torch.randint(CLASSES, (SAMPLES,))
-    model = build_model(args.width, args.depth)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    data, labels, model, optimizer = set_up(args.width, args.depth)
     steps_done = load_checkpoint(args.checkpoint, model, optimizer)
     ddp_model = DDP(model)
 

@@ -1,7 +1,7 @@
 """What ttprun does with tensors on a device: broken ranks of four styles of scripts, times, and real errors.
 
-    scripts/gpu_check.sh                      all of it, on the GPU, within 25 minutes
-    scripts/gpu_check.sh --quick              one style, fewer runs: within 6 minutes
+    scripts/gpu_check.sh                      all of it, on the GPU; begins nothing after 25 minutes
+    scripts/gpu_check.sh --quick              one style, fewer runs; nothing after 6 minutes
     scripts/gpu_check.sh --device npu         the same on the simulated NPU of the tests (or GPU_CHECK_DEVICE=npu)
     scripts/gpu_check.sh --device cpu         the same on the CPU, to see that this check itself works
 
@@ -181,7 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kind = os.environ.get("GPU_CHECK_DEVICE") or "cuda"
     parser.add_argument("--device", default=kind, choices=["cuda", "npu", "cpu"])
-    parser.add_argument("--quick", action="store_true", help="one style, fewer runs, 6 minutes at most")
+    parser.add_argument("--quick", action="store_true", help="one style, fewer runs; begins nothing after 6 minutes")
     parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--minutes", type=float, help="nothing is begun after these (default 25, with --quick 6)")
     parser.add_argument("--ranks", type=positive, default=2, help="over gloo if there are fewer GPUs (default 2)")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,8 +35,12 @@ def state(pid):
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 states = [state(child.pid)]
 priority.lower(child.pid)
+while priority._pending:
+    time.sleep(0.01)
 states.append(state(child.pid))
 priority.restore(child.pid)
+while priority._pending:
+    time.sleep(0.01)
 states.append(state(child.pid))
 child.kill()
 child.wait()
@@ -69,24 +74,30 @@ def test_a_launcher_in_no_autogroup_restores_the_usual_priority(tmp_path: Path) 
     assert after == before
 
 
-def test_an_order_that_the_kernel_takes_from_others_first_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_order_is_given_again_until_the_kernel_takes_it_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without privilege it takes ten a second, of all processes together."""
-    answers: list[OSError | None] = [BlockingIOError(), BlockingIOError(), BlockingIOError(), None]
-    given, slept = list[bytes](), list[float]()
+    refused, taken, may_go_on = list[str](), threading.Event(), threading.Event()
 
-    def write(fd: int, text: bytes) -> int:
-        given.append(text)
-        if (answer := answers.pop(0)) is not None:
-            raise answer
-        return len(text)
+    def answer(pid: int, nice: str) -> bool:
+        if len(refused) < 4:
+            refused.append(nice)
+            return False
+        refused.append(nice)
+        taken.set()
+        return True
 
-    monkeypatch.setattr(priority.os, "write", write)
-    monkeypatch.setattr(priority.time, "sleep", slept.append)
-    monkeypatch.setattr(priority.os, "open", lambda path, flags: os.dup(0))
+    monkeypatch.setattr(priority, "_is_answered", answer)
+    monkeypatch.setattr(priority.time, "sleep", lambda seconds: may_go_on.wait(60))
 
-    priority._set_autogroup(os.getpid(), "5")
+    priority._set_autogroup(12345, "5")
+    priority._set_autogroup(12345, "0")
+    assert refused == ["5", "0"]
+    may_go_on.set()
 
-    assert (given, len(slept)) == ([b"5"] * 4, 3)
+    assert taken.wait(60)
+    assert refused == ["5", "0", "0", "0", "0"]
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
-"""What the jobs of peers share: the command line of a launcher, and processes that do not outlive it."""
+"""What the jobs of peers share: the command line of a launcher, and a port. The benchmark ends what they start."""
 
 import argparse
-import signal
 import socket
-import subprocess
-import sys
 
 
 def parse_launch() -> tuple[int, list[str]]:
@@ -24,15 +21,3 @@ def free_port() -> int:
         found.bind(("localhost", 0))
         port: int = found.getsockname()[1]
         return port
-
-
-def end_with_parent() -> None:
-    """End as Python does, not at once, when the benchmark ends this job: it ends the others itself."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-
-
-def reap(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End these processes."""
-    for process in processes:
-        process.kill()
-        process.wait()

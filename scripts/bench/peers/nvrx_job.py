@@ -12,14 +12,13 @@ import subprocess
 import sys
 
 import torch.distributed as dist
-from job import end_with_parent, free_port, parse_launch, reap
+from job import free_port, parse_launch
 
 SPARES = 6  # a job that loses more goes on with fewer ranks
 
 
 def main() -> int:
     ranks, words = parse_launch()
-    end_with_parent()
     stores = [dist.TCPStore("localhost", free_port(), is_master=True, wait_for_workers=False) for _ in range(2)]
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(stores[0].port), "NVRX_STORE_PORT": str(stores[1].port)}
     common |= {"NVRX_RANKS": str(ranks), "WORLD_SIZE": str(ranks + SPARES)}
@@ -28,7 +27,6 @@ def main() -> int:
         for rank in range(ranks + SPARES)
     ]
     codes = [process.wait() for process in processes]
-    reap(processes)
     return 0 if 0 in codes else 1
 
 

@@ -16,23 +16,13 @@ from datetime import timedelta  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import nvidia_resiliency_ext.inprocess as inprocess  # noqa: E402
-import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measured import Log, sha256_of  # noqa: E402
-from train import (  # noqa: E402
-    CLASSES,
-    SAMPLES,
-    SEED,
-    build_model,
-    draw_batch,
-    load_checkpoint,
-    parse_arguments,
-    save_checkpoint,
-)
+from train import draw_batch, load_checkpoint, parse_arguments, save_checkpoint, set_up  # noqa: E402
 
 IMPORTED_AT_S = time.time()
 INTERVAL = timedelta(seconds=0.1)  # a second by default, with which it is slower
@@ -68,10 +58,7 @@ def train(args, base_store, call_wrapper: inprocess.CallWrapper = None) -> None:
     log.write("start", STARTED_AT_S)
     log.write("imported", IMPORTED_AT_S)
 
-    torch.manual_seed(SEED)
-    data, labels = torch.randn(SAMPLES, args.width), torch.randint(CLASSES, (SAMPLES,))
-    model = build_model(args.width, args.depth)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    data, labels, model, optimizer = set_up(args.width, args.depth)
     steps_done = load_checkpoint(args.checkpoint, model, optimizer)
     ddp_model = DDP(model)
     for step in range(steps_done, args.steps):

@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from job import end_with_parent, free_port, parse_launch, reap
+from job import free_port, parse_launch
 
 HEARTBEAT_TIMEOUT_MS = 1000
 
@@ -26,7 +26,6 @@ def supervise(rank: int, ranks: int, lighthouse: str, words: list[str]) -> None:
 
 def main() -> int:
     ranks, words = parse_launch()
-    end_with_parent()
     port = free_port()
     lighthouse = subprocess.Popen(
         [
@@ -41,7 +40,8 @@ def main() -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    reap([lighthouse])
+    lighthouse.kill()
+    lighthouse.wait()
     return 0
 
 

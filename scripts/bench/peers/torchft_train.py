@@ -21,7 +21,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measured import Log, sha256_of  # noqa: E402
-from train import CLASSES, SAMPLES, SEED, build_model, draw_batch, parse_arguments  # noqa: E402
+from train import draw_batch, parse_arguments, set_up  # noqa: E402
 
 IMPORTED_AT_S = time.time()
 
@@ -33,10 +33,7 @@ def main() -> None:
     log.write("start", STARTED_AT_S)
     log.write("imported", IMPORTED_AT_S)
 
-    torch.manual_seed(SEED)
-    data, labels = torch.randn(SAMPLES, args.width), torch.randint(CLASSES, (SAMPLES,))
-    model = build_model(args.width, args.depth)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    data, labels, model, optimizer = set_up(args.width, args.depth)
 
     def load(state: dict) -> None:
         model.load_state_dict(state["model"])

@@ -20,15 +20,14 @@ import psutil
 
 NICE = 5  # a quarter of a processor that a rank wants, too: with 19, next to busy ranks, it would never be ready
 _BETWEEN_ORDERS_S = 0.11
-_MOST_ORDERS = 8  # of which others, of this machine's other jobs, may come before each of ours
+_MOST_ORDERS = 16
 _AUTOGROUP = Path("/proc/self/autogroup")
+_lock = threading.Lock()
+_pending: dict[int, str] = {}  # process -> nice value of its autogroup, which the kernel has not taken yet
 
 
 def lower(pid: int) -> None:
-    """Let a process, which leads a session, run when nobody else wants to. What cannot be had is done without.
-
-    Blocks for a tenth of a second at most, if nobody else on this machine sets priorities; else for a second.
-    """
+    """Let a process, which leads a session, run when nobody else wants to. What cannot be had is done without."""
     _set_autogroup(pid, str(NICE))
     if os.sched_getscheduler(0) != os.SCHED_OTHER:
         return  # the job has been given a policy on purpose
@@ -43,7 +42,7 @@ def lower(pid: int) -> None:
 
 
 def restore(pid: int) -> None:
-    """Give a process our own priority again. Blocks as `lower` does."""
+    """Give a process our own priority again."""
     _set_autogroup(pid, _own_autogroup_nice())
     if os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
@@ -67,17 +66,41 @@ def _own_autogroup_nice() -> str:
 
 
 def _set_autogroup(pid: int, nice: str) -> None:
-    with contextlib.suppress(OSError):
+    """Order it; if the kernel takes others' orders first, a thread orders it again: recovery does not wait for it."""
+    with _lock:
+        is_pending = pid in _pending
+        if _is_answered(pid, nice):
+            _pending.pop(pid, None)
+            return
+        _pending[pid] = nice
+    if not is_pending:
+        threading.Thread(target=_insist, args=(pid,), name="ttprun-priority", daemon=True).start()
+
+
+def _insist(pid: int) -> None:
+    """Give the newest order for a process again, until it is taken, or _MOST_ORDERS times."""
+    for _ in range(_MOST_ORDERS):
+        time.sleep(_BETWEEN_ORDERS_S)
+        with _lock:
+            if pid not in _pending or _is_answered(pid, _pending[pid]):
+                break
+    with _lock:
+        _pending.pop(pid, None)
+
+
+def _is_answered(pid: int, nice: str) -> bool:
+    """Give one order; returns whether it is of no use to give it again."""
+    try:
         fd = os.open(f"/proc/{pid}/autogroup", os.O_WRONLY)
         try:
-            for _ in range(_MOST_ORDERS):
-                try:
-                    os.write(fd, nice.encode())
-                    return
-                except BlockingIOError:  # without privilege Linux takes ten orders a second, of all processes together
-                    time.sleep(_BETWEEN_ORDERS_S)
+            os.write(fd, nice.encode())
         finally:
             os.close(fd)
+    except BlockingIOError:  # without privilege Linux takes ten such orders a second, of all processes together
+        return False
+    except OSError:
+        pass  # there are no such groups, or the process has ended
+    return True
 
 
 def _tasks_of(pid: int) -> list[int]:
