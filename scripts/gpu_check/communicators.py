@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from ttprun.device.cuda import NCCL_VARIABLES
+from ttprun.device.environment import NCCL_VARIABLES
 
 ELEMENTS = 1 << 20
 

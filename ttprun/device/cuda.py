@@ -14,13 +14,6 @@ from ttprun.device import nvml
 from ttprun.device.errors import in_one_line
 from ttprun.device.interface import DeviceFailedError, DeviceMissingError, Health, Identity, MemoryCheck, MemoryFigures
 
-# Set while an NCCL communicator is made, which reads them then: torch would end the survivors of a fault.
-NCCL_VARIABLES: dict[str, str] = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's default ends the process when an operation fails or is late
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the watchdog thread would end the process with a CUDA error of its own
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # the monitor thread ends the process when the watchdog waits for an abort
-}
-
 
 class CudaDevice:
     """One GPU.

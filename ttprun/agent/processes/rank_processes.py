@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from ttprun import text_hashes
 from ttprun.agent.processes import priority
 from ttprun.agent.processes.adopted import AdoptedProcess, adopting
+from ttprun.device.environment import VARIABLES
 from ttprun.protocol import channel, standbys, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
@@ -29,8 +30,8 @@ _COPY_LIMIT_S = 2.0  # it takes some 20 ms
 
 
 def with_agent(environment: Mapping[str, str], run_dir: str) -> dict[str, str]:
-    """What a rank sees beside torchrun's variables: the agent's pid, and the run."""
-    return {**environment, AGENT_VARIABLE: str(os.getpid()), RUN_VARIABLE: run_dir}
+    """What a rank sees beside torchrun's variables: those of the device's libraries, the agent's pid, and the run."""
+    return {**environment, **VARIABLES, AGENT_VARIABLE: str(os.getpid()), RUN_VARIABLE: run_dir}
 
 
 def rank_environment(environment: Mapping[str, str], run_dir: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ttprun.device.cuda import NCCL_VARIABLES
+from ttprun.device.environment import VARIABLES
 
 
 @dataclass(frozen=True)
@@ -297,8 +297,8 @@ ALSO: tuple[Change, ...] = (
     Change(
         "os",
         "environ",
-        f"{', '.join(f'{name}={value}' for name, value in NCCL_VARIABLES.items())}, while NCCL makes a communicator: "
-        "otherwise torch ends the ranks that a recovery needs when an operation fails",
+        f"{', '.join(f'{name}={value}' for name, value in VARIABLES.items())}, from the start of a rank's Python: "
+        "otherwise torch and torch_npu end the ranks that a recovery needs when an operation fails",
     ),
     Change("gc", "freeze", "in a replacement: torch's own objects are left out of collections, to share their memory"),
     Change(

@@ -11,7 +11,6 @@ Tried on a simulated device only.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -23,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from ttprun.device.cuda import NCCL_VARIABLES
 from ttprun.rank.comm.connection import CONNECT_LIMIT, ExchangeStore
 from ttprun.rank.comm.transports.link import GroupMember, Link
 
 ABORTED = "the communicator was aborted, as its generation is over"
 _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 200e-6
+_SUCCESSES = (0, 1)  # c10d's WorkResult: unknown, success; then a time-out, and an error of the communicator
 
 
 def make_nccl(member: GroupMember) -> Link:
@@ -43,20 +42,11 @@ def make_hccl(member: GroupMember) -> Link:
 
 
 def _nccl(store: Any, member: GroupMember) -> Any:
-    before = {name: os.environ.get(name) for name in NCCL_VARIABLES}
     options: Any = dist.ProcessGroupNCCL.Options() if member.options is None else member.options
     options._timeout = member.op_limit
     options.global_ranks_in_group = list(member.ranks)
     options.group_name = member.name
-    os.environ.update(NCCL_VARIABLES)
-    try:
-        return dist.ProcessGroupNCCL(store, member.rank, member.size, options)
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return dist.ProcessGroupNCCL(store, member.rank, member.size, options)
 
 
 def _registered(name: str) -> Callable[[Any, GroupMember], Any]:
@@ -103,12 +93,25 @@ class LateLink:
                 self._group.bound_device_id = member.device  # a barrier, which has no tensors, uses it
             self._group._register_backend(torch.device(device_type), kind, self.backend)
             self._group._set_group_name(member.name)
+        if member.device is not None and member.device.index is not None and member.device.type == device_type:
+            connect = getattr(self.backend, "eager_connect_single_device", None)
+            if connect is not None:
+                connect(member.device)
 
     def issue(self, op: str, args: tuple[Any, ...]) -> LateWork:
         """See `Link.issue`."""
         # torch's group would make a barrier of a backend that it does not know on the CPU.
-        issues = self.backend if op == "barrier" else self._group
-        return LateWork(self, getattr(issues, op)(*args))
+        call = getattr(self.backend if op == "barrier" else self._group, op)
+        options: Any = args[-1] if args else None
+        if getattr(options, "asyncOp", True):
+            return LateWork(self, call(*args))
+        # NCCL (torch 2.8 and newer) has no work for a synchronous operation, and runs it on the caller's own stream:
+        # what is queued behind it would be computed from an operation that was aborted.
+        options.asyncOp = True
+        try:
+            return LateWork(self, call(*args))
+        finally:
+            options.asyncOp = False  # it may be the script's
 
     def begin_batch(self, device: torch.device) -> None:
         """Operations from now on are started together, by `end_batch`."""
@@ -138,15 +141,25 @@ class LateLink:
         """See `Link.abandon`: an aborted communicator holds no tensor."""
 
 
+class _NoWork:
+    """In the place of a backend's work, where it has none: nothing was started, as in an empty batch."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
 class LateWork:
     """A work with the meaning of `Link.issue`'s.
 
-    inner   the backend's work
+    inner   the backend's work; None: it has none
     """
 
     def __init__(self, link: LateLink, inner: Any) -> None:
         self._link = link
-        self._inner = inner
+        self._inner = _NoWork() if inner is None else inner
         self._lock = threading.Lock()
         self._is_over = False
         self._error: Exception | None = None
@@ -203,9 +216,23 @@ class LateWork:
 
 def _raise_error_of(work: Any) -> None:
     """Raise the error of a completed work: NCCL's and HCCL's `wait` do not."""
-    error = work.exception() if type(work) is Work else None
+    if type(work) is not Work or not _may_have_failed(work):
+        return
+    try:
+        error = work.exception()
+    except TypeError:  # torch before 2.12 cannot give it to Python
+        raise RuntimeError("NCCL communicator has failed: torch does not say why") from None
     if error is not None:
         raise error if isinstance(error, Exception) else RuntimeError(str(error))
+
+
+def _may_have_failed(work: Any) -> bool:
+    """False if the backend says that a completed operation has not failed; `exception` prints a warning."""
+    try:
+        result = work.get_future_result()
+    except (AttributeError, RuntimeError):  # before torch 2.7; HCCL has none
+        return True
+    return bool(result.done()) and result.value() not in _SUCCESSES
 
 
 _watched: deque[tuple[LateWork, torch.futures.Future[Any]]] = deque()

@@ -1,0 +1,140 @@
+"""A model on an accelerator: DDP, gradients reduced by hand, FSDP2, HSDP; --with names what else a script does there.
+
+On one GPU (--share) NCCL takes the ranks for processes on different machines, and connects them by sockets.
+"""
+
+import argparse
+import hashlib
+import os
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+parser.add_argument("--layout", choices=["ddp", "own", "fsdp2", "hsdp"], default="ddp")
+parser.add_argument("--backend", default="", help="'': the device's own")
+parser.add_argument(
+    "--with", dest="more", default="", help="barrier,loss,objects,syncbn,accumulation,fp16,device_id,noise"
+)
+parser.add_argument("--steps", type=int, default=24)
+parser.add_argument("--width", type=int, default=128)
+parser.add_argument("--share", action="store_true", help="all ranks use one GPU")
+args = parser.parse_args()
+more = set(filter(None, args.more.split(",")))
+if args.share:  # NCCL reads them when it makes its first communicator
+    os.environ.update(NCCL_HOSTID=os.environ["RANK"], NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+if "noise" not in more:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+torch.manual_seed(7)
+torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+backend = args.backend or {"cuda": "nccl", "npu": "hccl"}[device.type]
+dist.init_process_group(backend, device_id=device if "device_id" in more else None)
+rank, world = dist.get_rank(), dist.get_world_size()
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attend = nn.Linear(width, 3 * width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        rows, length, width = x.shape
+        q, k, v = (t.view(rows, length, 4, -1).transpose(1, 2) for t in self.attend(self.norm(x)).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.norm = nn.BatchNorm1d(width) if "syncbn" in more else nn.Identity()
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+model = Model(args.width).to(device)
+if "syncbn" in more:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+trained = model
+if args.layout == "ddp":
+    trained = DistributedDataParallel(model)
+elif args.layout in ("fsdp2", "hsdp"):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shape, names = ((world,), ("shard",)) if args.layout == "fsdp2" else ((2, world // 2), ("copy", "shard"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14, growth_interval=4, enabled="fp16" in more)
+data = TensorDataset(torch.randint(0, 64, (8 * args.steps, 17), generator=torch.Generator().manual_seed(1)))
+sampler = DistributedSampler(data, world, rank)
+loader = DataLoader(data, batch_size=4, sampler=sampler, pin_memory=True)
+every = 2 if "accumulation" in more else 1
+
+done = seen = epoch = 0
+while done < args.steps:
+    sampler.set_epoch(epoch)
+    for (batch,) in loader:
+        batch = batch.to(device, non_blocking=True)
+        with torch.autocast(device.type, torch.float16, enabled="fp16" in more):
+            logits = trained(batch[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten()) / every
+        scaler.scale(loss).backward()
+        seen += 1
+        if seen % every:
+            continue
+        if args.layout == "own":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if "loss" in more:
+            dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        if "barrier" in more:
+            dist.barrier()
+        if "objects" in more and done % 4 == 0:
+            everywhere = [None] * world
+            dist.all_gather_object(everywhere, {"rank": rank, "step": done})
+        print(f"[rank {rank}] step {done} loss {total.item():.9g}", flush=True)
+        done += 1
+        if done == args.steps:
+            break
+    epoch += 1
+
+state = {
+    name: (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()
+    for name, value in model.state_dict().items()
+}
+if rank == 0:
+    os.makedirs(args.out, exist_ok=True)
+    torch.save(state, os.path.join(args.out, "final.pt"))
+digest = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in state.values())).hexdigest()
+print(f"[rank {rank}] sha256 model {digest}", flush=True)
+dist.destroy_process_group()
