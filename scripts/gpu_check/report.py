@@ -55,11 +55,11 @@ class Report:
         took_s  since its task began
         """
         self._rows.append((part, row, took_s))
+        self._write()  # before it is printed: who reads it may take the machine away
         self.say(f"{row.verdict:8} {part.letter} {row.what}: {row.found}")
         if row.verdict == "FAILED":
             for line in row.details:
                 self.say(f"           {line}")
-        self._write()
 
     def finish(self) -> int:
         """The end of it; returns the exit code. If nothing was tried, nothing has passed."""
