@@ -110,9 +110,7 @@ def main() -> int:
         print(f"gpu_check: error: {error}", file=sys.stderr)
         return 2
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(
-            number, lambda number, _: os._exit(128 + number)
-        )  # the report is on the disk; children go with us
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # the report is written
     options.report.parent.mkdir(parents=True, exist_ok=True)
     shares = options.device == "cuda" and (options.share_gpu or len(names) == 1)
     beside = options.beside or max(1, len(os.sched_getaffinity(0)) // CORES_A_TASK)
