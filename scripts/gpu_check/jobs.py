@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from ttprun.chaos.drill.twins import Twin, run_twin
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "tests" / "scripts"
-RUN_LIMIT_S = 90.0
+RUN_LIMIT_S = 90.0  # of one run
 HANG_TIMEOUT_S = 10
 WEIGHTS = "out/final.pt"
 REPAIRED = frozenset({"replace", "rerun"})
@@ -123,8 +124,12 @@ class Trial:
 
     def run(self, limit_s: float) -> Iterator[Row]:
         """Break the job, and judge what came of it."""
-        undisturbed = self.job.undisturbed(min(limit_s, RUN_LIMIT_S))
-        scenario = self.job.scenario(min(limit_s, RUN_LIMIT_S), self.fault, **dict(self.settings))
+        began_s = time.monotonic()
+        undisturbed = self.job.undisturbed(min(limit_s, RUN_LIMIT_S * self.job.place.patience))
+        left_s = max(1.0, limit_s - (time.monotonic() - began_s))
+        scenario = self.job.scenario(
+            min(left_s, RUN_LIMIT_S * self.job.place.patience), self.fault, **dict(self.settings)
+        )
         disturbed = run_twin(scenario, self.job.folder(self.fault), "disturbed")
         injections = pair(disturbed.events)
         wrong = problems_of(scenario, disturbed, undisturbed, injections)
@@ -204,8 +209,10 @@ def layout(place: Place, name: str, more: str, steps: int = 24, reproduces: bool
 
 def leave_alone(job: Job, limit_s: float) -> Iterator[Row]:
     """A run under ttprun in which nothing happens."""
-    undisturbed = job.undisturbed(min(limit_s, RUN_LIMIT_S))
-    ours = run_twin(job.scenario(min(limit_s, RUN_LIMIT_S)), job.folder("ttprun"), "ttprun")
+    began_s = time.monotonic()
+    undisturbed = job.undisturbed(min(limit_s, RUN_LIMIT_S * job.place.patience))
+    left_s = max(1.0, limit_s - (time.monotonic() - began_s))
+    ours = run_twin(job.scenario(min(left_s, RUN_LIMIT_S * job.place.patience)), job.folder("ttprun"), "ttprun")
     wrong = [ours.problem] if ours.problem else differences(job, ours, undisturbed)
     if ours.exit_code:
         wrong.append(f"exit code {ours.exit_code}")

@@ -32,7 +32,7 @@ from ttprun.observe.events import read_events
 from ttprun.observe.status import RunStatus, read_status
 
 LOOK_S = 0.05
-STEPS = 100_000  # it is ended when all has been seen
+STEPS = 1_000_000  # it is ended when all has been seen
 PHASES = ("backward", "collective")
 AFTER_S = 3.0  # how long memory is looked at after a kill
 MIB = 1 << 20

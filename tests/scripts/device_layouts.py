@@ -90,7 +90,7 @@ elif args.layout in ("fsdp2", "hsdp"):
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
 scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14, growth_interval=4, enabled="fp16" in more)
-data = TensorDataset(torch.randint(0, 64, (8 * args.steps, 17), generator=torch.Generator().manual_seed(1)))
+data = TensorDataset(torch.randint(0, 64, (8 * min(args.steps, 500), 17), generator=torch.Generator().manual_seed(1)))
 sampler = DistributedSampler(data, world, rank)
 loader = DataLoader(data, batch_size=4, sampler=sampler, pin_memory=device.type != "cpu")
 every = 2 if "accumulation" in more else 1
