@@ -178,7 +178,9 @@ def stuck_abort(rank: Rank) -> None:
 
 def first_launch(rank: Rank) -> None:
     """A kernel that was never launched before, launched while a collective is stuck: does an abort free it?"""
-    matrix = torch.ones(64, 64, device=rank.device)
+    matrix, stream = torch.ones(64, 64, device=rank.device), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        matrix.fill_(1.0)  # so that the kernel is all that is new
     rank.start_stuck()
     if rank.number == 1:
         return
@@ -186,7 +188,7 @@ def first_launch(rank: Rank) -> None:
     began_s = time.monotonic()
 
     def launch() -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
             matrix.tril_()
         launched.append(time.monotonic() - began_s)
 
