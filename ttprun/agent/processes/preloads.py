@@ -259,6 +259,13 @@ class Preloads:
             return f"with torch alone: {self.why_not}"
         return "with torch; it now imports what the ranks have imported" if self._current is not None else "with torch"
 
+    def give_up(self) -> Preloaded | None:
+        """Know nothing of the present copy from now on."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.close_notebook()
+        return current
+
     def end(self) -> None:
         """Kill it."""
         if self._current is not None:

@@ -122,6 +122,12 @@ class Standbys:
         kill_session(alive[0].process.pid)
         return alive[0].process.pid
 
+    def give_up(self) -> list[Standby]:
+        """Know nothing of any of them from now on; whoever asks for this ends them."""
+        given_up = [*self._waiting, *filter(None, [self.preloads.give_up()])]
+        self._waiting = []
+        return given_up
+
     def end(self) -> None:
         """Kill those that were not needed."""
         self.preloads.end()
