@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ttprun.chaos.faults import parse_fault
 from ttprun.device.errors import check_additions
 from ttprun.errors import suggestion
+from ttprun.observe.console import LogFormat
 from ttprun.state.interval import parse_interval
 from ttprun.state.memory_share import parse_memory
 from ttprun.web.address import parse_address
@@ -127,6 +128,18 @@ class Config(BaseModel):
         ge=1,
         description="number of run directories to keep in ttprun-runs/. Never removed: a run that is alive, and one "
         "that holds a script's newest checkpoint",
+    )
+    keep_runs_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="days for which run directories are kept, of those that keep_runs keeps; default: no limit"
+    )
+    keep_runs_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="GiB that run directories may take together; the oldest are removed first; default: no limit",
+    )
+    log_format: LogFormat = Field(
+        "plain",
+        description="form of ttprun's own lines on stderr: plain, with time and level, or one JSON object per line; "
+        "what the ranks print is not changed",
     )
     hang_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = Field(
         "auto",

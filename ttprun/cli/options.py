@@ -29,7 +29,8 @@ _METAVARS = {
 _REPEATABLE = ("faults", "retry_on", "follow")
 # Title of a group in the help -> its keys, in the order in which they are shown.
 GROUPS = {
-    "basic options": "run_dir run_id keep_runs follow mindio allow_faults faults",
+    "basic options": "run_dir run_id keep_runs keep_runs_days keep_runs_gib log_format follow mindio allow_faults "
+    "faults",
     "recovery": "standbys standby_depth rungs retry_on max_incidents_per_hour hang_timeout_s verify_every proof on_nan "
     "freeze_timeout_s replay_timeout_s transfer_timeout_s resume_timeout_s commit_timeout_s pause_timeout_s "
     "record_limit_mib journal_limit_mib",
