@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from torch.distributed.run import config_from_args, parse_min_max_nnodes
 from ttprun import torch_versions
 from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT
 from ttprun.cli import programs
-from ttprun.cli.old_runs import remove_old_runs
+from ttprun.cli.old_runs import Keep, remove_old_runs
 from ttprun.cli.options import take_options
 from ttprun.cli.preflight import check_host, check_launch, check_options
 from ttprun.cli.script_config import take_script_config
@@ -32,6 +31,7 @@ from ttprun.cli.torchrun_parser import SCRIPT, build_parser, launch_words, parse
 from ttprun.config import Config, LaunchValue
 from ttprun.config_sources import option_name, read_config_file, resolve
 from ttprun.errors import ConfigError, one_line
+from ttprun.observe import console
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, write_status
@@ -87,10 +87,11 @@ def run(words: Sequence[str]) -> int:
     except OSError as error:
         directory.discard()
         raise ConfigError(f"'{directory.config}' cannot be written ({error.strerror})", "make room there") from None
+    console.use(config.log_format, config.run_id or "")
     for notice in filter(None, (*invocation.notices, torch_versions.why_untried(torch.__version__))):
-        print(f"ttprun: {notice}", file=sys.stderr)
+        console.say(notice)
     write_first_status(directory, config, launch_config)
-    remove_old_runs(config.keep_runs, used=config.resume)
+    remove_old_runs(Keep(config.keep_runs, config.keep_runs_days, config.keep_runs_gib), used=config.resume)
 
     from ttprun.agent.launcher.launch import launch
 

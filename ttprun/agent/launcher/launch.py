@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -34,6 +33,7 @@ from ttprun.agent.processes.rank_processes import command_of
 from ttprun.agent.report.status import write_last_status
 from ttprun.config import Config
 from ttprun.errors import ConfigError
+from ttprun.observe import console
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.recovery.membership import Membership
 from ttprun.state.store import CheckpointStore
@@ -66,7 +66,7 @@ def launch(
     if config.mindio:
         config = config.for_frameworks()
         os.environ.update(mindio.put_on_path(dict(os.environ)))
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
+    console.use(config.log_format, config.run_id or "")
     is_on_several = launch_config.max_nodes > 1
     why_not = why_not_over_nodes(launch_config, is_python, config.elastic) if is_on_several else ""
     if why_not:
@@ -217,7 +217,7 @@ def _run(
         if supervisor is not None and supervisor.node.ended_by:  # the launcher of another node has got a signal
             _say(reason)
             return exit_code_of(supervisor.node.ended_by), reason
-        print(error, file=sys.stderr)
+        console.say(str(error), "ERROR", prefix="")
         _say(reason)
         return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
     except (RendezvousError, DistError) as error:
@@ -249,7 +249,7 @@ def _say(reason: str, goes_on: bool = False) -> None:
     """
     if reason:
         what = "this node has left the job, which goes on" if goes_on else "the job has ended"
-        print(f"ttprun: {what}: {reason}", file=sys.stderr)
+        console.say(f"{what}: {reason}", "WARNING" if goes_on else "ERROR")
 
 
 def _code_of(error: ChildFailedError, has_progress: bool) -> int:
