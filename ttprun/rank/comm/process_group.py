@@ -244,7 +244,9 @@ class ManagedGroup(ProcessGroup):
         entry.is_passing = op in GATHERING and outputs[0].is_cpu and sharded.is_gathering()
         entry.is_borrowed = entry.is_passing and op in REDUCING and sharded.is_lending()
         if is_small and not entry.is_passing:
-            entry.place = f"{op} {location_key()}"  # DDP's broadcasts and SyncBatchNorm's gathers have one line
+            # One line may call several: DDP's forward pass broadcasts buckets' sizes once, and buffers each time.
+            kinds = ",".join([f"{t.dtype}{[*t.shape]}" for t in outputs])
+            entry.place = f"{op} {kinds} {location_key()}"
         if is_skipped or session.mode.is_alone:
             session.mode.answer(entry)
             entry.is_done = True
