@@ -154,6 +154,22 @@ def test_a_stopped_process_writes_its_stack_and_stops_again(start: Callable[[str
     assert state_of(process.process.pid)[0] == "T"
 
 
+def test_the_main_thread_of_a_stopped_process_writes_not_one_that_may_have_no_room_for_it(
+    start: Callable[[str], Process],
+) -> None:
+    """The kernel prefers the main thread, but not where all threads are stopped."""
+    threads = "for _ in range(30): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    process = start(f"{threads}\n    time.sleep(60)")
+
+    for _ in range(5):
+        process.process.send_signal(signal.SIGSTOP)
+        while state_of(process.process.pid)[0] != "T":
+            time.sleep(0.01)
+        text = stacks.take(process.process.pid, process.stack_fd, is_stopped=True)
+
+        assert f"Current thread 0x{process.main_thread:016x}" in text
+
+
 def test_several_processes_write_their_stacks_at_once_and_one_that_catches_nothing_is_left_alone(
     start: Callable[[str], Process],
 ) -> None:
