@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.agent.nodes import NothingFails
 from ttprun import recovery
 from ttprun.agent.core.failures import FirstFailure
 from ttprun.agent.core.rank_slot import RankSlot
@@ -272,6 +273,7 @@ class FakeNode:
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(hang_timeout_s="auto")
+        self.domains = NothingFails()
         self.job = new_job(Settings(world_size=2))
         self.slots: list[Any] = []
         self.reported: list[Any] = []
@@ -352,7 +354,7 @@ class NodeThatGoesBack(FakeNode):
         super().advance(event)
         self._sit(self._fresh)
 
-    def in_background(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+    def in_background(self, work: Callable[[], Any], then: Callable[[Any], None], failed: Any) -> None:
         then(work())
 
     def board_row(self, slot: RankSlot) -> list[int]:
@@ -401,7 +403,7 @@ class NodeThatLooksAtStacks(NodeThatGoesBack):
         self.reported.append(event)
         self.job, _ = recovery.advance(self.job, event)
 
-    def in_background(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+    def in_background(self, work: Callable[[], Any], then: Callable[[Any], None], failed: Any) -> None:
         found = work()
         self.later.append(lambda: then(found))
 

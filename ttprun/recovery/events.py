@@ -136,11 +136,13 @@ class RankFrozen(RepairEvent):
     boundary    optimizer steps that it has completed
     digest      of its replicated state; "" if it has none
     has_group   the script has made its process group
+    is_at_end   its script has reached its end; its process stays for the others
     """
 
     boundary: int
     digest: str
     has_group: bool
+    is_at_end: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

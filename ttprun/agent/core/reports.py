@@ -313,6 +313,7 @@ class Reports:
                 boundary=message.boundary,
                 digest=message.digest,
                 has_group=message.has_group,
+                is_at_end=self.node.board.get(slot.rank, Field.ENDED) != 0,
             )
         )
 
