@@ -10,6 +10,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ttprun.device.errors import in_one_line
@@ -217,11 +218,17 @@ def abort_all(found: Sequence[Link]) -> None:
     for link in found:
         if not link.is_late:
             link.abort()
-    failed, n_left = run_together([link.abort for link in found if link.is_late], ABORT_LIMIT_S)
+    late = [partial(_abort_late, link) for link in found if link.is_late]
+    failed, n_left = run_together(late, ABORT_LIMIT_S)
     if failed:
         raise DeviceFailedError(f"a communicator cannot be aborted ({in_one_line(failed[0])})") from failed[0]
     if n_left:
         raise DeviceFailedError(f"the abort of {n_left} communicators has not returned within {ABORT_LIMIT_S:.0f} s")
+
+
+def _abort_late(link: Link) -> None:
+    link.abort()
+    moments.reached("abort")
 
 
 def run_together(calls: Sequence[Callable[[], None]], limit_s: float) -> tuple[list[Exception], int]:
