@@ -163,6 +163,7 @@ class Connection:
 
     is_late = False
     is_used = True
+    why_not = ""
     _making = threading.Lock()
 
     def __init__(
@@ -214,6 +215,8 @@ class Connection:
         if op in p2p_channels.OPERATIONS:
             return self._p2p_channels.issue(self.native, op, args)
         return getattr(self.native, op)(*args)
+
+    issue_plainly = issue
 
     def abort(self) -> None:
         """Shut down every socket of this backend; pending and later operations fail at once."""

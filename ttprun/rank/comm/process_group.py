@@ -12,9 +12,8 @@ connections.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +22,11 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ttprun.device import accelerator
 from ttprun.protocol import from_rank
-from ttprun.protocol.board import OPERATION_NAMES
+from ttprun.protocol.board import OPERATION_NAMES, Phase
 from ttprun.rank import fail_open, moments, signal_handlers
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.comm import held_works, messages
+from ttprun.rank.comm import methods
 from ttprun.rank.comm.buckets import Buckets
 from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.comm.entry import Entry
@@ -39,7 +38,6 @@ from ttprun.rank.comm.operations import (
     OPERATIONS,
     POINT_TO_POINT,
     REDUCING,
-    positional,
     tensors_in,
     with_options,
 )
@@ -50,7 +48,6 @@ from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.position.frames import location_key
 from ttprun.rank.records.evidence import INPUT
 from ttprun.rank.session import Session
-from ttprun.rank.signal_handlers import gate_from_c
 from ttprun.rank.weights import sharded
 from ttprun.rank.weights.mirror import Mirror
 
@@ -220,10 +217,10 @@ class ManagedGroup(ProcessGroup):
         link, self._batch_on = self._batch_on, None
         return link.end_batch(device)
 
-    def issue(self, op: str, args: tuple[Any, ...]) -> Work:
+    def issue(self, op: str, args: tuple[Any, ...]) -> Any:
         """Write a collective to the journal and issue it; every collective comes here."""
         if self._batch_on is not None:
-            return self.links.issue(op, args)  # type: ignore[no-any-return]
+            return self.links.issue_plainly(op, args)
         session, journal = self.session, self.session[Journal]
         inputs_at, outputs_at = OPERATIONS[op]
         self._exchanges |= op in EXCHANGING and signal_handlers.Now.is_in_engine()
@@ -236,6 +233,8 @@ class ManagedGroup(ProcessGroup):
         is_skipped = moments.reached_collective(op, given)
         if not is_skipped:
             session.meet(OPERATION_NUMBERS[op], self._size)
+        if session.unprotected and not is_skipped and session.mode.is_live and self._is_late(args):
+            return self._issue_plainly(op, args)
         entry = Entry(self, op, args, outputs)
         if session.framework is not None:
             return session.framework.issue(entry, is_skipped)
@@ -295,6 +294,7 @@ class ManagedGroup(ProcessGroup):
                 raise EndedError
             if is_kept:
                 entry.note_copy()
+        self.links.check_repairable()
         return is_kept
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
@@ -321,6 +321,15 @@ class ManagedGroup(ProcessGroup):
             connection.serve(device.type)
         found: Work = self.call(op, args)
         return found
+
+    def _is_late(self, args: tuple[Any, ...]) -> bool:
+        return bool(self.links.all) and self.links.that_carries(args).is_late
+
+    def _issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Unprotected: on a device all is as under torch, whose works know streams and graphs better than ours."""
+        work = self.links.issue_plainly(op, args)
+        self.session.touch(Phase.COMPUTING)
+        return work
 
     def _begin(self, entry: Entry) -> Any:
         """Issue an operation of the journal. Raises the backend's error if no recovery would help."""
@@ -380,27 +389,7 @@ def groups_of(session: Session) -> list[ManagedGroup]:
     return [group for group in list(session.groups.values()) if isinstance(group, ManagedGroup)]
 
 
-def _operation(op: str) -> Callable[..., Work]:
-    @gate_from_c
-    def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
-        work: Work = fail_open.run(op, self.issue, self.links.issue, (op, positional(op, args, kwargs)), {})
-        return held_works.hold(work) if held_works.IS_NEEDED else work
-
-    call.__name__ = op
-    return call
-
-
-def _point_to_point(op: str) -> Callable[..., Any]:
-    @gate_from_c
-    def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Any:
-        issue = partial(messages.issue, self.session, self)
-        return fail_open.run(op, issue, self.links.issue, (op, (*args, *kwargs.values())), {})
-
-    call.__name__ = op
-    return call
-
-
 for _name in OPERATIONS:
-    setattr(ManagedGroup, _name, _operation(_name))
+    setattr(ManagedGroup, _name, methods.operation(_name))
 for _name in POINT_TO_POINT:
-    setattr(ManagedGroup, _name, _point_to_point(_name))
+    setattr(ManagedGroup, _name, methods.point_to_point(_name))
