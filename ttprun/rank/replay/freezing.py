@@ -16,7 +16,7 @@ from ttprun.protocol.board import Field
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.patience import Patience
 from ttprun.rank import moments
-from ttprun.rank.comm import on_device
+from ttprun.rank.comm import apart, on_device
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import Journal, has_ended
 from ttprun.rank.comm.links import cut_all
@@ -51,6 +51,7 @@ def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_
     break_connections(session, issued_again)
     let_step_end(session, check_overtaken)
     settle(session, order, check_overtaken)
+    apart.give_up_older(session)
     on_device.settle()
     frozen = from_rank.Frozen(
         session.generation,
