@@ -14,12 +14,12 @@ from typing import Any
 from ttprun.device.errors import in_one_line
 from ttprun.device.interface import DeviceFailedError
 from ttprun.rank import moments
-from ttprun.rank.comm import on_device
 from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, GenerationOverError
 from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.operations import tensors_in
 from ttprun.rank.comm.transports import TRANSPORTS, GroupMember, Link
 from ttprun.rank.session import Session
+from ttprun.rank.weights import optimizer_registry
 
 
 class Links:
@@ -96,7 +96,7 @@ class Links:
         return bool(self._by_type) and self.member.generation == generation
 
     def _connect_anew(self, generation: int) -> None:
-        device = self.member.device or on_device.of_parameters()
+        device = self.member.device or optimizer_registry.device_in_use()
         member = dataclasses.replace(self.member, generation=generation, device=device)
         made = {name: TRANSPORTS[name].make(member) for name in dict.fromkeys(self.backends.values())}
         if moments.listener is not None and isinstance(made.get("gloo"), Connection):

@@ -98,9 +98,9 @@ def go_live(session: Session, replay: ReplayRun, order: to_rank.Resume) -> None:
     session[Verifier].prove_from(replay.boundary)
     if replay.is_alone:
         session.proof = Proof.of(session, replay.boundary, is_of_all=not replay.is_joining)
-    # Ranks that have all gone back have no journal of others to keep to, only what they have left themselves.
-    is_proved = replay.is_joining or session.proof is None
-    session.expected = Expected(session.channel, session.generation, order.expected, is_proved)
+    # Ranks that have all gone back have no journal of others to keep to, only what they have left themselves; and a
+    # rank that was lost had perhaps gone further than the others.
+    session.expected = Expected(session.channel, session.generation, order.expected, session.proof is None)
     replay.live.set()
 
 
