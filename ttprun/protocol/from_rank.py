@@ -289,6 +289,23 @@ class Compared(Message, frozen=True):
     not_proved: list[str]
 
 
+class Unaligned(Message, frozen=True):
+    """A replacement waits before it records this boundary: its gradients may differ by rounding from those of others.
+
+    The answer is `to_rank.GoOn`.
+    """
+
+    generation: int
+    boundary: int
+
+
+class Aligned(Message, frozen=True):
+    """This rank has taken another one's gradients, of the step before this boundary."""
+
+    generation: int
+    boundary: int
+
+
 # Numbers.
 
 
@@ -370,11 +387,13 @@ class FaultFailed(Message, frozen=True):
     reason: str
 
 
+OfAlignment = Unaligned | Aligned
 Report = (
     Present | Protected | Unprotected | Hindered | Note | NotProved | NotRecorded | ScriptError | Faulted
     | TrainsAlone | Joined | OwnStateKept | StateMirrored | MirrorCopied | CollectiveStep
     | Put | RowChanged
     | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared
+    | Unaligned | Aligned
     | Held | StoppedDivergent | NanFound
     | FaultStruck | FaultFailed
 )  # fmt: skip

@@ -151,6 +151,8 @@ class Reports:
                 node.advance(found)
             case from_rank.Compared(equal=equal, not_proved=not_proved):
                 self.incidents.note_compared(rank, equal, not_proved)
+            case from_rank.Unaligned() | from_rank.Aligned():
+                self.repairs.take(slot, message)
             case from_rank.Held():
                 self.comparisons.take(slot, message)
             case from_rank.StoppedDivergent():

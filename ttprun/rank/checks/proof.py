@@ -8,7 +8,7 @@ compared: an incident claims no more than that.
 Where arithmetic is not reproducible, losses and inputs may differ by rounding, and are named as equal to rounding.
 `Proof._may_round` says where. On a CPU with one thread that has to be shown: the rank is replaced once more, and if the
 second replacement comes to other bits than the first, which began with the same state, its kernels are to blame and not
-its state. Whose results count then: comm/reissue.py, replay/alignment.py.
+its state. Whose results count then: comm/reissue.py, alignment.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from ttprun.device import accelerator
 from ttprun.protocol import from_rank
 from ttprun.rank import fail_open
+from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
 from ttprun.rank.process.unseen import unseen
 from ttprun.rank.records.evidence import BATCH, INPUT, LOSS, Noted, Place, comparable, is_close
@@ -95,6 +96,7 @@ class Proof:
         elif is_near and (why := self._may_round()):
             self._close[kind] += 1
             self._why_close = why
+            self._session[Alignment].is_needed = not self._is_of_all
         elif kind == INPUT and is_measured(tensors):
             self._not_proved.append(
                 f"{which} differs from the lost rank's; it is small and not a gradient: perhaps a measured time"
