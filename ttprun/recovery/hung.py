@@ -172,9 +172,12 @@ def on_connection_broken_again(job: Job, event: ConnectionBroken) -> Result:
 def on_mismatch(job: Job, event: MismatchFound) -> Result:
     """A check has failed: a new process would fail too, unless this one's earlier run of the script is to blame.
 
-    If the check is a replacement's, the replacement is given up.
+    If the check is a replacement's, the replacement is given up. What differs by rounding alone may be other in the
+    next one, which is no attempt that has failed: ranks count how often they have tried.
     """
     member = job.members[event.rank]
+    if event.is_near and member.life is Life.LOST and "replace" in job.settings.rungs:
+        return try_again(job, event.at_s, event.sentence, "repair it", is_free=True)
     if member.life is Life.LOST and not member.is_rerun:
         return give_up_replacing(job, event.at_s, event.sentence, is_replayable=not event.is_contradiction)
     if not (member.is_rerun and member.has_orders and "replace" in job.settings.rungs):
@@ -182,13 +185,14 @@ def on_mismatch(job: Job, event: MismatchFound) -> Result:
     return try_again(job, event.at_s, f"{event.sentence} when it ran the script again", "repair it")
 
 
-def try_again(job: Job, at_s: float, fault: str, what_for: str) -> Result:
+def try_again(job: Job, at_s: float, fault: str, what_for: str, is_free: bool = False) -> Result:
     """Another attempt, if one is left, though no process has been lost.
 
     fault      completes "..., then"
     what_for   completes "attempts to"
+    is_free    it does not count
     """
-    attempt = 1
+    attempt = 0 if is_free else 1
     if job.incident is None:  # all were frozen only for a checkpoint
         job = open_incident(job, at_s, "connection", fault, detect_s=0.0)
     else:

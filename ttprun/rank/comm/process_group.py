@@ -42,7 +42,7 @@ from ttprun.rank.comm.operations import (
     tensors_in,
     with_options,
 )
-from ttprun.rank.comm.reissue import call_or_take
+from ttprun.rank.comm.reissue import call_or_take, unpack_given
 from ttprun.rank.comm.results import Results
 from ttprun.rank.comm.transports import TRANSPORTS, GroupMember
 from ttprun.rank.comm.work import ManagedWork, Refused
@@ -379,6 +379,7 @@ class ManagedGroup(ProcessGroup):
         with self.session[Journal].lock:
             if entry.is_done or entry.inner is not inner:
                 return
+            unpack_given(entry)
             entry.note_result()
             if entry.is_borrowed:
                 self.session[Mirror].keep_result(self.session, entry.sequence, entry.number, entry.outputs[0])

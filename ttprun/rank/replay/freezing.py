@@ -20,6 +20,7 @@ from ttprun.rank.comm import apart, on_device
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import Journal, has_ended
 from ttprun.rank.comm.links import cut_all
+from ttprun.rank.comm.operations import SAME_FOR_ALL
 from ttprun.rank.comm.process_group import ManagedGroup, living
 from ttprun.rank.session import Session
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
@@ -185,7 +186,9 @@ def _signatures(session: Session) -> dict[str, GroupJournal]:
                 group.settled.append(entry.number)
             if entry.digest and len(group.received) == len(group.issued):
                 group.received.append(entry.digest)
-            if entry.held is not None and entry.is_done and entry.held.is_kept:
+            if entry.is_done and (entry.result is not None or (entry.held is not None and entry.held.is_kept)):
                 group.results.append(len(group.issued))
+            elif entry.is_done and entry.op in SAME_FOR_ALL:
+                group.taken.append(len(group.issued))
             group.issued.append(entry.signature)
     return found
