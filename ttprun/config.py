@@ -64,6 +64,11 @@ class Config(BaseModel):
     transfer_timeout_s: Seconds = Field(300, description="seconds for a replacement to receive its state")
     resume_timeout_s: Seconds = Field(120, description="seconds to rebuild connections and issue collectives again")
     persist_timeout_s: Seconds = Field(600, description="seconds to write a checkpoint when the job ends")
+    grace_s: Seconds | None = Field(
+        None,
+        description="seconds from the scheduler's SIGTERM to its SIGKILL (Slurm's KillWait or GraceTime, Kubernetes' "
+        "terminationGracePeriodSeconds): saving ends before; default: not known, saving has persist_timeout_s",
+    )
     node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         30, description="seconds to wait for a spare, or for a lost node to come back; 0: only a spare that waits"
     )
