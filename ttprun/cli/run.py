@@ -22,6 +22,7 @@ from torch.distributed.run import config_from_args, parse_min_max_nnodes
 
 from ttprun import torch_versions
 from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT
+from ttprun.agent.report.status import write_last_status
 from ttprun.cli import programs
 from ttprun.cli.old_runs import Keep, remove_old_runs
 from ttprun.cli.options import take_options
@@ -30,6 +31,7 @@ from ttprun.cli.script_config import take_script_config
 from ttprun.cli.torchrun_parser import SCRIPT, build_parser, launch_words, parse
 from ttprun.config import Config, LaunchValue
 from ttprun.config_sources import option_name, read_config_file, resolve
+from ttprun.early_signals import StoppedEarly
 from ttprun.errors import ConfigError, one_line
 from ttprun.observe import console
 from ttprun.observe.events import timestamp
@@ -107,6 +109,9 @@ def run(words: Sequence[str]) -> int:
             return launch(config, launch_config, entrypoint, arguments, directory, page=shown, **how)
     except ConfigError:
         directory.discard()
+        raise
+    except StoppedEarly as stopped:
+        write_last_status(directory, stopped.exit_code, stopped.reason)
         raise
 
 
