@@ -6,7 +6,7 @@
 Files, lowest floor first: `frozen`, `shards`, `event`, `events`, `fault_events`, `incident`, `actions` (data);
 `members` (the ranks, and counts of them), `job`, `errors`;
 `phases` (how phases and incidents begin and end), `ways_back`, `ladder` (ways out of an incident);
-`repair`, `resize`, `faults`, `hung`, `planned`, `regroup`, `persist` (handlers);
+`repair`, `resize`, `faults`, `hung`, `planned`, `regroup`, `persist`, `renewal` (handlers);
 `alone` (ranks that are jobs of their own); `machine` (the table).
 Apart from these are `hangs` (which rank hangs), `cost` (what a loss would cost), `replicas` (which rank has diverged),
 `membership` (which nodes train) and `succession` (the job in the hands of another agent). Read TRANSITIONS in `machine`
@@ -68,6 +68,7 @@ from ttprun.recovery.events import (
     StatePersisted,
     StateSent,
     StopAsked,
+    SupervisorRenewed,
     UpgradeAsked,
 )
 from ttprun.recovery.fault_events import (

@@ -281,6 +281,18 @@ class DeadlinePassed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorRenewed(Event):
+    """The agent has failed, and a new one goes on with this job: what was ordered last may not have been carried out.
+
+    reason   what has failed, a phrase
+    rank     whose own repair is concerned, see `alone.py`; None: the whole job
+    """
+
+    reason: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRestarted(Event):
     """The agent has ended all ranks and is starting them anew: a RankStarted for each follows."""
 

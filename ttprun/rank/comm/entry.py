@@ -67,6 +67,7 @@ class Entry:
     at          place in the order in which this rank has issued its collectives
     number      since the boundary: in its sequence: of messages, or of borrowed entries
     digest      of what was received with a message
+    ready       event of the device after which its inputs are there, if another thread issues it
     """
 
     # Class attributes, as most entries never change these.
@@ -87,6 +88,7 @@ class Entry:
     at = 0
     number = 0
     digest = ""
+    ready: Any = None
 
     def __init__(self, group: Group, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
         self.group = group

@@ -107,7 +107,8 @@ class ManagedGroup(ProcessGroup):
         self._description, self._exchanges = "", False
         self.messages: set[tuple[int, int]] = set()
         self._rank, self._size = rank, size
-        member = GroupMember(exchange, -1, key, name, rank, size, ranks, op_limit, options, device)
+        is_given = device is not None
+        member = GroupMember(exchange, -1, key, name, rank, size, ranks, op_limit, options, device, is_given)
         self.links = Links(session, member, backends)
         session.groups[name] = self
         living.add(self)
@@ -145,7 +146,7 @@ class ManagedGroup(ProcessGroup):
         """The script has destroyed the group."""
         if self.session.groups.get(self._name) is self:
             self.session.forget_groups([self._name])
-        self.links.forget()
+        self.links.close()
 
     def abort(self) -> None:
         """The script aborts the group: pending operations fail."""
@@ -276,10 +277,13 @@ class ManagedGroup(ProcessGroup):
         inputs   of the operation that this rank gives, [] if it only receives
         """
         session, journal = self.session, self.session[Journal]
+        self.links.make_ready(entry.args)
         with journal.lock:
+            if not journal.is_frozen and not self.links.is_ready(entry.args):  # a recovery has begun, and ended
+                return self.enter(entry, inputs)
             is_kept = session.is_repairable() and self._keep(entry, inputs)
             if journal.is_frozen:  # another thread issues it, on another stream
-                accelerator.synchronize()
+                entry.ready = accelerator.mark()
             if is_kept or journal.is_frozen:
                 journal.entries.append(entry)
                 journal.note_order(entry)

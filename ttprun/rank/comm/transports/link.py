@@ -23,6 +23,8 @@ class GroupMember:
     op_limit   the time limit that the script has asked for
     options    of the backend, as the script has given them (`pg_options`); None: torch's own
     device     that a barrier uses, of the script's `device_id` or its parameters; None: unknown
+    is_given   it is the script's `device_id`
+    connects_now   make a communicator on this device at once, if all members do: otherwise within the first collective
     """
 
     exchange: Exchange
@@ -35,6 +37,8 @@ class GroupMember:
     op_limit: timedelta
     options: Any = None
     device: Any = None
+    is_given: bool = False
+    connects_now: bool = False
 
 
 class Link(Protocol):
@@ -42,11 +46,15 @@ class Link(Protocol):
 
     backend   torch's backend, or a process group in Python
     is_late   see `Transport`
+    is_used   an operation was issued that made the members connect, or they connect from the start
     """
 
     generation: int
     backend: Any
     is_late: bool
+
+    @property
+    def is_used(self) -> bool: ...
 
     def issue(self, op: str, args: tuple[Any, ...]) -> Any:
         """Issue an operation; returns its work. Raises the backend's error.
@@ -64,6 +72,15 @@ class Link(Protocol):
 
     def abandon(self) -> None:
         """Leak the backend, as an operation on it does not end."""
+
+    def drop(self) -> None:
+        """Forget the backend, whose operations have all ended; does not block."""
+
+    def is_ready(self, args: tuple[Any, ...]) -> bool:
+        """Whether a collective with these arguments can be issued without waiting for the other members."""
+
+    def make_ready(self, args: tuple[Any, ...]) -> None:
+        """Wait until it can. Raises GenerationOverError or TimeoutError."""
 
 
 @dataclass(frozen=True)
