@@ -41,6 +41,13 @@ GROUPS = {
 }
 
 
+# What may be asked of a command line in place of a run.
+FLAGS = {
+    "print_config": "print every setting with its value and where it comes from, as a YAML file, and start nothing",
+    "dry_run": "check this command line and this machine, say what would be started, and start nothing",
+}
+
+
 def add_options(parser: ArgumentParser) -> None:
     """Add `--config` and an option for each key, in groups. None has a default: the namespace holds what was given.
 
@@ -59,6 +66,11 @@ def add_options(parser: ArgumentParser) -> None:
             )
         for key in keys.split():
             _add_option(group, key)
+        if number == 0:
+            for name, text in FLAGS.items():
+                group.add_argument(
+                    option_name(name), dest=_DEST + name, action="store_true", default=SUPPRESS, help=text
+                )
 
 
 def _add_option(group: _ArgumentGroup, key: str) -> None:
@@ -120,4 +132,10 @@ def take_options(arguments: Namespace) -> tuple[list[str], dict[str, object]]:
     for name in values:
         delattr(arguments, name)
     files: list[str] = values.pop(_DEST + "config")
-    return files, {name.removeprefix(_DEST): value for name, value in values.items()}
+    given = {name.removeprefix(_DEST): value for name, value in values.items()}
+    return files, {key: value for key, value in given.items() if key not in FLAGS}
+
+
+def asked_instead(arguments: Namespace) -> tuple[str, ...]:
+    """Which of FLAGS a parsed namespace has; ask before `take_options`."""
+    return tuple(name for name in FLAGS if hasattr(arguments, _DEST + name))

@@ -1,6 +1,6 @@
 """The launcher's own lines on stderr: plain, with time and level, or as JSON (`--log-format`). Begin with `use`.
 
-The lines of modules that use `logging`, torch's among them, come out in the same form. What the ranks print is theirs,
+The lines of all loggers without a handler of their own come out in the same form. What the ranks print is theirs,
 and is passed on as it is.
 """
 
