@@ -24,7 +24,7 @@ def test_it_is_one_or_two_screens() -> None:
 
 
 def test_the_two_commands_are_there_and_can_be_run() -> None:
-    block = README[README.index("```bash") :].split("```")[1]
+    block = README[README.index("```bash\n./scripts") :].split("```")[1]
 
     commands = re.findall(r"^(\./scripts/\w+\.sh) ", block, re.MULTILINE)
 

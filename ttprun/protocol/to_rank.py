@@ -233,6 +233,39 @@ class FetchState(Message, frozen=True):
     limit_s: float
 
 
+class SendGradients(Message, frozen=True):
+    """Serve the gradients of the step before a boundary, once this rank has recorded that.
+
+    name, limit_s, receivers   as in SendState
+    """
+
+    generation: int
+    boundary: int
+    name: str
+    limit_s: float
+    receivers: int
+
+
+class TakeGradients(Message, frozen=True):
+    """Take another rank's gradients of the step before a boundary; the answer is `Aligned`.
+
+    name, limit_s   as in SendState
+    source          that rank
+    """
+
+    generation: int
+    boundary: int
+    name: str
+    limit_s: float
+    source: int
+
+
+class GoOn(Message, frozen=True):
+    """All ranks that were to take gradients of the step before this boundary have them."""
+
+    boundary: int
+
+
 class LoadMirror(Message, frozen=True):
     """Load weights and optimizer state from the lost rank's mirror; the answer is `Repaired`.
 
@@ -287,6 +320,7 @@ class Resume(Message, frozen=True):
     received    by point-to-point channel, digests of the messages that a living receiver has: these are not sent again
     settled     by group, how many reduce-scatters of FSDP2 all members have completed: these are not issued again
     skip_lines  as in Replay
+    takes_from  rank whose gradients this one takes, if inputs of the step turn out to be equal to rounding alone
     """
 
     generation: int
@@ -296,14 +330,17 @@ class Resume(Message, frozen=True):
     skip_lines: tuple[int, int] = (0, 0)
     received: dict[str, list[str]] = field(default_factory=dict)
     settled: dict[str, int] = field(default_factory=dict)
+    takes_from: int | None = None
 
 
 # Handled by the recovery thread of a rank, beside `mindio.OfRecovery`.
-OfRecovery = Freeze | Replay | SendState | FetchState | LoadMirror | LoadState | Dump | Resume
+OfRecovery = (
+    Freeze | Replay | SendState | FetchState | SendGradients | TakeGradients | LoadMirror | LoadState | Dump | Resume
+)  # fmt: skip
 OfStandby = standbys.Order | Welcome
 Order = (
     OfRecovery | OfStandby
     | Heard | EndAsked | InjectedFault | FaultDone | NotAlike | KeepMirror | NoneAlike | AllCompared | LookAt
-    | StopDivergent
+    | StopDivergent | GoOn
     | from_rank.Put | from_rank.Unprotected
 )  # fmt: skip

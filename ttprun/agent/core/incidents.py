@@ -75,11 +75,20 @@ class Incidents:
         return (*self.not_proved.of_incident(number), *uncompared)
 
 
+# No rank is replaced any more: a phase -> what is waited for, which may take long.
+_GIVEN_UP = {
+    "PERSISTING": "the ranks save their state before the job ends or starts again",
+    "DRAINING": "no rank is replaced; ranks that can finish by themselves may do so",
+}
+
+
 def _say(incident: Incident) -> None:
     """Say on the console how an incident stands."""
     name = f"incident {incident.id}, generation {incident.generation}" if incident.id else "resume"
     if incident.outcome == "open":
-        logger.info("%s: %s: %s", name, incident.reason, incident.phase)
+        what = _GIVEN_UP.get(incident.phase)
+        level = logging.INFO if what is None else logging.WARNING
+        logger.log(level, "%s: %s: %s", name, incident.reason, what or incident.phase)
         return
     outcome = f"{incident.outcome} in {incident.total_s or 0.0:.2f} s"
     if incident.outcome != "recovered":

@@ -14,6 +14,7 @@ from dataclasses import replace
 from ttprun import recovery
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.calls import Calls
+from ttprun.agent.core.domains import Domains
 from ttprun.agent.core.failures import FirstFailure
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.role import Role
@@ -51,6 +52,7 @@ class Node:
     is_broken      the supervisor has failed: nothing is decided any more, and the job goes on as under torchrun
     first_failure  the root cause of what the present group suffers
     ended_by       the signal to the launcher of some node that ends the job; 0 while there is none
+    domains        runs what protection does not need: its failures stay its own
     """
 
     role: Role
@@ -77,6 +79,7 @@ class Node:
         self.ended_by = 0
         self._events = EventLog(run.events)
         self._log_lock = threading.Lock()
+        self.domains = Domains(self.log)
         self._stepped = 0
         self._past: set[int] = set()  # pids of ranks that have ended
 

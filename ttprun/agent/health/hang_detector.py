@@ -75,17 +75,12 @@ class HangDetector:
         self._reported = set()
 
     def look(self) -> None:
-        """Look if it is time to, and act on what is seen. If that breaks, hangs are not found from then on."""
+        """Look if it is time to, and act on what is seen."""
         now = time.monotonic()
         if self.is_off or now < self._next_s:
             return
         self._next_s = now + EVERY_S
-        try:
-            self._look(now)
-        except Exception as error:
-            self._limit_s = 0.0
-            logger.exception("ttprun's hang_detector failed; from here on hangs are not detected")
-            self._node.log("hang_detector_failed", error=repr(error))
+        self._node.domains.look("hang detection", lambda: self._look(now))
 
     def _look(self, now: float) -> None:
         phase = self._node.job.phase
@@ -249,7 +244,11 @@ class HangDetector:
                 node.log("stacks", because_of=observation.rank, groups=groups, flight_records=records)
                 self._conclude(hung, taken[0].all_threads, is_only_reported)
 
-            node.in_background(take, conclude)
+            def without_stacks(error: Exception) -> None:
+                node.domains.note("stacks", error)
+                self._conclude(hung, "", is_only_reported)
+
+            node.in_background(take, conclude, without_stacks)
         else:
             self._conclude(hung, "", is_only_reported)
 

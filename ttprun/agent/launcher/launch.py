@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,11 +28,13 @@ from ttprun.agent.core.supervisor import Supervisor
 from ttprun.agent.launcher.elastic_agent import Meeting, ReplacingAgent
 from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT, stores_on_loopback
 from ttprun.agent.launcher.resume import Resumption
-from ttprun.agent.launcher.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
+from ttprun.agent.launcher.signals import Signals
 from ttprun.agent.processes.rank_processes import command_of
 from ttprun.agent.report.status import write_last_status
 from ttprun.config import Config
+from ttprun.early_signals import ENDED_BY_SIGNAL, StoppedEarly, exit_code_of
 from ttprun.errors import ConfigError
+from ttprun.observe import console
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.recovery.membership import Membership
 from ttprun.state.store import CheckpointStore
@@ -66,7 +67,7 @@ def launch(
     if config.mindio:
         config = config.for_frameworks()
         os.environ.update(mindio.put_on_path(dict(os.environ)))
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
+    console.use(config.log_format, config.run_id or "")
     is_on_several = launch_config.max_nodes > 1
     why_not = why_not_over_nodes(launch_config, is_python, config.elastic) if is_on_several else ""
     if why_not:
@@ -75,6 +76,7 @@ def launch(
         # With --run-path torch runs the script in processes of its own making: nobody supervises them but torch.
         code, reason = _run(launch_config, entrypoint, args)
         write_last_status(run, code, reason)
+        _say(reason)
         return code
     spares = launch_config.max_nodes - launch_config.min_nodes
     policy = Membership(launch_config.min_nodes, launch_config.max_nodes) if config.elastic else None
@@ -103,7 +105,7 @@ def launch(
         )
         if discovery is not None:
             discovery.first()
-        return _supervise(supervisor, meeting, launch_config, entrypoint, args)
+        return _supervise(config, supervisor, meeting, launch_config, entrypoint, args)
     finally:
         if seen is not None:
             seen.unlink(missing_ok=True)
@@ -172,6 +174,7 @@ def hash_of(path: str) -> str:
 
 
 def _supervise(
+    config: Config,
     supervisor: Supervisor,
     meeting: Meeting,
     launch_config: torch_launcher.LaunchConfig,
@@ -179,7 +182,7 @@ def _supervise(
     args: list[str],
 ) -> int:
     handled = torch_versions.launch_option(launch_config, "signals_to_handle")
-    signals = Signals(handled, supervisor.note_end_asked, supervisor.end_ranks_at_once)
+    signals = Signals(handled, config.grace_s, supervisor.note_end_asked, supervisor.end_ranks_at_once)
     module: Any = torch_launcher
     # There is no other way to name one.
     torchs_own, module.LocalElasticAgent = (
@@ -192,10 +195,14 @@ def _supervise(
         supervisor.start()
         with stores_on_loopback() if is_by_itself else contextlib.nullcontext():
             code, reason = _run(launch_config, entrypoint, args, supervisor, signals)
+    except StoppedEarly as error:
+        code, reason = error.exit_code, error.reason
     finally:
         module.LocalElasticAgent = torchs_own
         signals.is_over = True
-        supervisor.stop(code, reason)
+        reason = supervisor.stop(code, reason, signals.left_s())
+    verdict = supervisor.node.verdict
+    _say(reason, goes_on=verdict is not None and verdict.kind == "leave" and signals.first is not None)
     return code
 
 
@@ -215,15 +222,12 @@ def _run(
         verdict = supervisor.node.verdict if supervisor is not None else None
         reason = verdict.reason if verdict is not None else "a rank has failed"
         if supervisor is not None and supervisor.node.ended_by:  # the launcher of another node has got a signal
-            _say(reason)
             return exit_code_of(supervisor.node.ended_by), reason
-        print(error, file=sys.stderr)
-        _say(reason)
+        console.say(str(error), "ERROR", prefix="")
         return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
     except (RendezvousError, DistError) as error:
         where, why = launch_config.rdzv_endpoint, str(error.__cause__ or error).partition("\n")[0]
         reason = f"the agents cannot meet: the rendezvous ({launch_config.rdzv_backend} at {where}) has failed: {why}"
-        _say(reason)
         return SCRIPT_FAILED, reason
     except OSError as error:
         if supervisor is None or ReplacingAgent.has_started_ranks:
@@ -235,7 +239,8 @@ def _run(
     except SignalException as error:
         ended = supervisor.node.verdict if supervisor is not None else None
         reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"
-        _say(reason, goes_on=ended is not None and ended.kind == "leave")
+        if supervisor is not None and ended is None and supervisor.why_not_saved:
+            reason = f"{reason}; {supervisor.why_not_saved}"
         return exit_code_of(error.sigval), reason
     except KeyboardInterrupt:
         return exit_code_of(signal.SIGINT), "ended by SIGINT"
@@ -249,7 +254,7 @@ def _say(reason: str, goes_on: bool = False) -> None:
     """
     if reason:
         what = "this node has left the job, which goes on" if goes_on else "the job has ended"
-        print(f"ttprun: {what}: {reason}", file=sys.stderr)
+        console.say(f"{what}: {reason}", "WARNING" if goes_on else "ERROR")
 
 
 def _code_of(error: ChildFailedError, has_progress: bool) -> int:

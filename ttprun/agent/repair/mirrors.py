@@ -199,7 +199,10 @@ class Mirrors:
                 self._node.log("mirror_fetched", rank=rank, held=[one._asdict() for one in held], why_not=why_not)
             then()
 
-        self._node.in_background(fetch, note)
+        def failed(error: Exception) -> None:
+            note({rank: ((NOTHING,) * SLOTS, repr(error)) for rank in slots})
+
+        self._node.in_background(fetch, note, failed)
 
     def why_not_held(self, rank: int, boundary: int) -> str:
         """A sentence: the mirror of a rank of this node does not give its state of a boundary."""

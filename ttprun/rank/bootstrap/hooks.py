@@ -22,6 +22,7 @@ from ttprun.rank import fail_open, moments
 from ttprun.rank.bootstrap import framework_patches, patches, reset
 from ttprun.rank.bootstrap.ahead import Ahead, has_children
 from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import Expected
@@ -231,6 +232,7 @@ def make_session(presence: Presence) -> Session:
             options.nan_limit_s,
             is_compared=welcome.world_size > 1 and not options.mindio,
         ),
+        Alignment: Alignment(),
         Holdings: Holdings(),
         Rehearsal: Rehearsal(),
         SnapshotPart: SnapshotPart(board, welcome.local_rank, options.buffers, options.snapshot_every_steps, recorder),

@@ -92,6 +92,16 @@ PATCHES: tuple[Patch, ...] = (
         "to know which part of FSDP1's flat parameters is whose",
         "imported",
     ),
+    *(
+        Patch(
+            f"torch.distributed.checkpoint._async_{kind}_executor",
+            f"_{kind.capitalize()}BasedAsyncCheckpointExecutor.execute_save",
+            "values.saves:wrap_execute_save",
+            "to know which checkpoints dcp.async_save has not finished; in a replay, to save nothing",
+            "imported",
+        )
+        for kind in ("thread", "process")
+    ),
     Patch(
         "torch._jit_internal",
         "_extract_tensors",
