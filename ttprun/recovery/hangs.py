@@ -129,11 +129,16 @@ class HangWatch:
         return self._stalled(at_s, has_left) or self._stragglers(at_s)
 
     def look_at_repair(
-        self, at_s: float, observations: Sequence[Observation], replaying: Sequence[int] = ()
+        self,
+        at_s: float,
+        observations: Sequence[Observation],
+        replaying: Sequence[int] = (),
+        stepping: Sequence[int] = (),
     ) -> tuple[HangVerdict, ...]:
         """Judge the ranks during a recovery, without their places; deadlines find the rest.
 
         replaying   ranks that wait for no other now
+        stepping    replacements that run the step which they take over: the others wait for them
         """
         self.note(at_s, observations)
         self._stepped_at_s = None
@@ -152,7 +157,18 @@ class HangWatch:
             and at_s - track.worked_at_s > self.limits.stop_limit_s
         )
         held = tuple(self._hung(at_s, track, Way.HELD, self.limits.stop_limit_s, None) for track in dead)
-        return self.stopped(at_s) + held + idle
+        taking_over = (track for rank, track in self._tracks.items() if rank in stepping)
+        return (
+            self.stopped(at_s) + held + idle + tuple(filter(None, (self._hung_in_step(at_s, t) for t in taking_over)))
+        )
+
+    def _hung_in_step(self, at_s: float, track: Track) -> Hung | None:
+        """A replacement that does not arrive where the others wait for it, by the clock of any other step."""
+        limit_s = self.limits.hang_limit_s(track.observation)
+        is_idle = self._way(at_s, track) is Way.IDLE and at_s - track.worked_at_s > limit_s
+        return (
+            self._hung(at_s, track, Way.IDLE, limit_s, None) if is_idle and not track.observation.is_waiting else None
+        )
 
     def begin_anew(self, at_s: float) -> None:
         """A recovery has ended: restart all measurements."""

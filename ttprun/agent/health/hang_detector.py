@@ -29,7 +29,7 @@ from ttprun.errors import in_short
 from ttprun.observe.stacks import RankStack, groups_of
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
 from ttprun.protocol.from_rank import Broken
-from ttprun.recovery.hangs import HangVerdict, HangWatch, Hung, Stalled, Straggler
+from ttprun.recovery.hangs import HangVerdict, HangWatch, Hung, Stalled, Straggler, Way
 from ttprun.recovery.observations import Doing, Observation
 
 logger = logging.getLogger("ttprun")
@@ -45,6 +45,8 @@ _REPAIRING = (
     recovery.JobPhase.TRANSFERRING,
     recovery.JobPhase.RESUMING,
 )
+_IN_SCRIPT = (Way.IDLE, Way.HELD, Way.BUSY)
+_IN_STEP = (recovery.JobPhase.RUNNING, recovery.JobPhase.RESUMING)
 _DOING = {phase: Doing(phase.name.lower()) for phase in Phase if phase is not Phase.FROZEN} | {
     Phase.FROZEN: Doing.COMPUTING
 }
@@ -106,7 +108,12 @@ class HangDetector:
                 for member in self._node.job.replacements
                 if phase is recovery.JobPhase.REPLAYING and member.has_orders and not member.has_replayed
             ]
-            verdicts = self._watch.look_at_repair(now, self._observations(), replaying)
+            stepping = [
+                member.rank
+                for member in self._node.job.replacements
+                if phase is recovery.JobPhase.RESUMING and member.has_rebuilt and not member.has_reissued
+            ]
+            verdicts = self._watch.look_at_repair(now, self._observations(), replaying, stepping)
         else:
             self._watch.note(now, self._observations())  # for the deadlines
             return
@@ -328,9 +335,13 @@ class HangDetector:
             frame=frame,
             stack=text,
         )
+        boundary = self._own_states.reached(slot, node.board.get(slot.rank, Field.RECORDED))
+        is_in_script = hung.way in _IN_SCRIPT and node.job.phase in _IN_STEP
+        is_again = is_in_script and recovery.has_hung_before(node.job, slot.rank, boundary)
         stack = f"\n{main_thread}" if main_thread else ""
         action = "it cannot be replaced, so it is not killed" if is_only_reported else "it is killed"
-        logger.warning("rank %d hangs (%s): %s%s", observation.rank, reason, action, stack)
+        again = " again" if is_again else ""
+        logger.warning("rank %d hangs%s (%s): %s%s", observation.rank, again, reason, action, stack)
         if not is_only_reported:
             failure = Failure(observation.rank, observation.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
             note_failure(node, failure)
@@ -343,9 +354,10 @@ class HangDetector:
                     at_s=time.monotonic(),
                     rank=observation.rank,
                     pid=observation.pid,
-                    boundary=self._own_states.reached(slot, node.board.get(slot.rank, Field.RECORDED)),
+                    boundary=boundary,
                     detected_after_s=hung.for_s,
                     reason=reason,
+                    is_in_script=is_in_script,
                 )
             )
 
