@@ -42,7 +42,7 @@ class Incidents:
         not_proved = self._not_proved_of(incident.id)
         event = asdict(incident) | ({"not_proved": not_proved} if not_proved else {})
         self._node.log("incident" if incident.id else "resume", **event)
-        _say(incident)
+        _say(incident, self._compared.get(incident.id, ([], []))[1])
 
     def note_compared(self, rank: int, equal: Sequence[str], not_proved: Sequence[str]) -> None:
         """A rank was compared with the one whose place it takes; its newest incident gets the result.
@@ -75,8 +75,8 @@ class Incidents:
         return (*self.not_proved.of_incident(number), *uncompared)
 
 
-def _say(incident: Incident) -> None:
-    """Say on the console how an incident stands."""
+def _say(incident: Incident, uncompared: Sequence[str]) -> None:
+    """Say on the console how an incident stands, and what of the replacements could not be compared."""
     name = f"incident {incident.id}, generation {incident.generation}" if incident.id else "resume"
     if incident.outcome == "open":
         logger.info("%s: %s: %s", name, incident.reason, incident.phase)
@@ -85,7 +85,9 @@ def _say(incident: Incident) -> None:
     if incident.outcome != "recovered":
         logger.warning("%s: %s", name, outcome)  # the reason is said where the ranks, or the job, are given up
     elif incident.id:
-        logger.warning("%s: %s: %s, %d steps lost", name, incident.reason, outcome, incident.steps_lost or 0)
+        outcome += f", {incident.steps_lost or 0} steps lost"
+        outcome += f"; not proved: {'; '.join(uncompared)}" if uncompared else ""
+        logger.warning("%s: %s: %s", name, incident.reason, outcome)
     elif incident.boundary:
         logger.warning("%s: resumed from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
     else:
