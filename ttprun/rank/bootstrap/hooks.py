@@ -111,7 +111,8 @@ def _replay_of(session: Session, order: to_rank.Replay) -> ReplayRun:
     replay = ReplayRun.of_lost(session, order.boundary, order.skip_lines)
     replay.step_from, replay.is_joining = order.step_from, order.is_joining
     replay.is_contradicted = order.is_contradicted
-    replay.step_proof = StepProof(order.proof_from, order.result) if order.from_mirror else None
+    if order.from_mirror or not order.is_joining:
+        replay.step_proof = StepProof(order.proof_from, order.result)
     return replay
 
 

@@ -69,7 +69,7 @@ class ReplayRun(Mode):
     setup_s     the script's time from its top to its first optimizer step; None before that
     difference  why the script's first step was not where the replay begins
     is_alone    collectives are answered without the other ranks
-    step_proof  set if no other rank holds the lost rank's state
+    step_proof  set if no other rank goes on with the lost rank's state
     step_from   slot of the lost rank's mirror from which the step at boundary N is taken again; "": it is not
     is_joining, is_contradicted   see to_rank.Replay
     jump        makes a loop that begins in the middle
@@ -318,6 +318,7 @@ class ReplayRun(Mode):
         """Post-hook of Optimizer.step: at the boundary, wait for the tensors and go live."""
         if self._is_at_target:
             if self.step_proof is not None and (why_not := self.step_proof.end(self.boundary, self._findings)):
+                self.session.give_up_protection(why_not)  # nor would it help if all ranks began at a stored state
                 self.refuse(why_not)
             self._go_live(is_before_step=False)
 
