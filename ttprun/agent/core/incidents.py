@@ -43,10 +43,10 @@ class Incidents:
         not_proved = self._not_proved_of(incident.id)
         event = asdict(incident) | ({"not_proved": not_proved} if not_proved else {})
         self._node.log("incident" if incident.id else "resume", **event)
-        self._say(incident)
+        self._say(incident, self._compared.get(incident.id, ([], []))[1])
 
-    def _say(self, incident: Incident) -> None:
-        """Say on the console how an incident stands."""
+    def _say(self, incident: Incident, uncompared: Sequence[str]) -> None:
+        """Say on the console how an incident stands, and what of the replacements could not be compared."""
         name = f"incident {incident.id}, generation {incident.generation}" if incident.id else "resume"
         if incident.outcome == "open":
             what = _GIVEN_UP.get(incident.phase)
@@ -59,7 +59,9 @@ class Incidents:
         if incident.outcome != "recovered":
             logger.warning("%s: %s", name, outcome)  # the reason is said where the ranks, or the job, are given up
         elif incident.id:
-            logger.warning("%s: %s: %s, %d steps lost", name, incident.reason, outcome, incident.steps_lost or 0)
+            outcome += f", {incident.steps_lost or 0} steps lost"
+            outcome += f"; not proved: {'; '.join(uncompared)}" if uncompared else ""
+            logger.warning("%s: %s: %s", name, incident.reason, outcome)
         elif incident.boundary:
             logger.warning("%s: resumed from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
         else:
@@ -101,5 +103,6 @@ _GIVEN_UP = {
     "PERSISTING": "the ranks save their state before the job ends or starts again",
     "DRAINING": "no rank is replaced; ranks that can finish by themselves may do so",
 }
+
 
 _PUBLISHED = {field.name for field in fields(IncidentStatus)} & {field.name for field in fields(Incident)}
