@@ -66,7 +66,7 @@ def _jobs_in(base: Path) -> Iterator[_Job]:
         run = RunDirectory(path)
         runs = [run] if run.is_run else run.nodes
         if runs:
-            yield _Job(path, runs)
+            yield _Job(path.absolute(), runs)
 
 
 def _with_newest_checkpoints(jobs: list[_Job]) -> set[Path]:

@@ -186,7 +186,7 @@ class StatusPublisher:
             save_dir=node.config.save_dir,
             away=job.away,
             not_proved=self._incidents.not_proved.names,
-            nodes=tuple(peers.names.get(number, "") for number in range(peers.size)) if peers.names else (),
+            nodes=tuple(map(peers.shown, range(peers.size))) if peers.names else (),
             node=peers.node,
             is_leading=not peers.is_follower,
             leader=peers.leader,
