@@ -79,8 +79,8 @@ PHASES: dict[str, str] = {
 
 _STEP = ("forward", "backward", "collective", "before_step", "in_step", "after_step")
 _SCRIPT = ("init", "setup", *_STEP, "validation", "checkpoint")
-RECOVERY_PHASES = ("fork", "replay", "transfer", "gradients", "freeze", "abort", "rebuild", "connect")
-RECOVERY_PHASES += ("reissue", "thaw", "persist")
+_RESUMES = ("rebuild", "connect", "reissue", "thaw", "persist")
+RECOVERY_PHASES = ("fork", "replay", "transfer", "gradients", "freeze", "abort", *_RESUMES)
 _TRAINS = ("setup", *_STEP, "validation", "checkpoint")
 _CONNECTED = (*_TRAINS, "exit", "reissue", "thaw")
 # These raise, in the script or in its next collective, what a device would.
