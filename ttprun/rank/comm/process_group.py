@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroup, Work
+from torch._C._distributed_c10d import Work
 
 from ttprun.device import accelerator
 from ttprun.protocol import from_rank
@@ -44,6 +44,7 @@ from ttprun.rank.comm.operations import (
 )
 from ttprun.rank.comm.reissue import call_or_take, unpack_given
 from ttprun.rank.comm.results import Results
+from ttprun.rank.comm.seen_by_torch import SeenByTorch
 from ttprun.rank.comm.transports import TRANSPORTS, GroupMember
 from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.position.frames import location_key
@@ -57,10 +58,9 @@ OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
 living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # including those that the script has destroyed
 GLOO_ALONE: Mapping[str, str] = {"cpu": "gloo"}
 _LARGE = SMALL_RESULT_BYTES + 1
-INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
 
 
-class ManagedGroup(ProcessGroup):
+class ManagedGroup(SeenByTorch):
     """A process group whose connection can be replaced without the script noticing.
 
     session        of this process
@@ -111,30 +111,6 @@ class ManagedGroup(ProcessGroup):
         self.links = Links(session, member, backends)
         session.groups[name] = self
         living.add(self)
-
-    # What C++ and torch's Python code call.
-
-    def getBackendName(self) -> str:
-        return INTERNAL_NAME
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-        self.links.rename(name)
-
-    _set_group_name = setGroupName
-    group_name = property(getGroupName)
-
-    def getGroupDesc(self) -> str:
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        self._description = description
-
-    _set_group_desc = setGroupDesc  # type: ignore[assignment]
-    group_desc = property(getGroupDesc)
 
     def described(self) -> from_rank.Group:
         """Its members, and the dimension of the mesh that has made it: torch's meshes describe it as mesh_NAME."""
