@@ -119,7 +119,7 @@ class Config(BaseModel):
     proof: Literal["evidence", "strict"] = Field(
         "evidence",
         description="what refuses a replacement: a contradiction with the evidence that the lost rank has left; "
-        "strict: also a variable that could not be restored",
+        "strict: also a variable that could not be restored, and a difference by rounding",
     )
     on_nan: Literal["warn", "stop"] = Field(
         "warn",
