@@ -163,7 +163,7 @@ class Config(BaseModel):
     proof: Literal["evidence", "strict"] = Field(
         "evidence",
         description="when a replacement is refused. evidence: if it contradicts what the lost rank recorded; strict: "
-        "also if a variable could not be restored",
+        "also if a variable could not be restored, or something differs by rounding",
     )
     on_nan: Literal["warn", "stop"] = Field(
         "warn",
