@@ -64,4 +64,4 @@ def _protection(layout: str, place: Place) -> Row:
     """Whether what was measured was protected."""
     status = json.loads((place.folder / f"cost-{layout}-{TTPRUN}" / "run" / "status.json").read_text())
     protection = status["protection"]
-    return Row(f"{layout}: protection", "ok" if protection == "on" else "FAILED", protection)
+    return Row(f"{layout}: protection", "ok" if protection.startswith("on") else "FAILED", protection)
