@@ -52,7 +52,7 @@ def _capture(place: Place, limit_s: float) -> Iterator[Row]:
         script=str(HERE / "captured.py"),
         arguments=["--out={folder}/out", *(["--share"] if place.shares else [])],
         environment=environment(),
-        launch={"nproc_per_node": place.ranks},
+        launch={"nproc_per_node": place.ranks, "standalone": True},
         faults=["kill:rank=1,step=1000"],  # a scenario has one; these runs have none
         limit_s=min(limit_s, RUN_LIMIT_S),
     )

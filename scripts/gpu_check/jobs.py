@@ -75,7 +75,7 @@ class Job:
             script=str(SCRIPTS / self._script),
             arguments=["--out={folder}/out", *self._arguments],
             environment=environment(),
-            launch={"nproc_per_node": self.place.ranks},
+            launch={"nproc_per_node": self.place.ranks, "standalone": True},  # they run side by side
             ttprun=settings,
             faults=[fault or "kill:rank=1,step=8"],
             compare=[WEIGHTS],

@@ -329,7 +329,7 @@ def test_connections_that_break_by_a_ranks_end_are_no_fault_of_their_own(started
     os.waitid(os.P_PID, ended.proc.pid, os.WEXITED | os.WNOWAIT)
     node: Any = FakeNode()
     node.here = [RankSlot(0, 0, ended, record_fd=-1, pid=ended.proc.pid)]
-    reporter: Any = SimpleNamespace(rank=1)
+    reporter: Any = SimpleNamespace(rank=1, pid=11)
     broken = Broken(generation=0, reason="reset by peer", after_s=1.0, device_fault="")
 
     hang_detector_of(node, BlindLookout).take_broken(reporter, broken)

@@ -79,7 +79,7 @@ from ttprun.recovery.fault_events import (
     RankFaulted,
     RankHung,
 )
-from ttprun.recovery.hung import is_last_survivor, who_is_awaited
+from ttprun.recovery.hung import has_hung_before, is_last_survivor, who_is_awaited
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import RUNGS, Job, JobPhase, PhaseLimits, Settings, new_job
 from ttprun.recovery.ladder import may_persist, why_not_saved

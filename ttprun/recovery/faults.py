@@ -19,7 +19,7 @@ from ttprun.recovery.events import (
     StopAsked,
 )
 from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankExited, RankFaulted, RankHung
-from ttprun.recovery.job import Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
+from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
     begin_attempt,
     drain,
@@ -34,6 +34,7 @@ from ttprun.recovery.ladder import (
 from ttprun.recovery.leaving import end_drain, let_others_finish, mark_finished
 from ttprun.recovery.members import Life, MemberFlag
 from ttprun.recovery.phases import (
+    CONNECTION,
     RESUME,
     Result,
     add_fault,
@@ -345,5 +346,16 @@ def note_fault(job: Job, event: LossEvent) -> Job:
         job = count_as_incident(job, event.at_s, event.kind)
     assert job.incident is not None
     ranks = job.incident.ranks
+    if job.incident.kind == CONNECTION and not ranks and isinstance(event, RankExited):
+        return exit_as_cause(job, event)
     ranks = (*ranks, *(rank for rank in ranks_of(event) if rank not in ranks))
     return add_fault(job, event.sentence).with_incident(ranks=ranks)
+
+
+def exit_as_cause(job: Job, event: RankExited) -> Job:
+    """A rank's end outranks the connections that broke by it: the incident is that of the exit."""
+    fault = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
+    past = (one for one in job.faults if one.boundary == fault.boundary and one.rank != NOBODY)
+    openings = (*job.openings[:-1], *(replace(one, kind=event.kind) for one in job.openings[-1:]))
+    job = replace(job, faults=(*past, fault), openings=openings, cause=event.sentence)
+    return job.with_incident(kind=event.kind, reason=event.sentence, ranks=ranks_of(event))

@@ -22,8 +22,22 @@ from ttprun.recovery.resize import give_up_replacing
 
 
 def on_unfit(job: Job, event: RankHung | RankDiverged) -> Result:
-    """A rank hangs, or trains with other weights than the majority: its process is replaced."""
+    """A rank hangs, or trains with other weights than the majority: its process is replaced.
+
+    One that hangs in the same step as the process before it would hang there a third time.
+    """
+    if isinstance(event, RankHung) and event.is_in_script and has_hung_before(job, event.rank, event.boundary):
+        fault = f"rank {event.rank} hangs again in step {event.boundary} ({event.reason})"
+        job = replace(note_fault(job, event), cause=fault).with_incident(reason=fault)
+        kill = KillRank(event.rank, event.sentence)
+        job, actions = fail_job(job, event.at_s, "", has_progress=False, rung="fail")
+        return job, (kill, *actions)
     return lose(job, (event,))
+
+
+def has_hung_before(job: Job, rank: int, boundary: int) -> bool:
+    """Whether the process before this one hung in the same step."""
+    return FaultIdentity(rank=rank, kind=RankHung.kind, boundary=boundary) in job.faults
 
 
 def on_deadline(job: Job, event: DeadlinePassed) -> Result:

@@ -54,6 +54,7 @@ class Meeting:
     seen_file    who sees it shares the save directory
     nodes        that train
     is_elastic   nodes may join and leave
+    begin_to_lead   called when a group starts that this node's agent leads
     """
 
     address: str = ""
@@ -63,6 +64,7 @@ class Meeting:
     nodes: int = 1
     is_elastic: bool = False
     page: str = ""
+    begin_to_lead: Callable[[], None] = lambda: None
 
 
 class ReplacingAgent(LocalElasticAgent):
@@ -109,6 +111,8 @@ class ReplacingAgent(LocalElasticAgent):
             self._announce(worker_group, again)
         else:
             supervisor.begin_group(group, peers)
+        if peers is None or not peers.is_follower:
+            self.meeting.begin_to_lead()
         if taken is not None:
             supervisor.take_over(taken.records)
         if peers is not None:

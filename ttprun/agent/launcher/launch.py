@@ -27,6 +27,7 @@ from ttprun.agent.cluster.rendezvous import address_for_ranks, own_address
 from ttprun.agent.core.supervisor import Supervisor
 from ttprun.agent.launcher.elastic_agent import Meeting, ReplacingAgent
 from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT, stores_on_loopback
+from ttprun.agent.launcher.outcome import DO_NOT_RESTART, Outcomes
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.launcher.signals import Signals
 from ttprun.agent.processes.rank_processes import command_of
@@ -42,7 +43,6 @@ from ttprun.state.store import CheckpointStore
 logger = logging.getLogger("ttprun")
 
 SCRIPT_FAILED = 1
-DO_NOT_RESTART = 93
 
 
 def launch(
@@ -54,12 +54,14 @@ def launch(
     is_python: bool,
     is_place_named: bool,
     page: str = "",
+    outcomes: Outcomes | None = None,
 ) -> int:
     """Run the job to its end; returns the launcher's exit code.
 
     is_python        False: the ranks run the user's own program (--no-python)
     is_place_named   the same command has the same save directory the next time
     page             address at which other machines see the job; "": at none
+    outcomes         where the job's outcome is written; None: it has no name
 
     Blocks as long as the job runs. What signals do to it is said in `signals.py`. Raises ConfigError, before any rank
     is started, if there is something wrong with the checkpoints.
@@ -77,16 +79,29 @@ def launch(
         code, reason = _run(launch_config, entrypoint, args)
         write_last_status(run, code, reason)
         _say(reason)
+        if outcomes is not None and not is_on_several:  # of several nodes nobody is known to lead
+            outcomes.end(code, 0, reason)
         return code
     spares = launch_config.max_nodes - launch_config.min_nodes
     policy = Membership(launch_config.min_nodes, launch_config.max_nodes) if config.elastic else None
     launch_config.max_nodes = launch_config.min_nodes  # the others wait, and take no part in torch's rendezvous
     world_size = launch_config.nproc_per_node * launch_config.max_nodes
     meeting = Meeting()
+    how = ""
     if is_on_several:
         config = config.for_several_nodes()
         meeting = _meeting_of(config, launch_config, args, page)
-        _say_how(config, launch_config, spares)
+        how = _how_it_runs(config, launch_config, spares)
+
+    def begin_to_lead() -> None:
+        nonlocal how
+        if how:
+            logger.warning("%s", how)
+        how = ""
+        if outcomes is not None:
+            outcomes.begin()
+
+    meeting = replace(meeting, begin_to_lead=begin_to_lead)
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
     if is_python and store.save_dir.parent != run.path and not is_on_several:
         store.lock(config.run_id or "")  # whoever has it could add and remove checkpoints while one is chosen
@@ -105,30 +120,27 @@ def launch(
         )
         if discovery is not None:
             discovery.first()
-        return _supervise(config, supervisor, meeting, launch_config, entrypoint, args)
+        return _supervise(config, supervisor, meeting, launch_config, entrypoint, args, outcomes)
     finally:
         if seen is not None:
             seen.unlink(missing_ok=True)
         store.unlock()
 
 
-def _say_how(config: Config, launch_config: torch_launcher.LaunchConfig, spares: int) -> None:
-    """Say on the console what a job on several nodes can expect."""
+def _how_it_runs(config: Config, launch_config: torch_launcher.LaunchConfig, spares: int) -> str:
+    """What a job on several nodes can expect, for the console of the launcher that leads."""
+    nodes = launch_config.max_nodes
     if config.elastic:
-        logger.warning(
-            "%d at first, %d nodes at most: nodes join and leave at a boundary (--elastic), and samples are dealt out "
-            "again; a lost rank is replaced on its node; tried with gloo on CPUs, never with NCCL or HCCL",
-            *(launch_config.max_nodes, launch_config.max_nodes + spares),
+        return (
+            f"{nodes} at first, {nodes + spares} nodes at most: nodes join and leave at a boundary (--elastic), and "
+            "samples are dealt out again; a lost rank is replaced on its node; tried with gloo on CPUs, never with "
+            "NCCL or HCCL"
         )
-        return
-    logger.warning(
-        "%d nodes: a lost rank is replaced on its node; the ranks of a lost node on a spare one (%d) or on one "
-        "that comes within %g s (--node-wait-s), else all restart (--max-restarts %d); no snapshots, and "
-        "checkpoints only in a --save-dir that all nodes share; tried with gloo on CPUs, never with NCCL or HCCL",
-        launch_config.max_nodes,
-        spares,
-        config.node_wait_s,
-        launch_config.max_restarts,
+    return (
+        f"{nodes} nodes: a lost rank is replaced on its node; the ranks of a lost node on a spare one ({spares}) or on "
+        f"one that comes within {config.node_wait_s:g} s (--node-wait-s), else all restart (--max-restarts "
+        f"{launch_config.max_restarts}); no snapshots, and checkpoints only in a --save-dir that all nodes share; "
+        "tried with gloo on CPUs, never with NCCL or HCCL"
     )
 
 
@@ -180,6 +192,7 @@ def _supervise(
     launch_config: torch_launcher.LaunchConfig,
     entrypoint: str,
     args: list[str],
+    outcomes: Outcomes | None,
 ) -> int:
     handled = torch_versions.launch_option(launch_config, "signals_to_handle")
     signals = Signals(handled, config.grace_s, supervisor.note_end_asked, supervisor.end_ranks_at_once)
@@ -201,8 +214,12 @@ def _supervise(
         module.LocalElasticAgent = torchs_own
         signals.is_over = True
         reason = supervisor.stop(code, reason, signals.left_s())
-    verdict = supervisor.node.verdict
-    _say(reason, goes_on=verdict is not None and verdict.kind == "leave" and signals.first is not None)
+    node = supervisor.node
+    goes_on = node.verdict is not None and node.verdict.kind == "leave" and signals.first is not None
+    if not node.is_concluded_elsewhere:  # once a job, not once a node
+        _say(reason, goes_on)
+    if outcomes is not None and not node.peers.is_follower and ReplacingAgent.has_started_ranks and not goes_on:
+        outcomes.end(code, supervisor.parts.status.step, reason)
     return code
 
 

@@ -165,6 +165,12 @@ PATCHES: tuple[Patch, ...] = (
         "to keep the random states of DataLoader workers",
     ),
     Patch(
+        "multiprocessing.util",
+        "spawnv_passfds",
+        "process.children:wrap_spawnv_passfds",
+        "multiprocessing's resource tracker outlives a killed rank by a moment, to remove its semaphores",
+    ),
+    Patch(
         "torch.amp.grad_scaler",
         "GradScaler._maybe_opt_step",
         "replay.loss_scaling:wrap_maybe_opt_step",

@@ -74,16 +74,17 @@ class Proof:
         proof.end()
         return None
 
-    def compare(self, place: Place, noted: Noted, tensors: Sequence[torch.Tensor], what: str) -> None:
+    def compare(self, place: Place, noted: Noted, tensors: Sequence[torch.Tensor], what: str) -> bool:
         """Compare what this rank is about to use. Raises MismatchError, after reporting it to the agent.
 
         place, noted   as `Evidence.note` returns them
         tensors        that were noted: dense, any dtype, shape and device; at least one
         what           which one it is, for a person
+        returns        whether it is equal to rounding alone
         """
         lost = self._left.pop(place, None)
         if lost is None:
-            return
+            return False
         kind, _, number = place
         which = f"{_NAMES[kind][0]} number {number + 1} of step {self._step}"
         which += f" ({what})" if what else ""
@@ -91,9 +92,10 @@ class Proof:
             self._evidence.note_noise()
         is_near = lost != noted and kind != BATCH and is_one_dtype(tensors)
         is_near = is_near and is_close(lost.sample, noted.sample, tensors[0].dtype)
+        why = self._may_round() if is_near else ""
         if lost == noted:
             self._equal[kind] += 1
-        elif is_near and (why := self._may_round()):
+        elif why:
             self._close[kind] += 1
             self._why_close = why
             self._session[Alignment].is_needed = not self._is_of_all
@@ -109,6 +111,7 @@ class Proof:
             self._refuse(f"{which} differs from the lost rank's")
         if not self._left:
             self.end()
+        return bool(why)
 
     def _may_round(self) -> str:
         """Why losses and inputs may differ from the lost rank's by rounding; "" if they may not."""
@@ -201,29 +204,31 @@ def is_decisive(session: Session, step: int) -> bool:
 
 
 @unseen
-def note(session: Session, kind: int, name: str, values: Sequence[Any], what: str = "") -> None:
+def note(session: Session, kind: int, name: str, values: Sequence[Any], what: str = "") -> bool:
     """Note what this rank is about to use in the current step; a replacement compares it.
 
-    values   of which the dense tensors are noted
-    what     which one it is, for a person
+    values    of which the dense tensors are noted
+    what      which one it is, for a person
+    returns   whether it is equal to rounding alone
 
     Raises MismatchError, and nothing else.
     """
     if not session.mode.is_live or not session.is_repairable():
-        return
+        return False
     try:
         tensors = comparable(values)
         if not tensors:
-            return
+            return False
         place, noted = session[Recorder].evidence.note(session.applied, kind, name, tensors)
         if session.proof is not None:
-            session.proof.compare(place, noted, tensors, what)
+            return session.proof.compare(place, noted, tensors, what)
     except MismatchError:
         raise
     except Exception as error:  # not proved; training continues
         fail_open.raise_if_meant(error)
         if session.proof is not None:
             session.proof.end(f"step {session.applied} cannot be compared with the lost rank's: {error!r}")
+    return False
 
 
 def wrap_backward(original: Any) -> Any:

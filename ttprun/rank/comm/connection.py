@@ -164,6 +164,7 @@ class Connection:
     is_late = False
     is_used = True
     why_not = ""
+    is_aborted = needs_stop = False
     _making = threading.Lock()
 
     def __init__(
@@ -250,6 +251,10 @@ class Connection:
             threading.Thread(target=held.clear, name="ttprun-closing", daemon=True).start()
         except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
             _keep_for_ever(held)
+
+    def is_busy(self) -> bool:
+        """Not asked: its abort ends all operations."""
+        return False
 
     def is_ready(self, args: tuple[Any, ...]) -> bool:
         """All members are connected from the start."""

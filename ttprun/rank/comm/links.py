@@ -52,6 +52,11 @@ class Links:
         return list({id(link): link for link in self._by_type.values()}.values())
 
     @property
+    def needs_stop(self) -> bool:
+        """Whether a backend ends no running operation by itself, see `Link.needs_stop`."""
+        return self._is_late and any(link.needs_stop for link in self.all)
+
+    @property
     def by_gloo(self) -> Connection | None:
         """The current connection by gloo; None while there is none."""
         return next((link for link in self.all if isinstance(link, Connection)), None)

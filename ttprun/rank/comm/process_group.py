@@ -178,9 +178,11 @@ class ManagedGroup(ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         """The devices of the backends that torch would have registered; DCP's async_save asks for them.
 
-        Empty while torch is making the group: torch 2.15 would attach its flight recorder to a native backend.
+        Empty while torch is making the group: torch 2.15 would attach its flight recorder to a native backend. And
+        while a recovery has no connection: torch_npu's `stop_device` calls the backends of all groups.
         """
-        return [torch.device(device_type) for device_type in self.backends] if self.is_made else []
+        is_away = not self.links.all and self.links.member.generation >= 0
+        return [torch.device(device_type) for device_type in self.backends] if self.is_made and not is_away else []
 
     def _get_backend(self, device: torch.device) -> Any:
         """The native backend that serves a device now; torch 2.15 asks for its capabilities."""
@@ -291,7 +293,7 @@ class ManagedGroup(ProcessGroup):
             if not journal.is_frozen and not self.links.is_ready(entry.args):  # a recovery has begun, and ended
                 return self.enter(entry, inputs)
             is_kept = session.is_repairable() and self._keep(entry, inputs)
-            if journal.is_frozen:  # another thread issues it, on another stream
+            if journal.is_frozen or self.links.needs_stop:  # another thread may issue it, on another stream
                 entry.ready = accelerator.mark()
             if is_kept or journal.is_frozen:
                 journal.entries.append(entry)

@@ -87,6 +87,7 @@ def _await_step(session: Session, boundary: int, check_overtaken: Callable[[], N
     while (optimizer := session[Alignment].optimizer_at(session, boundary)) is None:
         check_overtaken()
         time.sleep(_LOOK_AGAIN_S)
+    moments.reached("gradients")
     accelerator.synchronize()
     return optimizer
 

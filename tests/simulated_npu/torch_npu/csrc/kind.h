@@ -11,8 +11,8 @@
 
 namespace npu {
 
-// What there is of them if the variable is not set: what the product cannot cope with so far.
-constexpr const char* KIND_UNLESS_SET = "connect,abort,walk,watchdog,work";
+// What there is of them if the variable is not set: none, as the product copes with all.
+constexpr const char* KIND_UNLESS_SET = "";
 
 bool is_kind(const char* fact);
 

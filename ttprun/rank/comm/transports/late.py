@@ -96,6 +96,8 @@ class LateLink:
         self.why_not = ""
         self._store = ExchangeStore(member.exchange, member.generation, prefix)
         self.backend: Any = make(self._store, member)
+        self.needs_stop = hasattr(self.backend, "abort_hccl_comm")
+        self._newest: Any = None  # the newest work of a backend that needs a stop: its operations end in order
         if _abort_of(self.backend) is None:
             self.why_not = f"{_NOT_ENDED} (its backend {type(self.backend).__name__} has no abort())"
         self._group: Any = self.backend
@@ -152,6 +154,7 @@ class LateLink:
 
     def wait_for(self, work: Any) -> None:
         """Wait for the backend's work, and no longer than until the link is aborted. Raises an error of either."""
+        self._newest = work
         LateWork(self, work).wait()
 
     # Operations.
@@ -173,7 +176,14 @@ class LateLink:
     def _late(self, work: Any, op: str) -> LateWork:
         if work is None and op not in POINT_TO_POINT:
             self.why_not = self.why_not or f"{_NOT_ENDED} (its backend returns no work for an asynchronous {op})"
+        if self.needs_stop:
+            self._newest = work
         return LateWork(self, work)
+
+    def is_busy(self) -> bool:
+        """See `Link.is_busy`; what was left to torch is not known."""
+        newest = self._newest
+        return newest is not None and not newest.is_completed()
 
     def issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
         """As torch does: the backend's own work, or None; nothing is waited for beside it."""
@@ -210,6 +220,9 @@ class LateLink:
         backend = self.backend
         if backend is None or self._communicators.is_left:  # it would not come back
             return
+        if self.needs_stop and self.is_busy():  # nor would this, and it may hold the GIL: see stopping.py
+            self._communicators.is_left = True
+            return
         if (abort := _abort_of(backend)) is not None:
             abort()
 
@@ -224,7 +237,7 @@ class LateLink:
     def drop(self) -> None:
         """Forget the backend, without waiting for its destructor: that joins the backend's threads, which may wait."""
         held = [self.__dict__.pop(name, None) for name in ("backend", "_group")]
-        self.backend = self._group = None
+        self.backend = self._group = self._newest = None
         if self._communicators.is_left:
             leak(held)
         elif held[0] is not None:

@@ -47,6 +47,8 @@ class Link(Protocol):
     backend   torch's backend, or a process group in Python
     is_late   see `Transport`
     why_not   why its operations cannot be repaired; "" if they can
+    is_aborted    its operations have failed, whatever the backend says
+    needs_stop    the backend's abort ends no running operation: only a stop of the device does
     is_used   an operation was issued that made the members connect, or they connect from the start
     """
 
@@ -54,6 +56,11 @@ class Link(Protocol):
     backend: Any
     is_late: bool
     why_not: str
+    is_aborted: bool
+    needs_stop: bool
+
+    def is_busy(self) -> bool:
+        """Whether an operation is still running."""
 
     @property
     def is_used(self) -> bool: ...
