@@ -36,7 +36,7 @@ def compare(layout: str, place: Place, limit_s: float) -> Iterator[Row]:
         folder = place.folder / f"cost-{layout}-{launcher}"
         arguments = [f"--layout={layout}", "--out={folder}/out", *(["--share"] if place.shares else [])]
         arguments += ["--width=64", "--depth=2"] if place.kind != "cuda" else []
-        with Run(launcher, place.ranks, folder, (), arguments, SCRIPT) as run:
+        with Run(launcher, place.ranks, folder, ("--standalone",), arguments, SCRIPT) as run:
             try:
                 run.finish(limit_s / 2)
             except BenchmarkError as error:
