@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ttprun.agent.launcher.launch import DO_NOT_RESTART, SCRIPT_FAILED
-from ttprun.agent.launcher.signals import exit_code_of
+from ttprun.agent.launcher.launch import SCRIPT_FAILED
+from ttprun.agent.launcher.outcome import DO_NOT_RESTART
+from ttprun.early_signals import exit_code_of
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 USAGE = 2

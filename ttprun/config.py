@@ -84,6 +84,11 @@ class Config(BaseModel):
         120, description="seconds to reconnect the ranks and to issue the interrupted step's collectives again"
     )
     persist_timeout_s: Seconds = Field(600, description="seconds to write a checkpoint when the job ends")
+    grace_s: Seconds | None = Field(
+        None,
+        description="seconds from the scheduler's SIGTERM to its SIGKILL (Slurm's KillWait or GraceTime, Kubernetes' "
+        "terminationGracePeriodSeconds): saving ends before; default: not known, saving has persist_timeout_s",
+    )
     node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         30,
         description="seconds to wait for a spare node, or for the lost one to come back; 0: use only a spare that is "

@@ -97,3 +97,16 @@ def test_what_was_half_removed_is_removed() -> None:
 
 def test_without_any_run_nothing_happens() -> None:
     assert remove_old_runs(Keep(1), used="off") == []
+
+
+def test_a_job_on_several_nodes_is_one_and_stays_as_long_as_one_of_its_nodes_runs() -> None:
+    for job, states in ((1, ("done", "done")), (2, ("done", "healthy")), (3, ("done", "done")), (4, ("done", "done"))):
+        for node, state in enumerate(states):
+            run = RunDirectory.create(f"{job}/node-{node}")
+            now = timestamp()
+            write_status(run.status, RunStatus(str(job), state, 0, 2, os.getpid(), now, now))
+            os.utime(run.control_token, (job, job))
+            run.release()
+
+    assert remove_old_runs(Keep(1), used="auto") == ["3", "1"]
+    assert names() == ["2", "4"]

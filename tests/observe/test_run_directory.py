@@ -164,3 +164,18 @@ def test_the_control_socket_works_in_a_directory_with_a_very_long_name(tmp_path:
             connection.sendall(b"hello")
         assert client.recv(5) == b"hello"
     assert run.control_socket.is_socket()
+
+
+def test_of_a_job_on_several_nodes_the_folder_of_this_node_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node in ("node-a", "node-b"):
+        RunDirectory.create(f"77/{node}", base=tmp_path)
+    monkeypatch.setenv("SLURMD_NODENAME", "node-b")
+
+    assert RunDirectory.find("77", base=tmp_path).path == tmp_path / "77" / "node-b"
+    monkeypatch.setenv("SLURMD_NODENAME", "login")
+    assert RunDirectory.find("77", base=tmp_path).path == tmp_path / "77" / "node-a"
+    newest = RunDirectory.newest(base=tmp_path)
+    assert newest is not None
+    assert newest.path.parent == tmp_path / "77"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn
 
-from ttprun import __version__
+from ttprun import __version__, early_signals
 from ttprun.cli.commands import COMMANDS, LAUNCHING
 from ttprun.errors import ConfigError
 
@@ -102,6 +102,8 @@ def program() -> NoReturn:
     A daemon thread of torch's rendezvous that returns from C++ while the interpreter ends aborts the process (SIGABRT
     in place of that code). So it ends first, once the exit handlers of what was imported later have been called.
     """
+    if not set(sys.argv[1:2]) & COMMANDS.keys():
+        early_signals.listen()
     code: list[int] = []
     atexit.register(_leave, code)
     code.append(main())
@@ -148,6 +150,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except early_signals.StoppedEarly as stopped:
+        print(f"ttprun: {stopped.reason}", file=sys.stderr)
+        return stopped.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -157,10 +162,12 @@ def run_script(words: list[str]) -> int:
     try:
         from ttprun.cli.run import run
 
+        early_signals.look()
         return run(words)
     except ConfigError:
         raise
     except Exception as error:
+        early_signals.look()
         from ttprun.cli import as_torchrun
 
         if not as_torchrun.can_run(error):

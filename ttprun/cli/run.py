@@ -22,6 +22,8 @@ from torch.distributed.run import config_from_args, parse_min_max_nnodes
 
 from ttprun import torch_versions
 from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT
+from ttprun.agent.launcher.outcome import Outcomes
+from ttprun.agent.report.status import write_last_status
 from ttprun.cli import programs
 from ttprun.cli.dry_run import dry_run, launch_origins, print_config
 from ttprun.cli.old_runs import Keep, remove_old_runs
@@ -31,10 +33,11 @@ from ttprun.cli.script_config import take_script_config
 from ttprun.cli.torchrun_parser import SCRIPT, build_parser, launch_words, parse
 from ttprun.config import Config, LaunchValue
 from ttprun.config_sources import Origins, option_name, origins, read_config_file, resolve
+from ttprun.early_signals import StoppedEarly
 from ttprun.errors import ConfigError, one_line
 from ttprun.observe import console
 from ttprun.observe.events import timestamp
-from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.run_directory import RunDirectory, node_name
 from ttprun.observe.status import RunStatus, write_status
 from ttprun.state.store import CheckpointStore
 from ttprun.web import otel
@@ -54,6 +57,7 @@ class Invocation:
     torchrun  torchrun's options as its own `config_from_args` takes them
     notices   what the user must read on stderr, one line each
     is_place_named   the same command has the same save directory the next time
+    is_job_named     so has the job the same name
     asked    what is asked for in place of a run: print_config, dry_run
     origins, launch_origins   where our settings, and torchrun's options, have their values from
     """
@@ -62,6 +66,7 @@ class Invocation:
     torchrun: Namespace
     notices: tuple[str, ...]
     is_place_named: bool
+    is_job_named: bool
     asked: tuple[str, ...]
     origins: Origins
     launch_origins: Mapping[str, str]
@@ -80,7 +85,14 @@ def run(words: Sequence[str]) -> int:
     fill_rendezvous(torchrun)
     check_host(torchrun, config)
     assert config.run_id is not None
-    directory = RunDirectory.create(config.run_id, config.run_dir)
+    console.use(config.log_format, config.run_id)
+    name = folder_of(invocation)
+    outcomes = outcomes_of(invocation, RunDirectory.of(name, config.run_dir))
+    if outcomes is not None and config.resume == "auto" and (found := outcomes.judge()) is not None:
+        code, why = found
+        console.say(why)
+        return code
+    directory = RunDirectory.create(name, config.run_dir)
     save_dir = str(CheckpointStore(config.save_dir or directory.path / "checkpoints").save_dir)
     config = config.model_copy(update={"run_dir": str(directory.path), "save_dir": save_dir})
     try:
@@ -95,7 +107,6 @@ def run(words: Sequence[str]) -> int:
     except OSError as error:
         directory.discard()
         raise ConfigError(f"'{directory.config}' cannot be written ({error.strerror})", "make room there") from None
-    console.use(config.log_format, config.run_id or "")
     for notice in filter(None, (*invocation.notices, torch_versions.why_untried(torch.__version__))):
         console.say(notice)
     write_first_status(directory, config, launch_config)
@@ -112,9 +123,12 @@ def run(words: Sequence[str]) -> int:
             answering_probes(os.environ, directory),
         ):
             shown = "" if is_loopback(urlsplit(page).netloc) else page
-            return launch(config, launch_config, entrypoint, arguments, directory, page=shown, **how)
+            return launch(config, launch_config, entrypoint, arguments, directory, page=shown, outcomes=outcomes, **how)
     except ConfigError:
         directory.discard()
+        raise
+    except StoppedEarly as stopped:
+        write_last_status(directory, stopped.exit_code, stopped.reason)
         raise
 
 
@@ -144,12 +158,30 @@ def read_command_line(words: Sequence[str]) -> Invocation:
             config = config.without_repair()
             why = f" ({program.why_not})" if program.why_not else ""
             notices.append(f"{option_name(flag)}: repair is off; a failure restarts the whole group{why}")
-    is_place_named = any((config.save_dir, config.run_dir, config.run_id))
+    is_job_named = config.run_id is not None
+    is_place_named = is_job_named or any((config.save_dir, config.run_dir))
     config = config.model_copy(
         update={"run_id": config.run_id or new_run_id(), "launch": used_launch_options(torchrun)}
     )
     of_launch = launch_origins(parser, list(words), torchrun, found, os.environ)
-    return Invocation(config, torchrun, tuple(notices), is_place_named, asked, found, of_launch)
+    return Invocation(config, torchrun, tuple(notices), is_place_named, is_job_named, asked, found, of_launch)
+
+
+def folder_of(invocation: Invocation) -> str:
+    """Name of the run's directory: of a job on several nodes that has a name, a folder for each node."""
+    run_id = invocation.config.run_id or ""
+    is_on_several = parse_min_max_nnodes(invocation.torchrun.nnodes)[1] > 1
+    return f"{run_id}/{node_name()}" if is_on_several and invocation.is_job_named else run_id
+
+
+def outcomes_of(invocation: Invocation, directory: RunDirectory) -> Outcomes | None:
+    """Where the job's outcome is written, and that of its last start is found; None: the job has no name."""
+    config, torchrun = invocation.config, invocation.torchrun
+    if not invocation.is_job_named or config.run_id is None:
+        return None
+    save_dir = config.save_dir or directory.path / "checkpoints"
+    command = [torchrun.training_script, *torchrun.training_script_args]
+    return Outcomes(save_dir, config.run_id, command, os.environ)
 
 
 def used_launch_options(torchrun: Namespace) -> dict[str, LaunchValue]:

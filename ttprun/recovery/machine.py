@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ttprun.recovery import alone, faults, hung, persist, planned, regroup, renewal, repair, resize
+from ttprun.recovery import alone, faults, hung, leaving, persist, planned, regroup, renewal, repair, resize
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
 from ttprun.recovery.event import Event, RankEvent, RepairEvent
 from ttprun.recovery.events import (
@@ -276,7 +276,8 @@ TRANSITIONS: dict[Key, Transition] = {
     (P.DRAINING, RankExited): row(faults.on_exit_while_draining, P.DRAINING, P.DONE, *DOWN),
     (P.DRAINING, RankFaulted): row(faults.on_faulted_while_draining, P.DRAINING, *DOWN),
     (P.DRAINING, NodeLost): row(faults.on_node_lost_while_draining, P.DRAINING, P.DONE, *DOWN),
-    (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, *DOWN),
+    (P.DRAINING, DeadlinePassed): row(leaving.on_drain_deadline, P.DRAINING, *DOWN),
+    (P.DRAINING, RankFrozen): row(leaving.on_frozen_while_draining, P.DRAINING, *DOWN),
     (P.DRAINING, SupervisorRenewed): row(renewal.on_renewed_while_draining, P.DRAINING),
     (P.DRAINING, StopAsked): row(faults.on_stop, *END),
     **ignored(
@@ -290,10 +291,11 @@ TRANSITIONS: dict[Key, Transition] = {
         ReplacementAsked,
         *OF_SIZE,
     ),
-    **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, RankDiverged, ConnectionBroken),
+    (P.DRAINING, ConnectionBroken): row(leaving.on_broken_while_draining, *DOWN),
+    **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, RankDiverged),
     **ignored(P.DRAINING, "nothing will be repaired any more", RankProtected, RankUnprotected, MismatchFound),
     **ignored(P.DRAINING, "nothing will be repaired any more", *OF_MEMBERSHIP, RanksCompared, RankHindered),
-    **ignored(P.DRAINING, "the repair was abandoned", RankFrozen, RankReplayed, StateSent, RankRepaired),
+    **ignored(P.DRAINING, "the repair was abandoned", RankReplayed, StateSent, RankRepaired),
     **ignored(P.DRAINING, "the repair was abandoned", RankRebuilt, RankReissued),
     #
     **begun_anew(P.RESTARTING),

@@ -233,7 +233,8 @@ class LocalActuator(NodeActuator):
         """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
         node, slot = self.node, self.node.slots[order.rank]
         why_not = fingerprints.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
-        step_from = ""
+        step_from = proof_from = result = ""
+        is_from_mirror = False
         if order.is_joining and order.source == order.rank and not why_not:
             if self._is_fetching:
                 self._deferred[order.rank] = order
@@ -242,7 +243,10 @@ class LocalActuator(NodeActuator):
             if mirror is None:
                 why_not = self.mirrors.why_not_held(order.rank, order.boundary)
             elif mirror.is_step:
-                step_from = mirror.path
+                is_from_mirror, step_from = True, mirror.path
+            else:
+                is_from_mirror, result = True, mirror.path
+                proof_from = self.mirrors.step_of(slot, order.boundary)
         if why_not:
             report_mismatch(node, order.rank, order.generation, why_not)
             return
@@ -250,6 +254,9 @@ class LocalActuator(NodeActuator):
             order.generation,
             order.boundary,
             step_from=step_from,
+            proof_from=proof_from,
+            result=result,
+            from_mirror=is_from_mirror,
             is_joining=order.is_joining,
             is_contradicted=order.is_contradicted,
         )

@@ -158,15 +158,22 @@ class Reports:
                 node.advance(recovery.RankRebuilt(at_s=at_s, rank=rank, generation=generation))
             case from_rank.Reissued(generation=generation):
                 node.advance(recovery.RankReissued(at_s=at_s, rank=rank, generation=generation))
-            case from_rank.Mismatch(generation=generation, reason=reason, detail=detail, is_contradiction=is_proved):
+            case from_rank.Mismatch(generation=generation, reason=reason, detail=detail):
                 if detail:
                     node.log("mismatch_detail", rank=rank, detail=detail)
                 found = recovery.MismatchFound(
-                    at_s=at_s, rank=rank, generation=generation, reason=with_cure(reason), is_contradiction=is_proved
+                    at_s=at_s,
+                    rank=rank,
+                    generation=generation,
+                    reason=reason if message.is_near else with_cure(reason),
+                    is_contradiction=message.is_contradiction,
+                    is_near=message.is_near,
                 )
                 node.advance(found)
             case from_rank.Compared(equal=equal, not_proved=not_proved):
                 self.incidents.note_compared(rank, equal, not_proved)
+            case from_rank.Unaligned() | from_rank.Aligned():
+                self.repairs.take(slot, message)
             case from_rank.Held():
                 self.comparisons.take(slot, message)
             case from_rank.StoppedDivergent():
@@ -313,6 +320,7 @@ class Reports:
                 boundary=message.boundary,
                 digest=message.digest,
                 has_group=message.has_group,
+                is_at_end=self.node.board.get(slot.rank, Field.ENDED) != 0,
             )
         )
 

@@ -48,13 +48,15 @@ _LOOK_FOR_STANDBY_S = 0.1
 _START_LIMIT_S = 60.0
 RENEWED_EVERY_S = 60.0
 _T = TypeVar("_T")
+NOT_SAVED = "no checkpoint was written"
 _LEFT_LIMIT_S = 0.5  # processes that were sent SIGKILL are gone by then
 
 
 class Supervisor:
     """Supervises the ranks of one node; if its agent leads, it decides for those of all nodes.
 
-    node    what its parts share
+    node            what its parts share
+    why_not_saved   the scheduler's grace time was over before the job's state was saved; "" if not
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class Supervisor:
         self.parts = Parts(self.node, store, resumption, elasticity)
         self._is_stopping = False
         self._renewed_at_s = -math.inf
+        self.why_not_saved = ""
+        self._checkpoints_before_end = 0
         self._reserve = FileReserve()
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
 
@@ -245,16 +249,18 @@ class Supervisor:
                     self.parts.watch.welcome(slot, is_replacement=False)
             raise
 
-    def end(self, ended_by: signal.Signals, grace_s: float) -> None:
+    def end(self, ended_by: signal.Signals, grace_s: float, left_s: Callable[[], float]) -> None:
         """The user or the scheduler ends the job, whatever goes on; returns when its state is saved, or cannot be.
 
         ended_by  what the launcher has got
         grace_s   seconds that the ranks have afterwards to end by themselves
+        left_s    returns the seconds that are left for saving; a further signal may make them fewer
         """
         peers = self.node.peers
         where = f" on {peers.name_of(peers.node)}" if peers.names else ""
         reason = f"ended by {ended_by.name}{where}"
         self.node.end_by(ended_by)
+        self._checkpoints_before_end = self.parts.checkpoint_writer.count
         self.node.log("ending", reason=reason, grace_s=grace_s)
 
         def stop() -> None:
@@ -267,16 +273,21 @@ class Supervisor:
                 self.node.is_settled.set()
 
         self.node.call(stop)
-        # Every phase of saving has its deadline, and a second signal ends the ranks.
-        while not self.node.is_settled.wait(_LOOK_AGAIN_S) and self._thread.is_alive():
-            pass
+        # Every phase of saving has its deadline, and a second Ctrl-C ends the ranks.
+        while not self.node.is_settled.wait(max(0.0, min(_LOOK_AGAIN_S, left_s()))) and self._thread.is_alive():
+            if left_s() <= 0:
+                self.why_not_saved = (
+                    f"{NOT_SAVED}: the grace time of {self.node.config.grace_s:g} s (--grace-s) is over"
+                )
+                self.node.log("grace_time_over")
+                return
 
     def leave(self, ended_by: signal.Signals) -> bool:
         """This node leaves, and the others train on; returns when they do, or when the job ends instead.
 
         returns   whether the others train on
 
-        What is saved, and how long that may take, is the leader's affair; a second signal ends the ranks.
+        What is saved, and how long that may take, is the leader's affair; a second Ctrl-C ends the ranks.
         """
         node = self.node
         reason = f"ended by {ended_by.name} on {node.peers.name_of(node.peers.node)}"
@@ -326,8 +337,14 @@ class Supervisor:
         for slot in self.node.here:
             slot.kill()
 
-    def stop(self, exit_code: int, reason: str = "") -> None:
-        """End the thread, the standbys, and whatever a rank has left behind."""
+    def stop(self, exit_code: int, reason: str = "", left_s: float = math.inf) -> str:
+        """End the thread, the standbys, and whatever a rank has left behind.
+
+        exit_code   of the launcher
+        reason      why the job has ended, as far as that was known before the last checkpoint was written
+        left_s      seconds until the scheduler kills this process
+        returns     the reason for the operator
+        """
         self._is_stopping = True
         self.node.wake()
         if self._thread.is_alive():
@@ -338,9 +355,23 @@ class Supervisor:
         self.end_ranks_at_once()
         self.node.remove_left_files(limit_s=_LEFT_LIMIT_S)
         self._control.close()
-        self.parts.checkpoint_writer.end(is_done=exit_code == 0)
+        self.parts.checkpoint_writer.end(is_done=exit_code == 0, left_s=left_s)
+        reason = self._with_what_was_saved(reason)
         self.parts.status.end(exit_code, reason)
         self.node.log("run_ended", exit_code=exit_code, reason=reason)
+        return reason
+
+    def _with_what_was_saved(self, reason: str) -> str:
+        """The reason, but for a checkpoint of the end that it says was not written when it was.
+
+        Ranks may be lost, or time may be over, between the end of the checkpoint and the end of the job.
+        """
+        newest = self.parts.checkpoint_writer.status
+        is_saved = newest is not None and newest.number > self._checkpoints_before_end and not newest.reason
+        why, given_up, _ = reason.partition(f"; {NOT_SAVED}")
+        if newest is None or not is_saved or not given_up or not self.node.ended_by:
+            return reason
+        return f"{why}; its state was saved: {newest.path}"
 
     # The loop.
 

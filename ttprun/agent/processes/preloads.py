@@ -77,7 +77,7 @@ class Preloaded(Standby):
     def __init__(self, copy: StandbyCopy, plan: PreloadPlan, asked: standbys.Preload, files: Sequence[int]) -> None:
         self.process = copy.process
         self.channel = copy.channel
-        self.has_started = self.is_copyable = self.has_hung_up = False
+        self.has_started = self.is_copyable = False
         self.refused: dict[str, str] = {}
         self._answers_due = 1
         fd, self._notebook = files

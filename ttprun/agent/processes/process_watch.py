@@ -264,6 +264,8 @@ class ProcessWatch:
                 node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
 
     def forget(self, slot: RankSlot) -> None:
+        if slot.handler is None:  # the group is ended before all of it was started
+            return
         for watched in (slot.pidfd, slot.handler.channel.sock):
             with contextlib.suppress(KeyError, ValueError):
                 self._node.selector.unregister(watched)

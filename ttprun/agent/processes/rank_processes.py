@@ -140,6 +140,8 @@ class Standby:
     has_hung_up   its end of the line is closed: it ends, or is of no use though it lives
     """
 
+    has_hung_up = False
+
     def __init__(self, run_dir: str, environment: Mapping[str, str]) -> None:
         self.channel, theirs = channel.pair()
         fd = theirs.fileno()
@@ -162,7 +164,7 @@ class Standby:
             theirs.close()
         priority.lower(self.process.pid)
         self._answers_due = 1
-        self.has_started = self.is_copyable = self.has_hung_up = False
+        self.has_started = self.is_copyable = False
 
     @property
     def is_ready(self) -> bool:

@@ -138,6 +138,10 @@ class Mirrors:
         """The slot with the state that a rank had after the step of a boundary; "": its mirror does not hold that."""
         return self._path_of(slot, boundary, "state")
 
+    def step_of(self, slot: RankSlot, boundary: int) -> str:
+        """The slot from which the step to a boundary can be taken again; "": its mirror does not hold that."""
+        return self._path_of(slot, boundary, "step")
+
     def located(self, shares: Sequence[MirroredShare], boundary: int) -> list[MirroredShare]:
         """Those shares of a checkpoint for which this node has the state of its boundary, with where it is.
 

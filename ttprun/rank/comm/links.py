@@ -10,17 +10,18 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ttprun.device.errors import in_one_line
 from ttprun.device.interface import DeviceFailedError
 from ttprun.rank import moments
-from ttprun.rank.comm import on_device
 from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, GenerationOverError
 from ttprun.rank.comm.journal import EndedError, Journal
 from ttprun.rank.comm.operations import tensors_in
 from ttprun.rank.comm.transports import TRANSPORTS, GroupMember, Link
 from ttprun.rank.session import Session
+from ttprun.rank.weights import optimizer_registry
 
 ABORT_LIMIT_S = 20.0  # half a second was seen on a GPU
 CLOSE_LIMIT_S = 10.0
@@ -42,12 +43,18 @@ class Links:
         self._session = session
         self._by_type: dict[str, Link] = {}  # by type of device; {} while there is no connection
         self._connecting = threading.Lock()
+        self._is_late = any(TRANSPORTS[name].is_late for name in backends.values())
         self._was_used = False  # a communicator of an older generation was
 
     @property
     def all(self) -> list[Link]:
         """The current connections, one for each backend; [] while there are none."""
         return list({id(link): link for link in self._by_type.values()}.values())
+
+    @property
+    def needs_stop(self) -> bool:
+        """Whether a backend ends no running operation by itself, see `Link.needs_stop`."""
+        return self._is_late and any(link.needs_stop for link in self.all)
 
     @property
     def by_gloo(self) -> Connection | None:
@@ -103,7 +110,7 @@ class Links:
 
     def _connect_anew(self, generation: int) -> None:
         given = self.member.device if self.member.is_given else None
-        device = given or on_device.of_parameters()
+        device = given or optimizer_registry.device_in_use()
         # A survivor makes the communicators anew that it had. A replacement had none, and follows the others.
         connects_now = given is not None or self._was_used or not self._session.mode.is_live
         member = dataclasses.replace(self.member, generation=generation, device=device, connects_now=connects_now)
@@ -113,6 +120,7 @@ class Links:
         with self._session[Journal].lock:
             self._by_type = {device_type: made[name] for device_type, name in self.backends.items()}
             self.member = member
+        self.check_repairable()
 
     def rename(self, name: str) -> None:
         """Torch has named the group."""
@@ -151,7 +159,7 @@ class Links:
 
     def is_ready(self, args: tuple[Any, ...]) -> bool:
         """Whether a collective with these arguments can be issued without waiting for the other members to connect."""
-        return not self._by_type or self.that_carries(args).is_ready(args)
+        return not self._is_late or not self._by_type or self.that_carries(args).is_ready(args)
 
     def make_ready(self, args: tuple[Any, ...]) -> None:
         """Wait until it can, or the journal is frozen: then the recovery's thread issues it.
@@ -180,6 +188,27 @@ class Links:
         """Issue an operation on the current connection; returns the backend's work. Raises the backend's error."""
         return self.that_carries(args).issue(op, args)
 
+    def issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Issue an operation as torch does; returns what the backend returns. Raises the backend's error."""
+        return self.that_carries(args).issue_plainly(op, args)
+
+    def check_repairable(self) -> None:
+        """Give up protection if a backend turns out to lack what a recovery needs."""
+        if not self._is_late:
+            return
+        why_not = next((link.why_not for link in self.all if link.why_not), "")
+        if why_not:
+            self._session.give_up_protection(why_not)
+
+    def gives_work(self, args: tuple[Any, ...]) -> bool:
+        """Whether torch's own group would return a work for a collective with these arguments, and not None."""
+        if not self._is_late or getattr(args[-1] if args else None, "asyncOp", True):
+            return True
+        tensors = tensors_in(args)
+        kinds = [kind for kind in self.backends if kind != "cpu"] or ["cpu"]
+        name = self.backends.get(tensors[0].device.type if tensors else kinds[0])
+        return name not in TRANSPORTS or TRANSPORTS[name].gives_works()
+
     def that_carries(self, args: tuple[Any, ...]) -> Link:
         """The connection for an operation's arguments: that of its tensors' device; a barrier goes over a device.
 
@@ -198,8 +227,7 @@ class Links:
 
     def device_fault_of(self, error: BaseException | None) -> str:
         """The device fault that an operation's error means; "" if it is the connection's, or unknown."""
-        is_late = any(TRANSPORTS[name].is_late for name in self.backends.values())
-        return self._session.diagnose(error).name if is_late and error is not None else ""
+        return self._session.diagnose(error).name if self._is_late and error is not None else ""
 
 
 def cut_all(of_groups: Iterable[Links]) -> None:
@@ -217,11 +245,17 @@ def abort_all(found: Sequence[Link]) -> None:
     for link in found:
         if not link.is_late:
             link.abort()
-    failed, n_left = run_together([link.abort for link in found if link.is_late], ABORT_LIMIT_S)
+    late = [partial(_abort_late, link) for link in found if link.is_late]
+    failed, n_left = run_together(late, ABORT_LIMIT_S)
     if failed:
         raise DeviceFailedError(f"a communicator cannot be aborted ({in_one_line(failed[0])})") from failed[0]
     if n_left:
         raise DeviceFailedError(f"the abort of {n_left} communicators has not returned within {ABORT_LIMIT_S:.0f} s")
+
+
+def _abort_late(link: Link) -> None:
+    link.abort()
+    moments.reached("abort")
 
 
 def run_together(calls: Sequence[Callable[[], None]], limit_s: float) -> tuple[list[Exception], int]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ttprun.rank import moments
 from ttprun.rank.comm.connection import CONNECT_LIMIT
 from ttprun.rank.comm.transports.link import GroupMember
 
@@ -88,7 +89,9 @@ class Communicators:
                 return
             number = len(self._made)
             try:
-                if not have_met:  # a member may come late to its first collective
+                if have_met and not self._member.is_given:
+                    moments.reached("connect")
+                elif not have_met:  # a member may come late to its first collective
                     self._tell(f"connects {number}", b"1", max(CONNECT_LIMIT, self._member.op_limit))
                 self._make_on_thread(number, device, link)
             except TimeoutError as error:

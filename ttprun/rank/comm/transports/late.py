@@ -16,12 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
+from ttprun import torch_versions
 from ttprun.device import accelerator
 from ttprun.rank.comm.connection import ExchangeStore
 from ttprun.rank.comm.operations import POINT_TO_POINT, tensors_in
@@ -29,6 +31,7 @@ from ttprun.rank.comm.transports.communicators import Communicators, leak
 from ttprun.rank.comm.transports.link import GroupMember, Link
 
 ABORTED = "the communicator was aborted, as its generation is over"
+_NOT_ENDED = "a collective whose peer is lost cannot be ended"
 _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 200e-6
 _SUCCESSES = (0, 1)  # c10d's WorkResult: unknown, success; then a time-out, and an error of the communicator
@@ -42,6 +45,11 @@ def make_nccl(member: GroupMember) -> Link:
 def make_hccl(member: GroupMember) -> Link:
     """Connect; see `Transport.make`."""
     return LateLink(member, "npu", _registered("hccl"))
+
+
+def gives_works() -> bool:
+    """See `Transport.gives_works`, of nccl."""
+    return torch_versions.gives_works(torch.__version__)
 
 
 def _nccl(store: Any, member: GroupMember) -> Any:
@@ -85,9 +93,13 @@ class LateLink:
         self._device_type = device_type
         self._device = member.device
         self._communicators = communicators
-        self._split_off: list[Any] = []
+        self.why_not = ""
         self._store = ExchangeStore(member.exchange, member.generation, prefix)
         self.backend: Any = make(self._store, member)
+        self.needs_stop = hasattr(self.backend, "abort_hccl_comm")
+        self._newest: Any = None  # the newest work of a backend that needs a stop: its operations end in order
+        if _abort_of(self.backend) is None:
+            self.why_not = f"{_NOT_ENDED} (its backend {type(self.backend).__name__} has no abort())"
         self._group: Any = self.backend
         if not isinstance(self.backend, ProcessGroup):
             self._group = ProcessGroup(member.rank, member.size)  # type: ignore[call-arg]
@@ -142,6 +154,7 @@ class LateLink:
 
     def wait_for(self, work: Any) -> None:
         """Wait for the backend's work, and no longer than until the link is aborted. Raises an error of either."""
+        self._newest = work
         LateWork(self, work).wait()
 
     # Operations.
@@ -151,14 +164,26 @@ class LateLink:
         self._prepare(op, args)
         options: Any = args[-1] if args else None
         if getattr(options, "asyncOp", True):
-            return LateWork(self, self._call(op, args))
+            return self._late(self._call(op, args), op)
         # NCCL (torch 2.8 and newer) has no work for a synchronous operation, and runs it on the caller's own stream:
         # what is queued behind it would be computed from an operation that was aborted.
         options.asyncOp = True
         try:
-            return LateWork(self, self._call(op, args))
+            return self._late(self._call(op, args), op)
         finally:
             options.asyncOp = False  # it may be the script's
+
+    def _late(self, work: Any, op: str) -> LateWork:
+        if work is None and op not in POINT_TO_POINT:
+            self.why_not = self.why_not or f"{_NOT_ENDED} (its backend returns no work for an asynchronous {op})"
+        if self.needs_stop:
+            self._newest = work
+        return LateWork(self, work)
+
+    def is_busy(self) -> bool:
+        """See `Link.is_busy`; what was left to torch is not known."""
+        newest = self._newest
+        return newest is not None and not newest.is_completed()
 
     def issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
         """As torch does: the backend's own work, or None; nothing is waited for beside it."""
@@ -195,10 +220,11 @@ class LateLink:
         backend = self.backend
         if backend is None or self._communicators.is_left:  # it would not come back
             return
-        for name in ("abort", "_abort"):
-            if (abort := getattr(backend, name, None)) is not None:
-                abort()
-                return
+        if self.needs_stop and self.is_busy():  # nor would this, and it may hold the GIL: see stopping.py
+            self._communicators.is_left = True
+            return
+        if (abort := _abort_of(backend)) is not None:
+            abort()
 
     def close(self) -> None:
         """See `Link.close`. All members must: the last operations of a communicator are collective."""
@@ -211,10 +237,10 @@ class LateLink:
     def drop(self) -> None:
         """Forget the backend, without waiting for its destructor: that joins the backend's threads, which may wait."""
         held = [self.__dict__.pop(name, None) for name in ("backend", "_group")]
-        self.backend = self._group = None
+        self.backend = self._group = self._newest = None
         if self._communicators.is_left:
             leak(held)
-        elif held != [None, None]:
+        elif held[0] is not None:
             try:
                 threading.Thread(target=held.clear, name="ttprun-closing", daemon=True).start()
             except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
@@ -226,6 +252,24 @@ class LateLink:
 
     def abandon(self) -> None:
         """See `Link.abandon`: an aborted communicator holds no tensor."""
+
+
+def _abort_of(backend: Any) -> Callable[[], Any] | None:
+    """What ends a backend's operations; None if nothing does.
+
+    HCCL's answers to a name of its own; what torch's base classes have does nothing.
+    """
+    hccl = getattr(backend, "abort_hccl_comm", None)
+    if hccl is not None:
+        return partial(hccl, "its generation is over")
+    for name in ("abort", "_abort"):
+        found = getattr(backend, name, None)
+        is_own = type(backend) is dist.Backend or getattr(type(backend), name, None) is not getattr(
+            ProcessGroup, name, None
+        )
+        if found is not None and is_own:
+            return found  # type: ignore[no-any-return]
+    return None
 
 
 class _NoWork:

@@ -46,12 +46,21 @@ class Link(Protocol):
 
     backend   torch's backend, or a process group in Python
     is_late   see `Transport`
+    why_not   why its operations cannot be repaired; "" if they can
+    is_aborted    its operations have failed, whatever the backend says
+    needs_stop    the backend's abort ends no running operation: only a stop of the device does
     is_used   an operation was issued that made the members connect, or they connect from the start
     """
 
     generation: int
     backend: Any
     is_late: bool
+    why_not: str
+    is_aborted: bool
+    needs_stop: bool
+
+    def is_busy(self) -> bool:
+        """Whether an operation is still running."""
 
     @property
     def is_used(self) -> bool: ...
@@ -63,6 +72,9 @@ class Link(Protocol):
         then, and raises the operation's error, or RuntimeError after `limit`; `is_completed` and `is_success` do not
         block. `get_future` completes when the work does.
         """
+
+    def issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Issue an operation as torch does; returns what the backend returns."""
 
     def abort(self) -> None:
         """Pending and later operations fail at once."""
@@ -91,9 +103,11 @@ class Transport:
     make          connect in a generation, first or again: blocks until all members have, at most CONNECT_LIMIT; raises
                   GenerationOverError if the generation ends first, TimeoutError, RuntimeError
     is_late       the backend's own `wait` returns before an operation has completed on its device
+    gives_works   whether the backend returns a work for a synchronous operation; else None
     """
 
     name: str
     device_types: frozenset[str]
     make: Callable[[GroupMember], Link]
     is_late: bool = False
+    gives_works: Callable[[], bool] = lambda: True
