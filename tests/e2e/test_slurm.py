@@ -17,6 +17,9 @@ from tests.e2e.harness import SCRIPTS, Undisturbed
 pytestmark = pytest.mark.skipif(not slurm.is_installed(), reason="needs Debian's slurm-wlm and munge (see .ci/run)")
 GATED = "gated_steps.py"  # 40 steps; waits before step 12 for the gate
 PREEMPTED = 143
+URGENT = """PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE State=UP"""
 FIRST, SECOND = "127.0.1.1", "127.0.1.2"
 
 
@@ -24,7 +27,7 @@ FIRST, SECOND = "127.0.1.1", "127.0.1.2"
 def cluster() -> Iterator[slurm.Slurm]:
     """Three nodes; a partition for urgent jobs."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    found = slurm.Slurm(folder, harness.environment(), KILL_WAIT="20")
+    found = slurm.Slurm(folder, harness.environment(), KILL_WAIT="20", SLURM_EXTRA=URGENT)
     yield found
     found.close()
     shutil.rmtree(folder, ignore_errors=True)
@@ -146,7 +149,7 @@ def test_a_job_whose_time_is_over_is_told_before_and_goes_on(
 
 
 def test_a_job_that_gets_no_further_from_start_to_start_ends_with_93(start: Callable[..., slurm.Job]) -> None:
-    """Its launchers are told to end before their ranks have done a step: as if its time were too short for its start."""
+    """Its launchers are told to end before their ranks have done a step: its time is too short for its start."""
     job = start()
     for number in range(3):
         job.wait_until(lambda: bool(job.launchers()), "launchers")
@@ -229,3 +232,49 @@ def test_a_job_takes_as_many_nodes_as_it_gets_and_several_ranks_on_each(
     assert job.finish() == "COMPLETED", job.output
     ranks = 2 * int(job.fields["NumNodes"])
     assert hashes(job.output) == expected(undisturbed, ranks)
+
+
+def test_without_a_spare_a_lost_node_ends_the_start_with_its_own_reason_and_the_job_goes_on_in_the_next(
+    start: Callable[..., slurm.Job], undisturbed: Undisturbed
+) -> None:
+    job = start(TTPRUN_NODE_WAIT_S="1")
+    wait_at_gate(job)
+
+    job.launchers()[SECOND].send_signal(signal.SIGKILL)
+    job.start_again()
+    first_start = job.output
+    open_gate(job)
+
+    assert job.finish() == "COMPLETED", job.output
+    assert hashes(job.output) == expected(undisturbed)
+    assert first_start.count("ttprun: the job has ended: ") == 1, first_start
+    assert f"node 1 ({SECOND})" in first_start
+    assert "pid: 0" not in first_start, "a rank that has not failed is named as the cause"
+
+
+def test_the_tasks_of_an_array_are_jobs_of_their_own(start: Callable[..., slurm.Job], undisturbed: Undisturbed) -> None:
+    job = start(["--array=0-1"])
+    open_gate(job)
+
+    assert job.finish() == "COMPLETED"
+    job.wait_until(lambda: len(list(job.folder.glob("checkpoints-*/outcome-*.json"))) == 2, "two outcomes")
+    job.wait_until(lambda: job.output.count("sha256 model") == 4, "both are done")
+    assert hashes(job.output) == expected(undisturbed)
+
+
+def test_a_job_that_gives_way_to_an_urgent_one_saves_within_its_grace_time_and_goes_on(
+    start: Callable[..., slurm.Job], undisturbed: Undisturbed, cluster: slurm.Slurm
+) -> None:
+    cluster.run("scontrol", "update", "PartitionName=main", "GraceTime=20")
+    job = start()
+    wait_at_gate(job)
+
+    urgent = ["--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1"]
+    cluster.run("sbatch", "--parsable", *urgent)
+    open_gate(job)
+    job.start_again()
+
+    assert job.finish() == "COMPLETED", job.output
+    assert hashes(job.output) == expected(undisturbed)
+    assert job.fields["Restarts"] == "1"
+    assert job.output.count("[rank 0] step 11 ") == 1, "a step was run again"
