@@ -144,6 +144,11 @@ class Job:
                     found[variables["SLURMD_NODENAME"]] = process
         return found
 
+    def statuses(self) -> dict[str, dict[str, Any]]:
+        """What the launchers say of the job, by the name of their node."""
+        paths = self.folder.glob(f"ttprun-runs/{self.id}/*/status.json")
+        return {path.parent.name: json.loads(path.read_text()) for path in paths}
+
     def end(self) -> None:
         """Cancel it, whatever it does."""
         self.slurm.run("scancel", self.id)
