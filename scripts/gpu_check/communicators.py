@@ -32,7 +32,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--share", action="store_true", help="all ranks use one GPU")
     args = parser.parse_args()
+    if args.share:
+        os.environ.update(NCCL_HOSTID=os.environ["RANK"], NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     os.environ.update(NCCL_VARIABLES)
     if args.device != "cpu":
         module = torch.get_device_module(args.device)

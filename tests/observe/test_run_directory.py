@@ -25,6 +25,17 @@ def test_a_run_directory_is_its_owners_alone(tmp_path: Path) -> None:
     assert len(run.read_token()) == 32
 
 
+def test_git_ignores_a_folder_of_runs_that_is_new_and_what_lies_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+
+    for base in (tmp_path / "new", tmp_path / "old", tmp_path / "new"):
+        RunDirectory.create(f"r{len(list(base.glob('*')))}", base=base)
+    RunDirectory.create("r1", tmp_path / "named")
+
+    assert (tmp_path / "new" / ".gitignore").read_text() == "*\n"
+    assert [path.parent.name for path in tmp_path.rglob(".gitignore")] == ["new"]
+
+
 def test_two_runs_have_different_tokens(tmp_path: Path) -> None:
     first = RunDirectory.create("r1", base=tmp_path)
     second = RunDirectory.create("r2", base=tmp_path)

@@ -1,4 +1,4 @@
-"""Run directories of earlier runs in `ttprun-runs/`: the newest stay, the others are removed when a run starts.
+"""Run directories of earlier runs in `ttprun-runs/`: by number, age and size, old ones are removed when a run starts.
 
 None is removed that still runs, whose end is not known, or that holds a script's newest checkpoint: that may be all
 that is left of a training. Begin with `remove_old_runs`.
@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,26 @@ from ttprun.observe.status import read_status
 from ttprun.state.store import CheckpointStore
 
 _DOOMED = ".removing-"
+_DAY_S = 24 * 3600.0
 
 
-def remove_old_runs(keep: int, used: str, base: Path = BASE) -> list[str]:
-    """Remove the oldest runs beyond `keep`; returns their names.
+@dataclass(frozen=True)
+class Keep:
+    """Which run directories stay: those within all limits.
 
-    keep   directories that stay, the one of the run that starts among them
+    runs   how many, the one of the run that starts among them
+    days   since they were started; None: no limit
+    gib    on the disk, all together; None: no limit. The newest always stays.
+    """
+
+    runs: int
+    days: float | None = None
+    gib: float | None = None
+
+
+def remove_old_runs(keep: Keep, used: str, base: Path = BASE) -> list[str]:
+    """Remove the runs that `keep` does not keep; returns their names.
+
     used   a path that the run that starts reads from, which stays: what --resume names
 
     Never raises: what cannot be removed stays, and is tried again by the next run.
@@ -34,13 +49,38 @@ def remove_old_runs(keep: int, used: str, base: Path = BASE) -> list[str]:
         for leftover in base.glob(f"{_DOOMED}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         jobs = sorted(_jobs_in(base), key=lambda job: job.started_at_s, reverse=True)
-        old = jobs[keep:]
+        old = _beyond(keep, jobs)
         needed = _with_newest_checkpoints(jobs) if old else set()
         for job in old:
             is_used = Path(os.path.expanduser(used)).absolute().is_relative_to(job.path)
             if job.path not in needed and not is_used and all(map(_has_ended, job.runs)) and _remove(job.path):
                 removed.append(job.path.name)
     return removed
+
+
+def _beyond(keep: Keep, jobs: list[_Job]) -> list[_Job]:
+    """Those of `jobs`, the newest first, that pass one of the limits."""
+    oldest_s = 0.0 if keep.days is None else time.time() - keep.days * _DAY_S
+    left_bytes = None if keep.gib is None else keep.gib * 2**30
+    old = []
+    for number, job in enumerate(jobs):
+        is_old = number >= keep.runs or job.started_at_s < oldest_s
+        if left_bytes is not None and not is_old:  # a directory is measured only if a limit asks for it
+            left_bytes -= _bytes_in(job.path)
+            is_old = left_bytes < 0
+        if is_old and number > 0:
+            old.append(job)
+    return old
+
+
+def _bytes_in(folder: Path) -> int:
+    """What the files below a folder take on the disk."""
+    taken = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                taken += os.lstat(os.path.join(where, name)).st_blocks * 512
+    return taken
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ class RunDirectory:
         run = cls.of(run_id, path, base)
         try:
             try:
+                if path is None:
+                    _make_base(base)
                 run.path.mkdir(mode=0o700, parents=True)
                 run._is_new = True
             except FileExistsError:
@@ -186,6 +188,14 @@ def replace_file(path: Path, text: str) -> None:
     draft = path.with_name(path.name + ".tmp")
     draft.write_text(text + "\n", encoding="utf-8")
     draft.replace(path)
+
+
+def _make_base(base: Path) -> None:
+    """Make the folder of all runs; a new one tells git to leave it alone."""
+    with suppress(FileExistsError):
+        base.mkdir(parents=True)
+        with suppress(OSError):
+            (base / ".gitignore").write_text("*\n", encoding="utf-8")
 
 
 def node_name() -> str:

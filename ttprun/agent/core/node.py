@@ -14,6 +14,7 @@ from dataclasses import replace
 from ttprun import recovery
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.calls import Calls
+from ttprun.agent.core.domains import Domains
 from ttprun.agent.core.failures import FirstFailure
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.role import Role
@@ -52,6 +53,7 @@ class Node:
     first_failure  the root cause of what the present group suffers
     is_concluded_elsewhere  the agent that leads has ended the group, and says why
     ended_by       the signal to the launcher of some node that ends the job; 0 while there is none
+    domains        runs what protection does not need: its failures stay its own
     """
 
     role: Role
@@ -79,6 +81,7 @@ class Node:
         self.is_concluded_elsewhere = False
         self._events = EventLog(run.events)
         self._log_lock = threading.Lock()
+        self.domains = Domains(self.log)
         self._stepped = 0
         self._past: set[int] = set()  # pids of ranks that have ended
 

@@ -2,7 +2,8 @@
 
 It waits on one selector: exits (`life_locks.py`, and pidfds), messages of ranks (`reports.py`), the control socket, and
 deadlines. Everything that happens becomes an event of `ttprun.recovery`; the actions that come back are carried out by
-`coordinator.py`. If the supervisor itself breaks, the job goes on as under torchrun. Begin with `Supervisor._loop`.
+`coordinator.py`. A part that protection does not need fails by itself (`domains.py`); if anything else breaks, the
+supervisor begins anew, and if that does not help the job goes on as under torchrun. Begin with `Supervisor._loop`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,6 +23,7 @@ from ttprun import recovery
 from ttprun.agent.cluster.membership import Elasticity
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.control_socket import ControlSocket
+from ttprun.agent.core.domains import CannotDecideError
 from ttprun.agent.core.file_reserve import FileReserve
 from ttprun.agent.core.new_group import NewGroup
 from ttprun.agent.core.node import Node
@@ -34,6 +37,7 @@ from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.board import LEADER, Field
+from ttprun.protocol.requests import Rejected, Reply, Request
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.state.store import CheckpointStore
 
@@ -42,6 +46,7 @@ _STATUS_EVERY_S = 0.5
 _LOOK_AGAIN_S = 1.0
 _LOOK_FOR_STANDBY_S = 0.1
 _START_LIMIT_S = 60.0
+RENEWED_EVERY_S = 60.0
 _T = TypeVar("_T")
 NOT_SAVED = "no checkpoint was written"
 _LEFT_LIMIT_S = 0.5  # processes that were sent SIGKILL are gone by then
@@ -73,6 +78,7 @@ class Supervisor:
         self._resized: meeting.Regroup | None = None
         self.parts = Parts(self.node, store, resumption, elasticity)
         self._is_stopping = False
+        self._renewed_at_s = -math.inf
         self.why_not_saved = ""
         self._checkpoints_before_end = 0
         self._reserve = FileReserve()
@@ -82,8 +88,18 @@ class Supervisor:
 
     def start(self) -> None:
         """Begin to supervise; no rank is there yet."""
-        self._control = ControlSocket(self.node.run, self.parts.requests.answer, self.node.selector)
+        self._control = ControlSocket(self.node.run, self._answer, self.node.selector)
         self._thread.start()
+
+    def _answer(self, request: Request) -> Reply:
+        """Raises ValueError if the request cannot be carried out, of which whoever asked hears."""
+        try:
+            return self.parts.requests.answer(request)
+        except (CannotDecideError, ValueError, KeyError):
+            raise
+        except Exception as error:
+            self.node.domains.note("commands", error)
+            return Rejected(f"ttprun has failed to answer: {error!r}")
 
     def begin_group(self, group: NewGroup, peers: Peers | None = None) -> None:
         """A group of ranks is about to be started.
@@ -360,36 +376,59 @@ class Supervisor:
     # The loop.
 
     def _loop(self) -> None:
-        selector = self.node.selector
+        node, selector = self.node, self.node.selector
         while not self._is_stopping:
             try:
                 happened = selector.select(self._wait_s())
-                self._reserve.look()
+                node.domains.look("file reserve", self._reserve.look)
                 for key, _ in happened:
                     if selector.get_map().get(key.fd) is key:  # not what has got the number of one just closed
                         key.data()
                 if self.node.has_board:
                     self.node.board.set(LEADER, Field.AGENT_NS, time.monotonic_ns())
                 self.parts.deadlines.pass_time()
-                self._control.pass_time()
+                node.domains.run("commands", self._control.pass_time)
                 self._send_what_was_kept()
-                self.parts.injections.pass_time()
+                node.domains.look("fault injection", self.parts.injections.pass_time)
                 if self.node.verdict is None and not self.node.is_paused and self.node.has_board:
                     self.parts.look()
-                self.parts.status.publish()
+                node.domains.look("status", self.parts.status.publish)
             except Exception as error:
-                logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
-                self.node.log("supervisor_failed", error=repr(error))
-                self.node.break_down()
-                self.node.wake()  # for the calls behind one that has failed
+                self._renew(error)
+                node.wake()  # for the calls behind one that has failed
             if self.node.is_broken and self.node.verdict is None:
                 self._conclude_from_processes()
+
+    def _renew(self, error: Exception) -> None:
+        """Something that protection needs has failed: begin anew from the job as its events have made it.
+
+        What was ordered last may not have been carried out, and what has just been seen may not have been decided: the
+        machine is told, and orders again what it was at. If that fails too, or again within RENEWED_EVERY_S, the job
+        goes on as under torchrun.
+        """
+        node, now = self.node, time.monotonic()
+        reason = str(error) if isinstance(error, CannotDecideError) else f"{type(error).__name__}: {error}"
+        node.log("supervisor_failed", error=reason, traceback="".join(traceback.format_exception(error)))
+        is_again, self._renewed_at_s = now - self._renewed_at_s < RENEWED_EVERY_S, now
+        if not node.is_paused and not is_again:
+            try:
+                logger.exception("ttprun's supervisor failed; a new one continues from the events recorded so far")
+                self.parts.begin_anew(reason)
+                return
+            except Exception as another:
+                error = another
+                node.log("supervisor_failed", error=repr(another))
+        logger.error(
+            "ttprun's supervisor failed; from here on the job runs as under torchrun",
+            exc_info=(type(error), error, error.__traceback__),
+        )
+        node.break_down()
 
     def _wait_s(self) -> float:
         """Seconds until something is due."""
         is_watching = not self.parts.hang_detector.is_off or self.node.peers.names
         wait_s = LOOK_EVERY_S if is_watching else _STATUS_EVERY_S
-        timer_s = self.parts.injections.next_timer_s()
+        timer_s = self.node.domains.run("fault injection", self.parts.injections.next_timer_s)
         return wait_s if timer_s is None else max(0.0, min(wait_s, timer_s - time.monotonic()))
 
     def _send_what_was_kept(self) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -36,6 +35,7 @@ from ttprun.agent.report.status import write_last_status
 from ttprun.config import Config
 from ttprun.early_signals import ENDED_BY_SIGNAL, StoppedEarly, exit_code_of
 from ttprun.errors import ConfigError
+from ttprun.observe import console
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.recovery.membership import Membership
 from ttprun.state.store import CheckpointStore
@@ -69,7 +69,7 @@ def launch(
     if config.mindio:
         config = config.for_frameworks()
         os.environ.update(mindio.put_on_path(dict(os.environ)))
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
+    console.use(config.log_format, config.run_id or "")
     is_on_several = launch_config.max_nodes > 1
     why_not = why_not_over_nodes(launch_config, is_python, config.elastic) if is_on_several else ""
     if why_not:
@@ -242,7 +242,7 @@ def _run(
             return exit_code_of(supervisor.node.ended_by), reason
         if any(failure.pid for failure in error.failures.values()):
             # Else no rank of this node has failed: torch's summary would name one that the launcher has ended itself.
-            print(error, file=sys.stderr)
+            console.say(str(error), "ERROR", prefix="")
         return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
     except (RendezvousError, DistError) as error:
         where, why = launch_config.rdzv_endpoint, str(error.__cause__ or error).partition("\n")[0]
@@ -273,7 +273,7 @@ def _say(reason: str, goes_on: bool = False) -> None:
     """
     if reason:
         what = "this node has left the job, which goes on" if goes_on else "the job has ended"
-        print(f"ttprun: {what}: {reason}", file=sys.stderr)
+        console.say(f"{what}: {reason}", "WARNING" if goes_on else "ERROR")
 
 
 def _code_of(error: ChildFailedError, has_progress: bool) -> int:

@@ -92,6 +92,16 @@ PATCHES: tuple[Patch, ...] = (
         "to know which part of FSDP1's flat parameters is whose",
         "imported",
     ),
+    *(
+        Patch(
+            f"torch.distributed.checkpoint._async_{kind}_executor",
+            f"_{kind.capitalize()}BasedAsyncCheckpointExecutor.execute_save",
+            "values.saves:wrap_execute_save",
+            "to know which checkpoints dcp.async_save has not finished; in a replay, to save nothing",
+            "imported",
+        )
+        for kind in ("thread", "process")
+    ),
     Patch(
         "torch._jit_internal",
         "_extract_tensors",
@@ -153,6 +163,12 @@ PATCHES: tuple[Patch, ...] = (
         "_worker_loop",
         "data.workers:wrap_worker_loop",
         "to keep the random states of DataLoader workers",
+    ),
+    Patch(
+        "multiprocessing.util",
+        "spawnv_passfds",
+        "process.children:wrap_spawnv_passfds",
+        "multiprocessing's resource tracker outlives a killed rank by a moment, to remove its semaphores",
     ),
     Patch(
         "torch.amp.grad_scaler",
