@@ -44,7 +44,7 @@ from ttprun.rank.comm.operations import (
     with_options,
 )
 from ttprun.rank.comm.reissue import call_or_take
-from ttprun.rank.comm.results import Results
+from ttprun.rank.comm.results import Results, place_of
 from ttprun.rank.comm.transports import TRANSPORTS, GroupMember
 from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.position.frames import location_key
@@ -243,7 +243,7 @@ class ManagedGroup(ProcessGroup):
         entry.is_passing = op in GATHERING and outputs[0].is_cpu and sharded.is_gathering()
         entry.is_borrowed = entry.is_passing and op in REDUCING and sharded.is_lending()
         if is_small and not entry.is_passing:
-            entry.place = f"{op} {location_key()}"  # DDP's broadcasts and SyncBatchNorm's gathers have one line
+            entry.place = place_of(op, outputs, location_key())
         if is_skipped or session.mode.is_alone:
             session.mode.answer(entry)
             entry.is_done = True
