@@ -12,7 +12,7 @@
 namespace npu {
 
 // What there is of them if the variable is not set: what the product cannot cope with so far.
-constexpr const char* KIND_UNLESS_SET = "connect,abort,walk,watchdog,work";
+constexpr const char* KIND_UNLESS_SET = "connect,abort,walk,watchdog";
 
 bool is_kind(const char* fact);
 
