@@ -53,6 +53,12 @@ class Config(BaseModel):
     retry_on: list[str] = Field(
         [], description="errors after which a rank runs the script again: regular expressions found in 'Type: message'"
     )
+    exception_retries: int = Field(
+        2,
+        ge=0,
+        description="times that a rank whose script raises an exception, or exits with a code, is run again from the "
+        "same step before the job ends with exit code 1; 0: it ends at once, as under torchrun",
+    )
     device_errors: dict[str, str] = Field(
         {}, description="additional device errors: regular expression found in 'Type: message' -> name of a fault"
     )

@@ -48,6 +48,7 @@ from ttprun.recovery.repair import end_resuming, note_process
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.recovery.resize import give_up_replacing
 
+OF_SCRIPT = "this is an error of the script itself"
 LossEvent = RankExited | RankFaulted | RankHung | RankDiverged | NodeLost
 
 
@@ -110,11 +111,15 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
         return end_resuming(mark_finished(job, event), event.at_s)
     if event.is_finish:
         return let_others_finish(job, event)
-    if event.is_script_error and is_replacement and not (member.is_rerun or event.is_of_worker):
-        has_come_back = is_known(job, event)
+    is_new_process = is_replacement and not (member.is_rerun or event.is_of_worker)
+    if is_new_process and is_of_script(event.kind) and is_known(job, event):
+        fault = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
+        job = replace(job, faults=(*job.faults, fault))
+        is_left = job.faults.count(fault) <= job.settings.exception_retries
+        if not (is_left and job.phase is JobPhase.RESUMING):
+            return fail_for_good(note_fault(job, event), event)
+    elif event.is_script_error and is_new_process:
         job = note_fault(job, event)
-        if has_come_back:
-            return fail_for_good(job, event)
         why = f"the script failed in the replacement of rank {event.rank} while the job was {job.phase}"
         return give_up_replacing(job, event.at_s, why, is_replayable=False)
     return answer_fault(job, event)
@@ -140,9 +145,12 @@ def is_known(job: Job, event: LossEvent) -> bool:
 
 def fail_for_good(job: Job, event: LossEvent) -> Result:
     """The script has failed in a new process as it had in the old one."""
-    where = f"rank {event.rank} at boundary {event.boundary}"
-    why = f"the script fails in {where} again: this is an error of the script itself"
-    return fail_job(job, event.at_s, why, has_progress=False, rung="fail")
+    return fail_job(job, event.at_s, OF_SCRIPT, has_progress=False, rung="fail")
+
+
+def is_of_script(kind: str) -> bool:
+    """Whether the script itself has ended a process: by an exception, or with an exit code."""
+    return kind == "exception" or kind.startswith("exit ")
 
 
 def may_rerun(job: Job, rank: int) -> bool:
@@ -322,6 +330,8 @@ def why_it_does_not_help(job: Job) -> str:
     """
     newest = job.faults[-1]
     times = job.faults.count(newest)
+    if is_of_script(newest.kind):
+        return OF_SCRIPT if times > job.settings.exception_retries else why_too_many_incidents(job)
     if times > job.settings.max_same_faults:
         where = f"at boundary {newest.boundary}"
         return f"rank {newest.rank} had the same fault {where} {times} times: another attempt would not help"

@@ -33,7 +33,7 @@ from ttprun.recovery.faults import (
     without_nodes,
 )
 from ttprun.recovery.job import Ending, Job, JobPhase
-from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, why_not_saved
+from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, stopped_by, why_not_saved
 from ttprun.recovery.leaving import let_others_finish, mark_finished
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import (
@@ -44,7 +44,6 @@ from ttprun.recovery.phases import (
     enter,
     open_incident,
     open_resume,
-    reason_of,
     unchanged,
 )
 from ttprun.recovery.regroup import is_resizing, keep_nodes, on_saved_to_resize
@@ -239,7 +238,7 @@ def on_stop_while_persisting(job: Job, event: StopAsked) -> Result:
     """The job ends after the checkpoint that is being written."""
     if job.ending is not None and not (job.ending.is_restart or job.ending.goes_on or job.ending.is_resize):
         return unchanged(job, event)
-    return replace(job, ending=Ending(reason=reason_of(job, event.reason), is_fault=False)), ()
+    return replace(job, ending=Ending(reason=stopped_by(job, event.reason), is_fault=False)), ()
 
 
 def unless_ending(handler: Callable[[Job, Any], Result]) -> Callable[[Job, Any], Result]:

@@ -219,7 +219,9 @@ def _run(
             return exit_code_of(supervisor.node.ended_by), reason
         print(error, file=sys.stderr)
         _say(reason)
-        return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
+        is_of_script = supervisor is not None and supervisor.node.first_failure.is_of_script
+        has_progress = verdict is None or verdict.has_progress or is_of_script
+        return _code_of(error, has_progress), reason
     except (RendezvousError, DistError) as error:
         where, why = launch_config.rdzv_endpoint, str(error.__cause__ or error).partition("\n")[0]
         reason = f"the agents cannot meet: the rendezvous ({launch_config.rdzv_backend} at {where}) has failed: {why}"
