@@ -22,10 +22,12 @@ from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankExited, Ran
 from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
     begin_attempt,
+    begin_persisting,
     drain,
     end_job,
     fail_job,
     finish_job,
+    may_persist,
     restart_group,
     why_no_restart,
     why_no_source,
@@ -49,6 +51,7 @@ from ttprun.recovery.replicas import UNKNOWN
 from ttprun.recovery.resize import give_up_replacing
 
 OF_SCRIPT = "this is an error of the script itself"
+AGAIN = "the script fails again in a new process"
 LossEvent = RankExited | RankFaulted | RankHung | RankDiverged | NodeLost
 
 
@@ -144,8 +147,18 @@ def is_known(job: Job, event: LossEvent) -> bool:
 
 
 def fail_for_good(job: Job, event: LossEvent) -> Result:
-    """The script has failed in a new process as it had in the old one."""
-    return fail_job(job, event.at_s, OF_SCRIPT, has_progress=False, rung="fail")
+    """The script has failed in a new process as it had in the old one; a restart that is left is used, as by torchrun.
+
+    If another fault opened the incident, the script's error may follow from it: a server process that died with its
+    rank, say. Then that is the cause, and the script is not blamed.
+    """
+    is_of_incident = job.incident is not None and not is_of_script(job.incident.kind)
+    if not why_no_restart(job):
+        ending = Ending(reason=reason_of(job, AGAIN), rung="restart", is_restart=True, why=reason_of(job, AGAIN))
+        job = replace(job, ending=ending)
+        return begin_persisting(job, event.at_s) if may_persist(job) else end_job(job, event.at_s)
+    why = AGAIN if is_of_incident else OF_SCRIPT
+    return fail_job(job, event.at_s, why, has_progress=False, rung="fail")
 
 
 def is_of_script(kind: str) -> bool:
@@ -282,6 +295,8 @@ def answer_fault(job: Job, event: LossEvent, is_costly: bool = False) -> Result:
         return end_job(replace(job, ending=Ending(reason=reason_of(job, why), rung="fail")), at_s)
     is_repair_on = not job.settings.rungs.isdisjoint(("rerun", "replace"))
     why_hopeless = why_it_does_not_help(job) if is_first_fault and is_repair_on else ""
+    if why_hopeless == OF_SCRIPT:
+        return fail_for_good(job, event)
     if why_hopeless:
         return fail_job(job, at_s, why_hopeless, has_progress=False, rung="fail")
     if why_not:

@@ -28,6 +28,7 @@ from ttprun.recovery.events import (
 from ttprun.recovery.fault_events import NodeLost, RankExited, RankFaulted
 from ttprun.recovery.faults import (
     answer_fault,
+    is_of_script,
     on_faulted,
     on_node_lost,
     without_nodes,
@@ -125,9 +126,17 @@ def what_was_saved(job: Job, event: StatePersisted) -> str:
     if event.without:
         which = f"what no record holds as its set-up makes it ({event.without})"
         return f"its state was saved, but a run that resumes from it has {which}: {event.place}"
+    if job.settings.same_command_goes_on and job.ending is not None and is_of_script_itself(job):
+        return f"its state was saved, from which the same command resumes once the script is corrected: {event.place}"
     if job.settings.same_command_goes_on:
         return f"its state was saved, the same command resumes from it: {event.place}"
     return f"its state was saved; to resume from it: --resume {event.place}"
+
+
+def is_of_script_itself(job: Job) -> bool:
+    """Whether the job ends because its script fails again and again."""
+    is_by_script = job.incident is not None and is_of_script(job.incident.kind)
+    return is_by_script and job.ending is not None and not job.ending.has_progress
 
 
 def on_mismatch_to_persist(job: Job, event: MismatchFound) -> Result:
