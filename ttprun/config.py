@@ -61,6 +61,12 @@ class Config(BaseModel):
         description="regular expression, searched for in 'Type: message'. A rank that raises an error that matches "
         "runs the script again in the same process",
     )
+    exception_retries: int = Field(
+        2,
+        ge=0,
+        description="times that a rank whose script raises an exception, or exits with a code, is run again from the "
+        "same step before the job ends with exit code 1; 0: it ends at once, as under torchrun",
+    )
     device_errors: dict[str, str] = Field(
         {},
         description="additional device errors: regular expression searched for in 'Type: message' -> name of a fault",
