@@ -12,6 +12,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -61,7 +62,8 @@ class Run:
         within: Sequence[str] = (),
         command: Sequence[str] = (),
     ) -> None:
-        signal.signal(signal.SIGTERM, _leave)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _leave)
         self.launcher, self.ranks, self.folder = launcher, ranks, folder
         self.logs, self.reports, self.run_dir = folder / "logs", folder / "reports", folder / "run"
         for path in (self.logs, self.reports):

@@ -10,6 +10,7 @@ from tests.options import OPTIONS
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
 from ttprun.rank import session as sessions
+from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm.connection import Exchange
@@ -69,6 +70,7 @@ def make_session(
             KeptWeights: KeptWeights(optimizer_registry.newest, lambda text: None),
             OwnState: OwnState(page, 0, [], recorder),
             Mirror: known.pop("mirror", Mirror(page, 0, [])),
+            Alignment: Alignment(),
             Verifier: Verifier(line, journal, every=0, nan_limit_s=None),
             Results: known.pop("results", Results(recorder)),
             Exchange: known.pop("exchange", Exchange(line)),

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from msgspec import structs
 
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.protocol import from_rank
 from ttprun.rank.checks import proof
+from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import Expected, MismatchError
 from ttprun.rank.records.evidence import BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence, is_close, sampled
 from ttprun.rank.records.recorder import Recorder
@@ -109,6 +111,29 @@ def test_what_differs_by_rounding_is_known_from_what_differs(factor: float, is_s
     assert is_close(*samples, torch.float32) is is_so
 
 
+def test_elements_of_every_part_and_of_every_tensor_are_compared_for_rounding() -> None:
+    tensors = [torch.ones(5000), torch.ones(5000)]
+    for differing in range(2):
+        changed = [tensor.clone() for tensor in tensors]
+        changed[differing][2500:] = 2.0
+
+        one, other = (sampled(given, 0)[1] for given in (tensors, changed))
+
+        assert not is_close(one, other, torch.float32)
+
+
+def test_what_replacements_have_come_to_is_kept_by_place_and_step() -> None:
+    evidence = new_evidence()
+    place, noted = evidence.note(4, INPUT, "world", [torch.ones(3)])
+
+    evidence.note_tried(4, place, noted)
+    of_step = [evidence.tried(step, place) for step in (4, 5)]
+    evidence.note_tried(5, place, noted)
+
+    assert of_step == [[noted.digest], []]
+    assert (evidence.tried(4, place), evidence.is_noisy) == ([], False)
+
+
 Replacement = Callable[[int, dict[str, list[torch.Tensor]]], tuple[Session, FakeChannel]]
 
 
@@ -159,6 +184,78 @@ def test_another_input_is_refused_before_anybody_gets_it(replacement: Replacemen
         proof.note(session, INPUT, "world", [torch.ones(40) * 2])
 
     assert [type(message) for message in channel.sent] == [from_rank.Mismatch]
+
+
+def nearly(ulps: int) -> torch.Tensor:
+    return torch.linspace(1, 2, 40) * (1 + ulps * 2.0**-20)
+
+
+def is_near(channel: FakeChannel) -> list[bool]:
+    return [message.is_near for message in channel.sent if isinstance(message, from_rank.Mismatch)]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_one_thread_may_round_differently_if_two_replacements_come_to_different_bits(replacement: Replacement) -> None:
+    session, channel = replacement(5, {"world": [nearly(0)]})
+
+    with pytest.raises(MismatchError, match="by rounding alone"):
+        proof.note(session, INPUT, "world", [nearly(1)])
+    session, channel = replacement_of(session, channel)
+    is_rounded = proof.note(session, INPUT, "world", [nearly(2)])
+
+    assert is_near(channel) == [True]
+    assert reported(channel)[0][0].startswith("0 inputs of collectives in step 5, 1 equal to rounding (the same state")
+    assert (is_rounded, session[Alignment].is_needed, session[Recorder].evidence.is_noisy) == (True, True, True)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_comes_back_in_each_replacement_is_a_contradiction(replacement: Replacement) -> None:
+    session, channel = replacement(5, {"world": [nearly(0)]})
+
+    for _ in range(proof.MOST_TRIES + 1):
+        with pytest.raises(MismatchError):
+            proof.note(session, INPUT, "world", [nearly(1)])
+        session, channel = replacement_of(session, channel)
+
+    assert is_near(channel) == [True] * proof.MOST_TRIES + [False]
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("how", ["deterministic", "strict"])
+def test_where_bits_are_demanded_rounding_is_a_contradiction(replacement: Replacement, how: str) -> None:
+    session, channel = replacement(5, {"world": [nearly(0)]})
+    if how == "strict":
+        session.options = structs.replace(session.options, is_strict=True)  # type: ignore[misc]
+    torch.use_deterministic_algorithms(how == "deterministic")
+
+    try:
+        with pytest.raises(MismatchError):
+            proof.note(session, INPUT, "world", [nearly(1)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    assert is_near(channel) == [False]
+
+
+def test_several_threads_may_round_differently(replacement: Replacement, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    session, channel = replacement(5, {"world": [nearly(0), nearly(0)]})
+
+    proof.note(session, INPUT, "world", [nearly(0)])
+    proof.note(session, INPUT, "world", [nearly(1)])
+
+    several = "1 input of a collective in step 5, 1 equal to rounding (kernels run on several threads)"
+    assert reported(channel) == ([several], [])
+
+
+def replacement_of(session: Session, channel: FakeChannel) -> tuple[Session, FakeChannel]:
+    """The next replacement of the same rank, in the same step."""
+    following = make_session(channel=channel)
+    following.applied = session.applied
+    following.parts[Recorder] = session[Recorder]
+    session[Recorder].evidence._step = -1  # as a new process begins
+    following.proof = proof.Proof.of(following, session.applied)
+    return following, channel
 
 
 @pytest.mark.usefixtures("at_once")

@@ -179,7 +179,8 @@ class GroupJournal(Message, frozen=True):
 
     ranks     members of the group; of messages: sender, receiver
     issued    signature of each collective: op, shapes and dtypes; oldest first
-    results   indices in `issued` of those of which only the result is left
+    results   indices in `issued` of those whose result this rank has and can give to the others
+    taken     indices of others that it has completed, and whose result is the same in all members
     received  digests of the messages that the rank has received, oldest first
     settled   numbers of those reduce-scatters of FSDP2 that all members have completed, as the rank knows
     """
@@ -189,6 +190,7 @@ class GroupJournal(Message, frozen=True):
     results: list[int] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
     settled: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
 
 
 class Broken(Message, frozen=True):
@@ -266,12 +268,14 @@ class Mismatch(Message, frozen=True):
 
     detail             a traceback, "" if there is none
     is_contradiction   False: nothing is known to be wrong, but too little is proved to join the others
+    is_near            it differs by rounding alone, and another replacement shows whether that comes back
     """
 
     generation: int
     reason: str
     detail: str = ""
     is_contradiction: bool = True
+    is_near: bool = False
 
 
 class Compared(Message, frozen=True):
@@ -283,6 +287,23 @@ class Compared(Message, frozen=True):
 
     equal: list[str]
     not_proved: list[str]
+
+
+class Unaligned(Message, frozen=True):
+    """A replacement waits before it records this boundary: its gradients may differ by rounding from those of others.
+
+    The answer is `to_rank.GoOn`.
+    """
+
+    generation: int
+    boundary: int
+
+
+class Aligned(Message, frozen=True):
+    """This rank has taken another one's gradients, of the step before this boundary."""
+
+    generation: int
+    boundary: int
 
 
 # Numbers.
@@ -366,11 +387,13 @@ class FaultFailed(Message, frozen=True):
     reason: str
 
 
+OfAlignment = Unaligned | Aligned
 Report = (
     Present | Protected | Unprotected | Hindered | Note | NotProved | NotRecorded | ScriptError | Faulted
     | TrainsAlone | Joined | OwnStateKept | StateMirrored | MirrorCopied | CollectiveStep
     | Put | RowChanged
     | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared
+    | Unaligned | Aligned
     | Held | StoppedDivergent | NanFound
     | FaultStruck | FaultFailed
 )  # fmt: skip

@@ -199,6 +199,9 @@ class Replay(Message, frozen=True):
     skip_lines  lines of stdout and stderr that were printed already
     adapt       set if the records are of another number of ranks
     step_from   slot of the lost rank's mirror from which the last step is taken again; "": it is not
+    proof_from  slot from which it is taken again in any case, to compare the result with `result`; "": it is not
+    result      slot of the state after it; "": there is none
+    from_mirror the state comes from the lost rank's mirror: no other rank holds it
     is_joining  others go on from where they are: if a variable is not restored, what the lost rank has left of its step
                 must show that this does not matter
     is_contradicted   another replay of this incident has differed from the run: this one must be compared with it
@@ -209,6 +212,9 @@ class Replay(Message, frozen=True):
     skip_lines: tuple[int, int] = (0, 0)
     adapt: Adapt | None = None
     step_from: str = ""
+    proof_from: str = ""
+    result: str = ""
+    from_mirror: bool = False
     is_joining: bool = False
     is_contradicted: bool = False
 
@@ -231,6 +237,39 @@ class FetchState(Message, frozen=True):
     generation: int
     name: str
     limit_s: float
+
+
+class SendGradients(Message, frozen=True):
+    """Serve the gradients of the step before a boundary, once this rank has recorded that.
+
+    name, limit_s, receivers   as in SendState
+    """
+
+    generation: int
+    boundary: int
+    name: str
+    limit_s: float
+    receivers: int
+
+
+class TakeGradients(Message, frozen=True):
+    """Take another rank's gradients of the step before a boundary; the answer is `Aligned`.
+
+    name, limit_s   as in SendState
+    source          that rank
+    """
+
+    generation: int
+    boundary: int
+    name: str
+    limit_s: float
+    source: int
+
+
+class GoOn(Message, frozen=True):
+    """All ranks that were to take gradients of the step before this boundary have them."""
+
+    boundary: int
 
 
 class LoadMirror(Message, frozen=True):
@@ -287,6 +326,7 @@ class Resume(Message, frozen=True):
     received    by point-to-point channel, digests of the messages that a living receiver has: these are not sent again
     settled     by group, how many reduce-scatters of FSDP2 all members have completed: these are not issued again
     skip_lines  as in Replay
+    takes_from  rank whose gradients this one takes, if inputs of the step turn out to be equal to rounding alone
     """
 
     generation: int
@@ -296,14 +336,17 @@ class Resume(Message, frozen=True):
     skip_lines: tuple[int, int] = (0, 0)
     received: dict[str, list[str]] = field(default_factory=dict)
     settled: dict[str, int] = field(default_factory=dict)
+    takes_from: int | None = None
 
 
 # Handled by the recovery thread of a rank, beside `mindio.OfRecovery`.
-OfRecovery = Freeze | Replay | SendState | FetchState | LoadMirror | LoadState | Dump | Resume
+OfRecovery = (
+    Freeze | Replay | SendState | FetchState | SendGradients | TakeGradients | LoadMirror | LoadState | Dump | Resume
+)  # fmt: skip
 OfStandby = standbys.Order | Welcome
 Order = (
     OfRecovery | OfStandby
     | Heard | EndAsked | InjectedFault | FaultDone | NotAlike | KeepMirror | NoneAlike | AllCompared | LookAt
-    | StopDivergent
+    | StopDivergent | GoOn
     | from_rank.Put | from_rank.Unprotected
 )  # fmt: skip

@@ -136,11 +136,13 @@ class RankFrozen(RepairEvent):
     boundary    optimizer steps that it has completed
     digest      of its replicated state; "" if it has none
     has_group   the script has made its process group
+    is_at_end   its script has reached its end; its process stays for the others
     """
 
     boundary: int
     digest: str
     has_group: bool
+    is_at_end: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,16 +193,20 @@ class MismatchFound(RepairEvent):
 
     reason             which check, and the two values
     is_contradiction   False: too little is proved to join the others; all may resume from what is saved
+    is_near            it differs by rounding alone, and another replacement shows whether that comes back
     """
 
     reason: str
     is_contradiction: bool = True
+    is_near: bool = False
 
     kind: ClassVar[str] = "mismatch"
 
     @property
     def sentence(self) -> str:
         """For the operator."""
+        if self.is_near:
+            return f"rank {self.rank} is replaced once more, to see whether that is reproducible: {self.reason}"
         what = "found a mismatch" if self.is_contradiction else "cannot be shown to be as it was"
         return f"rank {self.rank} {what} ({self.reason})"
 
@@ -277,6 +283,18 @@ class DeadlinePassed(Event):
     generation: int
     name: str
     silent: tuple[int, ...] = ()
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorRenewed(Event):
+    """The agent has failed, and a new one goes on with this job: what was ordered last may not have been carried out.
+
+    reason   what has failed, a phrase
+    rank     whose own repair is concerned, see `alone.py`; None: the whole job
+    """
+
+    reason: str
     rank: int | None = None
 
 

@@ -127,8 +127,10 @@ class RankHung(LivingRankLost):
 
     detected_after_s   seconds since it last got on
     reason             how it hangs: phase, collective, how long, innermost frame
+    is_in_script       in a step, in a call of the script's that does not return: a new process may come there again
     """
 
+    is_in_script: bool = False
     kind: ClassVar[str] = "hang"
 
     @property

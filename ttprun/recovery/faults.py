@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from ttprun.recovery.actions import KillRank
 from ttprun.recovery.events import (
-    DeadlinePassed,
     GroupRestarted,
     MismatchFound,
     RankHindered,
@@ -20,7 +19,7 @@ from ttprun.recovery.events import (
     StopAsked,
 )
 from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankExited, RankFaulted, RankHung
-from ttprun.recovery.job import Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
+from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
     begin_attempt,
     drain,
@@ -32,9 +31,10 @@ from ttprun.recovery.ladder import (
     why_no_source,
     why_too_many_incidents,
 )
+from ttprun.recovery.leaving import end_drain, let_others_finish, mark_finished
 from ttprun.recovery.members import Life, MemberFlag
 from ttprun.recovery.phases import (
-    DEADLINE_NAMES,
+    CONNECTION,
     RESUME,
     Result,
     add_fault,
@@ -200,12 +200,6 @@ def without_nodes(job: Job, ranks: tuple[int, ...]) -> Job:
     )
 
 
-def end_drain(job: Job, at_s: float) -> Result:
-    """The last rank that could finish is gone."""
-    why = f"{name_ranks(job.lost)} did not finish, and no other rank is running any more"
-    return restart_group(job, at_s, why) if job.lost else finish_job(job, at_s)
-
-
 def on_started_in_vain(job: Job, event: RankStarted) -> Result:
     """A replacement that was still being started is not needed any more; any other rank starts late."""
     job = note_process(job, event)
@@ -213,15 +207,6 @@ def on_started_in_vain(job: Job, event: RankStarted) -> Result:
     if member.life is not Life.LOST:
         return job, ()
     return job.with_member(event.rank, pid=None), (KillRank(event.rank, "no repair is possible any more"),)
-
-
-def on_drain_deadline(job: Job, event: DeadlinePassed) -> Result:
-    """The ranks that have not finished in time wait for a lost rank: restart the group."""
-    if event.name != DEADLINE_NAMES[JobPhase.DRAINING]:
-        return unchanged(job, event)
-    waited_s = event.at_s - job.phase_since_s
-    why = f"{name_ranks(job.survivors)} did not finish within {waited_s:.0f} s"
-    return restart_group(job, event.at_s, why)
 
 
 def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
@@ -361,19 +346,16 @@ def note_fault(job: Job, event: LossEvent) -> Job:
         job = count_as_incident(job, event.at_s, event.kind)
     assert job.incident is not None
     ranks = job.incident.ranks
+    if job.incident.kind == CONNECTION and not ranks and isinstance(event, RankExited):
+        return exit_as_cause(job, event)
     ranks = (*ranks, *(rank for rank in ranks_of(event) if rank not in ranks))
     return add_fault(job, event.sentence).with_incident(ranks=ranks)
 
 
-def let_others_finish(job: Job, event: RankExited) -> Result:
-    """The group is about to be connected again, and a rank has finished without waiting for that."""
-    job = mark_finished(job, event)
-    if job.incident is None and job.survivors:
-        fault = f"rank {event.rank} finished while all waited for a checkpoint"
-        job = open_incident(job, event.at_s, "exit 0", fault, detect_s=0.0)
-    return drain(job, event.at_s, f"rank {event.rank} has finished, and the group cannot be built again without it")
-
-
-def mark_finished(job: Job, event: RankExited) -> Job:
-    """The rank's script has reached its end."""
-    return job.with_member(event.rank, pid=None, life=Life.FINISHED)
+def exit_as_cause(job: Job, event: RankExited) -> Job:
+    """A rank's end outranks the connections that broke by it: the incident is that of the exit."""
+    fault = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
+    past = (one for one in job.faults if one.boundary == fault.boundary and one.rank != NOBODY)
+    openings = (*job.openings[:-1], *(replace(one, kind=event.kind) for one in job.openings[-1:]))
+    job = replace(job, faults=(*past, fault), openings=openings, cause=event.sentence)
+    return job.with_incident(kind=event.kind, reason=event.sentence, ranks=ranks_of(event))

@@ -28,14 +28,13 @@ from ttprun.recovery.events import (
 from ttprun.recovery.fault_events import NodeLost, RankExited, RankFaulted
 from ttprun.recovery.faults import (
     answer_fault,
-    let_others_finish,
-    mark_finished,
     on_faulted,
     on_node_lost,
     without_nodes,
 )
 from ttprun.recovery.job import Ending, Job, JobPhase
 from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, why_not_saved
+from ttprun.recovery.leaving import let_others_finish, mark_finished
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,

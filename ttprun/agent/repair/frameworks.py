@@ -16,7 +16,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.agent.repair.schedulers import Scheduler
-from ttprun.protocol import mindio
+from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.mindio import RepairType
 from ttprun.recovery.shards import LossKind, RepairRole, RepairTask, ReplicaGroup, plan_dump, plan_repair
@@ -65,7 +65,7 @@ class Frameworks(Repairs):
         self._save_step = 0
         self._renames = -1
 
-    def take(self, slot: RankSlot, message: mindio.Report) -> None:
+    def take(self, slot: RankSlot, message: mindio.Report | from_rank.OfAlignment) -> None:
         """A rank reports of its framework."""
         match message:
             case mindio.ReplicasDeclared(groups=groups):
@@ -93,6 +93,8 @@ class Frameworks(Repairs):
             case mindio.Renamed(generation=generation):
                 if generation == self._node.job.generation:
                     self._end_dump(generation, place=f"step {self._save_step}, by the framework's save_ckpt handler")
+            case from_rank.Unaligned() | from_rank.Aligned():
+                pass  # a framework's own repair leaves no such difference
             case _:
                 assert_never(message)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ttprun import recovery
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.protocol import mindio
+from ttprun.protocol import from_rank, mindio
 
 
 class Repairs(ABC):
@@ -71,5 +71,5 @@ class Repairs(ABC):
 
     # Reports.
 
-    def take(self, slot: RankSlot, message: mindio.Report) -> None:  # noqa: B027
-        """A rank reports what only a framework's way of repair is concerned with."""
+    def take(self, slot: RankSlot, message: mindio.Report | from_rank.OfAlignment) -> None:  # noqa: B027
+        """A rank reports what only one of the two ways of repair is concerned with."""

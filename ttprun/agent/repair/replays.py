@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ttprun import recovery
@@ -15,10 +16,15 @@ from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.outcomes import report_mismatch
+from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.repair import alignments
+from ttprun.agent.repair.alignments import Alignments
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.repairs import Repairs
-from ttprun.protocol import node_orders, to_rank
+from ttprun.protocol import from_rank, mindio, node_orders, to_rank
 from ttprun.protocol.from_rank import GroupJournal
+
+Operation = tuple[str, int]  # group, number of a collective
 
 
 @dataclass
@@ -30,6 +36,10 @@ class Replays(Repairs):
     _comparisons: Comparisons
     _checkpoints: Checkpoints
     _elsewhere: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
+    _alignments: Alignments = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._alignments = Alignments(self._node, self._meeting_place)
 
     def replay(self, action: recovery.Replay) -> None:
         """Order a replacement up to where to run the script; its node compares its record with that of its source."""
@@ -86,7 +96,10 @@ class Replays(Repairs):
         """Have all ranks connect and issue their journals again."""
         slots = self._node.slots
         journals = {slot.rank: slot.journal for slot in slots if slot.journal}
-        sources = [(name, number, rank) for (name, number), rank in sources_of(journals).items()]
+        given = sources_of(journals)
+        sources = [(name, number, rank) for (name, number), rank in given.items()]
+        takes_from = self._whose_gradients(action, journals, given)
+        self._alignments.begin(takes_from)
         for rank in action.ranks:
             expected = expected_of(rank, list(journals.values()))
             resume = to_rank.Resume(
@@ -96,8 +109,26 @@ class Replays(Repairs):
                 sources,
                 received=received_of(rank, list(journals.values())),
                 settled=settled_of(list(journals.values())),
+                takes_from=takes_from.get(rank),
             )
             self._actuators.of(rank).forward(rank, resume)
+
+    def _whose_gradients(
+        self, action: recovery.Resume, journals: Mapping[int, dict[str, GroupJournal]], given: Collection[Operation]
+    ) -> dict[int, int]:
+        """See `alignments.plan`. A collective step is taken with the other ranks, after the boundary."""
+        job = self._node.job
+        if job.replicas.has_collective_steps or job.settings.are_replicas_declared:
+            return {}
+        return alignments.plan(journals, given, job.alike(action.ranks), job.lost)
+
+    def take(self, slot: RankSlot, message: mindio.Report | from_rank.OfAlignment) -> None:
+        """A replacement asks for gradients, or a rank has taken them."""
+        match message:
+            case from_rank.Unaligned():
+                self._alignments.ask(slot.rank, message)
+            case from_rank.Aligned():
+                self._alignments.note(slot.rank, message)
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold."""
@@ -129,9 +160,9 @@ def settled_of(journals: list[dict[str, GroupJournal]]) -> dict[str, int]:
     return found
 
 
-def sources_of(journals: dict[int, dict[str, GroupJournal]]) -> dict[tuple[str, int], int]:
+def sources_of(journals: Mapping[int, dict[str, GroupJournal]]) -> dict[Operation, int]:
     """(group, number of a collective) -> the lowest of the ranks that have its result and no input any more."""
-    sources: dict[tuple[str, int], int] = {}
+    sources: dict[Operation, int] = {}
     for rank, journal in sorted(journals.items()):
         for name, group in journal.items():
             for number in group.results:

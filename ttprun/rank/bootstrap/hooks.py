@@ -22,6 +22,7 @@ from ttprun.rank import fail_open, moments
 from ttprun.rank.bootstrap import framework_patches, patches, reset
 from ttprun.rank.bootstrap.ahead import Ahead, has_children
 from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import Expected
@@ -38,6 +39,7 @@ from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.replay.set_up import SetUp
+from ttprun.rank.replay.step_proof import StepProof
 from ttprun.rank.session import Session, begin, leave_in_children
 from ttprun.rank.step import step_hooks
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
@@ -110,6 +112,8 @@ def _replay_of(session: Session, order: to_rank.Replay) -> ReplayRun:
     replay = ReplayRun.of_lost(session, order.boundary, order.skip_lines)
     replay.step_from, replay.is_joining = order.step_from, order.is_joining
     replay.is_contradicted = order.is_contradicted
+    if order.from_mirror or not order.is_joining:
+        replay.step_proof = StepProof(order.proof_from, order.result)
     return replay
 
 
@@ -231,6 +235,7 @@ def make_session(presence: Presence) -> Session:
             options.nan_limit_s,
             is_compared=welcome.world_size > 1 and not options.mindio,
         ),
+        Alignment: Alignment(),
         Holdings: Holdings(),
         Rehearsal: Rehearsal(),
         SnapshotPart: SnapshotPart(board, welcome.local_rank, options.buffers, options.snapshot_every_steps, recorder),

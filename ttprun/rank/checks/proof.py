@@ -4,6 +4,11 @@ The lost rank has noted the batches, losses and inputs of collectives of that st
 the step live, and compares each of these, bit for bit, before it is used. A difference means that some state is not
 recorded: it is reported to the agent, and the next rung is tried. What was equal is reported too, and what could not be
 compared: an incident claims no more than that.
+
+Where arithmetic is not reproducible, losses and inputs may differ by rounding, and are named as equal to rounding.
+`Proof._may_round` says where. On a CPU with one thread that has to be shown: the rank is replaced once more, and if the
+second replacement comes to other bits than the first, which began with the same state, its kernels are to blame and not
+its state. Whose results count then: comm/reissue.py, alignment.py.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import torch
 from ttprun.device import accelerator
 from ttprun.protocol import from_rank
 from ttprun.rank import fail_open
+from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
 from ttprun.rank.process.unseen import unseen
 from ttprun.rank.records.evidence import BATCH, INPUT, LOSS, Noted, Place, comparable, is_close
@@ -26,6 +32,9 @@ from ttprun.rank.session import Session, current
 from ttprun.rank.weights import gradients, optimizer_registry
 
 MEASURED_ELEMENTS = 16
+# Replacements that come to the same bits, and not to the lost rank's, before that is taken for a contradiction. Noise
+# may be of one bit, which two of three processes share.
+MOST_TRIES = 6
 # Names of the kinds: (singular, plural)
 _NAMES = {
     BATCH: ("batch of a DataLoader", "batches of DataLoaders"),
@@ -44,9 +53,12 @@ class Proof:
     def __init__(self, session: Session, step: int, is_of_all: bool = False) -> None:
         self._session = session
         self._step = step
-        self._is_lenient = is_of_all or torch.get_num_threads() > 1
-        self._left = session[Recorder].evidence.left(step)
+        self._is_of_all = is_of_all
+        self._evidence = session[Recorder].evidence
+        self._left = self._evidence.left(step)
         self._equal: Counter[int] = Counter()
+        self._close: Counter[int] = Counter()
+        self._why_close = ""
         self._not_proved: list[str] = []
 
     @classmethod
@@ -62,33 +74,65 @@ class Proof:
         proof.end()
         return None
 
-    def compare(self, place: Place, noted: Noted, tensors: Sequence[torch.Tensor], what: str) -> None:
+    def compare(self, place: Place, noted: Noted, tensors: Sequence[torch.Tensor], what: str) -> bool:
         """Compare what this rank is about to use. Raises MismatchError, after reporting it to the agent.
 
         place, noted   as `Evidence.note` returns them
         tensors        that were noted: dense, any dtype, shape and device; at least one
         what           which one it is, for a person
+        returns        whether it is equal to rounding alone
         """
         lost = self._left.pop(place, None)
         if lost is None:
-            return
+            return False
         kind, _, number = place
         which = f"{_NAMES[kind][0]} number {number + 1} of step {self._step}"
         which += f" ({what})" if what else ""
+        if any(digest != noted.digest for digest in self._evidence.tried(self._step, place)):
+            self._evidence.note_noise()
+        is_near = lost != noted and kind != BATCH and is_one_dtype(tensors)
+        is_near = is_near and is_close(lost.sample, noted.sample, tensors[0].dtype)
+        why = self._may_round() if is_near else ""
         if lost == noted:
             self._equal[kind] += 1
+        elif why:
+            self._close[kind] += 1
+            self._why_close = why
+            self._session[Alignment].is_needed = not self._is_of_all
         elif kind == INPUT and is_measured(tensors):
             self._not_proved.append(
                 f"{which} differs from the lost rank's; it is small and not a gradient: perhaps a measured time"
             )
-        elif self._is_lenient and is_close(lost.sample, noted.sample, tensors[0].dtype):
-            self._not_proved.append(f"{which} differs from the lost rank's by rounding: kernels run on several threads")
+        elif is_near and not _must_be_equal(self._session):
+            self._refuse_unless_noise(place, noted, f"{which} differs from the lost rank's by rounding alone")
         elif kind == INPUT and gradients.are_of_replay(tensors):
             report_mismatch(self._session.channel, self._session.generation, gradients.CARRIED)
         else:
             self._refuse(f"{which} differs from the lost rank's")
         if not self._left:
             self.end()
+        return bool(why)
+
+    def _may_round(self) -> str:
+        """Why losses and inputs may differ from the lost rank's by rounding; "" if they may not."""
+        if self._is_of_all:
+            return "no survivor has a result that it must fit"
+        if _must_be_equal(self._session):
+            return ""
+        device = optimizer_registry.device_in_use()
+        if device is not None:
+            return f"kernels of {device.type} need not be reproducible"
+        if torch.get_num_threads() > 1:
+            return "kernels run on several threads"
+        return "the same state has given other bits in another process" if self._evidence.is_noisy else ""
+
+    def _refuse_unless_noise(self, place: Place, noted: Noted, difference: str) -> None:
+        """One thread's arithmetic is reproducible unless another replacement comes to something else than this one."""
+        times = len(self._evidence.tried(self._step, place))
+        if times == MOST_TRIES or not self._evidence.note_tried(self._step, place, noted):
+            self._refuse(f"{difference}, and {times} other replacements have come to the same")
+        self._session.proof = None
+        report_mismatch(self._session.channel, self._session.generation, difference, is_near=True)
 
     def end_step(self) -> None:
         """The step is over. Raises MismatchError if the lost rank had noted more in it."""
@@ -107,10 +151,17 @@ class Proof:
         self._session.proof = None
         if self._session.expected is not None:
             self._session.expected.note_proved()
-        equal = [f"{_counted(kind, count)} in step {self._step}" for kind, count in sorted(self._equal.items())]
-        if self._step and not (self._equal[LOSS] or self._equal[INPUT]):
+        found = self._equal + self._close
+        at = f"in step {self._step}"
+        equal = [f"{_counted(kind, self._equal[kind])} {at}{self._near(kind)}" for kind in sorted(found)]
+        if self._step and not (found[LOSS] or found[INPUT]):
             self._not_proved.append(f"the lost rank had left no loss and no input of a collective of step {self._step}")
         report(self._session, equal, self._not_proved)
+
+    def _near(self, kind: int) -> str:
+        """What of this kind was equal to rounding alone, and why that is enough."""
+        count = self._close[kind]
+        return f", {count} equal to rounding ({self._why_close})" if count else ""
 
     def _refuse(self, difference: str) -> None:
         self._session.proof = None
@@ -120,6 +171,17 @@ class Proof:
             f"the script cannot be replayed: {difference}, so its steps depend on something that is neither recorded "
             "nor made again by its setup",
         )
+
+
+def _must_be_equal(session: Session) -> bool:
+    """Whether the user demands bits: by --proof strict, or of torch."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    return session.options.is_strict or (is_deterministic and not torch.is_deterministic_algorithms_warn_only_enabled())
+
+
+def is_one_dtype(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether samples of all of them are comparable as numbers."""
+    return all(tensor.dtype == tensors[0].dtype for tensor in tensors)
 
 
 def _counted(kind: int, count: int) -> str:
@@ -142,29 +204,31 @@ def is_decisive(session: Session, step: int) -> bool:
 
 
 @unseen
-def note(session: Session, kind: int, name: str, values: Sequence[Any], what: str = "") -> None:
+def note(session: Session, kind: int, name: str, values: Sequence[Any], what: str = "") -> bool:
     """Note what this rank is about to use in the current step; a replacement compares it.
 
-    values   of which the dense tensors are noted
-    what     which one it is, for a person
+    values    of which the dense tensors are noted
+    what      which one it is, for a person
+    returns   whether it is equal to rounding alone
 
     Raises MismatchError, and nothing else.
     """
     if not session.mode.is_live or not session.is_repairable():
-        return
+        return False
     try:
         tensors = comparable(values)
         if not tensors:
-            return
+            return False
         place, noted = session[Recorder].evidence.note(session.applied, kind, name, tensors)
         if session.proof is not None:
-            session.proof.compare(place, noted, tensors, what)
+            return session.proof.compare(place, noted, tensors, what)
     except MismatchError:
         raise
     except Exception as error:  # not proved; training continues
         fail_open.raise_if_meant(error)
         if session.proof is not None:
             session.proof.end(f"step {session.applied} cannot be compared with the lost rank's: {error!r}")
+    return False
 
 
 def wrap_backward(original: Any) -> Any:
@@ -190,6 +254,8 @@ def wrap_backward(original: Any) -> Any:
             return original(tensors, *args, **kwargs)
         finally:
             _going_backward -= 1
+            if (why := gradients.look_after_backward()) and session.mode.is_live and session.is_repairable():
+                session.note_hindrance(session.applied, why)
 
     return backward
 

@@ -66,15 +66,17 @@ class Expected:
             self._channel.send(from_rank.Reissued(self._generation))
 
 
-def report_mismatch(channel: Channel, generation: int, reason: str, is_contradiction: bool = True) -> None:
+def report_mismatch(
+    channel: Channel, generation: int, reason: str, is_contradiction: bool = True, is_near: bool = False
+) -> None:
     """Report why this rank must not continue, and wait until the agent kills the process, _KILL_LIMIT_S at most.
 
-    generation         the session's
-    reason             a sentence
-    is_contradiction   as in from_rank.Mismatch
+    generation                  the session's
+    reason                      a sentence
+    is_contradiction, is_near   as in from_rank.Mismatch
 
     Raises MismatchError, if it has not been killed by then.
     """
-    channel.send(from_rank.Mismatch(generation, reason, is_contradiction=is_contradiction))
+    channel.send(from_rank.Mismatch(generation, reason, is_contradiction=is_contradiction, is_near=is_near))
     threading.Event().wait(_KILL_LIMIT_S)
     raise MismatchError(reason)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import weakref
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -66,6 +67,7 @@ class Verifier:
         self._is_answer_awaited = True
         self._is_divergent = False
         self._why_off = ""
+        self._looked: tuple[int, Any] = (-1, lambda: None)  # newest full look: boundary, optimizer (weak)
         self._rows: list[tuple[str, bool]] = []  # of each copy: key of its parameter, whether it is the gradient
         self._copies: list[torch.Tensor] = []
         self._work: queue.Queue[int | None] = queue.Queue()
@@ -119,12 +121,19 @@ class Verifier:
             fail_open.raise_if_meant(error)
             self._turn_off(error)
             return
+        self._looked = boundary, weakref.ref(optimizer)
         session = current()
         groups = [] if session is None else [group.described() for group in session.groups.values()]
         size = optimizer_registry.weights_bytes()
         self._is_answered.clear()
         self._asked_at = boundary
         self._channel.send(from_rank.Held(boundary, True, held, names, shards, groups, why_not_stored, size))
+
+    def look_again(self, boundary: int) -> None:
+        """This rank's gradients have changed since it has reported the hashes before the step to this boundary."""
+        at, optimizer = self._looked
+        if at == boundary and (stepping := optimizer()) is not None:
+            self._channel.send(from_rank.Held(boundary, True, holdings.in_full(stepping), {}, {}, [], ""))
 
     def note_compared(self, boundary: int) -> None:
         """The agent has compared what all ranks hold before the step to this boundary."""

@@ -60,11 +60,15 @@ class Entry:
     promise     completes `future` with the outputs or an exception
     place       where in the script it was called, if its result is small enough to be kept
     size_bytes  of the inputs and outputs that it keeps alive
+    result      its outputs, if they are small and the same in all members, once it has completed
+    given       what another rank is sending in place of the operation: bytes of all outputs
     nan         "3 of 8 elements" if an input has NaN, else ""
     is_passing  the caller drops its tensors soon: only the copies of the inputs are kept once it has completed
     is_borrowed     nobody writes to its inputs until they are freed: they are kept themselves, instead of copies
     is_settled  all members have completed it: its inputs are dropped, and it is not issued again
     at          place in the order in which this rank has issued its collectives
+    is_apart    another thread's own (apart.py)
+    save        of a checkpoint, to which it belongs; None: to none
     number      since the boundary: in its sequence: of messages, or of borrowed entries
     digest      of what was received with a message
     ready       event of the device after which its inputs are there, if another thread issues it
@@ -81,10 +85,14 @@ class Entry:
     error: BaseException | None = None
     failed: Any = None
     place = ""
+    result: Sequence[bytes] | None = None
+    given: Tensor | None = None
     nan = ""
     is_passing = False
     is_borrowed = False
     is_settled = False
+    is_apart = False
+    save: Any = None
     at = 0
     number = 0
     digest = ""

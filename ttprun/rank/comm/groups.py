@@ -29,7 +29,10 @@ from ttprun.rank.position import made_inside
 from ttprun.rank.session import CONNECT, Session, current
 
 _FAKE = "fake"  # torch's name; DeviceMesh may have such groups along dimensions of one rank, as torchtitan does
-LITTLE_TRIED = "NCCL and HCCL (tensors on a GPU or an NPU) are repaired too, tried on the simulated device only"
+LITTLE_TRIED = {
+    "nccl": "repairs over NCCL have been seen on one GPU (H100), not on several: 'ttprun guide devices'",
+    "hccl": "repairs over HCCL were tried on a simulated NPU only: 'ttprun guide devices'",
+}
 _to_make: tuple[dict[str, str], Any] = (dict(GLOO_ALONE), None)  # backends and device of the group being made
 
 
@@ -124,8 +127,9 @@ def wrap_init_process_group(original: Any) -> Any:
         if kwargs.get("world_size", -1) not in (-1, session.world_size):
             session.give_up_protection("the script's world_size differs from the one that ttprun started")
             return original(backend, *args, **kwargs)
-        if session.local_rank == LEADER and any(TRANSPORTS[name].is_late for name in backends.values()):
-            session.channel.send(from_rank.Note(LITTLE_TRIED))
+        if session.rank == LEADER and not session.generation:
+            for name in sorted({*backends.values()} & LITTLE_TRIED.keys()):
+                session.channel.send(from_rank.Note(LITTLE_TRIED[name]))
             if "nccl" in backends.values() and is_debugging(os.environ):
                 session.channel.send(from_rank.Note(DEBUG_NOTE))
         # torch would make a native communicator of the device at once.

@@ -16,12 +16,12 @@ from typing import Any
 from ttprun.device.errors import in_one_line
 from ttprun.device.interface import DeviceFailedError
 from ttprun.rank import moments
-from ttprun.rank.comm import on_device
 from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, GenerationOverError
 from ttprun.rank.comm.journal import EndedError, Journal
 from ttprun.rank.comm.operations import tensors_in
 from ttprun.rank.comm.transports import TRANSPORTS, GroupMember, Link
 from ttprun.rank.session import Session
+from ttprun.rank.weights import optimizer_registry
 
 ABORT_LIMIT_S = 20.0  # half a second was seen on a GPU
 CLOSE_LIMIT_S = 10.0
@@ -110,7 +110,7 @@ class Links:
 
     def _connect_anew(self, generation: int) -> None:
         given = self.member.device if self.member.is_given else None
-        device = given or on_device.of_parameters()
+        device = given or optimizer_registry.device_in_use()
         # A survivor makes the communicators anew that it had. A replacement had none, and follows the others.
         connects_now = given is not None or self._was_used or not self._session.mode.is_live
         member = dataclasses.replace(self.member, generation=generation, device=device, connects_now=connects_now)

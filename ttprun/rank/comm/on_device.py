@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
 
 from ttprun.device import accelerator
 from ttprun.device.errors import DeviceErrors, DeviceFault, in_one_line
@@ -22,17 +21,9 @@ EXIT_CODE = 1
 SETTLE_LIMIT_S = 20.0  # the agent waits for a minute
 
 
-def of_parameters() -> Any:
-    """The device (torch.device) of the script's parameters; None if no device is in use, or they are not on it."""
-    found = accelerator.in_use()
-    if found is None:
-        return None
-    return next((one.device for one in optimizer_registry.parameters() if one.device.type == found[0]), None)
-
-
 def enter() -> None:
     """This thread works on the device of the script's parameters, as the script's own thread does."""
-    device = of_parameters()
+    device = optimizer_registry.device_in_use()
     if device is not None:
         accelerator.use(device.index)
 

@@ -40,6 +40,13 @@ OPERATIONS = {
 # FSDP2 gathers parameters and reduces gradients by these.
 REDUCING = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
 GATHERING = frozenset({"_allgather_base", "all_gather_single"}) | REDUCING
+# What these leave is the same in all members.
+SAME_FOR_ALL = frozenset(
+    {
+        *("allreduce", "allreduce_coalesced", "broadcast", "allgather", "_allgather_base", "all_gather_single"),
+        *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    }
+)
 EXCHANGING = frozenset({"alltoall", "alltoall_base", "all_to_all_single"})
 # None of these completes anywhere before all members have issued it.
 OF_ALL_MEMBERS = GATHERING | {"allreduce", "allreduce_coalesced", "allgather", "barrier"}

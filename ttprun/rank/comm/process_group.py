@@ -27,6 +27,7 @@ from ttprun.rank import fail_open, moments, signal_handlers
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm import methods
+from ttprun.rank.comm.apart import Own
 from ttprun.rank.comm.buckets import Buckets
 from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.comm.entry import Entry
@@ -41,7 +42,7 @@ from ttprun.rank.comm.operations import (
     tensors_in,
     with_options,
 )
-from ttprun.rank.comm.reissue import call_or_take
+from ttprun.rank.comm.reissue import call_or_take, unpack_given
 from ttprun.rank.comm.results import Results
 from ttprun.rank.comm.seen_by_torch import SeenByTorch
 from ttprun.rank.comm.transports import TRANSPORTS, GroupMember
@@ -102,6 +103,7 @@ class ManagedGroup(SeenByTorch):
         self.buckets = Buckets(self)
         self._batch_on: Any = None  # the link on which operations are being started together
         self._description, self._exchanges = "", False
+        self._own = Own()
         self.messages: set[tuple[int, int]] = set()
         self._rank, self._size = rank, size
         is_given = device is not None
@@ -208,25 +210,32 @@ class ManagedGroup(SeenByTorch):
         if outputs and not outputs[0].is_cpu and accelerator.is_capturing():
             session.give_up_protection(f"the script captures {op} in a graph of the device, which cannot be repeated")
         given = () if inputs_at is None else args[inputs_at]
-        is_skipped = moments.reached_collective(op, given)
-        if not is_skipped:
+        entry = Entry(self, op, args, outputs)
+        is_apart = self._own.look(entry)
+        is_skipped = not is_apart and moments.reached_collective(op, given)
+        if not (is_skipped or is_apart):
             session.meet(OPERATION_NUMBERS[op], self._size)
         if session.unprotected and not is_skipped and session.mode.is_live and self._is_late(args):
             return self._issue_plainly(op, args)
-        entry = Entry(self, op, args, outputs)
         if session.framework is not None:
             return session.framework.issue(entry, is_skipped)
         is_kept = session.is_repairable()
-        is_small = is_kept and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
+        is_small = (
+            is_kept
+            and not is_apart
+            and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
+        )
         entry.is_passing = op in GATHERING and outputs[0].is_cpu and sharded.is_gathering()
         entry.is_borrowed = entry.is_passing and op in REDUCING and sharded.is_lending()
         if is_small and not entry.is_passing:
-            entry.place = f"{op} {location_key()}"  # DDP's broadcasts and SyncBatchNorm's gathers have one line
+            # One line may call several: DDP's forward pass broadcasts buckets' sizes once, and buffers each time.
+            kinds = ",".join([f"{t.dtype}{[*t.shape]}" for t in outputs])
+            entry.place = f"{op} {kinds} {location_key()}"
         if is_skipped or session.mode.is_alone:
             session.mode.answer(entry)
             entry.is_done = True
             return ManagedWork(journal, entry)
-        if session.is_applying:
+        if session.is_applying and not is_apart:
             session.note_collective_step()
         if session.expected is not None:
             session.expected.check(entry)
@@ -238,12 +247,13 @@ class ManagedGroup(SeenByTorch):
         unusual = [tensor for tensor in tensors if tensor.layout is not torch.strided]
         if unusual and not (op == "allreduce" and unusual[0].layout is torch.sparse_coo):
             session.give_up_protection(f"the script's {op} takes sparse tensors: only all_reduce of these is repaired")
-        if inputs and not unusual:
+        if inputs and not (unusual or is_apart):
             proof.note(session, INPUT, f"{self._name} {with_options(op, entry.args)}", inputs, op)
         is_kept = self.enter(entry, inputs)
         if is_kept and session[Verifier].looks_before:
             self.buckets.look_for_nan(entry)
-        moments.reached("collective")
+        if not is_apart:
+            moments.reached("collective")
         return ManagedWork(journal, entry)
 
     def enter(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
@@ -347,6 +357,7 @@ class ManagedGroup(SeenByTorch):
         with self.session[Journal].lock:
             if entry.is_done or entry.inner is not inner:
                 return
+            unpack_given(entry)
             entry.note_result()
             if entry.is_borrowed:
                 self.session[Mirror].keep_result(self.session, entry.sequence, entry.number, entry.outputs[0])

@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from ttprun.device import accelerator
 from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import Journal
+from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, Journal
 from ttprun.rank.comm.messages import Message
 from ttprun.rank.comm.operations import OPERATIONS, tensors_in, with_tensors_replaced
 from ttprun.rank.comm.work import Delivered
 from ttprun.rank.session import Session
 from ttprun.rank.weights.mirror import Mirror
 from ttprun.rank.weights.replicated import NotRepairableError
+from ttprun.rank.weights.tensor_bytes import bytes_of
 
 
 @torch.no_grad()  # on the recovery thread, as the script does in its own: outputs may be parameters
@@ -24,8 +25,8 @@ def issue_again(session: Session, entry: Entry) -> Any:
     """Issue a journal entry in the current generation; returns the backend's work.
 
     A pending entry gets its inputs back and works on the script's own tensors. A completed one is issued for the other
-    ranks alone, on scratch copies, since the script may have changed its tensors; but the source of a result sends
-    the tensor itself, which still holds it.
+    ranks alone, on scratch copies, since the script may have changed its tensors. If a rank has the result, all others
+    get that instead: what the replacement would put in may differ by rounding from what the lost rank had put in.
 
     Raises NotRepairableError if its inputs are lost.
     """
@@ -42,9 +43,9 @@ def issue_again(session: Session, entry: Entry) -> Any:
         if source is None:
             _put_back(entry)
         return call_or_take(session, entry, entry.args)
-    if source == session.rank:
+    if source is not None:
         return call_or_take(session, entry, entry.args)
-    if source is None and entry.held is not None:
+    if entry.held is not None:
         raise NotRepairableError(f"no rank still has the input or the result of {entry.signature}")
     scratch = {}
     saved = {id(tensor): copy for tensor, copy in _saved_by_tensor(entry)}
@@ -70,12 +71,47 @@ def call_or_take(session: Session, entry: Entry, args: tuple[Any, ...]) -> Any:
         return Delivered()
     if session[Journal].has_arrived(entry):
         return Delivered()
-    source = session[Journal].source_of(entry)
+    source, entry.given = session[Journal].source_of(entry), None
     if source is None:
         return entry.group.call(entry.op, args)
     options = dist.BroadcastOptions()
     options.rootRank = entry.group.ranks.index(source)
-    return entry.group.call("broadcast", (args[0], options))
+    return entry.group.call("broadcast", ([_to_give_or_take(entry, source == session.rank)], options))
+
+
+@torch.no_grad()
+def _to_give_or_take(entry: Entry, is_source: bool) -> torch.Tensor:
+    """The tensor that is broadcast in place of an operation.
+
+    Small results are sent as one tensor of their bytes, which `unpack_given` takes apart. The large one of a bucket of
+    DistributedDataParallel is sent as it is; what has completed here gets memory that nobody reads.
+    """
+    size = sum(output.nbytes for output in entry.outputs)
+    if size > SMALL_RESULT_BYTES:
+        (output,) = entry.outputs
+        return torch.empty_like(output) if entry.is_done and not is_source else output
+    device = entry.outputs[0].device
+    if is_source:
+        joined = bytearray(b"".join(entry.result or ()))
+        return torch.frombuffer(joined, dtype=torch.uint8).to(device) if joined else torch.empty(0, dtype=torch.uint8)
+    given = torch.empty(size, dtype=torch.uint8, device=device)
+    if not entry.is_done:
+        entry.given = given
+    return given
+
+
+@torch.no_grad()
+def unpack_given(entry: Entry) -> None:
+    """Another rank's result has come in place of an operation: it becomes this rank's."""
+    if entry.given is None:
+        return
+    left = entry.given
+    for output in entry.outputs:
+        given, left = left[: output.nbytes], left[output.nbytes :]
+        if not output.nbytes:
+            continue
+        output.copy_(torch.frombuffer(bytearray(bytes_of(given)), dtype=output.dtype).view(output.shape))
+    entry.given = None
 
 
 def _put_back(entry: Entry) -> None:

@@ -48,7 +48,7 @@ class ManagedWork(Work):
         self._wait()
 
     def _wait(self) -> None:
-        session = current()
+        session = None if self._entry.is_apart else current()
         if session is not None and not self._entry.is_done:
             session.touch(Phase.WAITING)
         try:

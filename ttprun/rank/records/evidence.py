@@ -3,6 +3,9 @@
 Under data parallelism, wrong state of one rank gives a wrong gradient, which reaches all ranks alike: comparing weights
 never shows it. So each rank notes samples, before they are used, of the batches of its DataLoaders, of the losses on
 which it calls backward, and of the inputs of its collectives. Begin with `Evidence.note`.
+
+What replacements have come to where that differed is kept, too: if two of them differ, the script's arithmetic is not
+reproducible.
 """
 
 from __future__ import annotations
@@ -28,13 +31,18 @@ WHOLE_BYTES = 64 << 10  # a tensor up to this size is hashed whole; of a larger 
 LINES = 64
 LINE_BYTES = 64  # a cache line
 _WORD_BYTES = 16  # the longest element; lines and their starts are multiples of it
+_SAMPLED_BYTES = 8  # whole elements of each floating dtype
 _HEAD = struct.Struct("<qq")  # step, entries
 _ENTRY = struct.Struct("<HHIQQ")  # kind, bytes of the sample, number, key, digest
 _ENTRY_BYTES = _ENTRY.size + SAMPLE_BYTES
 _STEP_BYTES = _HEAD.size + ENTRIES * _ENTRY_BYTES
 _STEPS = 2  # a lost rank may be one step ahead of the boundary at which all resume
 SNAPSHOTS = 2  # steps that follow a snapshot, with which ranks that go back to it are compared
-REGION_BYTES = (_STEPS + SNAPSHOTS) * _STEP_BYTES
+_TRIED_AT = (_STEPS + SNAPSHOTS) * _STEP_BYTES
+_TRIED_HEAD = struct.Struct("<qqq")  # whether this rank's arithmetic is not reproducible, step, entries
+_TRIED = struct.Struct("<HxxIQQ")  # kind, number, key, digest
+MOST_TRIED = 32
+REGION_BYTES = _TRIED_AT + _TRIED_HEAD.size + MOST_TRIED * _TRIED.size
 
 BATCH, LOSS, INPUT = range(3)
 Place = tuple[int, int, int]  # kind, key of the loader or group, index among these in the step
@@ -53,7 +61,7 @@ class Noted:
     """One batch, loss or input.
 
     digest   of all sampled bytes
-    sample   bytes of the first tensor
+    sample   bytes of some elements of the tensors that have the first one's dtype
     """
 
     digest: int
@@ -79,6 +87,7 @@ class Evidence:
         """Forget all steps."""
         for number in range(_STEPS + SNAPSHOTS):
             _HEAD.pack_into(self._region, number * _STEP_BYTES, -1, 0)
+        _TRIED_HEAD.pack_into(self._region, _TRIED_AT, self.is_noisy, -1, 0)
 
     def keep(self, step: int, number: int) -> None:
         """A snapshot is taken, and this step begins: what is noted of it stays until the place has another snapshot.
@@ -95,7 +104,7 @@ class Evidence:
 
     def _at_of(self, step: int) -> int:
         """Where a step is noted."""
-        places = range(_STEPS * _STEP_BYTES, REGION_BYTES, _STEP_BYTES)
+        places = range(_STEPS * _STEP_BYTES, _TRIED_AT, _STEP_BYTES)
         kept = (at for at in places if _HEAD.unpack_from(self._region, at)[0] == step)
         return next(kept, step % _STEPS * _STEP_BYTES)
 
@@ -156,15 +165,47 @@ class Evidence:
             found[kind, key, number] = Noted(digest, sample)
         return found
 
+    # What replacements have come to.
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether processes of this rank have come to other bits from the same state."""
+        return bool(_TRIED_HEAD.unpack_from(self._region, _TRIED_AT)[0])
+
+    def tried(self, step: int, place: Place) -> list[int]:
+        """The digests of what older replacements have come to at a place, where that was not the lost rank's."""
+        _, known, count = _TRIED_HEAD.unpack_from(self._region, _TRIED_AT)
+        start = _TRIED_AT + _TRIED_HEAD.size
+        entries = (_TRIED.unpack_from(self._region, start + at * _TRIED.size) for at in range(count))
+        return [digest for kind, number, key, digest in entries if (known, kind, key, number) == (step, *place)]
+
+    def note_tried(self, step: int, place: Place, noted: Noted) -> bool:
+        """A replacement has come to something else than the lost rank; False if there is no room for more."""
+        noisy, known, count = _TRIED_HEAD.unpack_from(self._region, _TRIED_AT)
+        count = count if known == step else 0
+        if count == MOST_TRIED:
+            return False
+        kind, key, number = place
+        at = _TRIED_AT + _TRIED_HEAD.size + count * _TRIED.size
+        _TRIED.pack_into(self._region, at, kind, number, key, noted.digest)
+        _TRIED_HEAD.pack_into(self._region, _TRIED_AT, noisy, step, count + 1)
+        return True
+
+    def note_noise(self) -> None:
+        """Two processes of this rank have come to different bits from the same state."""
+        _, step, count = _TRIED_HEAD.unpack_from(self._region, _TRIED_AT)
+        _TRIED_HEAD.pack_into(self._region, _TRIED_AT, 1, step, count)
+
 
 def sampled(tensors: Sequence[torch.Tensor], salt: int) -> tuple[int, bytes]:
-    """(digest of the tensors, or of parts of large ones; first bytes of the first one).
+    """(digest of the tensors, or of parts of large ones; bytes of some elements of those of the first one's dtype).
 
     tensors   dense, any dtype, shape and device; those after the first _MOST_TENSORS are left out
     salt      selects the parts: others in each step, the same in each process
     """
     state = xxhash.xxh3_64()
     sample = b""
+    room = SAMPLE_BYTES // min(len(tensors), _MOST_TENSORS) // _SAMPLED_BYTES * _SAMPLED_BYTES if tensors else 0
     for tensor in tensors[:_MOST_TENSORS]:
         if tensor.is_cpu or tensor.nbytes <= WHOLE_BYTES or not tensor.is_contiguous():
             view = _memory(tensor)
@@ -172,8 +213,17 @@ def sampled(tensors: Sequence[torch.Tensor], salt: int) -> tuple[int, bytes]:
         else:
             part = _lines_on_device(tensor, salt)
         state.update(part)
-        sample = sample or bytes(part[:SAMPLE_BYTES])
+        if tensor.dtype == tensors[0].dtype:
+            sample += _spread(part, room)
     return state.intdigest(), sample
+
+
+def _spread(part: Any, room: int) -> bytes:
+    """At most `room` bytes of whole elements, from all of it."""
+    if len(part) <= room:
+        return bytes(part)
+    words = numpy.frombuffer(part, numpy.uint64, len(part) // _SAMPLED_BYTES)
+    return words[:: -(-len(words) * _SAMPLED_BYTES // room)].tobytes()
 
 
 def _memory(tensor: torch.Tensor) -> Any:

@@ -16,10 +16,11 @@ from ttprun.protocol.board import Field
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.patience import Patience
 from ttprun.rank import moments
-from ttprun.rank.comm import on_device
+from ttprun.rank.comm import apart, on_device
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import Journal, has_ended
 from ttprun.rank.comm.links import cut_all
+from ttprun.rank.comm.operations import SAME_FOR_ALL
 from ttprun.rank.comm.process_group import ManagedGroup, living
 from ttprun.rank.replay import stopping
 from ttprun.rank.session import Session
@@ -52,6 +53,7 @@ def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_
     break_connections(session, issued_again, check_overtaken)
     let_step_end(session, check_overtaken)
     settle(session, order, check_overtaken)
+    apart.give_up_older(session)
     on_device.settle()
     frozen = from_rank.Frozen(
         session.generation,
@@ -191,7 +193,9 @@ def _signatures(session: Session) -> dict[str, GroupJournal]:
                 group.settled.append(entry.number)
             if entry.digest and len(group.received) == len(group.issued):
                 group.received.append(entry.digest)
-            if entry.held is not None and entry.is_done and entry.held.is_kept:
+            if entry.is_done and (entry.result is not None or (entry.held is not None and entry.held.is_kept)):
                 group.results.append(len(group.issued))
+            elif entry.is_done and entry.op in SAME_FOR_ALL:
+                group.taken.append(len(group.issued))
             group.issued.append(entry.signature)
     return found

@@ -20,6 +20,7 @@ from ttprun.device.interface import DeviceFailedError
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank import moments
+from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm import on_device
 from ttprun.rank.comm.connection import Exchange, GenerationOverError
@@ -39,11 +40,15 @@ _DOING: dict[type, str] = {
     to_rank.Freeze: "stopped",
     to_rank.SendState: "sent its state",
     to_rank.FetchState: "loaded another rank's state",
+    to_rank.SendGradients: "sent its gradients",
+    to_rank.TakeGradients: "took another rank's gradients",
     to_rank.LoadMirror: "loaded the lost rank's mirror",
     to_rank.LoadState: "loaded what was saved",
     to_rank.Dump: "wrote its state",
     to_rank.Resume: "issued the step's collectives again",
 }
+# Between ranks that train: if one of these fails, another rank is lost or a connection has broken.
+_OF_CONNECTIONS = (to_rank.Resume, mindio.Rollback, to_rank.SendGradients, to_rank.TakeGradients)
 _NO_MORE = sys.maxsize  # a generation above all others
 RETIRE_LIMIT_S = 30.0  # gloo needs 20 s to give up connecting
 
@@ -130,6 +135,8 @@ class Recovery:
                 session[Verifier].note_compared(boundary)
             case to_rank.LookAt(boundary=boundary):
                 session[Verifier].look_at(boundary)
+            case to_rank.GoOn(boundary=boundary):
+                session[Alignment].note_aligned(session, boundary)
             case to_rank.StopDivergent():
                 session[Verifier].mark_divergent()
             case (
@@ -137,6 +144,8 @@ class Recovery:
                 | to_rank.Replay()
                 | to_rank.SendState()
                 | to_rank.FetchState()
+                | to_rank.SendGradients()
+                | to_rank.TakeGradients()
                 | to_rank.LoadMirror()
                 | to_rank.LoadState()
                 | to_rank.Dump()
@@ -199,8 +208,7 @@ class Recovery:
             if session.framework is None and on_device.has_failed(session, error):
                 on_device.give_up_process(session, DeviceFailedError(str(error)))
             is_refusal = isinstance(error, replicated.NotRepairableError)
-            is_resume = isinstance(order, to_rank.Resume | mindio.Rollback)
-            if is_resume and isinstance(error, RuntimeError | OSError) and not is_refusal:
+            if isinstance(order, _OF_CONNECTIONS) and isinstance(error, RuntimeError | OSError) and not is_refusal:
                 # These errors only mean that another rank is lost or a connection has broken.
                 if not self._is_overtaken_soon(order.generation):
                     groups = freezing.all_groups(session)
@@ -222,6 +230,10 @@ class Recovery:
                 repairing.send_state(session, order, self._check_overtaken)
             case to_rank.FetchState():
                 repairing.fetch_state(session, order)
+            case to_rank.SendGradients():
+                repairing.send_gradients(session, order, self._check_overtaken)
+            case to_rank.TakeGradients():
+                repairing.take_gradients(session, order, self._check_overtaken)
             case to_rank.LoadMirror():
                 repairing.load_mirror(session, order)
             case to_rank.LoadState():

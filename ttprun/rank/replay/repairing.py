@@ -9,13 +9,18 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from ttprun.device import accelerator
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Phase
 from ttprun.protocol.snapshots import Dumped
 from ttprun.rank import moments, signal_handlers
+from ttprun.rank.checks.alignment import Alignment
+from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.session import Session
 from ttprun.rank.weights import (
@@ -29,6 +34,7 @@ from ttprun.rank.weights import (
 )
 from ttprun.state.errors import cannot_write
 
+_LOOK_AGAIN_S = 0.05
 IN_STEP = "its optimizer communicates inside step(), so in the middle of it this rank holds the state of no boundary"
 
 
@@ -55,7 +61,45 @@ def fetch_state(session: Session, order: to_rank.FetchState) -> None:
     session.channel.send(from_rank.Repaired(order.generation, digest))
 
 
-def _place_of(session: Session, order: to_rank.SendState | to_rank.FetchState) -> state_places.MeetingPlace:
+def send_gradients(session: Session, order: to_rank.SendGradients, check_overtaken: Callable[[], None]) -> None:
+    """Serve the gradients of the step that this rank is about to take; arguments and errors as those of send_state."""
+    optimizer = _await_step(session, order, check_overtaken)
+    place = _place_of(session, order)
+    state_transfer.serve_gradients(place, optimizer, order.receivers, order.limit_s, check_overtaken)
+
+
+def take_gradients(session: Session, order: to_rank.TakeGradients, check_overtaken: Callable[[], None]) -> None:
+    """Take another rank's gradients of the step that both are about to take; errors as those of fetch_state."""
+    optimizer = _await_step(session, order, check_overtaken)
+    state_transfer.take_gradients(_place_of(session, order), optimizer, order.limit_s)
+    accelerator.synchronize()  # the main thread steps on another stream
+    session[Verifier].look_again(order.boundary)
+    taken = f"gradients of step {order.boundary - 1}, taken from rank {order.source}, as some were equal to rounding"
+    session.channel.send(from_rank.Compared([taken], []))
+    session.channel.send(from_rank.Aligned(order.generation, order.boundary))
+
+
+def _await_step(
+    session: Session, order: to_rank.SendGradients | to_rank.TakeGradients, check_overtaken: Callable[[], None]
+) -> Any:
+    """Wait until the main thread waits before the step to the boundary; returns the optimizer that takes it.
+
+    Blocks until it is there, or `check_overtaken` raises. Raises TimeoutError after `order.limit_s`.
+    """
+    end_s = time.monotonic() + order.limit_s
+    while (optimizer := session[Alignment].optimizer_at(session, order.boundary)) is None:
+        check_overtaken()
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"it has not come to optimizer step {order.boundary} within {order.limit_s:.0f} s")
+        time.sleep(_LOOK_AGAIN_S)
+    moments.reached("gradients")
+    accelerator.synchronize()
+    return optimizer
+
+
+def _place_of(
+    session: Session, order: to_rank.SendState | to_rank.FetchState | to_rank.SendGradients | to_rank.TakeGradients
+) -> state_places.MeetingPlace:
     """Where the source and the receivers meet."""
     if not session.address:
         return state_places.InDirectory(*os.path.split(os.path.join(session.run_dir, order.name)))

@@ -10,6 +10,7 @@ from typing import Any
 
 from ttprun.protocol import from_rank, to_rank
 from ttprun.rank import moments
+from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.checks.verification import Verifier
@@ -32,6 +33,7 @@ def resume(
     check_overtaken   called now and then; its exception ends the order
     """
     session[Journal].note_agreed(givers_of(order), order.received, order.settled)
+    session[Alignment].begin(session, order.generation, order.takes_from)
     is_connected = False
     # A replacement connects these before it issues anything, and a backend may connect within an operation.
     for group in all_groups(session):
@@ -96,11 +98,12 @@ def go_live(session: Session, replay: ReplayRun, order: to_rank.Resume) -> None:
     session.channel.send(from_rank.Rebuilt(session.generation))
     session[Journal].note_agreed(givers_of(order), order.received, order.settled)
     session[Verifier].prove_from(replay.boundary)
+    session[Alignment].begin(session, order.generation, order.takes_from)
     if replay.is_alone:
         session.proof = Proof.of(session, replay.boundary, is_of_all=not replay.is_joining)
-    # Ranks that have all gone back have no journal of others to keep to, only what they have left themselves.
-    is_proved = replay.is_joining or session.proof is None
-    session.expected = Expected(session.channel, session.generation, order.expected, is_proved)
+    # Ranks that have all gone back have no journal of others to keep to, only what they have left themselves; and a
+    # rank that was lost had perhaps gone further than the others.
+    session.expected = Expected(session.channel, session.generation, order.expected, session.proof is None)
     replay.live.set()
 
 

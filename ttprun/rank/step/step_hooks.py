@@ -24,6 +24,7 @@ import torch
 from ttprun.device import accelerator
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank import fail_open, moments, signal_handlers, values
+from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.checks.verification import Verifier
@@ -157,6 +158,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         if session.proof is not None:
             session.proof.end_step()
         boundary = session.applied + 1
+        session[Alignment].arrive(session, boundary, optimizer)
         if not session.trains_alone:
             stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
             are_new = session[Holdings].are_new(stepped, optimizer, session.groups_count)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
+from ttprun.device import accelerator
 from ttprun.rank import fail_open
 from ttprun.rank.position import made_inside, script_end
 from ttprun.rank.process.looks import is_a
@@ -311,6 +312,14 @@ def parameters() -> Iterator[torch.Tensor]:
     """The parameters of the living optimizers now; one in two optimizers comes twice."""
     for optimizer in optimizers():
         yield from parameters_of(optimizer)
+
+
+def device_in_use() -> torch.device | None:
+    """The device of the script's parameters; None if no device is in use, or they are not on it."""
+    found = accelerator.in_use()
+    if found is None:
+        return None
+    return next((one.device for one in parameters() if one.device.type == found[0]), None)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Send the optimizers' tensors from a survivor to a replacement, as raw bytes over a socket.
+"""Send the optimizers' tensors, or gradients, from a survivor to a replacement, as raw bytes over a socket.
 
 The tensors are sent in the order of `replicated`, after a header in msgpack; nothing is pickled. Of a sharded tensor
 the survivor's part is sent, which must be the replacement's part, too.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgpack
 import torch
 
 from ttprun.rank.weights import sharded
+from ttprun.rank.weights.parameter_groups import shown_to
 from ttprun.rank.weights.replicated import NotRepairableError, describe, digest, digest_of_shards, take_over
 from ttprun.rank.weights.state_places import MeetingPlace, exactly, receive_into
 from ttprun.rank.weights.tensor_bytes import bytes_of
@@ -32,14 +33,61 @@ def serve(place: MeetingPlace, receivers: int, limit_s: float, check: Callable[[
     """
     header, parts = describe()
     packed = msgpack.packb([header, [part.place for part in parts], digest_of_shards()])
+    _send_to_each(place, receivers, limit_s, check, packed, [part.tensor for part in parts])
+    return digest()
+
+
+def _send_to_each(
+    place: MeetingPlace,
+    receivers: int,
+    limit_s: float,
+    check: Callable[[], None],
+    packed: bytes,
+    tensors: Sequence[torch.Tensor],
+) -> None:
     with place.listen(receivers) as listener:
         listener.settimeout(_LOOK_AGAIN_S)
         for _ in range(receivers):
             with _accept(place, listener, limit_s, check) as connection:
                 connection.sendall(_LENGTH.pack(len(packed)) + packed)
-                for part in parts:
-                    connection.sendall(bytes_of(part.tensor))
-    return digest()
+                for tensor in tensors:
+                    connection.sendall(bytes_of(tensor))
+
+
+def serve_gradients(
+    place: MeetingPlace, optimizer: torch.optim.Optimizer, receivers: int, limit_s: float, check: Callable[[], None]
+) -> None:
+    """Send the gradients with which an optimizer is about to step; arguments and errors as those of `serve`."""
+    gradients = _gradients_of(optimizer)
+    packed = msgpack.packb([_form_of(gradient) for gradient in gradients])
+    _send_to_each(place, receivers, limit_s, check, packed, [one for one in gradients if one is not None])
+
+
+def take_gradients(place: MeetingPlace, optimizer: torch.optim.Optimizer, limit_s: float) -> None:
+    """Load the gradients with which a survivor's optimizer is about to step; errors as those of `fetch`."""
+    gradients = _gradients_of(optimizer)
+    with place.connect(time.monotonic() + limit_s) as connection:
+        connection.settimeout(limit_s)
+        (size,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
+        theirs = msgpack.unpackb(exactly(connection, size))
+        mine = [_form_of(gradient) for gradient in gradients]
+        if mine != theirs:
+            raise NotRepairableError("this rank has gradients of other parameters than the source, or of other shapes")
+        for gradient in gradients:
+            if gradient is not None:
+                _fill(connection, gradient)
+
+
+def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor | None]:
+    """This rank's parts of them, by parameter. Raises NotRepairableError."""
+    held = [parameter.grad for parameter in shown_to(optimizer)]
+    if any(gradient is not None and gradient.layout is not torch.strided for gradient in held):
+        raise NotRepairableError("a gradient is sparse, and cannot be taken from another rank")
+    return [None if gradient is None else sharded.local_of(gradient).detach() for gradient in held]
+
+
+def _form_of(gradient: torch.Tensor | None) -> list[object] | None:
+    return None if gradient is None else [str(gradient.dtype)[6:], list(gradient.shape)]
 
 
 def _accept(place: MeetingPlace, listener: socket.socket, limit_s: float, check: Callable[[], None]) -> socket.socket:
