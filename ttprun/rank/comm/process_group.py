@@ -43,7 +43,7 @@ from ttprun.rank.comm.operations import (
     with_options,
 )
 from ttprun.rank.comm.reissue import call_or_take, unpack_given
-from ttprun.rank.comm.results import Results
+from ttprun.rank.comm.results import Results, place_of
 from ttprun.rank.comm.seen_by_torch import SeenByTorch
 from ttprun.rank.comm.transports import TRANSPORTS, GroupMember
 from ttprun.rank.comm.work import ManagedWork, Refused
@@ -228,9 +228,7 @@ class ManagedGroup(SeenByTorch):
         entry.is_passing = op in GATHERING and outputs[0].is_cpu and sharded.is_gathering()
         entry.is_borrowed = entry.is_passing and op in REDUCING and sharded.is_lending()
         if is_small and not entry.is_passing:
-            # One line may call several: DDP's forward pass broadcasts buckets' sizes once, and buffers each time.
-            kinds = ",".join([f"{t.dtype}{[*t.shape]}" for t in outputs])
-            entry.place = f"{op} {kinds} {location_key()}"
+            entry.place = place_of(op, outputs, location_key())
         if is_skipped or session.mode.is_alone:
             session.mode.answer(entry)
             entry.is_done = True
