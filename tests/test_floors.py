@@ -35,10 +35,10 @@ FLOORS = {
         "rank",
         "recovery",
     }
-    | {"__version__", "state", "text_hashes", "torch_versions"},
+    | {"__version__", "early_signals", "state", "text_hashes", "torch_versions"},
     "web": {"__version__", "errors", "observe"},
     "cli": {"agent", "chaos", "config", "config_sources", "device", "errors", "mindio", "observe", "protocol", "rank"}
-    | {"yaml_files", "__version__", "frameworks", "state", "torch_versions", "web"},
+    | {"yaml_files", "__version__", "early_signals", "frameworks", "state", "torch_versions", "web"},
 }
 # What runs inside a rank, room by room: each imports only from those before it, for annotations too.
 ROOMS = [

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ttprun.chaos.faults import parse_fault
 from ttprun.device.errors import check_additions
 from ttprun.errors import suggestion
+from ttprun.observe.console import LogFormat
 from ttprun.state.interval import parse_interval
 from ttprun.state.memory_share import parse_memory
 from ttprun.web.address import parse_address
@@ -31,11 +32,14 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     standbys: int = Field(
-        1, ge=0, le=64, description="processes kept ready to replace a lost rank, per node (torch is imported)"
+        1,
+        ge=0,
+        le=64,
+        description="processes kept ready to replace a lost rank, per node; 0: start one after the fault",
     )
     standby_depth: Literal["imports", "setup"] = Field(
         "imports",
-        description="what a standby has done before: the ranks' imports, or for each rank also the script's set-up",
+        description="how far a standby is prepared: imports only, or also the script's set-up (one standby per rank)",
     )
     run_dir: str | None = Field(
         None, min_length=1, description="directory for status, events and logs; default: ttprun-runs/RUN_ID/"
@@ -43,38 +47,67 @@ class Config(BaseModel):
     run_id: str | None = Field(
         None, pattern=RUN_ID_PATTERN, description="name of the run; default: date, time and a random part"
     )
-    allow_faults: bool = Field(False, description="let 'ttprun inject-fault' and 'faults' break ranks of this run")
-    faults: list[str] = Field([], description="faults to cause, each as kill:rank=1,step=5,phase=backward")
+    allow_faults: bool = Field(
+        False, description="allow fault injection into this run ('ttprun inject-fault', --fault)"
+    )
+    faults: list[str] = Field([], description="fault to inject, such as kill:rank=1,step=5,phase=backward")
     rungs: list[RungName] = Field(
         list(get_args(RungName)),
-        description="kinds of recovery that may be used; what is left out is skipped (resize: with --mindio, if "
-        "the framework can train with fewer ranks)",
+        description="recovery methods that may be used; they are tried in the order of the default. A method that is "
+        "not listed is not used; resize needs --mindio",
     )
     retry_on: list[str] = Field(
-        [], description="errors after which a rank runs the script again: regular expressions found in 'Type: message'"
+        [],
+        description="regular expression, searched for in 'Type: message'. A rank that raises an error that matches "
+        "runs the script again in the same process",
+    )
+    exception_retries: int = Field(
+        2,
+        ge=0,
+        description="times that a rank whose script raises an exception, or exits with a code, is run again from the "
+        "same step before the job ends with exit code 1; 0: it ends at once, as under torchrun",
     )
     device_errors: dict[str, str] = Field(
-        {}, description="additional device errors: regular expression found in 'Type: message' -> name of a fault"
+        {},
+        description="additional device errors: regular expression searched for in 'Type: message' -> name of a fault",
     )
     max_incidents_per_hour: int | None = Field(
-        None, ge=1, description="incidents of one kind within an hour after which the job ends with exit code 93"
+        None,
+        ge=1,
+        description="end the job with exit code 93 after this many incidents of one kind within an hour; default: no "
+        "limit",
     )
-    freeze_timeout_s: Seconds = Field(60, description="seconds for the survivors of a fault to stop at a boundary")
-    replay_timeout_s: Seconds = Field(600, description="seconds for a replacement to run the script up to its boundary")
-    transfer_timeout_s: Seconds = Field(300, description="seconds for a replacement to receive its state")
-    resume_timeout_s: Seconds = Field(120, description="seconds to rebuild connections and issue collectives again")
+    freeze_timeout_s: Seconds = Field(
+        60, description="seconds for the surviving ranks to stop before their next optimizer step"
+    )
+    replay_timeout_s: Seconds = Field(
+        600, description="seconds for a replacement to run the script up to the step at which the others wait"
+    )
+    transfer_timeout_s: Seconds = Field(
+        300, description="seconds for a replacement to receive weights and optimizer state"
+    )
+    resume_timeout_s: Seconds = Field(
+        120, description="seconds to reconnect the ranks and to issue the interrupted step's collectives again"
+    )
     persist_timeout_s: Seconds = Field(600, description="seconds to write a checkpoint when the job ends")
+    grace_s: Seconds | None = Field(
+        None,
+        description="seconds from the scheduler's SIGTERM to its SIGKILL (Slurm's KillWait or GraceTime, Kubernetes' "
+        "terminationGracePeriodSeconds): saving ends before; default: not known, saving has persist_timeout_s",
+    )
     node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        30, description="seconds to wait for a spare, or for a lost node to come back; 0: only a spare that waits"
+        30,
+        description="seconds to wait for a spare node, or for the lost one to come back; 0: use only a spare that is "
+        "already waiting",
     )
     elastic: bool = Field(
         False,
-        description="train on as many nodes as there are, from MIN to MAX of --nnodes MIN:MAX: they may join and leave",
+        description="train on all nodes that are there, from MIN to MAX of --nnodes MIN:MAX; nodes may join and leave",
     )
     discovery: str | None = Field(
         None,
         min_length=1,
-        description="with --elastic: command that prints the hosts that may train, each as host or host:slots",
+        description="command that prints the hosts that may train, one per line, as host or host:slots (--elastic)",
     )
     save_dir: str | None = Field(
         None, min_length=1, description="directory for checkpoints; default: checkpoints/ in the run directory"
@@ -86,75 +119,94 @@ class Config(BaseModel):
     )
     snapshot_every: str = Field(
         "auto",
-        description="interval between snapshots: 500steps, 20min, never; auto: by cost and failures, 15 to 30 min",
+        description="interval between snapshots: 500steps, 20min, never; auto: 15 to 30 min, depending on what one "
+        "costs and how often ranks fail",
     )
     buddy: Literal["auto", "on", "node", "off"] = Field(
         "auto",
-        description="mirror in shared memory, at each step, what only one rank holds, so that it is replaced and loses "
-        "no step; auto: within buddy_memory; on: within all that is free; node: on the next node, too, so that a lost "
-        "node is replaced; half of buddy_memory for either",
+        description="mirror: copy into shared memory, at each step, what only one rank holds, so that this rank can be "
+        "replaced without losing a step. auto: within buddy_memory; on: within all free memory; node: also to the next "
+        "node, so that a lost node can be replaced (each of the two gets half of buddy_memory)",
     )
     buddy_memory: str = Field(
         "25%",
-        description="memory of a node for its mirrors with --buddy auto or node: 4GiB, 500MiB, or a share of what is "
-        "free at the start",
+        description="memory of a node for mirrors with --buddy auto or node: 4GiB, 500MiB, or a share of the memory "
+        "that is free at the start",
     )
-    keep_checkpoints: int = Field(3, ge=1, description="valid checkpoints to keep in save_dir")
+    keep_checkpoints: int = Field(3, ge=1, description="number of valid checkpoints to keep in save_dir")
     keep_runs: int = Field(
         20,
         ge=1,
-        description="run directories to keep in ttprun-runs/; none is removed that runs or holds a script's newest "
-        "checkpoint",
+        description="number of run directories to keep in ttprun-runs/. Never removed: a run that is alive, and one "
+        "that holds a script's newest checkpoint",
+    )
+    keep_runs_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="days for which run directories are kept, of those that keep_runs keeps; default: no limit"
+    )
+    keep_runs_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="GiB that run directories may take together; the oldest are removed first; default: no limit",
+    )
+    log_format: LogFormat = Field(
+        "plain",
+        description="form of ttprun's own lines on stderr: plain, with time and level, or one JSON object per line; "
+        "what the ranks print is not changed",
     )
     hang_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = Field(
         "auto",
         description="seconds after which a rank that others wait for counts as hung, is killed and replaced; 0: never; "
         "auto: 5 times the slowest recent step, at least 10",
     )
-    commit_timeout_s: Seconds = Field(30, description="seconds to wait before a step for a rank in a collective")
-    pause_timeout_s: Seconds = Field(
-        3600, description="seconds that a scheduler's pause lasts if it names no limit (mindio)"
+    commit_timeout_s: Seconds = Field(
+        30,
+        description="seconds that a rank waits before its optimizer step for a rank that is still in a collective; "
+        "after that, protection ends and training continues",
     )
-    verify_every: int = Field(100, ge=0, description="steps between two comparisons of the ranks' weights; 0: never")
+    pause_timeout_s: Seconds = Field(
+        3600, description="seconds that a scheduler's pause lasts if it names no limit (--mindio)"
+    )
+    verify_every: int = Field(100, ge=0, description="compare the ranks' weights every N steps; 0: never")
     proof: Literal["evidence", "strict"] = Field(
         "evidence",
-        description="what refuses a replacement: a contradiction with the evidence that the lost rank has left; "
-        "strict: also a variable that could not be restored, and a difference by rounding",
+        description="when a replacement is refused. evidence: if it contradicts what the lost rank recorded; strict: "
+        "also if a variable could not be restored, or something differs by rounding",
     )
     on_nan: Literal["warn", "stop"] = Field(
         "warn",
-        description="NaN in gradients: report it when it is seen, or check before each step and end the job",
+        description="what to do about NaN in gradients. warn: report it; stop: check before each step, and end the job "
+        "before a rank takes it",
     )
-    record_limit_mib: int = Field(64, ge=1, description="MiB of shared memory for one rank's record of a boundary")
-    journal_limit_mib: int = Field(4096, ge=1, description="MiB that one rank may use to keep inputs of collectives")
+    record_limit_mib: int = Field(64, ge=1, description="MiB of shared memory for what one rank records at each step")
+    journal_limit_mib: int = Field(
+        4096, ge=1, description="MiB of memory in which one rank may keep the inputs of its collectives"
+    )
     mindio: bool = Field(
         False,
-        description="the framework owns its train function and recovers by callbacks (mindio_ttp); nothing is replayed "
-        "(reads TTP_NORMAL_ACTION_TIME_LIMIT and TTP_FRAMEWORK_TYPE)",
+        description="for frameworks that recover through their own callbacks (mindio_ttp): the script is not replayed. "
+        "Reads TTP_NORMAL_ACTION_TIME_LIMIT and TTP_FRAMEWORK_TYPE",
     )
     user_paths: list[str] = Field(
-        [], description="additional directories or files whose modules count as the user's code"
+        [], description="additional directories or files whose modules count as your own code"
     )
     follow: list[str] = Field(
         [],
-        description="modules of a framework with a training loop of its own, such as mytrainer.loop; a package stands "
-        "for all of its modules",
+        description="module that contains a framework's training loop, such as mytrainer.loop; a package stands for "
+        "all of its modules",
     )
     http: str | None = Field(
         None,
-        description="[HOST]:PORT of a page of the run, with /metrics for Prometheus (pip install 'ttprun[web]'); :0: a "
-        "free port; without a host on this machine alone, with one for who knows the token",
+        description="serve a page of the run, and /metrics for Prometheus (pip install 'ttprun[web]'). PORT 0 picks a "
+        "free port. Without HOST: this machine only. With HOST: a token is required",
     )
     http_token_file: str | None = Field(
         None,
         min_length=1,
-        description="file, mode 0600, with the token for the page if a host is named; default: a new one in the run "
-        "directory",
+        description="file, mode 0600, that contains this token; default: a new token in the run directory",
     )
     on_event: str | None = Field(
-        None, min_length=1, description="command of the shell that is run for events, each as JSON on standard input"
+        None, min_length=1, description="shell command to run on each event, with the event as JSON on standard input"
     )
-    on_event_kinds: list[Kind] = Field(list(USUAL), description="events for which it is run")
+    on_event_kinds: list[Kind] = Field(list(USUAL), description="kinds of event that run this command")
     launch: dict[str, LaunchValue] = Field({}, description="torchrun's options by name, e.g. {nproc_per_node: 3}")
 
     @field_validator("faults")

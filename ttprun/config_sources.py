@@ -57,6 +57,14 @@ class ConfigSource:
         return f"{self.name}: {key}" if self.kind == "file" else self.spelling(key)
 
 
+@dataclass(frozen=True)
+class Origins:
+    """Where values come from: key of Config -> source, option of torchrun's -> file."""
+
+    keys: Mapping[str, str]
+    launch: Mapping[str, str]
+
+
 def option_name(key: str) -> str:
     """The command line option that sets `key`; a repeatable option names one item."""
     return "--fault" if key == "faults" else "--" + key.replace("_", "-")
@@ -74,8 +82,7 @@ def resolve(files: Sequence[ConfigSource], environment: Mapping[str, str], optio
     """
     merged: dict[str, object] = {}
     launch: dict[str, LaunchValue] = {}
-    given = {key: _split(key, value) if key in _AT_COMMAS else value for key, value in options.items()}
-    for source in (*files, _variables(environment), ConfigSource("option", "", given)):
+    for source in _in_order(files, environment, options):
         checked = _check(source)
         launch |= checked.launch
         merged |= {key: getattr(checked, key) for key in checked.model_fields_set}
@@ -86,6 +93,33 @@ def resolve(files: Sequence[ConfigSource], environment: Mapping[str, str], optio
     if config.faults and not config.allow_faults:
         raise ConfigError(f"fault '{config.faults[0]}' is not allowed in this run", "add --allow-faults")
     return config
+
+
+def origins(
+    files: Sequence[ConfigSource], environment: Mapping[str, str], options: Mapping[str, object], config: Config
+) -> Origins:
+    """Where each key has its value from: a file's name, a variable or an option; keys that nobody sets are not there.
+
+    config   what `resolve` has made of the other three, and so has checked
+    """
+    keys: dict[str, str] = {}
+    launch: dict[str, str] = {}
+    for source in _in_order(files, environment, options):
+        keys |= {key: source.name or source.spelling(key) for key in source.values}
+        launch |= dict.fromkeys(_check(source).launch, source.name)
+    for key in ("launch", *(["run_id"] if config.run_id is None else ())):
+        keys.pop(key, None)
+    for key in variables.limits(environment) if config.mindio else ():
+        keys.setdefault(key, variables.ACTION_LIMIT)
+    return Origins(keys, launch)
+
+
+def _in_order(
+    files: Sequence[ConfigSource], environment: Mapping[str, str], options: Mapping[str, object]
+) -> tuple[ConfigSource, ...]:
+    """All sources, the strongest last."""
+    given = {key: _split(key, value) if key in _AT_COMMAS else value for key, value in options.items()}
+    return (*files, _variables(environment), ConfigSource("option", "", given))
 
 
 def read_config_file(name: str) -> ConfigSource:

@@ -16,6 +16,8 @@ TRIED = ("2.6", "2.9", "2.13", "2.14", "2.15")  # of each an entry in tests/resu
 
 # The first in which C++ keeps the Python part of a process group's work alive as long as it holds the work.
 _KEEPS_WORKS = (2, 9)
+# The first in which NCCL's and XCCL's groups return None for a synchronous operation.
+_GIVES_NO_WORKS = (2, 8)
 # The first in which libuv's store was seen to listen on a socket that it is given.
 _TAKES_SOCKETS = (2, 9)
 # What torchrun does where it has no such option (or LaunchConfig no such field).
@@ -52,6 +54,11 @@ def why_untried(version: str) -> str:
 def loses_works(version: str) -> bool:
     """Whether C++ may hold a process group's work whose Python part is gone: it then waits for ever (seen in 2.6)."""
     return release_of(version) < _KEEPS_WORKS
+
+
+def gives_works(version: str) -> bool:
+    """Whether NCCL's groups return a work for a synchronous operation too, and not None."""
+    return release_of(version) < _GIVES_NO_WORKS
 
 
 def takes_socket(version: str) -> bool:

@@ -83,6 +83,7 @@ class Outcome:
     standbys        those that stood ready at the kill; None under torchrun
     incidents       what ttprun says of it, as in `ttprun status --json`
     weights         hash of the weights at the end
+    killed_at_s     as time.time() counts
     problem         why the run has failed, "" if it has not
     """
 
@@ -108,6 +109,7 @@ class Outcome:
     standbys: int | None = None
     incidents: list[dict[str, Any]] = field(default_factory=list)
     weights: str = ""
+    killed_at_s: float | None = None
     problem: str = ""
 
     @property
@@ -145,7 +147,7 @@ def measure(outcome: Outcome, options: argparse.Namespace, folder: Path) -> None
             outcome.setup_s, outcome.script_setup_s, outcome.step_s = read_setup(logs)
             outcome.standbys = status_of(run).get("standbys")
             time.sleep(outcome.moment * outcome.step_s)
-            killed_at_s = time.time()
+            outcome.killed_at_s = killed_at_s = time.time()
             victim = logs[outcome.rank][-1].pid
             at_s = kill_and_wait(victim, outcome)
             if options.framework:

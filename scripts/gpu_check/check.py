@@ -1,211 +1,130 @@
-"""What ttprun does with tensors on a device: broken ranks of four styles of scripts, times, and real errors.
+"""What ttprun does with tensors on a device, and what torch and NCCL do there: a report that grows as it is seen.
 
-    scripts/gpu_check.sh                      all of it, on the GPU; begins nothing after 25 minutes
-    scripts/gpu_check.sh --quick              one style, fewer runs; nothing after 6 minutes
-    scripts/gpu_check.sh --device npu         the same on the simulated NPU of the tests (or GPU_CHECK_DEVICE=npu)
-    scripts/gpu_check.sh --device cpu         the same on the CPU, to see that this check itself works
+    scripts/gpu_check.sh                        on a GPU; if there is one only, its ranks share it
+    scripts/gpu_check.sh --share-gpu            all ranks on the first GPU, whatever there is
+    scripts/gpu_check.sh --minutes 8            nothing lasts longer (default 12)
+    scripts/gpu_check.sh --only B C             some of the parts
+    scripts/gpu_check.sh --device npu           on the simulated NPU of the tests (or GPU_CHECK_DEVICE=npu)
+    scripts/gpu_check.sh --device cpu           on the CPU, to see that this check itself works
 
-  styles         each style runs undisturbed under torchrun, and under ttprun with one rank killed in mid-step. All
-                 are deterministic, so their weights must be the same bit for bit. A rank that is restarted with all
-                 others is reported with the reason, and fails on the CPU and the NPU only
-  faults         other faults: a rank that hangs, failed memory of the simulated device
-  nccl           the first style over NCCL with one rank a GPU, where the ranks above share one over gloo
-  communicators  seconds of a new communicator, and of an abort
-  errors         errors are caused on the device: their texts, and what ttprun's table makes of them
-  step           a step of GPT-2's size under torchrun and under ttprun, and what a standby holds meanwhile
+{parts}
 
-Nothing needs a network. A part that fails does not end the check; what is not begun when the time is up has failed. The
-report in Markdown is for an issue. Exit code: 0 all passed, 1 something failed, 2 there is no GPU. Begin with main().
+The parts run in this order, each within its limit, side by side where no times are measured. A rank that comes back in
+another way than by being replaced has FAILED, unless the report says what was expected. NCCL takes two ranks on one GPU
+for two machines (NCCL_HOSTID) and connects them by sockets: all is as on several GPUs but speed.
+
+Nothing needs a network. Report and JSON are written after each line of theirs. Exit code: 0 all passed, 1 something
+failed, 2 there is no GPU. Begin with PARTS.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 sys.path[:0] = [str(REPOSITORY), str(HERE.parent / "bench")]
 
-import error_texts  # noqa: E402
-import step_cost  # noqa: E402
-from report import Report  # noqa: E402
-from runs import LAUNCHERS, TORCHRUN, TTPRUN, Run, formatted, headline, machine, positive, spread  # noqa: E402
-from styles import ENVIRONMENT, STYLES, Device, Trial, try_one  # noqa: E402
+import cost  # noqa: E402
+import device_facts  # noqa: E402
+import facts  # noqa: E402
+import jobs  # noqa: E402
+import machine  # noqa: E402
+import timing  # noqa: E402
+from parts import Part, Place  # noqa: E402
+from report import Report, facts_of  # noqa: E402
+from runner import OVERTIME_S, Runner  # noqa: E402
 
 SIMULATED = REPOSITORY / "tests" / "simulated_npu"
-PARTS = ("styles", "faults", "nccl", "communicators", "errors", "step")
-RUN_LIMIT_S = 600.0
+PARTS = (
+    Part("A", "machine, versions, memory", 60, False, machine.look),
+    Part("B", "torch and NCCL without ttprun", 240, False, facts.ask_all),
+    Part("C", "a rank is killed in each phase", 240, False, jobs.repairs),
+    Part("D", "kernels that are not reproducible", 120, False, jobs.noise),
+    Part("E", "a rank hangs", 120, False, jobs.hang),
+    Part("F", "what a step costs", 150, True, cost.costs),
+    Part("G", "seconds from a kill to the next step", 150, True, timing.times),
+    Part("H", "texts of errors", 120, False, device_facts.errors),
+    Part("I", "a captured all_reduce", 90, False, device_facts.capture),
+    Part("J", "a stream that waits for the host", 60, True, device_facts.stream_waits),
+    Part("K", "scripts of four kinds", 240, False, jobs.styles),
+)
+CORES_A_TASK = 1.5  # two ranks that mostly wait; seen on 16 cores: 9 and 12 at once
 
 
 class NoGpuError(Exception):
     """There is nothing to check here; the message says what is missing."""
 
 
-class Check:
-    """All parts, one after the other.
-
-    root    keeps the runs
-    ends_s  monotonic: nothing is begun from then on
-    """
-
-    def __init__(self, options: argparse.Namespace, device: Device, root: Path, ends_s: float) -> None:
-        self.options, self.device, self.root, self.ends_s = options, device, root, ends_s
-        self.backend = device.backend(options.ranks)
-        self.report = Report()
-
-    def run(self) -> None:
-        """Do all that was asked for, as far as time allows; what fails is in the report."""
-        for part in self.options.only:
-            for name, do in getattr(self, part)():
-                if self.left_s() <= 0:
-                    self.report.judge(name, False, "not begun, as the time is up")
-                    continue
-                try:
-                    do()
-                except Exception as error:  # the rest is still worth having
-                    self.report.judge(name, False, f"{type(error).__name__}: {error}")
-
-    def left_s(self) -> float:
-        """Seconds that may still be spent, and on one run at most its own limit."""
-        return min(self.ends_s - time.monotonic(), RUN_LIMIT_S)
-
-    def styles(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Each style, one rank killed."""
-        for style in list(STYLES)[: 1 if self.options.quick else None]:
-            yield self.trial(style, "kill")
-
-    def faults(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """What else can happen to a rank."""
-        for fault in ("hang", "memory") if self.device.kind == "npu" else ("hang",):
-            for style in list(STYLES)[: 1 if self.options.quick or self.device.kind != "cuda" else None]:
-                yield self.trial(style, fault)
-
-    def nccl(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """A rank a GPU, where the ranks above share them."""
-        if self.device.kind != "cuda":
-            self.report.leave_out("NCCL", "it needs a GPU")
-        elif self.backend != "nccl":
-            yield self.trial(next(iter(STYLES)), "kill", len(self.device.names), "nccl")
-
-    def trial(self, style: str, fault: str, ranks: int = 0, backend: str = "") -> tuple[str, Callable[[], None]]:
-        """One trial, by its name."""
-        trial = Trial(style, ranks or self.options.ranks, backend or self.backend, fault)
-        return str(trial), lambda: self.report.add(try_one(trial, self.device, self.root, self.left_s()))
-
-    def communicators(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """What a recovery makes anew."""
-        kinds = {(self.backend, self.options.ranks)}
-        if self.device.kind == "cuda":
-            kinds |= {("nccl", min(self.options.ranks, len(self.device.names))), ("gloo", self.options.ranks)}
-        for backend, ranks in sorted(kinds):
-            yield f"communicators, {backend}", partial(self.time_communicators, ranks, backend)
-
-    def time_communicators(self, ranks: int, backend: str) -> None:
-        arguments = [f"--device={self.device.kind}", f"--backend={backend}"]
-        folder, script = self.root / f"communicators-{backend}", HERE / "communicators.py"
-        with Run(TORCHRUN, ranks, folder, (), arguments, script) as run:
-            run.finish(self.left_s())
-        took = json.loads(next(line for line in run.output().splitlines() if line.startswith("{")))
-        for what, seconds in took.items():
-            in_ms = formatted(spread(value * 1e3 for value in seconds), 1)
-            self.report.measured.append([f"{what} communicator, {ranks} ranks, {backend}, ms", in_ms])
-        median_s = statistics.median(took["new"])
-        self.report.judge(f"communicators, {ranks} ranks, {backend}", True, f"a new one in {median_s * 1e3:.1f} ms")
-
-    def errors(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Each error that these devices can show."""
-        gpus = len(self.device.names) if self.device.kind == "cuda" else 0
-        for one in error_texts.CAUSES.values():
-            if one.devices <= gpus:
-                yield one.cause, partial(self.try_error, one.cause)
-            elif gpus:
-                self.report.leave_out(one.cause, f"it needs {one.devices} GPUs")
-
-    def try_error(self, cause: str) -> None:
-        self.report.add_text(error_texts.provoke(cause))
-
-    def step(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """The cost with nothing failing."""
-        yield "a step of GPT-2's size", self.measure_step
-
-    def measure_step(self) -> None:
-        size = self.options.size or ("gpt2" if self.device.kind == "cuda" else "small")
-        repeats = 1 if self.options.quick else self.options.repeats
-        given = {"device": self.device.kind, "size": size, "steps": self.options.steps, "backend": self.backend}
-        arguments = [f"--{name}={value}" for name, value in given.items()]
-        cost = step_cost.measure(self.options.ranks, repeats, arguments, self.root, self.left_s)
-        what = f"a step of the size {size}, {self.options.ranks} ranks, {self.backend}"
-        for launcher in LAUNCHERS:
-            in_ms = formatted(spread(value * 1e3 for value in cost.medians[launcher]), 1)
-            self.report.measured.append([f"{what}, {launcher}, ms", in_ms])
-        self.report.measured.append([f"{what}, {TTPRUN}/{TORCHRUN}", formatted(cost.ratio, 3)])
-        memory = f"{cost.standby.memory / step_cost.MIB:.0f}"
-        self.report.measured.append(["a standby: memory on the host, MiB", memory])
-        self.report.measured.append(["a standby: on a GPU", "a context" if cost.standby.holds else "none"])
-        same = "weights identical" if cost.is_identical else "WEIGHTS NOT IDENTICAL to torchrun's"
-        self.report.judge(what, cost.is_identical, same)
-
-
-def find_devices(kind: str) -> Device:
-    """The devices that torch can use. Raises NoGpuError if there is none."""
+def find_devices(kind: str) -> tuple[str, ...]:
+    """Names of the devices that torch can use. Raises NoGpuError if there is none."""
     if kind == "cpu":
-        return Device(kind, ())
+        return ()
     if kind == "npu":
         build = [sys.executable, str(SIMULATED / "torch_npu" / "build.py")]
         built = subprocess.run(build, capture_output=True, text=True, check=False)
         if built.returncode:
             raise NoGpuError(f"no simulated NPU: {(built.stderr.strip().splitlines() or ['?'])[-1]}")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SIMULATED), os.environ.get("PYTHONPATH"))))
-        ENVIRONMENT["PYTHONPATH"] = os.pathsep.join((str(SIMULATED), ENVIRONMENT["PYTHONPATH"]))
-        return Device(kind, ("simulated NPU (no hardware)",))
+        return ("simulated NPU (no hardware)",)
     import torch
 
     if torch.cuda.is_available():
-        return Device(kind, tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())))
+        return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     why = "finds none (see nvidia-smi)" if torch.version.cuda else f"{torch.__version__} was built without CUDA"
     raise NoGpuError(f"no GPU: torch {why}; run this where there is one, or with --device npu or cpu")
 
 
-def main() -> int:
-    """Check, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parsed() -> argparse.Namespace:
+    """The options."""
+    listed = "\n".join(f"  {part.letter}  {part.title}, {part.limit_s:.0f} s at most" for part in PARTS)
+    text = (__doc__ or "").replace("{parts}", listed)
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     kind = os.environ.get("GPU_CHECK_DEVICE") or "cuda"
     parser.add_argument("--device", default=kind, choices=["cuda", "npu", "cpu"])
-    parser.add_argument("--quick", action="store_true", help="one style, fewer runs; begins nothing after 6 minutes")
-    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--minutes", type=float, help="nothing is begun after these (default 25, with --quick 6)")
-    parser.add_argument("--ranks", type=positive, default=2, help="over gloo if there are fewer GPUs (default 2)")
-    parser.add_argument("--report", type=Path, default=Path("gpu_check.md"), help="default: gpu_check.md")
-    parser.add_argument("--size", choices=["gpt2", "small"], help="of the step; default: gpt2, on the CPU small")
-    parser.add_argument("--steps", type=positive, default=30, help="of a run that is measured (default 30)")
-    parser.add_argument("--repeats", type=positive, default=3, help="measured runs of each launcher (default 3)")
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks on the first GPU; implied if there is one")
+    parser.add_argument("--only", nargs="+", metavar="PART", choices=[part.letter for part in PARTS])
+    parser.add_argument("--minutes", type=float, default=12.0, help="in all (default 12)")
+    parser.add_argument("--report", type=Path, default=Path("gpu_check.md"), help="its JSON lies beside it")
+    parser.add_argument("--beside", type=int, help=f"tasks at once (default: one for {CORES_A_TASK} cores)")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor of all limits but --minutes, if slow")
     parser.add_argument("--folder", type=Path, help="keep the runs there; must not exist")
-    options = parser.parse_args()
-    minutes = options.minutes or (6 if options.quick else 25)
-    ends_s = time.monotonic() + minutes * 60
-    os.environ.update(CUBLAS_WORKSPACE_CONFIG=ENVIRONMENT["CUBLAS_WORKSPACE_CONFIG"])
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Check, print, and return the exit code."""
+    options = parsed()
+    ends_s = time.monotonic() + options.minutes * 60 - OVERTIME_S
+    os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8")
     try:
-        device = find_devices(options.device)
+        names = find_devices(options.device)
     except NoGpuError as error:
         print(f"gpu_check: error: {error}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="ttprun-gpu-") as scratch:
-        check = Check(options, device, (options.folder or Path(scratch)).absolute(), ends_s)
-        check.report.say(headline(machine()))
-        check.report.say(", ".join(device.names) or "on the CPU")
-        check.run()
-    return check.report.finish(options.report, device)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # the report is written
+    options.report.parent.mkdir(parents=True, exist_ok=True)
+    shares = options.device == "cuda" and (options.share_gpu or len(names) == 1)
+    beside = options.beside or max(1, int(len(os.sched_getaffinity(0)) / CORES_A_TASK))
+    with tempfile.TemporaryDirectory(prefix="ttprun-gpu-", ignore_cleanup_errors=True) as scratch:
+        folder = (options.folder or Path(scratch)).absolute()
+        place = Place(options.device, names, shares, 2, folder, options.patience)
+        report = Report(options.report, facts_of(names) | {"tasks at once": str(beside)})
+        Runner(report, place, ends_s, beside).run(
+            [part for part in PARTS if part.letter in (options.only or part.letter)]
+        )
+        return report.finish()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a task that has not come back is not waited for

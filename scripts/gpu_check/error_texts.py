@@ -9,6 +9,7 @@ Most errors of a kernel end what a process can do with its GPU, so each is cause
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -20,12 +21,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from ttprun.device.environment import NCCL_VARIABLES
 from ttprun.device.errors import DeviceErrors, in_one_line
 
 LIMIT_S = 120.0
 PEER_LIMIT_S = 20
+SHARES = "GPU_CHECK_SHARES"  # in the environment: ranks share a GPU, and NCCL is told that they are on two machines
 KERNEL = 'extern "C" __global__ void broken(int *words) {{ {} }}'
 
 
@@ -56,10 +60,14 @@ def _lose_a_peer(backend: str, device: str) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # or the error would come in another thread
+    from ttprun.rank.comm.transports.late import LateWork
+
+    os.environ.update(NCCL_VARIABLES)  # what ttprun's ranks have; else the watchdog ends the process
     with tempfile.TemporaryDirectory() as folder:
         rank = 1 if os.fork() == 0 else 0
         signal.alarm(int(LIMIT_S))  # neither outlives a check that hangs
+        if SHARES in os.environ:
+            os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
         place = device if device == "cpu" else f"{device}:{rank % torch.cuda.device_count()}"
         limit = timedelta(seconds=PEER_LIMIT_S)
         dist.init_process_group(backend, f"file://{folder}/store", limit, rank=rank, world_size=2)
@@ -67,8 +75,9 @@ def _lose_a_peer(backend: str, device: str) -> None:
         dist.all_reduce(tensor)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(tensor)
-        tensor.item()
+        work = dist.all_reduce(tensor, async_op=True)
+        # gloo's own wait raises; NCCL's does not, so the error is had as ttprun has it.
+        (work if backend == "gloo" else LateWork(SimpleNamespace(is_aborted=False), work)).wait(limit)
 
 
 @dataclass(frozen=True)
@@ -123,18 +132,35 @@ class Text:
         return bool(self.text) and self.fault in CAUSES[self.cause].faults
 
 
-def provoke(cause: str) -> Text:
-    """Cause an error in a process of its own."""
+def provoke(cause: str, shares: bool = False, limit_s: float = LIMIT_S) -> Text:
+    """Cause an error in a process of its own.
+
+    shares  whether two ranks use one GPU
+    """
     command = [sys.executable, __file__, "--cause", cause]
+    environment = os.environ | ({SHARES: "1"} if shares else {})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return Text(cause, "", f"nothing was raised within {LIMIT_S:.0f} s")
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return Text(cause, "", f"exit code {done.returncode}: {last}")
+        return Text(cause, "", f"nothing was raised within {limit_s:.0f} s")
+    finally:
+        _end_family(process)
+    lines = out.splitlines()
+    if process.returncode or not lines:
+        last = (err.strip().splitlines() or ["no output"])[-1]
+        return Text(cause, "", f"exit code {process.returncode}: {last}")
     return Text(cause, **json.loads(lines[-1]))
+
+
+def _end_family(process: subprocess.Popen[str]) -> None:
+    """End it and the peer that it has forked, which may be stopped."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
 
 
 def main() -> None:

@@ -1,14 +1,19 @@
-"""The report of a check: what is printed as it happens, and one file in Markdown at the end. Begin with `Report`."""
+"""The report of a check: printed as it comes, and kept in a file in Markdown and one in JSON, which grow with it.
+
+Both files are complete after each row, so a check that is ended, or a machine that is taken away, leaves what was seen.
+Begin with `Report`.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from error_texts import Text
-from runs import print_table
-from styles import Device, Result
+from parts import Part, Row
 
 from ttprun import __version__
 
@@ -16,91 +21,121 @@ from ttprun import __version__
 class Report:
     """What was found so far.
 
-    measured  what was measured, and the figure; a list of two texts each
+    path    of the Markdown; the JSON lies beside it
+    facts   of the machine and its software, by name
     """
 
-    def __init__(self) -> None:
-        self.measured: list[list[str]] = []
-        self._said: list[str] = []
-        self._results: list[Result] = []
-        self._texts: list[Text] = []
-        self._passed: list[bool] = []
+    def __init__(self, path: Path, facts: dict[str, str]) -> None:
+        self._path, self._facts = path, facts
+        self._began_s = time.monotonic()
+        self._parts: dict[str, dict[str, Any]] = {}
+        self._rows: list[tuple[Part, Row, float]] = []
+        self._verdict = "not finished"
+        for name, fact in facts.items():
+            self.say(f"{name}: {fact}")
 
     def say(self, line: str) -> None:
-        """Print a line, which the report holds too."""
+        """Print a line."""
         print(line, flush=True)
-        self._said.append(line)
 
-    def add(self, result: Result) -> None:
-        """A style that was broken."""
-        self._results.append(result)
-        took = "" if result.took_s is None else f" in {result.took_s:.2f} s"
-        same = "weights identical" if result.identical else "WEIGHTS NOT IDENTICAL"
-        self.judge(str(result.trial), result.has_passed, f"{result.rung or 'no recovery'}{took}; {same}")
-        for note in result.notes:
-            self.say(f"        {note}")
+    def begin(self, part: Part) -> None:
+        """A part begins."""
+        self._parts[part.letter] = {"title": part.title, "began_s": self._now_s(), "ended_s": None}
+        self._write()
 
-    def add_text(self, text: Text) -> None:
-        """An error that was caused."""
-        self._texts.append(text)
-        self.judge(text.cause, text.is_known, f"{text.text or 'no error'} -> {text.fault or 'not of the device'}")
+    def end(self, part: Part) -> None:
+        """All of a part's tasks are over."""
+        self._parts[part.letter]["ended_s"] = self._now_s()
+        self.say(f"-- {part.letter} {part.title}: over after {self._now_s():.0f} s of the check")
+        self._write()
 
-    def leave_out(self, what: str, why: str) -> None:
-        """Something was not tried."""
-        self.say(f"-       {what}: left out, {why}")
+    def add(self, part: Part, row: Row, took_s: float = 0.0) -> None:
+        """Something was tried or measured, and this came of it.
 
-    def judge(self, what: str, has_passed: bool, how: str) -> None:
-        """Something was tried, and this came of it."""
-        self._passed.append(has_passed)
-        self.say(f"{'ok' if has_passed else 'FAILED':7} {what}: {how}")
+        took_s  since its task began
+        """
+        self._rows.append((part, row, took_s))
+        self._write()  # before it is printed: who reads it may take the machine away
+        self.say(f"{row.verdict:8} {part.letter} {row.what}: {row.found}")
+        if row.verdict == "FAILED":
+            for line in row.details:
+                self.say(f"           {line}")
 
-    def finish(self, path: Path, device: Device) -> int:
-        """Write the file; returns the exit code. With nothing tried nothing has passed."""
-        if self.measured:
-            print_table(self.measured)
-        failed = self._passed.count(False)
-        is_well = bool(self._passed) and not failed
-        self.say("all well" if is_well else f"{failed} of {len(self._passed)} checks failed")
-        tables = (
-            ["broken ranks", "style | ranks | over | fault | answer | seconds | weights", *map(_row_of, self._results)],
-            ["times", "what | median (least-greatest)", *map(" | ".join, self.measured)],
-            ["errors", "cause | text | what ttprun takes it for", *map(_row_of_text, self._texts)],
-        )
-        lines = ["# ttprun on a device", "", *(f"* {name}: {value}" for name, value in _facts(device).items())]
-        for title, head, *rows in tables:
-            if rows:
-                rule = " | ".join("---" for _ in head.split(" | "))
-                lines += ["", f"## {title.capitalize()}", "", *(f"| {row} |" for row in (head, rule, *rows))]
-        lines += ["", "## As it was printed", "", *(f"    {line}" for line in self._said), ""]
-        path.write_text("\n".join(lines), encoding="utf-8")
-        print(f"the report: {path}")
+    def finish(self) -> int:
+        """The end of it; returns the exit code. If nothing was tried, nothing has passed."""
+        verdicts = [row.verdict for _, row, _ in self._rows]
+        failed, passed, seen = (verdicts.count(verdict) for verdict in ("FAILED", "ok", "seen"))
+        is_well = not failed and passed + seen > 0
+        self._verdict = f"{'all well: ' if is_well else ''}{failed} failed, {passed} passed, {seen} facts and figures"
+        self.say(self._verdict)
+        self._write()
+        self.say(f"the report: {self._path} and {self._path.with_suffix('.json')}")
         return int(not is_well)
 
+    def _now_s(self) -> float:
+        return round(time.monotonic() - self._began_s, 1)
 
-def _row_of(result: Result) -> str:
-    trial = result.trial
-    took = "-" if result.took_s is None else f"{result.took_s:.2f}"
-    same = "identical" if result.identical else "not identical"
-    cells = (trial.style, str(trial.ranks), trial.backend, trial.fault, result.rung or "-", took, same)
-    return " | ".join(cells)
+    def _write(self) -> None:
+        _replace(self._path, self._markdown())
+        _replace(self._path.with_suffix(".json"), json.dumps(self._json(), indent=1, default=str) + "\n")
+
+    def _markdown(self) -> str:
+        lines = ["# ttprun on a device", "", f"* {self._verdict}, after {self._now_s():.0f} s"]
+        lines += [f"* {name}: {fact}" for name, fact in self._facts.items()]
+        for letter, times in self._parts.items():
+            took = "" if times["ended_s"] is None else f" ({times['began_s']:.0f} to {times['ended_s']:.0f} s)"
+            lines += ["", f"## {letter}. {times['title']}{took}", ""]
+            rows = [(row, took_s) for part, row, took_s in self._rows if part.letter == letter]
+            if rows:
+                lines += ["| | what | found | s |", "| --- | --- | --- | --- |"]
+            lines += [
+                f"| {row.verdict} | {_cell(row.what)} | {_cell(row.found)} | {took_s:.0f} |" for row, took_s in rows
+            ]
+            for row, _ in rows:
+                if row.details:
+                    lines += ["", f"{row.what}:", "", *(f"    {line}" for line in row.details)]
+        return "\n".join([*lines, ""])
+
+    def _json(self) -> dict[str, Any]:
+        rows = [
+            {
+                "part": part.letter,
+                "what": row.what,
+                "verdict": row.verdict,
+                "found": row.found,
+                "took_s": round(took_s, 1),
+            }
+            | {"details": row.details, "values": row.values}
+            for part, row, took_s in self._rows
+        ]
+        return {"verdict": self._verdict, "facts": self._facts, "parts": self._parts, "rows": rows}
 
 
-def _row_of_text(text: Text) -> str:
-    shown = text.text.replace("|", "\\|") or "none was raised"
-    return f"{text.cause} | {shown} | {text.fault or 'not an error of the device'}"
+def facts_of(names: tuple[str, ...]) -> dict[str, str]:
+    """When and where, with the versions of all that had a part in it.
 
-
-def _facts(device: Device) -> dict[str, str]:
-    """When and where, with the versions of all that had a part in it."""
+    names   of the devices
+    """
     import torch
 
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": ", ".join(device.names) or "CPU",
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "device": ", ".join(names) or "CPU",
         "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
         "NCCL": nccl,
         "Python": sys.version.split()[0],
         "ttprun": __version__,
     }
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _replace(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never a part of it."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)

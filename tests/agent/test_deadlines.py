@@ -100,3 +100,17 @@ def test_a_deadline_of_an_older_generation_is_forgotten(played: Played) -> None:
     played.deadlines.pass_time()
 
     assert played.passed == []
+
+
+def test_a_wait_that_takes_long_is_told_once_with_whom_it_is_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    played = Played(monkeypatch)
+    played.deadlines.set(played.order)
+
+    played.seconds_until_passed()
+
+    (line,) = [record.message for record in caplog.records]
+    assert line == (
+        "still waiting for rank 0 to freeze, rank 1 to start, rank 2 to freeze (limit: 60 s without progress)"
+    )

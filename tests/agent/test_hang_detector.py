@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.agent.nodes import NothingFails
 from ttprun import recovery
 from ttprun.agent.core.failures import FirstFailure
 from ttprun.agent.core.rank_slot import RankSlot
@@ -154,6 +155,22 @@ def test_a_stopped_process_writes_its_stack_and_stops_again(start: Callable[[str
     assert state_of(process.process.pid)[0] == "T"
 
 
+def test_the_main_thread_of_a_stopped_process_writes_not_one_that_may_have_no_room_for_it(
+    start: Callable[[str], Process],
+) -> None:
+    """The kernel prefers the main thread, but not where all threads are stopped."""
+    threads = "for _ in range(30): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    process = start(f"{threads}\n    time.sleep(60)")
+
+    for _ in range(5):
+        process.process.send_signal(signal.SIGSTOP)
+        while state_of(process.process.pid)[0] != "T":
+            time.sleep(0.01)
+        text = stacks.take(process.process.pid, process.stack_fd, is_stopped=True)
+
+        assert f"Current thread 0x{process.main_thread:016x}" in text
+
+
 def test_several_processes_write_their_stacks_at_once_and_one_that_catches_nothing_is_left_alone(
     start: Callable[[str], Process],
 ) -> None:
@@ -256,6 +273,7 @@ class FakeNode:
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(hang_timeout_s="auto")
+        self.domains = NothingFails()
         self.job = new_job(Settings(world_size=2))
         self.slots: list[Any] = []
         self.reported: list[Any] = []
@@ -311,7 +329,7 @@ def test_connections_that_break_by_a_ranks_end_are_no_fault_of_their_own(started
     os.waitid(os.P_PID, ended.proc.pid, os.WEXITED | os.WNOWAIT)
     node: Any = FakeNode()
     node.here = [RankSlot(0, 0, ended, record_fd=-1, pid=ended.proc.pid)]
-    reporter: Any = SimpleNamespace(rank=1)
+    reporter: Any = SimpleNamespace(rank=1, pid=11)
     broken = Broken(generation=0, reason="reset by peer", after_s=1.0, device_fault="")
 
     hang_detector_of(node, BlindLookout).take_broken(reporter, broken)
@@ -336,7 +354,7 @@ class NodeThatGoesBack(FakeNode):
         super().advance(event)
         self._sit(self._fresh)
 
-    def in_background(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+    def in_background(self, work: Callable[[], Any], then: Callable[[Any], None], failed: Any) -> None:
         then(work())
 
     def board_row(self, slot: RankSlot) -> list[int]:
@@ -385,7 +403,7 @@ class NodeThatLooksAtStacks(NodeThatGoesBack):
         self.reported.append(event)
         self.job, _ = recovery.advance(self.job, event)
 
-    def in_background(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+    def in_background(self, work: Callable[[], Any], then: Callable[[Any], None], failed: Any) -> None:
         found = work()
         self.later.append(lambda: then(found))
 

@@ -134,7 +134,7 @@ def test_nobody_waits_for_a_rank_that_leaves_and_whose_stack_is_looked_at_meanwh
     node.board_fd, node._board = Board.create(1)
     node.board.set(0, Field.RECORDED, 7)
     afterwards = list[Callable[[str], None]]()
-    node.in_background = lambda work, then: afterwards.append(then)  # type: ignore[method-assign,assignment,misc]
+    node.in_background = lambda work, then, failed=None: afterwards.append(then)  # type: ignore[method-assign,assignment,misc]
     actuator = part(LocalActuator, node, hang_detector=late, watch=dies)
 
     actuator.carry_out(node_orders.Kill(0, "it leaves"))

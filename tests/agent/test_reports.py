@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.agent.nodes import part
+from tests.agent.nodes import NothingFails, part
 from ttprun import recovery
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.follower import Follower
@@ -58,6 +58,7 @@ class FakeNode:
 
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder)
+        self.domains = NothingFails()
         self.board = Board.create(N_RANKS)[1]
         self.peers = Peers(ranks_per_node=N_RANKS)
         self.handlers = [FakeHandler() for _ in range(N_RANKS)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.agent.nodes import NothingFails
 from tests.agent.starting import start_of, wait_for_end
 from tests.options import OPTIONS
 from ttprun import recovery
@@ -60,6 +61,7 @@ class Ranks:
         self.job: Any = SimpleNamespace(phase=recovery.JobPhase.RUNNING)
         self.board = Board.create(RANKS)[1]
         self.selector = selectors.DefaultSelector()
+        self.domains = NothingFails()
         self.logged: list[dict[str, Any]] = []
         self.here = [
             SimpleNamespace(
@@ -73,7 +75,7 @@ class Ranks:
         self.set_ups.begin_group()
         self.pass_boundary(3)
 
-    def in_background(self, work: Callable[[], Any]) -> None:
+    def in_background(self, work: Callable[[], Any], failed: Callable[[Exception], None]) -> None:
         work()
 
     def log(self, event: str, **fields: Any) -> None:

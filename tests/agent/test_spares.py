@@ -35,6 +35,9 @@ class FakePeers:
     def name_of(self, node: int) -> str:
         return f"node {node}"
 
+    def shown(self, node: int) -> str:
+        return f"10.0.0.{node}"
+
     def is_connected(self, node: int) -> bool:
         return node in self.connected
 

@@ -258,3 +258,42 @@ def test_a_standby_that_has_died_is_never_taken(tmp_path: Path) -> None:
     assert standbys.ready == 0
     standbys.end()
     watched[0].channel.close()
+
+
+class NotGoneYet:
+    """A process that has closed its line and is not gone: it waits for a disk, or the machine is busy."""
+
+    returncode = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        return None
+
+    def wait(self, timeout: float) -> int:
+        raise subprocess.TimeoutExpired(["standby"], timeout)
+
+
+def test_a_standby_whose_line_is_closed_is_asked_for_nothing_though_its_process_is_not_gone_yet(
+    tmp_path: Path,
+) -> None:
+    standbys, watched = Standbys(1, str(tmp_path)), []
+    standbys.refill(watched.append, {})
+    standby = watched[0]
+    standby.hurry()
+    wait_until_ready(standby)
+    kill_session(standby.process.pid)
+    standby.process.wait(LIMIT_S)
+    standby.process = NotGoneYet(0)
+
+    with pytest.raises((EOFError, OSError)):
+        standby.read()
+    standby.bury()
+
+    assert standby.copy() is None
+    assert standbys.take() is None
+    assert (standbys.ready, standbys.is_on_its_way) == (0, False)
+    standbys.refill(watched.append, {})
+    assert len(watched) == 2
+    standbys.end()

@@ -99,8 +99,10 @@ def break_down(supervisor: Supervisor) -> None:
     def fail() -> None:
         raise RuntimeError("a bug of ours")
 
-    supervisor.node.call(fail)
-    assert comes_around(supervisor)
+    for _ in range(2):  # after the first time it begins anew
+        supervisor.node.call(fail)
+        assert comes_around(supervisor)
+    assert supervisor.node.is_broken
 
 
 def comes_around(supervisor: Supervisor) -> bool:
@@ -206,7 +208,7 @@ def test_a_signal_between_two_groups_ends_the_job_at_once(
     supervisor.pause()
     begin_group(supervisor, 0, 1)
 
-    ending = threading.Thread(target=supervisor.end, args=(signal.SIGTERM, 1.0), daemon=True)
+    ending = threading.Thread(target=supervisor.end, args=(signal.SIGTERM, 1.0, lambda: 60.0), daemon=True)
     ending.start()
     ending.join(5.0)
 
@@ -292,4 +294,43 @@ def test_the_supervisor_never_looks_at_a_group_that_is_only_half_begun(
     supervisor.node.call(is_past.set)
 
     assert is_past.wait(LIMIT_S)
+    assert not supervisor.node.is_broken
+
+
+def test_a_supervisor_that_has_failed_begins_anew_and_goes_on_with_the_calls_behind_what_broke_it(
+    supervisor: Supervisor, started: Callable[..., RankHandler], caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(supervisor, [started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)])
+    behind = threading.Event()
+
+    def fail() -> None:
+        supervisor.node.call(behind.set)
+        raise RuntimeError("a bug of ours")
+
+    supervisor.node.call(fail)
+
+    assert behind.wait(LIMIT_S)
+    assert not supervisor.node.is_broken
+    assert [record.message for record in caplog.records] == [
+        "ttprun's supervisor failed; a new one continues from the events recorded so far"
+    ]
+
+
+def test_an_exit_that_was_not_decided_as_the_supervisor_failed_is_decided_by_the_new_one(
+    supervisor: Supervisor, started: Callable[..., RankHandler]
+) -> None:
+    begin(supervisor, [started("-c", f"exit {code}", entry="/bin/sh", is_python=False) for code in (3, 0)])
+    own_states, lost = supervisor.parts.watch._own_states, []
+    report = own_states.report_what_is_left
+
+    def break_once(slot: Any) -> None:
+        if not lost:
+            lost.append(slot.rank)
+            raise RuntimeError("broken on purpose")
+        report(slot)
+
+    own_states.report_what_is_left = break_once  # type: ignore[method-assign]
+
+    assert verdict_of(supervisor) is not None
+    assert supervisor.node.job.members[0].pid is None
     assert not supervisor.node.is_broken

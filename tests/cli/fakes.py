@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig
 
+from ttprun.agent.launcher.outcome import Outcomes
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 
@@ -32,6 +33,7 @@ class FakeLaunch:
         is_python: bool,
         is_place_named: bool,
         page: str,
+        outcomes: Outcomes | None,
     ) -> int:
         self.is_python = is_python
         self.is_place_named = is_place_named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import pty
 import re
@@ -13,9 +14,9 @@ from typing import get_args
 import pytest
 
 from ttprun import __version__
-from ttprun.cli.guide import FOLDER, TOPICS
+from ttprun.cli.guide import DEFINED, FOLDER, TOPICS, read_page
 from ttprun.cli.main import main
-from ttprun.config import Config
+from ttprun.config import Config, RungName
 from ttprun.protocol.channel import Report
 
 REPOSITORY = Path(__file__).parents[2]
@@ -52,7 +53,46 @@ def test_what_a_page_names_is_there_and_its_lines_are_short(page: Path) -> None:
     assert [file for file in files if not any(FOLDER.parent.rglob(file)) and not (REPOSITORY / file).exists()] == []
     assert [link for link in links if not (page.parent / link).exists()] == []
     assert set(topics) <= set(TOPICS)
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 120  # a row cannot be broken
+
+
+def texts_in_the_source() -> set[str]:
+    """Each str of the package, those of f-strings and of formats piece by piece, with single spaces."""
+    found = set()
+    for path in FOLDER.parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= set(re.split(r"%(?:\.\d+)?[sdgf]", node.value))
+    return found
+
+
+def test_each_message_of_the_page_on_troubles_is_one_of_the_source() -> None:
+    text = " ".join((FOLDER / "troubleshoot.md").read_text(encoding="utf-8").split())
+    messages = re.findall(r"\*\*`([^`]+)`\*\*:", text)
+    source = "\n".join(texts_in_the_source())
+
+    parts = {part for message in messages for part in message.split("...") if len(part.strip()) >= 5}
+    assert len(messages) > 30
+    assert {part for part in parts if part.strip() not in source} == set()
+
+
+def test_the_glossary_is_sorted_and_defines_what_the_others_use() -> None:
+    words = re.findall(r"^\* \*\*([^*]+)\*\*: ", (FOLDER / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+    assert words == sorted(words, key=str.lower)
+    assert {"boundary N", "rung", "generation", "standby", "replay", "rewind", "mirror", "mindio", "journal"} <= set(
+        words
+    )
+    assert set(get_args(RungName)) - {"reconnect", "persist"} <= set(words)
+
+
+@pytest.mark.parametrize("topic", sorted(set(TOPICS) - {"glossary"}))
+def test_a_page_that_uses_a_word_of_ours_names_the_glossary_at_its_head(topic: str) -> None:
+    head, _, body = read_page(topic).partition("\n\n")[2].partition("\n\n")
+
+    used = [word for word in DEFINED if re.search(rf"\b{word}", body)]
+    assert ("ttprun guide glossary" in head) >= bool(used)
+    assert all(word in head for word in used if head.startswith("*Words"))
 
 
 def test_without_a_topic_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """`ttprun` itself: help, the choice of a command, and what stays unimported."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -7,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.cli.main import main
+from ttprun.cli.main import OF_TORCHRUN, main
+from ttprun.cli.options import GROUPS
+from ttprun.cli.torchrun_parser import build_parser, torchrun_options
+from ttprun.config import Config
+from ttprun.config_sources import FILE_ONLY, option_name
 
 
 def test_help_teaches_commands_options_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,6 +26,30 @@ def test_help_teaches_commands_options_and_examples(capsys: pytest.CaptureFixtur
         for word in ("status", "inject-fault", "checkpoints", "doctor", "explain", "--standbys", "--rungs", "--config")
     )
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_help_shows_every_option_once_in_its_group_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+
+    text = " ".join(capsys.readouterr().out.split())
+    grouped = [key for keys in GROUPS.values() for key in keys.split()]
+    assert sorted(grouped) == sorted(set(Config.model_fields) - {"user_paths", *FILE_ONLY})
+    assert [title for title in GROUPS if f" {title}: " not in text] == []
+    assert [key for key in grouped if f" {option_name(key)}" not in text] == []
+    assert "(default: 1)" in text
+    assert "(default: 25%)" in text
+    assert "(default: reconnect, rerun, replace, rewind, resize, restart, persist)" in text
+    assert "(default: None)" not in text
+
+
+def test_the_options_of_torchrun_that_the_help_shows_are_torchruns_with_its_defaults() -> None:
+    known = torchrun_options(build_parser())
+    shown = {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", OF_TORCHRUN)} - {"help", "elastic"}
+    defaults = dict(re.findall(r"^  --([a-z-]+) .*\(default: ([^)]+)\)", OF_TORCHRUN, re.MULTILINE))
+
+    assert shown <= set(known)
+    assert {str(known[name.replace("-", "_")]) for name in defaults} == set(defaults.values())
+    assert len(defaults) == 4
 
 
 def test_without_arguments_the_help_is_shown_as_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,7 +161,7 @@ def test_an_argument_of_the_script_cannot_spoil_the_record_of_the_configuration(
 def test_without_a_directory_the_run_is_kept_under_a_name_that_sorts_by_time(agent: FakeLaunch, tmp_path: Path) -> None:
     main(["train.py"])
 
-    [run] = (tmp_path / "ttprun-runs").iterdir()
+    [run] = (tmp_path / "ttprun-runs").glob("[!.]*")
     assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", run.name)
     agent.calls[0][-1].release()
 
@@ -222,7 +222,7 @@ def test_bad_input_is_one_line_with_the_cure_and_nothing_is_started(
     assert output.err.startswith(f"ttprun: error: {complaint}")
     assert (output.err.count("\n"), output.out) == (1, "")
     assert agent.calls == []
-    assert not list(tmp_path.glob("ttprun-runs/*"))
+    assert not list(tmp_path.glob("ttprun-runs/[!.]*"))
 
 
 @pytest.mark.parametrize(

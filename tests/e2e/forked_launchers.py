@@ -108,7 +108,7 @@ class _Source(Standby):
     def __init__(self, pid: int, ours: Channel) -> None:
         self.process = AdoptedProcess(pid)
         self.channel = ours
-        self._answers_due, self.has_started, self.is_copyable = 1, False, False
+        self._answers_due, self.has_started, self.is_copyable, self.has_hung_up = 1, False, False, False
         self._copying = threading.Lock()
 
     def use(self) -> None:
@@ -122,7 +122,7 @@ class _Source(Standby):
             def __init__(self, run_dir: str, environment: Mapping[str, str]) -> None:
                 copy = source.new_copy()
                 self.process, self.channel = copy.process, copy.channel
-                self._answers_due, self.has_started, self.is_copyable = 0, True, True
+                self._answers_due, self.has_started, self.is_copyable, self.has_hung_up = 0, True, True, False
                 priority.lower(self.process.pid)
 
         def make(agent: ReplacingAgent, **start: Any) -> RankHandler:

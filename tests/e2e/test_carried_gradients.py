@@ -21,6 +21,8 @@ CASES = [
     ("sharded", "kill:rank=1,step=6,phase=backward"),
     ("sharded", "kill:rank=0,step=7,phase=in_step"),
     ("by-hand", "kill:rank=1,step=6,phase=collective"),
+    ("damped", "kill:rank=1,step=6,phase=forward"),
+    ("late", "kill:rank=1,step=9,phase=backward"),
 ]
 
 
@@ -52,3 +54,14 @@ def test_without_a_mirror_all_go_back_to_a_snapshot_that_has_the_gradients(
     assert [(one["rung"], one["outcome"]) for one in result.incidents] == [("rewind", "recovered")], result.story()
     expected = undisturbed(SCRIPT, 2, script_args=args)
     assert (result.final, result.hashes) == (expected.final, expected.hashes), result.story()
+
+
+def test_gradients_that_are_carried_for_the_first_time_are_named_in_that_step(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    result = run_ttprun(SCRIPT, 2, faults=["kill:rank=1,step=7,phase=before_step"], script_args=["--what", "late"])
+
+    named = [event["boundary"] for event in result.events if event["event"] == "rank_hindered" and event["reason"]]
+    assert named == [6, 6], result.story()
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed(SCRIPT, 2, script_args=["--what", "late"]))

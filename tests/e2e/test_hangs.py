@@ -277,3 +277,15 @@ def stacks_of(folder: Path) -> dict[str, Any]:
     assert printed.returncode == 0, printed.stderr
     report: dict[str, Any] = json.loads(printed.stdout)
     return report
+
+
+def test_a_rank_that_hangs_again_in_the_same_step_ends_the_job_with_its_stack(run_ttprun: RunTtprun) -> None:
+    result = run_ttprun("hangs_again.py", 2, options=LIMIT)
+
+    assert result.exit_code == 93, result.story()
+    last = result.output.splitlines()[-1]
+    assert last.startswith("ttprun: the job has ended: rank 1 hangs again in step 8 "), result.story()
+    assert "hangs_again.py:15" in last
+    assert result.output.count("ttprun: rank 1 hangs again (") == 1
+    assert result.output.count('hangs_again.py", line 15 in <module>') >= 2
+    assert result.process_counts == [1, 2]

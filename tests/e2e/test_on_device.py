@@ -81,6 +81,22 @@ def test_one_of_four_ranks_that_is_lost_or_hangs_is_replaced_and_nothing_differs
     assert_survivors_kept_their_pids(result)
 
 
+@pytest.mark.parametrize("second", ["connect", "abort", "rebuild", "reissue"])
+def test_a_second_rank_that_is_lost_while_the_first_is_repaired_is_replaced_too(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, second: str
+) -> None:
+    arguments = ["--with", "batchnorm,dropout,groups", "--by-hand"]
+    reference = undisturbed(SCRIPT, 3, arguments, device=NPU)
+
+    faults = ["kill:rank=1,step=9,phase=collective", f"kill:rank=0,phase={second}"]
+    result = run_ttprun(SCRIPT, 3, script_args=arguments, faults=faults, device=NPU)
+
+    assert_same_outcome(result, reference)
+    assert_only_replaced(result)
+    assert result.incidents[0]["ranks"] == [1, 0], result.story()
+    assert_survivors_kept_their_pids(result)
+
+
 @pytest.mark.parametrize(
     ("phase", "rank"),
     [("forward", 0), ("backward", 1), ("collective", 1), ("before_step", 1), ("in_step", 0), ("after_step", 0)],

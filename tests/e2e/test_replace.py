@@ -297,3 +297,13 @@ def test_folders_that_are_named_from_the_time_go_on_in_the_replacement(run_ttpru
     assert_only_replaced(result)
     assert len(logs) == 10, result.story()
     assert {len(log.read_text().splitlines()) for log in logs} == {12}
+
+
+def test_collectives_of_one_line_and_one_size_are_told_apart_in_a_replay(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    """DDP's forward pass broadcasts the sizes of two buckets once, and a buffer as large in each step."""
+    run = run_ttprun("buckets_and_buffers.py", 2, faults=["kill:rank=1,step=8,phase=backward"])
+
+    assert_only_replaced(run)
+    assert_same_outcome(run, undisturbed("buckets_and_buffers.py", 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import psutil
 import pytest
@@ -106,4 +107,38 @@ def test_a_second_interrupt_ends_ranks_at_once_that_ignore_the_first(start_ttpru
     run = launch.finish(limit_s=20)
 
     assert run.exit_code == 130, run.story()
+    assert_no_orphans(run)
+
+
+def test_a_scheduler_that_signals_twice_and_differently_asks_for_one_thing(start_ttprun: StartTtprun) -> None:
+    """Slurm signals all processes, and the batch shell, whose trap signals the launcher once more."""
+    launch = start_ttprun(INTERRUPTED, 2)
+    launch.wait_for_file("out/trains-1")
+
+    launcher = psutil.Process(launch.process.pid)
+    for process in (launcher, *launcher.children(recursive=True)):
+        process.terminate()
+    launch.process.send_signal(signal.SIGUSR1)
+    launch.wait_for_event("ending")
+    launch.process.send_signal(signal.SIGTERM)
+    run = launch.finish(limit_s=15)
+
+    assert run.exit_code == 143, run.story()
+    assert "its state was saved, the same command resumes from it" in run.status["reason"], run.story()
+    assert_no_orphans(run)
+
+
+def test_saving_ends_before_the_schedulers_grace_time_is_over(start_ttprun: StartTtprun) -> None:
+    """Rank 1 stays in its forward pass, and would have its 30 s to act on the signal."""
+    launch = start_ttprun(INTERRUPTED, 2, options=["--grace-s", "8"], script_args=["--stays", "--handles-term"])
+    launch.wait_for_file("out/trains-1")
+    signalled_s = time.monotonic()
+
+    launch.process.send_signal(signal.SIGTERM)
+    run = launch.finish(limit_s=15)
+
+    assert run.exit_code == 143, run.story()
+    assert run.events[-1]["at_s"] - signalled_s < 8, run.story()
+    assert "grace_time_over" in [event["event"] for event in run.events]
+    assert run.status["reason"].startswith("ended by SIGTERM; its state was saved: "), run.story()
     assert_no_orphans(run)

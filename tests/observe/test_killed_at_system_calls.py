@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.system_calls import killed_at_each_change, why_not_traced
-from ttprun.cli.old_runs import remove_old_runs
+from ttprun.cli.old_runs import Keep, remove_old_runs
 from ttprun.observe.events import EventLog, read_events, timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, read_status, write_status
@@ -69,9 +69,9 @@ def test_killed_while_old_runs_are_removed_none_is_half_there_and_the_next_run_r
         for number in (1, 2):
             ended(place / f"run-{number}", number)
 
-    for place in killed_at_each_change(tmp_path, prepare, lambda place: remove_old_runs(1, "auto", place)):
+    for place in killed_at_each_change(tmp_path, prepare, lambda place: remove_old_runs(Keep(1), "auto", place)):
         left = {path.name for path in place.iterdir() if not path.name.startswith(".")}
         assert left in ({"run-1", "run-2"}, {"run-2"}), place
         assert all((place / name / "logs/rank-0.log").exists() for name in left), place
-        remove_old_runs(1, "auto", place)
+        remove_old_runs(Keep(1), "auto", place)
         assert [path.name for path in place.iterdir()] == ["run-2"]

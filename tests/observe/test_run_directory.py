@@ -25,6 +25,17 @@ def test_a_run_directory_is_its_owners_alone(tmp_path: Path) -> None:
     assert len(run.read_token()) == 32
 
 
+def test_git_ignores_a_folder_of_runs_that_is_new_and_what_lies_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+
+    for base in (tmp_path / "new", tmp_path / "old", tmp_path / "new"):
+        RunDirectory.create(f"r{len(list(base.glob('*')))}", base=base)
+    RunDirectory.create("r1", tmp_path / "named")
+
+    assert (tmp_path / "new" / ".gitignore").read_text() == "*\n"
+    assert [path.parent.name for path in tmp_path.rglob(".gitignore")] == ["new"]
+
+
 def test_two_runs_have_different_tokens(tmp_path: Path) -> None:
     first = RunDirectory.create("r1", base=tmp_path)
     second = RunDirectory.create("r2", base=tmp_path)
@@ -153,3 +164,18 @@ def test_the_control_socket_works_in_a_directory_with_a_very_long_name(tmp_path:
             connection.sendall(b"hello")
         assert client.recv(5) == b"hello"
     assert run.control_socket.is_socket()
+
+
+def test_of_a_job_on_several_nodes_the_folder_of_this_node_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node in ("node-a", "node-b"):
+        RunDirectory.create(f"77/{node}", base=tmp_path)
+    monkeypatch.setenv("SLURMD_NODENAME", "node-b")
+
+    assert RunDirectory.find("77", base=tmp_path).path == tmp_path / "77" / "node-b"
+    monkeypatch.setenv("SLURMD_NODENAME", "login")
+    assert RunDirectory.find("77", base=tmp_path).path == tmp_path / "77" / "node-a"
+    newest = RunDirectory.newest(base=tmp_path)
+    assert newest is not None
+    assert newest.path.parent == tmp_path / "77"

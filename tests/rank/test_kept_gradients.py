@@ -27,16 +27,17 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def learn(optimizer: Any, *, zeroes: bool = False) -> None:
-    """One step of a script, with what the hooks do in it."""
-    (parameter,) = optimizer.param_groups[0]["params"]
+def learn(optimizer: Any, *, zeroes: bool = False) -> str:
+    """One step of a script, with what the hooks do in it; returns why a replacement could not begin before it."""
     if zeroes:
         optimizer.zero_grad()
     gradients.look_at_watched()
-    parameter.square().sum().backward()
+    torch.stack([one.square().sum() for one in optimizer.param_groups[0]["params"]]).sum().backward()
+    why_not = gradients.look_after_backward()
     gradients.were_carried(optimizer)
     optimizer.step()
     gradients.watch(optimizer)
+    return why_not
 
 
 def gradient_of(optimizer: Any) -> torch.Tensor:
@@ -54,6 +55,69 @@ def test_only_gradients_that_are_added_to_belong_to_the_state(made: list[Any]) -
         learn(made[1])
 
     assert names_of_state() == [["momentum_buffer"], ["momentum_buffer", GRADIENT]]
+
+
+def scale(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.mul_(0.9)
+
+
+def scale_to_zero(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.neg_().mul_(0)
+
+
+def replace(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 0.5
+
+
+@pytest.mark.parametrize("change", [scale, scale_to_zero, replace])
+def test_gradients_that_the_script_changes_before_a_backward_adds_to_them_are_kept_as_the_step_has_left_them(
+    made: list[Any], change: Any
+) -> None:
+    for _ in range(2):
+        learn(made[0])
+        left = gradient_of(made[0]).clone()
+        made[0].param_groups[0]["params"][0].grad = change(gradient_of(made[0]))
+
+    assert names_of_state()[0] == ["momentum_buffer", GRADIENT]
+    assert torch.equal(kept_gradients.of(made[0], made[0].param_groups[0]["params"][0]), left)
+
+
+def test_one_gradient_of_many_that_is_not_zeroed_is_enough(made: list[Any]) -> None:
+    made[0].add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    kept = made[0].param_groups[1]["params"][0]
+    made[0].param_groups[0]["params"].append(kept)
+    del made[0].param_groups[1]
+
+    for _ in range(2):
+        made[0].param_groups[0]["params"][0].grad = None
+        learn(made[0])
+
+    assert kept_gradients.is_kept(made[0])
+
+
+def test_a_script_that_begins_to_carry_gradients_later_is_told_in_that_step_and_they_are_kept(made: list[Any]) -> None:
+    before = [learn(made[0], zeroes=True) for _ in range(5)]
+    assert not kept_gradients.is_kept(made[0])
+
+    after = [learn(made[0]) for _ in range(2)]
+
+    assert before == [""] * 5
+    assert after == [gradients.CARRIED_NOW, ""]
+    assert kept_gradients.is_kept(made[0])
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_of_optimizers_that_learn_in_turn_and_zero_their_gradients_nothing_is_kept(
+    made: list[Any], to_none: bool
+) -> None:
+    said = []
+    for _ in range(5):
+        for one in made:
+            one.zero_grad(set_to_none=to_none)
+            said.append(learn(one))
+
+    assert said == [""] * 10
+    assert not any(map(kept_gradients.is_kept, made))
 
 
 def test_a_loaded_gradient_is_put_back_where_the_script_adds_to_it(made: list[Any]) -> None:

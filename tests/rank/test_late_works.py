@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ttprun.device.interface import DeviceFailedError
 from ttprun.rank.comm import links
+from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.comm.transports import late
 from ttprun.rank.comm.transports.late import ABORTED, LateLink, LateWork
 from ttprun.rank.comm.transports.link import GroupMember
@@ -53,10 +54,16 @@ class Backend:
         self.operation.complete()
 
 
+def member(**further: Any) -> GroupMember:
+    """The only member of its group, which nobody has to be told."""
+    exchange: Any = Exchange(SimpleNamespace(send=lambda message: None))  # type: ignore[arg-type]
+    return GroupMember(exchange, 0, "key", "world", 0, 1, [0], timedelta(seconds=5), **further)
+
+
 def issued() -> tuple[Any, LateWork, Operation]:
     operation = Operation()
-    link: Any = LateLink.__new__(LateLink)
-    link.is_aborted, link.backend = False, Backend(operation)
+    link: Any = LateLink(member(), "cpu", lambda store, member: dist.ProcessGroup(0, 1))  # type: ignore[call-arg]
+    link.backend = Backend(operation)
     return link, LateWork(link, operation), operation
 
 
@@ -168,9 +175,7 @@ def test_the_backend_gets_the_options_that_the_script_has_given(monkeypatch: pyt
     given: list[Any] = []
     plugin = SimpleNamespace(extended_api=True, creator_fn=lambda options, of_backend: given.append(of_backend))
     monkeypatch.setitem(dist.Backend._plugins, "HCCL", plugin)
-    exchange: Any = None
-    member = GroupMember(exchange, 0, "key", "world", 0, 1, [0], timedelta(seconds=1), options="a high priority")
 
-    late._registered("hccl")(dist.HashStore(), member)
+    late._registered("hccl")(dist.HashStore(), member(options="a high priority"))
 
     assert given == ["a high priority"]

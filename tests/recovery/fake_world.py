@@ -165,6 +165,15 @@ class FakeWorld:
         if rank not in self.finished:
             self.processes[rank].is_hung = True
 
+    def renew_supervisor(self) -> None:
+        """The agent has failed, and a new one reports first which processes there are."""
+        for rank, process in self.processes.items():
+            member = self.job.members[rank]
+            if process.is_alive and member.pid is None and member.life is recovery.Life.LOST:
+                self.hear(recovery.RankStarted(rank=rank, pid=process.pid, at_s=0.0))
+        for rank in [*self.job.alone, None]:
+            self.hear(recovery.SupervisorRenewed(reason="a bug of ours", rank=rank, at_s=0.0))
+
     def ask_replacement(self, rank: int, is_pair: bool) -> None:
         """A healthy rank, or it and its neighbour, are to have new processes."""
         ranks = tuple(sorted({rank, (rank + is_pair) % len(self.unheard)}))

@@ -64,6 +64,7 @@ EVENT_WORDS: dict[str, type[Event]] = {
     "deadline_passed": recovery.DeadlinePassed,
     "group_restarted": recovery.GroupRestarted,
     "stop_asked": recovery.StopAsked,
+    "renewed": recovery.SupervisorRenewed,
 }
 DEFAULTS: dict[type[Event], dict[str, Any]] = {
     recovery.RankExited: {"code": None, "signal": None, "boundary": 0},

@@ -393,3 +393,18 @@ def test_a_replacement_that_is_stuck_in_its_replay_is_found_and_those_that_wait_
         said += ranks.watch.look_at_repair(ranks.at_s, [rank.observation for rank in ranks.ranks], replaying=[1])
 
     assert {verdict.observation.rank for verdict in hung(said)} == {1}
+
+
+def test_a_replacement_that_hangs_in_the_step_it_takes_over_is_found_by_the_clock_of_any_other_step() -> None:
+    ranks = watched()
+    ranks.be(1, Doing.COMPUTING)
+    ranks.be(0, Doing.COLLECTIVE)
+
+    said: list[HangVerdict] = []
+    for _ in range(24):
+        ranks.at_s += EVERY_S
+        for rank in ranks.ranks:
+            rank.pass_time(ranks.at_s)
+        said += ranks.watch.look_at_repair(ranks.at_s, [rank.observation for rank in ranks.ranks], stepping=[0, 1])
+
+    assert {verdict.observation.rank for verdict in hung(said)} == {1}

@@ -76,6 +76,8 @@ def play(world: FakeWorld, tape: bytes) -> None:
         elif move < 247:
             world.ask_size(is_smaller=is_mute)
             world.has_room = choice % 3 > 0
+        elif move < 248 and is_mute:
+            world.renew_supervisor()
         elif move < 248:
             world.hear(CheckpointAsked(at_s=0.0))
         elif move < 249:

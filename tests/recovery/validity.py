@@ -6,6 +6,7 @@ from ttprun import recovery
 from ttprun.recovery import Action, Event, Job, JobPhase
 from ttprun.recovery.machine import STORY_LENGTH
 from ttprun.recovery.members import Members
+from ttprun.recovery.phases import DEADLINE_NAMES, HALT
 
 QUIET = (JobPhase.RUNNING, JobPhase.DONE, JobPhase.FAILED)
 MOST_RANKS = 16  # of a job that is checked: `test_scale.py` counts the work of larger ones
@@ -20,7 +21,23 @@ def advance(job: Job, event: Event) -> tuple[Job, tuple[Action, ...]]:
     assert after.generation >= job.generation
     assert after.incident_count >= job.incident_count
     assert after is not job or actions == ()
+    assert_waits_have_deadlines(job, after, actions)
     return after, actions
+
+
+def assert_waits_have_deadlines(job: Job, after: Job, actions: tuple[Action, ...]) -> None:
+    """Whoever begins to wait for something, in whatever phase, has a deadline for it from that moment."""
+    names = {*DEADLINE_NAMES.values()}
+    assert {JobPhase.RUNNING, JobPhase.RESTARTING, JobPhase.DONE, JobPhase.FAILED} == {*JobPhase} - {*DEADLINE_NAMES}
+    ordered = {(one.rank, one.generation, one.name) for one in actions if isinstance(one, recovery.SetDeadline)}
+    both = [(None, job, after), *((rank, job.alone.get(rank), own) for rank, own in after.alone.items())]
+    for rank, old, new in both:
+        began = old is None or (old.phase, old.generation) != (new.phase, new.generation)
+        if new.phase in DEADLINE_NAMES and began:
+            name = DEADLINE_NAMES[new.phase]
+            wanted = {(rank, new.generation, name)} | ({(rank, new.generation, HALT)} if name == "persist" else set())
+            assert ordered & wanted, f"{new.phase} of rank {rank} waits without a deadline"
+    assert {name for _, _, name in ordered} <= names | {HALT}
 
 
 def validate(job: Job) -> None:

@@ -4,6 +4,8 @@
 --what never    one model; zero_grad() is never called
 --what sharded  the same with FSDP2
 --what by-hand  the same; gradients are averaged by hand, in the order of the parameters
+--what damped   never zeroed; the script scales them by hand after each step
+--what late     zeroed in the first steps, and damped from then on
 """
 
 import argparse
@@ -18,6 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+LATE = 5  # step from which on they are damped
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
@@ -82,7 +86,7 @@ def train_without_zeroing():
     model = mlp(8, 1)
     if args.what == "sharded":
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    trained = DDP(model) if args.what == "never" else model
+    trained = DDP(model) if args.what in ("never", "damped", "late") else model
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     torch.manual_seed(10 + rank)
     for step in range(args.steps):
@@ -92,6 +96,11 @@ def train_without_zeroing():
         if args.what == "by-hand":
             average(model)
         optimizer.step()
+        if args.what == "damped" or (args.what == "late" and step >= LATE):
+            for parameter in model.parameters():
+                parameter.grad *= 0.9
+        elif args.what == "late":
+            optimizer.zero_grad(set_to_none=False)
         print(f"[rank {rank}] step {step} loss {loss.item()!r}", flush=True)
     finish(model)
 

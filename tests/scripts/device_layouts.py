@@ -6,13 +6,14 @@ On one GPU (--share) NCCL takes the ranks for processes on different machines, a
 import argparse
 import hashlib
 import os
+import time
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--layout", choices=["ddp", "own", "fsdp2", "hsdp"], default="ddp")
 parser.add_argument("--backend", default="", help="'': the device's own")
 parser.add_argument(
-    "--with", dest="more", default="", help="barrier,loss,objects,syncbn,accumulation,fp16,device_id,noise"
+    "--with", dest="more", default="", help="barrier,loss,objects,syncbn,accumulation,fp16,device_id,noise,times"
 )
 parser.add_argument("--steps", type=int, default=24)
 parser.add_argument("--width", type=int, default=128)
@@ -33,9 +34,11 @@ if "noise" not in more:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
 torch.manual_seed(7)
-torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
-device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
-backend = args.backend or {"cuda": "nccl", "npu": "hccl"}[device.type]
+device = torch.device("cpu")
+if torch.accelerator.is_available():
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+    device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+backend = args.backend or {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}[device.type]
 dist.init_process_group(backend, device_id=device if "device_id" in more else None)
 rank, world = dist.get_rank(), dist.get_world_size()
 
@@ -87,9 +90,9 @@ elif args.layout in ("fsdp2", "hsdp"):
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
 scaler = torch.amp.GradScaler(device.type, init_scale=2.0**14, growth_interval=4, enabled="fp16" in more)
-data = TensorDataset(torch.randint(0, 64, (8 * args.steps, 17), generator=torch.Generator().manual_seed(1)))
+data = TensorDataset(torch.randint(0, 64, (8 * min(args.steps, 500), 17), generator=torch.Generator().manual_seed(1)))
 sampler = DistributedSampler(data, world, rank)
-loader = DataLoader(data, batch_size=4, sampler=sampler, pin_memory=True)
+loader = DataLoader(data, batch_size=4, sampler=sampler, pin_memory=device.type != "cpu")
 every = 2 if "accumulation" in more else 1
 
 done = seen = epoch = 0
@@ -116,13 +119,15 @@ while done < args.steps:
         optimizer.zero_grad()
         total = loss.detach().clone()
         if "loss" in more:
-            dist.all_reduce(total, op=dist.ReduceOp.AVG)
+            dist.all_reduce(total, op=dist.ReduceOp.AVG if device.type != "cpu" else dist.ReduceOp.SUM)
         if "barrier" in more:
             dist.barrier()
         if "objects" in more and done % 4 == 0:
             everywhere = [None] * world
             dist.all_gather_object(everywhere, {"rank": rank, "step": done})
         print(f"[rank {rank}] step {done} loss {total.item():.9g}", flush=True)
+        if "times" in more:
+            print(f"[rank {rank}] step {done} ended at {time.monotonic():.4f}", flush=True)
         done += 1
         if done == args.steps:
             break

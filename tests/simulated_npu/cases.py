@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -308,3 +312,49 @@ def test_a_lost_device_fails_in_everything() -> None:
         assert torch.npu.stop_device(7) == 1
         with pytest.raises(RuntimeError, match="507010"):
             torch.npu.restart_device(7)
+
+
+FAILED_COLLECTIVE = """
+import os, sys, time, torch, torch.distributed as dist
+from torch_npu import breaking
+dist.init_process_group("hccl", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+backend = dist.group.WORLD._get_backend(torch.device("npu"))
+tensor = torch.ones(2, device="npu")
+breaking.fail_memory(tensor)
+work = dist.all_reduce(tensor, async_op=True)
+while not work.is_completed(): time.sleep(0.01)
+time.sleep(0.5)
+begun = time.monotonic()
+dist.destroy_process_group()
+del work, backend
+print(time.monotonic() - begun)
+os._exit(0)
+"""
+
+
+def failed_collective(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", FAILED_COLLECTIVE, str(folder / "store")],
+        env={**os.environ, "TORCH_HCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_watchdog_ends_the_process_of_a_failed_collective(tmp_path: Path) -> None:
+    done = failed_collective(tmp_path)
+
+    assert done.returncode == -signal.SIGABRT
+    assert "HCCL watchdog thread ends the process: operator():simulated NPU function error: UCE ERROR" in done.stderr
+
+
+def test_the_watchdog_that_may_not_end_the_process_sleeps_and_a_destructor_waits_for_it(tmp_path: Path) -> None:
+    handling = {"TORCH_HCCL_ASYNC_ERROR_HANDLING": "0"}
+    long = failed_collective(tmp_path, TORCH_HCCL_WAIT_TIMEOUT_DUMP_MILSEC="2500", **handling)
+    none = failed_collective(tmp_path, TORCH_HCCL_DUMP_ON_TIMEOUT="0", **handling)
+
+    assert (long.returncode, none.returncode) == (0, 0), long.stderr + none.stderr
+    assert float(long.stdout) > 1
+    assert float(none.stdout) < 1

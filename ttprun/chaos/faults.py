@@ -69,7 +69,9 @@ PHASES: dict[str, str] = {
     "transfer": "in a recovery, while state goes from one rank to another (in the one that sends, or in the other)",
     "gradients": "after a recovery that was equal to rounding alone, while gradients go from one rank to another",
     "freeze": "in a recovery, when a survivor is asked to quiesce",
+    "abort": "in a recovery, when a survivor has aborted the communicator of a group on a device",
     "rebuild": "in a recovery, when a rank is asked to connect again",
+    "connect": "in a recovery, when all members of a group are about to make its communicator on a device",
     "reissue": "in a recovery, when a survivor has issued the first collective again",
     "thaw": "in a recovery, when a survivor's main thread continues",
     "persist": "when a rank is asked to write its share of a checkpoint",
@@ -77,7 +79,8 @@ PHASES: dict[str, str] = {
 
 _STEP = ("forward", "backward", "collective", "before_step", "in_step", "after_step")
 _SCRIPT = ("init", "setup", *_STEP, "validation", "checkpoint")
-RECOVERY_PHASES = ("fork", "replay", "transfer", "gradients", "freeze", "rebuild", "reissue", "thaw", "persist")
+_RESUMES = ("rebuild", "connect", "reissue", "thaw", "persist")
+RECOVERY_PHASES = ("fork", "replay", "transfer", "gradients", "freeze", "abort", *_RESUMES)
 _TRAINS = ("setup", *_STEP, "validation", "checkpoint")
 _CONNECTED = (*_TRAINS, "exit", "reissue", "thaw")
 # These raise, in the script or in its next collective, what a device would.

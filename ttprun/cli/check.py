@@ -96,6 +96,7 @@ def read_command_line(words: Sequence[str]) -> tuple[Namespace, CheckTarget]:
     from ttprun.cli.preflight import check_host, check_options
     from ttprun.cli.run import fill_rendezvous
     from ttprun.cli.run import read_command_line as read_launch
+    from ttprun.config_sources import option_name
 
     at = _script_at(words)
     own, options = _parser().parse_known_args(words[:at])
@@ -113,6 +114,9 @@ def read_command_line(words: Sequence[str]) -> tuple[Namespace, CheckTarget]:
     for name, is_so in (("--run-path", torchrun.run_path), ("--mindio", config.mindio)):
         if is_so:
             raise ConfigError(f"{name}: such a job cannot be checked", "rehearse it with 'ttprun drill'")
+    if launch.asked:
+        name = option_name(launch.asked[0])
+        raise ConfigError(f"{name}: not for a check, which runs the script", f"ttprun {name} SCRIPT")
     if config.faults:
         raise ConfigError("--fault: a check has faults of its own", "leave it out, or use 'ttprun drill'")
     determine_local_world_size(torchrun.nproc_per_node)

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from ttprun.cli.commands import COMMANDS, LAUNCHING
+from ttprun.cli.options import FLAGS
 from ttprun.config import Config
 from ttprun.config_sources import FILE_ONLY, OF_TORCHRUN, option_name
 
@@ -36,11 +37,11 @@ def _options_of_a_run() -> Callable[..., None]:
 
     def take(**_: Any) -> None: ...
 
-    names = ["config", *(key for key in Config.model_fields if key not in ("user_paths", *FILE_ONLY))]
+    names = ["config", *FLAGS, *(key for key in Config.model_fields if key not in ("user_paths", *FILE_ONLY))]
     parameters = []
     for key in (*names, *OF_TORCHRUN.split()):
         field = Config.model_fields.get(key)
-        text = (field.description if field else None) or "see 'ttprun run --help'"
+        text = FLAGS.get(key) or (field.description if field else None) or "see 'ttprun run --help'"
         default = typer.Option(None, option_name(key), help=text)
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(key, kind, default=default, annotation=str))

@@ -9,15 +9,19 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from ttprun.cli.device_check import devices_at_work
 from ttprun.cli.finding import Finding
 from ttprun.cli.machine_checks import CHECKS
 from ttprun.cli.repair_check import repair
 from ttprun.cli.software_checks import Probe, accelerators, mindio_variables, software
-from ttprun.cli.terminal import new_table, open_console
+from ttprun.cli.terminal import open_console
 
 MARKS = {"ok": "ok", "note": "note", "fails": "FAILS"}
 STYLES = {"ok": "green", "note": "yellow", "fails": "bold red"}
+# Columns of mark, area and subject; what is found begins behind them, so that rows can be printed as they come.
+WIDTHS = (5, 8, 24)
 
 
 def doctor(
@@ -25,25 +29,39 @@ def doctor(
 ) -> int:
     """Say what of this machine training with recovery can use, what will not work, and the cure.
 
-    A job of two tiny ranks is run, one of which is killed and must be replaced: that takes some ten seconds. Nothing is
-    changed, and nothing remains afterwards. Exit code: 0 training with recovery can work here, 1 it cannot.
+    Each row is printed when it is known. A job of two tiny ranks is run, one of which is killed and must be replaced:
+    that takes about ten seconds, and another ten where there is a GPU or an NPU, on which two ranks try what a recovery
+    needs. Nothing is changed, and nothing remains afterwards. Exit code: 0 training with recovery can work here, 1 it
+    cannot.
     """
-    probe = Probe()  # it imports torch while we look at the rest
-    of_machine = [finding for check in CHECKS for finding in examined(check.__name__, check)]
-    answer = probe.read()
-    findings = [
-        *examined("software", lambda: software(answer)),
-        *examined("repair", lambda: repair(answer["torch"]) if "torch" in answer else ()),
-        *examined("devices", lambda: accelerators(answer)),
-        *of_machine,
-        *examined("mindio", lambda: mindio_variables(os.environ)),
-    ]
+    console = open_console()
+    findings = []
+    if not as_json and not console.is_terminal:
+        console.print("  ".join(("", "area", "what", "found", "means", "cure")))
+    for finding in all_findings():
+        findings.append(finding)
+        if not as_json:
+            show(console, finding)
     can_work = not any(finding.level == "fails" for finding in findings)
     if as_json:
         print(json.dumps({"ok": can_work, "findings": [asdict(finding) for finding in findings]}))
     else:
-        show(findings, can_work)
+        conclude(console, findings)
     return 0 if can_work else 1
+
+
+def all_findings() -> Iterator[Finding]:
+    """Everything, as it is found: what is known at once comes first."""
+    probe = Probe()  # it imports torch while we look at the rest
+    for check in CHECKS:
+        yield from examined(check.__name__, check)
+    yield from examined("mindio", lambda: mindio_variables(os.environ))
+    answer = probe.read()
+    yield from examined("software", lambda: software(answer))
+    yield from examined("devices", lambda: accelerators(answer))
+    yield from examined("two ranks", lambda: devices_at_work(answer))
+    if "torch" in answer:
+        yield from examined("repair", lambda: repair(answer["torch"]))
 
 
 def examined(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
@@ -55,18 +73,27 @@ def examined(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Find
         yield Finding(name, "check", found, "note", "it is not known whether it works", "report this")
 
 
-def show(findings: list[Finding], can_work: bool) -> None:
-    """Print the findings as a table, and the verdict."""
-    console = open_console()
-    table = new_table(console, "", "area", "what", "found", "means", "cure")
-    for finding in findings:
-        mark = MARKS[finding.level]
-        cells = (finding.area, finding.subject, finding.found, finding.means, finding.cure)
-        table.add_row(mark, *cells, style=None if finding.level == "ok" else STYLES[finding.level])
-    console.print(table)
+def show(console: Console, finding: Finding) -> None:
+    """Print one finding, at once: in a pipe one line, on a terminal with what it means and the cure below it."""
+    cells = (MARKS[finding.level], finding.area, finding.subject)
+    begin = "  ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True))
+    further = [text for text in (finding.means, finding.cure) if text]
+    style = None if finding.level == "ok" else STYLES[finding.level]
+    if console.is_terminal:
+        indent = " " * (sum(WIDTHS[:2]) + 4)
+        lines = (f"{begin}  {finding.found}", *(f"{indent}{text}" for text in further))
+        for line in lines:
+            console.print(line, style=style)
+    else:
+        console.print("  ".join((begin, finding.found, *further)))
+    console.file.flush()
+
+
+def conclude(console: Console, findings: list[Finding]) -> None:
+    """Print the verdict."""
     failed = [finding.subject for finding in findings if finding.level == "fails"]
     notes = sum(finding.level == "note" for finding in findings)
-    if can_work:
+    if not failed:
         console.print(f"training with recovery can work here ({notes} note{'s' if notes != 1 else ''})")
     else:
         console.print(f"training with recovery cannot work here: {', '.join(failed)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -31,11 +32,16 @@ TOPICS = {
     "fault-drills": "break a job on purpose and compare it with an undisturbed one",
     "devices": "device errors, GPUs, NPUs and the simulated NPU",
     "mindio": "frameworks that recover by callbacks of their own",
+    "troubleshoot": "by message: what it means, and what to do",
+    "migrate": "from torchrun, accelerate, deepspeed, mp.spawn, Slurm, Kubernetes, ...: before and after",
+    "glossary": "the words that ttprun uses: boundary, rung, standby, replay, ...",
     "configuration": "every key, variable and option, generated from the configuration model",
     "architecture": "how the source tree is cut, and where to begin reading",
     "protocol": "messages between agent and ranks, the record, a checkpoint's files",
     "contributing": "how to run the tests, add an adapter, an error text, a patch",
 }
+# Words of ours that a reader of one page may not know.
+DEFINED = ("boundary", "rung", "generation", "standby", "replay", "rewind", "mirror", "journal", "mindio", "incident")
 # What stands for text that is generated when the page is shown, so that it cannot differ from the code.
 _GENERATED = {
     "<!-- generated: every key -->": config_reference,
@@ -82,7 +88,15 @@ def read_page(topic: str) -> str:
     for placeholder, generate in _GENERATED.items():
         if placeholder in text:
             text = text.replace(placeholder, generate())
-    return text
+    return text if topic == "glossary" else _with_glossary(text)
+
+
+def _with_glossary(text: str) -> str:
+    """A page with a line below its title that says where the words of ours that it uses are explained."""
+    used = [word for word in DEFINED if re.search(rf"\b{word}", text)]
+    title, _, rest = text.partition("\n\n")
+    named = f"*Words explained in `ttprun guide glossary`: {', '.join(used)}.*"
+    return f"{title}\n\n{named}\n\n{rest}" if used else text
 
 
 def show_in_pager(page: str) -> None:

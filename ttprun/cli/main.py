@@ -16,7 +16,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn
 
-from ttprun import __version__
+from ttprun import __version__, early_signals
 from ttprun.cli.commands import COMMANDS, LAUNCHING
 from ttprun.errors import ConfigError
 
@@ -27,8 +27,8 @@ COMPLETION_OPTIONS = ("--install-completion", "--show-completion")
 COMPLETION_VARIABLE = "_TTPRUN_COMPLETE"  # set where a shell asks, by what --install-completion has written
 
 DESCRIPTION = """\
-ttprun train.py runs like torchrun train.py. When a rank dies, that rank alone is replaced in the middle of the step,
-nothing is lost, and the script is not changed.
+ttprun train.py runs like torchrun train.py. When a rank dies, ttprun replaces only that rank, in the middle of the
+step; the script is not changed. 'ttprun check' finds out whether your script can be recovered in this way.
 """
 
 EXAMPLES = """\
@@ -36,33 +36,46 @@ examples:
   ttprun --standalone --nproc-per-node 4 train.py --lr 0.1     four ranks on this machine
   ttprun --nproc-per-node 4 -m package.train                   a module instead of a file
   ttprun --config job.yaml --standbys 2 train.py               settings from a file, one of them overridden
-  ttprun --allow-faults --nproc-per-node 3 train.py            then, in another terminal:
+  ttprun check --nproc-per-node 4 train.py --lr 0.1            would your script recover? runs some steps, kills ranks
+  ttprun status --watch                                        in another terminal: the state of the newest run
+  ttprun --allow-faults --nproc-per-node 3 train.py            try it by hand: allow faults, then, in another terminal:
   ttprun inject-fault kill --rank 1 --phase backward           kill rank 1 in the next backward pass
-  ttprun check --nproc-per-node 4 train.py --lr 0.1            is this script recovered? some steps, with kills
-  ttprun drill configs/drills/one_kill.yaml                    rehearse it, compared with an undisturbed run
-  ttprun status --watch                                        see how it recovers
+  ttprun drill configs/drills/one_kill.yaml                    rehearse faults, and compare with an undisturbed run
 
 commands:
-  run            the same as no command; also for a script that has a command's name
-  status         ranks, generation and incidents of a run
-  stacks         where each rank stands now, ranks that stand alike together
-  report         a run after the fact, as one HTML file or as Markdown
+  run            the same as no command; needed for a script that has a command's name
+  status         ranks and incidents of a run
+  stacks         where each rank is now, in the Python code; ranks at the same place are shown together
+  topology       which ranks hold the same shards, and what the loss of each rank would cost
+  report         a run that is over or still running, as one HTML file or as Markdown
   inject-fault   cause a fault in a run that was started with --allow-faults
-  recall         call back ranks that have left, so that they train again (--mindio)
-  check          try your script first: some steps with ranks killed, compared with an undisturbed run
-  drill          rehearse: compare a script under faults with an undisturbed run
+  recall         re-admit ranks that left the job (--mindio)
+  check          try your script before a long job: some steps with ranks killed, compared with an undisturbed run
+  drill          run a script under a schedule of faults, and compare it with an undisturbed run
   checkpoint now save a running job, and wait until it is saved
   checkpoints    list, show and verify what a run has saved; export a model for load_state_dict
-  doctor         what works on this machine, what does not, and the cure
+  doctor         what works on this machine, what does not, and how to fix it
   explain        what ttprun changes inside your process, and why
-  guide          the handbook, topic by topic: how it works, limits, operating, ...
+  guide          the handbook, by topic; 'ttprun guide glossary' defines the words used here
 
-Every option of torchrun works with the same meaning ('ttprun run --help' lists them). Options before the script are
-ttprun's, options after it are the script's. Every option below is also a key of a YAML file and an environment
-variable: standbys, TTPRUN_STANDBYS. 'ttprun COMMAND --help' explains a command; 'ttprun --version' prints the version;
+Every option of torchrun works with the same meaning. Options before the script are ttprun's, options after it are the
+script's. Every option below (torchrun's apart) is also a key of a YAML file and an environment variable: --standbys,
+standbys:, TTPRUN_STANDBYS. 'ttprun COMMAND --help' explains a command; 'ttprun --version' prints the version;
 'ttprun --install-completion' makes your shell complete commands and options.
 
 exit codes: 0 done · 1 the script failed · 2 usage · 93 do not restart · 128+N ended by signal N · 130 Ctrl-C
+"""
+
+OF_TORCHRUN = """\
+torchrun's options (the usual ones; 'ttprun run --help' lists all):
+  --nproc-per-node N     ranks on this node, or cpu, gpu, auto (default: 1)
+  --nnodes N|MIN:MAX     nodes (default: 1:1). Nodes beyond MIN wait as spares; with --elastic they train
+  --rdzv-backend NAME    how several nodes find each other, e.g. c10d (default: static)
+  --rdzv-endpoint H:P    address at which they do
+  --standalone           one node, which picks a free port; not needed with ttprun
+  --max-restarts N       restarts of all ranks from the top, when nothing else helps (default: 0)
+  --log-dir, --redirects, --tee   where the ranks' output goes
+  -m                     the script is a module
 """
 
 
@@ -89,6 +102,8 @@ def program() -> NoReturn:
     A daemon thread of torch's rendezvous that returns from C++ while the interpreter ends aborts the process (SIGABRT
     in place of that code). So it ends first, once the exit handlers of what was imported later have been called.
     """
+    if not set(sys.argv[1:2]) & COMMANDS.keys():
+        early_signals.listen()
     code: list[int] = []
     atexit.register(_leave, code)
     code.append(main())
@@ -135,6 +150,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except early_signals.StoppedEarly as stopped:
+        print(f"ttprun: {stopped.reason}", file=sys.stderr)
+        return stopped.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -144,10 +162,12 @@ def run_script(words: list[str]) -> int:
     try:
         from ttprun.cli.run import run
 
+        early_signals.look()
         return run(words)
     except ConfigError:
         raise
     except Exception as error:
+        early_signals.look()
         from ttprun.cli import as_torchrun
 
         if not as_torchrun.can_run(error):
@@ -208,6 +228,7 @@ def print_help() -> None:
         "ttprun",
         usage="ttprun [options] script.py [script args]\n       ttprun COMMAND [options]",
         description=DESCRIPTION + "\n" + EXAMPLES,
+        epilog=OF_TORCHRUN,
         formatter_class=RawDescriptionHelpFormatter,
     )
     add_options(parser)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
-from typing import Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 from ttprun.config import Config
-from ttprun.config_sources import FILE_ONLY, option_name
+from ttprun.config_sources import option_name
+
+if TYPE_CHECKING:
+    from argparse import _ArgumentGroup
 
 # Keeps our values apart from torchrun's in the parsed namespace.
 _DEST = "ttprun_"
 _METAVARS = {
-    "rungs": "RUNG,...",
+    "rungs": "METHOD,...",
     "snapshot_every": "INTERVAL",
     "buddy_memory": "SIZE",
     "resume": "WHICH",
@@ -23,32 +26,87 @@ _METAVARS = {
     "on_event_kinds": "KIND,...",
     "http": "[HOST]:PORT",
 }
+_REPEATABLE = ("faults", "retry_on", "follow")
+# Title of a group in the help -> its keys, in the order in which they are shown.
+GROUPS = {
+    "basic options": "run_dir run_id keep_runs keep_runs_days keep_runs_gib log_format follow mindio allow_faults "
+    "faults",
+    "recovery": "standbys standby_depth rungs retry_on max_incidents_per_hour hang_timeout_s verify_every proof on_nan "
+    "freeze_timeout_s replay_timeout_s transfer_timeout_s resume_timeout_s commit_timeout_s pause_timeout_s "
+    "record_limit_mib journal_limit_mib",
+    "checkpoints, snapshots and mirrors": "save_dir resume keep_checkpoints persist_timeout_s snapshot_every buddy "
+    "buddy_memory",
+    "several nodes": "elastic node_wait_s discovery",
+    "page and notifications": "http http_token_file on_event on_event_kinds",
+}
+
+
+# What may be asked of a command line in place of a run.
+FLAGS = {
+    "print_config": "print every setting with its value and where it comes from, as a YAML file, and start nothing",
+    "dry_run": "check this command line and this machine, say what would be started, and start nothing",
+}
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add `--config` and an option for each key; none has a default, so the namespace holds only what was given.
+    """Add `--config` and an option for each key, in groups. None has a default: the namespace holds what was given.
 
     `user_paths` and mappings have no option: they belong in a file.
     """
-    group = parser.add_argument_group("ttprun's own options")
-    group.add_argument(
-        "--config",
-        dest=_DEST + "config",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="YAML file of settings, or a preset (default, debug, torchrun); may be repeated, the last one wins",
+    for number, (title, keys) in enumerate(GROUPS.items()):
+        group = parser.add_argument_group(title)
+        if number == 0:
+            group.add_argument(
+                "--config",
+                dest=_DEST + "config",
+                metavar="FILE",
+                action="append",
+                default=[],
+                help="YAML file of settings, or a preset (default, debug, torchrun); may be repeated, the last wins",
+            )
+        for key in keys.split():
+            _add_option(group, key)
+        if number == 0:
+            for name, text in FLAGS.items():
+                group.add_argument(
+                    option_name(name), dest=_DEST + name, action="store_true", default=SUPPRESS, help=text
+                )
+
+
+def _add_option(group: _ArgumentGroup, key: str) -> None:
+    field = Config.model_fields[key]
+    dest, name, text = _DEST + key, option_name(key), help_of(key)
+    if field.annotation is bool:
+        group.add_argument(name, dest=dest, action=BooleanOptionalAction, default=SUPPRESS, help=text)
+    elif key in _REPEATABLE:
+        group.add_argument(name, dest=dest, action="append", default=SUPPRESS, metavar=metavar(key), help=text)
+    else:
+        # The str is checked by the model, as that of a variable is.
+        word = _word if get_origin(field.annotation) is Literal else str
+        group.add_argument(name, dest=dest, default=SUPPRESS, metavar=metavar(key), help=text, type=word)
+
+
+def help_of(key: str) -> str:
+    """What the help says of an option: its meaning and its default; percent signs are doubled, as argparse needs."""
+    field = Config.model_fields[key]
+    text, default = field.description or "", field.get_default(call_default_factory=True)
+    if key in _REPEATABLE:
+        text += "; may be repeated"
+    elif default is not None:  # a description names a default that is worked out, or says that there is none
+        text += f" (default: {_as_on_a_line(default)})"
+    return text.replace("%", "%%")
+
+
+def _as_on_a_line(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return (
+        ", ".join(map(str, value))
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
     )
-    for key, field in Config.model_fields.items():
-        dest, name, text = _DEST + key, option_name(key), field.description
-        if field.annotation is bool:
-            group.add_argument(name, dest=dest, action=BooleanOptionalAction, default=SUPPRESS, help=text)
-        elif key in ("faults", "retry_on", "follow"):
-            group.add_argument(name, dest=dest, action="append", default=SUPPRESS, metavar=metavar(key), help=text)
-        elif key not in ("user_paths", *FILE_ONLY):
-            # The str is checked by the model, as that of a variable is.
-            word = _word if get_origin(field.annotation) is Literal else str
-            group.add_argument(name, dest=dest, default=SUPPRESS, metavar=metavar(key), help=text, type=word)
 
 
 def _word(value: str) -> str:
@@ -74,4 +132,10 @@ def take_options(arguments: Namespace) -> tuple[list[str], dict[str, object]]:
     for name in values:
         delattr(arguments, name)
     files: list[str] = values.pop(_DEST + "config")
-    return files, {name.removeprefix(_DEST): value for name, value in values.items()}
+    given = {name.removeprefix(_DEST): value for name, value in values.items()}
+    return files, {key: value for key, value in given.items() if key not in FLAGS}
+
+
+def asked_instead(arguments: Namespace) -> tuple[str, ...]:
+    """Which of FLAGS a parsed namespace has; ask before `take_options`."""
+    return tuple(name for name in FLAGS if hasattr(arguments, _DEST + name))

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from secrets import token_hex
@@ -23,17 +22,22 @@ from torch.distributed.run import config_from_args, parse_min_max_nnodes
 
 from ttprun import torch_versions
 from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT
+from ttprun.agent.launcher.outcome import Outcomes
+from ttprun.agent.report.status import write_last_status
 from ttprun.cli import programs
-from ttprun.cli.old_runs import remove_old_runs
-from ttprun.cli.options import take_options
+from ttprun.cli.dry_run import dry_run, launch_origins, print_config
+from ttprun.cli.old_runs import Keep, remove_old_runs
+from ttprun.cli.options import asked_instead, take_options
 from ttprun.cli.preflight import check_host, check_launch, check_options
 from ttprun.cli.script_config import take_script_config
 from ttprun.cli.torchrun_parser import SCRIPT, build_parser, launch_words, parse
 from ttprun.config import Config, LaunchValue
-from ttprun.config_sources import option_name, read_config_file, resolve
+from ttprun.config_sources import Origins, option_name, origins, read_config_file, resolve
+from ttprun.early_signals import StoppedEarly
 from ttprun.errors import ConfigError, one_line
+from ttprun.observe import console
 from ttprun.observe.events import timestamp
-from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.run_directory import RunDirectory, node_name
 from ttprun.observe.status import RunStatus, write_status
 from ttprun.state.store import CheckpointStore
 from ttprun.web import otel
@@ -53,12 +57,19 @@ class Invocation:
     torchrun  torchrun's options as its own `config_from_args` takes them
     notices   what the user must read on stderr, one line each
     is_place_named   the same command has the same save directory the next time
+    is_job_named     so has the job the same name
+    asked    what is asked for in place of a run: print_config, dry_run
+    origins, launch_origins   where our settings, and torchrun's options, have their values from
     """
 
     config: Config
     torchrun: Namespace
     notices: tuple[str, ...]
     is_place_named: bool
+    is_job_named: bool
+    asked: tuple[str, ...]
+    origins: Origins
+    launch_origins: Mapping[str, str]
 
 
 def run(words: Sequence[str]) -> int:
@@ -67,12 +78,21 @@ def run(words: Sequence[str]) -> int:
     Raises ConfigError before anything is started.
     """
     invocation = read_command_line(words)
+    if invocation.asked:
+        return print_config(invocation) if "print_config" in invocation.asked else dry_run(invocation)
     torchrun, config = invocation.torchrun, invocation.config
     check_options(torchrun)
     fill_rendezvous(torchrun)
     check_host(torchrun, config)
     assert config.run_id is not None
-    directory = RunDirectory.create(config.run_id, config.run_dir)
+    console.use(config.log_format, config.run_id)
+    name = folder_of(invocation)
+    outcomes = outcomes_of(invocation, RunDirectory.of(name, config.run_dir))
+    if outcomes is not None and config.resume == "auto" and (found := outcomes.judge()) is not None:
+        code, why = found
+        console.say(why)
+        return code
+    directory = RunDirectory.create(name, config.run_dir)
     save_dir = str(CheckpointStore(config.save_dir or directory.path / "checkpoints").save_dir)
     config = config.model_copy(update={"run_dir": str(directory.path), "save_dir": save_dir})
     try:
@@ -88,9 +108,9 @@ def run(words: Sequence[str]) -> int:
         directory.discard()
         raise ConfigError(f"'{directory.config}' cannot be written ({error.strerror})", "make room there") from None
     for notice in filter(None, (*invocation.notices, torch_versions.why_untried(torch.__version__))):
-        print(f"ttprun: {notice}", file=sys.stderr)
+        console.say(notice)
     write_first_status(directory, config, launch_config)
-    remove_old_runs(config.keep_runs, used=config.resume)
+    remove_old_runs(Keep(config.keep_runs, config.keep_runs_days, config.keep_runs_gib), used=config.resume)
 
     from ttprun.agent.launcher.launch import launch
 
@@ -103,9 +123,12 @@ def run(words: Sequence[str]) -> int:
             answering_probes(os.environ, directory),
         ):
             shown = "" if is_loopback(urlsplit(page).netloc) else page
-            return launch(config, launch_config, entrypoint, arguments, directory, page=shown, **how)
+            return launch(config, launch_config, entrypoint, arguments, directory, page=shown, outcomes=outcomes, **how)
     except ConfigError:
         directory.discard()
+        raise
+    except StoppedEarly as stopped:
+        write_last_status(directory, stopped.exit_code, stopped.reason)
         raise
 
 
@@ -113,10 +136,12 @@ def read_command_line(words: Sequence[str]) -> Invocation:
     """Parse the command line and resolve the configuration. Raises ConfigError; touches nothing."""
     parser = build_parser()
     first_look = parse(parser, list(words))
+    asked = asked_instead(first_look)
     names, options = take_options(first_look)
     sections, script_arguments = take_script_config(first_look.training_script_args)
     files = [*map(read_config_file, names), *sections]
     config = resolve(files, os.environ, options)
+    found = origins(files, os.environ, options, config)
     # Once more, with what the files say in front: later words win, as the command line must.
     from_files = [word for source in files for word in launch_words(parser, source)]
     torchrun = parse(parser, [*from_files, *words])
@@ -133,11 +158,30 @@ def read_command_line(words: Sequence[str]) -> Invocation:
             config = config.without_repair()
             why = f" ({program.why_not})" if program.why_not else ""
             notices.append(f"{option_name(flag)}: repair is off; a failure restarts the whole group{why}")
-    is_place_named = any((config.save_dir, config.run_dir, config.run_id))
+    is_job_named = config.run_id is not None
+    is_place_named = is_job_named or any((config.save_dir, config.run_dir))
     config = config.model_copy(
         update={"run_id": config.run_id or new_run_id(), "launch": used_launch_options(torchrun)}
     )
-    return Invocation(config, torchrun, tuple(notices), is_place_named)
+    of_launch = launch_origins(parser, list(words), torchrun, found, os.environ)
+    return Invocation(config, torchrun, tuple(notices), is_place_named, is_job_named, asked, found, of_launch)
+
+
+def folder_of(invocation: Invocation) -> str:
+    """Name of the run's directory: of a job on several nodes that has a name, a folder for each node."""
+    run_id = invocation.config.run_id or ""
+    is_on_several = parse_min_max_nnodes(invocation.torchrun.nnodes)[1] > 1
+    return f"{run_id}/{node_name()}" if is_on_several and invocation.is_job_named else run_id
+
+
+def outcomes_of(invocation: Invocation, directory: RunDirectory) -> Outcomes | None:
+    """Where the job's outcome is written, and that of its last start is found; None: the job has no name."""
+    config, torchrun = invocation.config, invocation.torchrun
+    if not invocation.is_job_named or config.run_id is None:
+        return None
+    save_dir = config.save_dir or directory.path / "checkpoints"
+    command = [torchrun.training_script, *torchrun.training_script_args]
+    return Outcomes(save_dir, config.run_id, command, os.environ)
 
 
 def used_launch_options(torchrun: Namespace) -> dict[str, LaunchValue]:

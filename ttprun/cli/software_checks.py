@@ -28,7 +28,6 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 ASCEND = Path("/usr/local/Ascend")
 TOOLKIT_INFO = "ascend_toolkit_install.info"
 PROBE = "import sys; sys.path.append({!r}); from ttprun.cli.torch_probe import main; main()"
-WHOLE_GROUP = "a fault of a rank restarts the whole group: ranks on devices are not replaced one at a time yet"
 
 
 class Probe:
@@ -129,11 +128,13 @@ def accelerators(found: Mapping[str, Any]) -> Iterator[Finding]:
                 "devices", subject, described, "note", means, "exclude it, or reset it with the vendor's tool"
             )
         else:
-            yield Finding("devices", subject, described, "note", "; ".join((*device["findings"], WHOLE_GROUP)))
+            findings = "; ".join(device["findings"])
+            yield Finding("devices", subject, described, "note" if findings else "ok", findings)
     yield from _nvidia(found, "cuda" in kinds)
     yield from _ascend(found, "npu" in kinds)
     if not usable:
-        yield Finding("devices", "accelerators", "none that torch can use; training uses the CPU")
+        found_none = "none that torch can use: training uses the CPU, and nothing of NCCL or HCCL was tried"
+        yield Finding("devices", "accelerators", found_none)
 
 
 def _nvidia(found: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:

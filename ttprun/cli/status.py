@@ -28,7 +28,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document a line, for programs.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json, of no run.")] = False,
 ) -> int:
-    """Show a run's ranks, its generation and budgets, and its incidents with the time of each phase.
+    """Show a run's ranks and its incidents, with the seconds of each phase.
+
+    Words such as generation, rung, boundary and standby are explained in 'ttprun guide glossary'.
 
     Exit code: 0 healthy or done (or starting), 1 recovering, 2 failed.
     """

@@ -33,6 +33,7 @@ class RunParser(ArgumentParser):
             add_help=False,  # the parent has it
         )
         self._torchrun = torchrun
+        self._optionals.title = "torchrun's options"
 
     def _get_option_tuples(self, option_string: str) -> list[tuple[Action, str, str | None]]:
         """What argparse asks when an option is not spelt out: all options that it may abbreviate.

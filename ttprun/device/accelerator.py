@@ -47,6 +47,21 @@ def synchronize() -> None:
         found[1].synchronize()
 
 
+def mark() -> Any:
+    """An event after all that this thread has given its current stream to do; None if no device is in use."""
+    found = in_use()
+    if found is None:
+        return None
+    event = found[1].Event()
+    event.record()
+    return event
+
+
+def wait_on(event: Any) -> None:
+    """What this thread gives its current stream from now on runs after the event. Does not block."""
+    event.wait()
+
+
 def is_capturing() -> bool:
     """Whether this thread's work is being captured in a graph, which the script then runs without our hooks."""
     found = in_use()

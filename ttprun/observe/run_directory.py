@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,10 +37,20 @@ class RunDirectory:
         self._is_new = False
 
     @classmethod
+    def of(cls, run_id: str, path: str | Path | None = None, base: Path = BASE) -> RunDirectory:
+        """The directory of a run of that name, or the one that was named for it; it need not be there."""
+        return cls(path if path is not None else base / run_id)
+
+    @property
+    def nodes(self) -> list[RunDirectory]:
+        """The folders of a job on several nodes, one for each node's launcher; none if this is a run itself."""
+        return [] if self.is_run else _runs_below(self.path)
+
+    @classmethod
     def create(cls, run_id: str, path: str | Path | None = None, base: Path = BASE) -> RunDirectory:
         """Make the directory with mode 0700 and a new control token, and keep it locked as long as this process lives.
 
-        run_id   its name below `base`, if no `path` is given
+        run_id   its name below `base`, if no `path` is given; with a slash in it, a node's folder in its job's
         path     `~` stands for the home directory
 
         The directory of a run that has ended is used again: its status and token are replaced, events are appended,
@@ -47,9 +59,11 @@ class RunDirectory:
         Raises ConfigError if the directory cannot be written, belongs to a living run, holds somebody's other files, or
         could be written by somebody else: who can change it can ask the agent for anything.
         """
-        run = cls(path if path is not None else base / run_id)
+        run = cls.of(run_id, path, base)
         try:
             try:
+                if path is None:
+                    _make_base(base)
                 run.path.mkdir(mode=0o700, parents=True)
                 run._is_new = True
             except FileExistsError:
@@ -87,7 +101,9 @@ class RunDirectory:
         for candidate in (cls(base / run), cls(run)):
             if candidate.is_run:
                 return candidate
-        known = [found.path.name for found in _runs_in(base)]
+            if nodes := candidate.nodes:
+                return next((one for one in nodes if one.path.name == node_name()), nodes[0])
+        known = [path.name for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
         raise ConfigError(f"there is no run '{run}'", suggestion(run, known, f"see the names in '{base}'"))
 
     def _check_owner(self) -> None:
@@ -174,7 +190,29 @@ def replace_file(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+def _make_base(base: Path) -> None:
+    """Make the folder of all runs; a new one tells git to leave it alone."""
+    with suppress(FileExistsError):
+        base.mkdir(parents=True)
+        with suppress(OSError):
+            (base / ".gitignore").write_text("*\n", encoding="utf-8")
+
+
+def node_name() -> str:
+    """What the scheduler calls this node, or it calls itself; fit for the name of a folder."""
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "node"
+
+
 def _runs_in(base: Path) -> list[RunDirectory]:
-    if not base.is_dir():
-        return []
-    return [run for run in map(RunDirectory, sorted(base.iterdir())) if run.is_run and run.path.name[0] != "."]
+    """Runs, and the folders of the nodes of jobs."""
+    folders = map(RunDirectory, sorted(base.iterdir())) if base.is_dir() else ()
+    return [
+        run for folder in folders if folder.path.name[0] != "." for run in ([folder] if folder.is_run else folder.nodes)
+    ]
+
+
+def _runs_below(path: Path) -> list[RunDirectory]:
+    with suppress(OSError):
+        return [run for run in map(RunDirectory, sorted(path.iterdir())) if run.is_run and run.path.name[0] != "."]
+    return []

@@ -22,12 +22,14 @@ class Where(Message, frozen=True):
     """Where an agent listens; "" and 0: nowhere.
 
     page   address at which its launcher shows the job to other machines; "": at none
+    name   what the scheduler calls its node; "": nothing is known
     """
 
     address: str = ""
     port: int = 0
     token: str = ""
     page: str = ""
+    name: str = ""
 
 
 class Hello(Message, frozen=True):

@@ -199,6 +199,9 @@ class Replay(Message, frozen=True):
     skip_lines  lines of stdout and stderr that were printed already
     adapt       set if the records are of another number of ranks
     step_from   slot of the lost rank's mirror from which the last step is taken again; "": it is not
+    proof_from  slot from which it is taken again in any case, to compare the result with `result`; "": it is not
+    result      slot of the state after it; "": there is none
+    from_mirror the state comes from the lost rank's mirror: no other rank holds it
     is_joining  others go on from where they are: if a variable is not restored, what the lost rank has left of its step
                 must show that this does not matter
     is_contradicted   another replay of this incident has differed from the run: this one must be compared with it
@@ -209,6 +212,9 @@ class Replay(Message, frozen=True):
     skip_lines: tuple[int, int] = (0, 0)
     adapt: Adapt | None = None
     step_from: str = ""
+    proof_from: str = ""
+    result: str = ""
+    from_mirror: bool = False
     is_joining: bool = False
     is_contradicted: bool = False
 

@@ -6,7 +6,7 @@
 Files, lowest floor first: `frozen`, `shards`, `event`, `events`, `fault_events`, `incident`, `actions` (data);
 `members` (the ranks, and counts of them), `job`, `errors`;
 `phases` (how phases and incidents begin and end), `ways_back`, `ladder` (ways out of an incident);
-`repair`, `resize`, `faults`, `hung`, `planned`, `regroup`, `persist` (handlers);
+`repair`, `resize`, `leaving`, `faults`, `hung`, `planned`, `regroup`, `persist`, `renewal` (handlers);
 `alone` (ranks that are jobs of their own); `machine` (the table).
 Apart from these are `hangs` (which rank hangs), `cost` (what a loss would cost), `replicas` (which rank has diverged),
 `membership` (which nodes train) and `succession` (the job in the hands of another agent). Read TRANSITIONS in `machine`
@@ -68,6 +68,7 @@ from ttprun.recovery.events import (
     StatePersisted,
     StateSent,
     StopAsked,
+    SupervisorRenewed,
     UpgradeAsked,
 )
 from ttprun.recovery.fault_events import (
@@ -78,7 +79,8 @@ from ttprun.recovery.fault_events import (
     RankFaulted,
     RankHung,
 )
-from ttprun.recovery.hung import is_last_survivor, who_is_awaited
+from ttprun.recovery.faults import is_of_script
+from ttprun.recovery.hung import has_hung_before, is_last_survivor, who_is_awaited
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import RUNGS, Job, JobPhase, PhaseLimits, Settings, new_job
 from ttprun.recovery.ladder import may_persist, why_not_saved
@@ -86,5 +88,6 @@ from ttprun.recovery.machine import TRANSITIONS, advance
 from ttprun.recovery.members import Life
 from ttprun.recovery.planned import why_not_replaceable, why_not_upgradable
 from ttprun.recovery.regroup import with_size
+from ttprun.recovery.repair import missing_from
 from ttprun.recovery.resize import groups_left, is_elastic, why_not_without
 from ttprun.recovery.succession import Inherited, Remaining, succeed

@@ -26,7 +26,7 @@ from ttprun.recovery.actions import (
     SpawnRank,
 )
 from ttprun.recovery.event import Event, RankEvent, RepairEvent
-from ttprun.recovery.events import DeadlinePassed, RankJoined, RankTrainsAlone, SnapshotTaken
+from ttprun.recovery.events import DeadlinePassed, RankJoined, RankTrainsAlone, SnapshotTaken, SupervisorRenewed
 from ttprun.recovery.job import Job, JobPhase
 from ttprun.recovery.members import GroupMembership, Life, Member, MemberFlag, Members
 from ttprun.recovery.phases import Result
@@ -83,7 +83,7 @@ def domain_of(job: Job, event: Event) -> Domain | None:
     """The rank that an event concerns alone; None if it concerns the whole job."""
     if not job.alone and not job.count(MemberFlag.TRAINS_ALONE):
         return None
-    rank = event.rank if isinstance(event, RankEvent | SnapshotTaken | DeadlinePassed) else None
+    rank = event.rank if isinstance(event, RankEvent | SnapshotTaken | DeadlinePassed | SupervisorRenewed) else None
     if rank is None or job.settings.is_alone or isinstance(event, RankTrainsAlone | RankJoined):
         return None
     if not is_alone(job, rank):
@@ -122,7 +122,7 @@ def all_away(world_size: int) -> Members:
 def _as_heard(job: Job, own: Job, event: Event) -> Event:
     if isinstance(event, RepairEvent):
         return replace(event, generation=own.generation) if event.generation == job.generation else event
-    if isinstance(event, SnapshotTaken | DeadlinePassed):
+    if isinstance(event, SnapshotTaken | DeadlinePassed | SupervisorRenewed):
         return replace(event, rank=None)
     return event
 

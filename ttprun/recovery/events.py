@@ -136,11 +136,13 @@ class RankFrozen(RepairEvent):
     boundary    optimizer steps that it has completed
     digest      of its replicated state; "" if it has none
     has_group   the script has made its process group
+    is_at_end   its script has reached its end; its process stays for the others
     """
 
     boundary: int
     digest: str
     has_group: bool
+    is_at_end: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +283,18 @@ class DeadlinePassed(Event):
     generation: int
     name: str
     silent: tuple[int, ...] = ()
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorRenewed(Event):
+    """The agent has failed, and a new one goes on with this job: what was ordered last may not have been carried out.
+
+    reason   what has failed, a phrase
+    rank     whose own repair is concerned, see `alone.py`; None: the whole job
+    """
+
+    reason: str
     rank: int | None = None
 
 

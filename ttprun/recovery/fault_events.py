@@ -71,6 +71,8 @@ class RankExited(RankEvent):
         """The fault for an operator."""
         if self.device_fault:
             how = f"ended with a device fault ({self.device_fault})"
+        elif self.is_script_error and self.reason:
+            return f"rank {self.rank} raised {self.reason} in step {self.boundary}"
         elif self.is_script_error:
             how = "ended with an uncaught exception"
         elif self.signal is not None:
@@ -127,8 +129,10 @@ class RankHung(LivingRankLost):
 
     detected_after_s   seconds since it last got on
     reason             how it hangs: phase, collective, how long, innermost frame
+    is_in_script       in a step, in a call of the script's that does not return: a new process may come there again
     """
 
+    is_in_script: bool = False
     kind: ClassVar[str] = "hang"
 
     @property

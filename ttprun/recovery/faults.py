@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from ttprun.recovery.actions import KillRank
 from ttprun.recovery.events import (
-    DeadlinePassed,
     GroupRestarted,
     MismatchFound,
     RankHindered,
@@ -20,21 +19,24 @@ from ttprun.recovery.events import (
     StopAsked,
 )
 from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankExited, RankFaulted, RankHung
-from ttprun.recovery.job import Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
+from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
     begin_attempt,
+    begin_persisting,
     drain,
     end_job,
     fail_job,
     finish_job,
+    may_persist,
     restart_group,
     why_no_restart,
     why_no_source,
     why_too_many_incidents,
 )
+from ttprun.recovery.leaving import end_drain, let_others_finish, mark_finished
 from ttprun.recovery.members import Life, MemberFlag
 from ttprun.recovery.phases import (
-    DEADLINE_NAMES,
+    CONNECTION,
     RESUME,
     Result,
     add_fault,
@@ -48,6 +50,8 @@ from ttprun.recovery.repair import end_resuming, note_process
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.recovery.resize import give_up_replacing
 
+OF_SCRIPT = "this is an error of the script itself"
+AGAIN = "the script fails again in a new process"
 LossEvent = RankExited | RankFaulted | RankHung | RankDiverged | NodeLost
 
 
@@ -110,11 +114,15 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
         return end_resuming(mark_finished(job, event), event.at_s)
     if event.is_finish:
         return let_others_finish(job, event)
-    if event.is_script_error and is_replacement and not (member.is_rerun or event.is_of_worker):
-        has_come_back = is_known(job, event)
+    is_new_process = is_replacement and not (member.is_rerun or event.is_of_worker)
+    if is_new_process and is_of_script(event.kind) and is_known(job, event):
+        fault = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
+        job = replace(job, faults=(*job.faults, fault))
+        is_left = job.faults.count(fault) <= job.settings.exception_retries
+        if not (is_left and job.phase is JobPhase.RESUMING):
+            return fail_for_good(note_fault(job, event), event)
+    elif event.is_script_error and is_new_process:
         job = note_fault(job, event)
-        if has_come_back:
-            return fail_for_good(job, event)
         why = f"the script failed in the replacement of rank {event.rank} while the job was {job.phase}"
         return give_up_replacing(job, event.at_s, why, is_replayable=False)
     return answer_fault(job, event)
@@ -139,10 +147,23 @@ def is_known(job: Job, event: LossEvent) -> bool:
 
 
 def fail_for_good(job: Job, event: LossEvent) -> Result:
-    """The script has failed in a new process as it had in the old one."""
-    where = f"rank {event.rank} at boundary {event.boundary}"
-    why = f"the script fails in {where} again: this is an error of the script itself"
+    """The script has failed in a new process as it had in the old one; a restart that is left is used, as by torchrun.
+
+    If another fault opened the incident, the script's error may follow from it: a server process that died with its
+    rank, say. Then that is the cause, and the script is not blamed.
+    """
+    is_of_incident = job.incident is not None and not is_of_script(job.incident.kind)
+    if not why_no_restart(job):
+        ending = Ending(reason=reason_of(job, AGAIN), rung="restart", is_restart=True, why=reason_of(job, AGAIN))
+        job = replace(job, ending=ending)
+        return begin_persisting(job, event.at_s) if may_persist(job) else end_job(job, event.at_s)
+    why = AGAIN if is_of_incident else OF_SCRIPT
     return fail_job(job, event.at_s, why, has_progress=False, rung="fail")
+
+
+def is_of_script(kind: str) -> bool:
+    """Whether the script itself has ended a process: by an exception, or with an exit code."""
+    return kind == "exception" or kind.startswith("exit ")
 
 
 def may_rerun(job: Job, rank: int) -> bool:
@@ -200,12 +221,6 @@ def without_nodes(job: Job, ranks: tuple[int, ...]) -> Job:
     )
 
 
-def end_drain(job: Job, at_s: float) -> Result:
-    """The last rank that could finish is gone."""
-    why = f"{name_ranks(job.lost)} did not finish, and no other rank is running any more"
-    return restart_group(job, at_s, why) if job.lost else finish_job(job, at_s)
-
-
 def on_started_in_vain(job: Job, event: RankStarted) -> Result:
     """A replacement that was still being started is not needed any more; any other rank starts late."""
     job = note_process(job, event)
@@ -213,15 +228,6 @@ def on_started_in_vain(job: Job, event: RankStarted) -> Result:
     if member.life is not Life.LOST:
         return job, ()
     return job.with_member(event.rank, pid=None), (KillRank(event.rank, "no repair is possible any more"),)
-
-
-def on_drain_deadline(job: Job, event: DeadlinePassed) -> Result:
-    """The ranks that have not finished in time wait for a lost rank: restart the group."""
-    if event.name != DEADLINE_NAMES[JobPhase.DRAINING]:
-        return unchanged(job, event)
-    waited_s = event.at_s - job.phase_since_s
-    why = f"{name_ranks(job.survivors)} did not finish within {waited_s:.0f} s"
-    return restart_group(job, event.at_s, why)
 
 
 def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
@@ -289,6 +295,8 @@ def answer_fault(job: Job, event: LossEvent, is_costly: bool = False) -> Result:
         return end_job(replace(job, ending=Ending(reason=reason_of(job, why), rung="fail")), at_s)
     is_repair_on = not job.settings.rungs.isdisjoint(("rerun", "replace"))
     why_hopeless = why_it_does_not_help(job) if is_first_fault and is_repair_on else ""
+    if why_hopeless == OF_SCRIPT:
+        return fail_for_good(job, event)
     if why_hopeless:
         return fail_job(job, at_s, why_hopeless, has_progress=False, rung="fail")
     if why_not:
@@ -337,6 +345,8 @@ def why_it_does_not_help(job: Job) -> str:
     """
     newest = job.faults[-1]
     times = job.faults.count(newest)
+    if is_of_script(newest.kind):
+        return OF_SCRIPT if times > job.settings.exception_retries else why_too_many_incidents(job)
     if times > job.settings.max_same_faults:
         where = f"at boundary {newest.boundary}"
         return f"rank {newest.rank} had the same fault {where} {times} times: another attempt would not help"
@@ -361,19 +371,16 @@ def note_fault(job: Job, event: LossEvent) -> Job:
         job = count_as_incident(job, event.at_s, event.kind)
     assert job.incident is not None
     ranks = job.incident.ranks
+    if job.incident.kind == CONNECTION and not ranks and isinstance(event, RankExited):
+        return exit_as_cause(job, event)
     ranks = (*ranks, *(rank for rank in ranks_of(event) if rank not in ranks))
     return add_fault(job, event.sentence).with_incident(ranks=ranks)
 
 
-def let_others_finish(job: Job, event: RankExited) -> Result:
-    """The group is about to be connected again, and a rank has finished without waiting for that."""
-    job = mark_finished(job, event)
-    if job.incident is None and job.survivors:
-        fault = f"rank {event.rank} finished while all waited for a checkpoint"
-        job = open_incident(job, event.at_s, "exit 0", fault, detect_s=0.0)
-    return drain(job, event.at_s, f"rank {event.rank} has finished, and the group cannot be built again without it")
-
-
-def mark_finished(job: Job, event: RankExited) -> Job:
-    """The rank's script has reached its end."""
-    return job.with_member(event.rank, pid=None, life=Life.FINISHED)
+def exit_as_cause(job: Job, event: RankExited) -> Job:
+    """A rank's end outranks the connections that broke by it: the incident is that of the exit."""
+    fault = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
+    past = (one for one in job.faults if one.boundary == fault.boundary and one.rank != NOBODY)
+    openings = (*job.openings[:-1], *(replace(one, kind=event.kind) for one in job.openings[-1:]))
+    job = replace(job, faults=(*past, fault), openings=openings, cause=event.sentence)
+    return job.with_incident(kind=event.kind, reason=event.sentence, ranks=ranks_of(event))

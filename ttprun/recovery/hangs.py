@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ttprun.recovery.hang_limits import SETUP_LIMIT_S, HangLimits
+from ttprun.recovery.hang_limits import PAUSE_LIMIT_S, SETUP_LIMIT_S, HangLimits
 from ttprun.recovery.observations import IN_COLLECTIVE, Doing, Observation, Track
 
 FORGOTTEN_PULSE_S = 3.0  # the pulse comes every second
@@ -111,11 +111,14 @@ class HangWatch:
         self._stepped_at_s: float | None = None
         self._is_slow = False
 
-    def look(self, at_s: float, observations: Sequence[Observation], is_alone: bool = False) -> tuple[HangVerdict, ...]:
+    def look(
+        self, at_s: float, observations: Sequence[Observation], is_alone: bool = False, has_left: bool = False
+    ) -> tuple[HangVerdict, ...]:
         """Judge the ranks while all train.
 
         observations    of the ranks that live and have not finished, in any order
         is_alone  it is one rank, for which no other will ever wait
+        has_left  a rank that has finished is not among them, and others may wait for it
         returns   ranks that hang, or a stalled connection, else stragglers; the agent acts on each at once
         """
         self.note(at_s, observations)
@@ -123,14 +126,19 @@ class HangWatch:
         hung = self.stopped(at_s) or (self._at_rest(at_s) if is_alone else self._absent(at_s))
         if hung:
             return hung
-        return self._stalled(at_s) or self._stragglers(at_s)
+        return self._stalled(at_s, has_left) or self._stragglers(at_s)
 
     def look_at_repair(
-        self, at_s: float, observations: Sequence[Observation], replaying: Sequence[int] = ()
+        self,
+        at_s: float,
+        observations: Sequence[Observation],
+        replaying: Sequence[int] = (),
+        stepping: Sequence[int] = (),
     ) -> tuple[HangVerdict, ...]:
         """Judge the ranks during a recovery, without their places; deadlines find the rest.
 
         replaying   ranks that wait for no other now
+        stepping    replacements that run the step which they take over: the others wait for them
         """
         self.note(at_s, observations)
         self._stepped_at_s = None
@@ -149,7 +157,18 @@ class HangWatch:
             and at_s - track.worked_at_s > self.limits.stop_limit_s
         )
         held = tuple(self._hung(at_s, track, Way.HELD, self.limits.stop_limit_s, None) for track in dead)
-        return self.stopped(at_s) + held + idle
+        taking_over = (track for rank, track in self._tracks.items() if rank in stepping)
+        return (
+            self.stopped(at_s) + held + idle + tuple(filter(None, (self._hung_in_step(at_s, t) for t in taking_over)))
+        )
+
+    def _hung_in_step(self, at_s: float, track: Track) -> Hung | None:
+        """A replacement that does not arrive where the others wait for it, by the clock of any other step."""
+        limit_s = self.limits.hang_limit_s(track.observation)
+        is_idle = self._way(at_s, track) is Way.IDLE and at_s - track.worked_at_s > limit_s
+        return (
+            self._hung(at_s, track, Way.IDLE, limit_s, None) if is_idle and not track.observation.is_waiting else None
+        )
 
     def begin_anew(self, at_s: float) -> None:
         """A recovery has ended: restart all measurements."""
@@ -296,15 +315,22 @@ class HangWatch:
         for_s = at_s - track.progressed_at_s
         return Hung(observation=track.observation, way=way, for_s=for_s, limit_s=limit_s, awaited=awaited)
 
-    def _stalled(self, at_s: float) -> tuple[Stalled, ...]:
+    def _stalled(self, at_s: float, has_left: bool) -> tuple[Stalled, ...]:
         tracks = tuple(self._tracks.values())
         is_together = len({track.observation.place for track in tracks}) == 1
-        if len(tracks) < 2 or not is_together or not all(track.observation.doing in IN_COLLECTIVE for track in tracks):
+        if (
+            len(tracks) < (1 if has_left else 2)
+            or not is_together
+            or not all(track.observation.doing in IN_COLLECTIVE for track in tracks)
+        ):
             return ()
         for_s = min(at_s - track.progressed_at_s for track in tracks)
         first = tracks[0].observation
         works = any(at_s - track.worked_at_s < FORGOTTEN_PULSE_S for track in tracks)
-        if works or for_s <= self.limits.stall_limit_s(first.boundary):
+        limit_s = self.limits.stall_limit_s(first.boundary)
+        if has_left and self.limits.hang_s is None:  # the others may need it no more, and only be slow
+            limit_s = max(limit_s, PAUSE_LIMIT_S)
+        if works or for_s <= limit_s:
             return ()
         return (Stalled(boundary=first.boundary, where=first.where, for_s=for_s),)
 

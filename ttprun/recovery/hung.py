@@ -14,6 +14,7 @@ from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankExi
 from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import begin_attempt, drain, end_job, fail_job, restart_group, why_too_many_incidents
+from ttprun.recovery.leaving import on_broken_by_leaver
 from ttprun.recovery.members import Life, Member
 from ttprun.recovery.phases import DEADLINE_NAMES, Result, add_fault, open_incident, unchanged
 from ttprun.recovery.repair import give_up_on_mismatch, missing_from, senders_of, what_is_missing
@@ -21,8 +22,22 @@ from ttprun.recovery.resize import give_up_replacing
 
 
 def on_unfit(job: Job, event: RankHung | RankDiverged) -> Result:
-    """A rank hangs, or trains with other weights than the majority: its process is replaced."""
+    """A rank hangs, or trains with other weights than the majority: its process is replaced.
+
+    One that hangs in the same step as the process before it would hang there a third time.
+    """
+    if isinstance(event, RankHung) and event.is_in_script and has_hung_before(job, event.rank, event.boundary):
+        fault = f"rank {event.rank} hangs again in step {event.boundary} ({event.reason})"
+        job = replace(note_fault(job, event), cause=fault).with_incident(reason=fault)
+        kill = KillRank(event.rank, event.sentence)
+        job, actions = fail_job(job, event.at_s, "", has_progress=False, rung="fail")
+        return job, (kill, *actions)
     return lose(job, (event,))
+
+
+def has_hung_before(job: Job, rank: int, boundary: int) -> bool:
+    """Whether the process before this one hung in the same step."""
+    return FaultIdentity(rank=rank, kind=RankHung.kind, boundary=boundary) in job.faults
 
 
 def on_deadline(job: Job, event: DeadlinePassed) -> Result:
@@ -112,11 +127,13 @@ def lose(job: Job, hung: tuple[RankHung | RankDiverged, ...], is_costly: bool = 
 def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
     """RUNNING: no rank died or hangs, so all reconnect; if that has not helped before, the group restarts.
 
-    If a rank's device has reported the error, that rank gets a new process first. A job that cannot be repaired is left
-    alone: the script gets its backend's error, as under torchrun.
+    If a rank's device has reported the error, that rank gets a new process first. If a rank has finished, the others
+    still need it. A job that cannot be repaired is left alone: the script gets its backend's error, as under torchrun.
     """
-    if job.finished or why_not_protected(job):
+    if why_not_protected(job):
         return unchanged(job, event)
+    if job.finished:
+        return on_broken_by_leaver(job, event)
     fault = FaultIdentity(rank=NOBODY, kind=event.kind, boundary=event.boundary)
     job = replace(job, faults=(*(past for past in job.faults if past.boundary == fault.boundary), fault))
     times = sum(past.rank == NOBODY for past in job.faults)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ttprun.recovery import alone, faults, hung, persist, planned, regroup, repair, resize
+from ttprun.recovery import alone, faults, hung, leaving, persist, planned, regroup, renewal, repair, resize
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
 from ttprun.recovery.event import Event, RankEvent, RepairEvent
 from ttprun.recovery.events import (
@@ -45,6 +45,7 @@ from ttprun.recovery.events import (
     StatePersisted,
     StateSent,
     StopAsked,
+    SupervisorRenewed,
     UpgradeAsked,
 )
 from ttprun.recovery.fault_events import (
@@ -138,6 +139,7 @@ def in_repair(phase: P) -> dict[Key, Transition]:
         **ignored(phase, "a repair comes first", ResizeAsked),
         **ignored(phase, "all ranks have been started", ResumeAsked),
         (phase, DeadlinePassed): row(hung.on_deadline, phase, *ANSWERS),
+        (phase, SupervisorRenewed): row(renewal.on_renewed_in_repair, *ANSWERS),
     }
 
 
@@ -179,6 +181,7 @@ TRANSITIONS: dict[Key, Transition] = {
     **ignored(P.RUNNING, "reported twice: its repair is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
     **ignored(P.RUNNING, "reported twice: its repair is over", RankRebuilt, RankReissued),
     **ignored(P.RUNNING, "a deadline of a repair that is over", DeadlinePassed),
+    **ignored(P.RUNNING, "nothing was being done", SupervisorRenewed),
     #
     **before_resuming(P.FREEZING),
     (P.FREEZING, RankStarted): row(resize.unless_away(repair.on_started_in_freezing), P.FREEZING, P.RESUMING),
@@ -257,6 +260,7 @@ TRANSITIONS: dict[Key, Transition] = {
     (P.PERSISTING, DeadlinePassed): row(
         regroup.unless_resizing(persist.on_deadline_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
     ),
+    (P.PERSISTING, SupervisorRenewed): row(renewal.on_renewed_while_persisting, P.PERSISTING),
     (P.PERSISTING, StopAsked): row(persist.on_stop_while_persisting, P.PERSISTING),
     **ignored(P.PERSISTING, "one is being written", CheckpointAsked, ResizeAsked),
     **ignored(P.PERSISTING, "it comes first, and whoever asked is informed", ReplacementAsked, UpgradeAsked),
@@ -272,7 +276,9 @@ TRANSITIONS: dict[Key, Transition] = {
     (P.DRAINING, RankExited): row(faults.on_exit_while_draining, P.DRAINING, P.DONE, *DOWN),
     (P.DRAINING, RankFaulted): row(faults.on_faulted_while_draining, P.DRAINING, *DOWN),
     (P.DRAINING, NodeLost): row(faults.on_node_lost_while_draining, P.DRAINING, P.DONE, *DOWN),
-    (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, *DOWN),
+    (P.DRAINING, DeadlinePassed): row(leaving.on_drain_deadline, P.DRAINING, *DOWN),
+    (P.DRAINING, RankFrozen): row(leaving.on_frozen_while_draining, P.DRAINING, *DOWN),
+    (P.DRAINING, SupervisorRenewed): row(renewal.on_renewed_while_draining, P.DRAINING),
     (P.DRAINING, StopAsked): row(faults.on_stop, *END),
     **ignored(
         P.DRAINING,
@@ -285,14 +291,16 @@ TRANSITIONS: dict[Key, Transition] = {
         ReplacementAsked,
         *OF_SIZE,
     ),
-    **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, RankDiverged, ConnectionBroken),
+    (P.DRAINING, ConnectionBroken): row(leaving.on_broken_while_draining, *DOWN),
+    **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, RankDiverged),
     **ignored(P.DRAINING, "nothing will be repaired any more", RankProtected, RankUnprotected, MismatchFound),
     **ignored(P.DRAINING, "nothing will be repaired any more", *OF_MEMBERSHIP, RanksCompared, RankHindered),
-    **ignored(P.DRAINING, "the repair was abandoned", RankFrozen, RankReplayed, StateSent, RankRepaired),
+    **ignored(P.DRAINING, "the repair was abandoned", RankReplayed, StateSent, RankRepaired),
     **ignored(P.DRAINING, "the repair was abandoned", RankRebuilt, RankReissued),
     #
     **begun_anew(P.RESTARTING),
     (P.RESTARTING, StopAsked): row(faults.on_stop, P.FAILED),
+    (P.RESTARTING, SupervisorRenewed): row(renewal.on_renewed_while_restarting, P.RESTARTING),
     **ignored(P.RESTARTING, "a consequence of a group that has ended", *OF_CHECKPOINTS),
     **ignored(P.RESTARTING, "the agent is ending this process", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.RESTARTING, "all ranks are replaced anyway", NodeLost),
@@ -306,6 +314,10 @@ TRANSITIONS: dict[Key, Transition] = {
 }
 for _, _event_type in [key for key in TRANSITIONS if key[0] is P.RUNNING]:
     TRANSITIONS |= ignored(P.DONE, "the job is over", _event_type) | ignored(P.FAILED, "the job is over", _event_type)
+TRANSITIONS |= {
+    (P.DONE, SupervisorRenewed): row(renewal.on_renewed_when_done, P.DONE),
+    (P.FAILED, SupervisorRenewed): row(renewal.on_renewed_when_failed, P.FAILED),
+}
 
 
 def advance(job: Job, event: Event) -> Result:
@@ -337,7 +349,7 @@ def advance(job: Job, event: Event) -> Result:
 
 def is_echo(job: Job, event: Event) -> bool:
     """The event is about something that is over: another generation, or a process that the rank no longer has."""
-    if isinstance(event, DeadlinePassed | SnapshotTaken) and event.rank is not None:
+    if isinstance(event, DeadlinePassed | SnapshotTaken | SupervisorRenewed) and event.rank is not None:
         return True  # of a rank that was repaired alone, or is not alone any more
     if isinstance(event, RepairEvent | DeadlinePassed | ConnectionBroken | StatePersisted):
         return event.generation != job.generation

@@ -5,6 +5,7 @@ A function that answers an event returns a `Result`: the job as it is then, and 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,9 @@ DEADLINE_NAMES = {
     JobPhase.PERSISTING: "persist",
     JobPhase.DRAINING: "drain",
 }
+CONNECTION = "connection"  # kind of an incident of links, see `ConnectionBroken.kind`
+_THEN = ", then "
+_TIMES = re.compile(r"(.*) \((\d+) times\)", re.DOTALL)
 RESUME = "resume"  # kind of a new launch that resumes from a checkpoint, which is not an incident
 HALT = "halt"  # the deadline to quiesce, with which PERSISTING begins
 # What each attempt measures.
@@ -32,7 +36,7 @@ UNDONE = dict.fromkeys(("boundary", "freeze_s", "replay_s", "transfer_s", "rebui
 def open_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float) -> Job:
     """The job with a new incident, in which no rank is lost yet.
 
-    fault   completes "the cause:"
+    fault   a sentence
     """
     job = replace(job, incident=_new_incident(job, at_s, kind, fault, detect_s), cause=fault, is_contradicted=False)
     return count_as_incident(job, at_s, kind)
@@ -49,10 +53,23 @@ def open_resume(job: Job, at_s: float, why: str) -> Job:
 
 
 def add_fault(job: Job, fault: str) -> Job:
-    """The job with another fault in the open incident."""
+    """The job with another fault in the open incident: in words the first one, and the newest with its number."""
     assert job.incident is not None
-    reason = f"{job.incident.reason}, then {fault}"
-    return replace(job, cause=f"{job.cause}, then {fault}").with_incident(reason=reason)
+    cause = with_newest(job.cause, fault)
+    reason = cause if job.incident.reason == job.cause else with_newest(job.incident.reason, fault)
+    return replace(job, cause=cause).with_incident(reason=reason)
+
+
+def with_newest(faults: str, fault: str) -> str:
+    """Faults as a phrase, with one more: those between the first and the newest are in the event log."""
+    first, _, last = faults.partition(_THEN)
+    known = last or first
+    found = _TIMES.fullmatch(known)
+    before, times = (found[1], int(found[2])) if found else (known, 1)
+    if before != fault:
+        return f"{first}{_THEN}{fault}"
+    repeated = f"{fault} ({times + 1} times)"
+    return f"{first}{_THEN}{repeated}" if last else repeated
 
 
 def count_as_incident(job: Job, at_s: float, kind: str) -> Job:
@@ -111,7 +128,7 @@ def deadline_of(job: Job, phase: JobPhase, extra_s: float = 0.0) -> SetDeadline:
 
 
 def reason_of(job: Job, why: str) -> str:
-    """Why a rung is left, followed by the reasons before it, back to the first fault.
+    """The cause first, and then why it was not answered by the rung above; not what was tried in between.
 
     why   "" if there is nothing to add
     """
@@ -119,10 +136,10 @@ def reason_of(job: Job, why: str) -> str:
         return why
     if not why:
         return job.incident.reason
-    is_first = job.incident.rung == "restart" and job.incident.reason == job.cause
-    if is_first or job.incident.rung in ("reconnect", "rerun", "replace", "rewind"):
-        return f"{why}; the cause: {job.incident.reason}"
-    return f"{why}; {job.incident.reason}"
+    if job.incident.kind == RESUME or not job.cause:
+        return f"{why}; {job.incident.reason}"
+    answer = "not reconnected" if job.incident.kind == CONNECTION else "not replaced"
+    return f"{job.cause}; {answer}: {why}"
 
 
 def unchanged(job: Job, event: Event) -> Result:

@@ -343,6 +343,10 @@ def what_is_missing(job: Job, member: Member, senders: Collection[int]) -> str:
             return "to load its state"
         case JobPhase.PERSISTING if not is_replacement and member.frozen is None:
             return "to quiesce"
+        case JobPhase.PERSISTING if member.life is Life.LIVE and job.persists_at is not None:
+            return "to write its state"
+        case JobPhase.DRAINING if member.life is Life.LIVE:
+            return "to finish"
         case JobPhase.RESUMING if member.life is not Life.FINISHED and not member.has_rebuilt:
             return "to connect"
         case JobPhase.RESUMING if member.life is not Life.FINISHED and not member.has_reissued:

@@ -13,13 +13,13 @@ import secrets
 import socket
 import stat
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from ttprun.errors import ConfigError
+from ttprun.observe import console
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.web import helper
 from ttprun.web.address import parse_address
@@ -59,7 +59,7 @@ def serving(http: str | None, token_file: str | None, run: RunDirectory, name: s
     url = address.url(listener, name or socket.gethostname())
     try:
         with _running("the page", run, listener, *([str(token)] if token else [])):
-            print(f"ttprun: {url} shows this run{how}", file=sys.stderr, flush=True)
+            console.say(f"{url} shows this run{how}", "INFO")
             yield url
     except OSError as error:
         raise ConfigError(f"--http: its process cannot be started ({error.strerror})", "leave it out") from None

@@ -264,9 +264,24 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 # Recovery.
 
 
+_WATCHDOG_RUNS, _WATCHDOG_STOPS = 1, 2
+
+
+def hccl_backends() -> list[Any]:
+    """Of torch's process groups, as torch_npu finds them."""
+    groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if groups is None or _C.is_kind("walk"):
+        return []
+    on = torch.device("npu")
+    return [group._get_backend(on) for group in groups._pg_map if on in group._device_types]
+
+
 def stop_device(device_id: int) -> int:
     """All tasks are aborted; 0, or 1 if that failed. Whatever is asked of the device raises FORCE STOP from then on."""
     answer: int = _C.stop_device(device_id)
+    for backend in hccl_backends():
+        backend.set_watchdog_status(_WATCHDOG_STOPS)
+        backend.clear_workmeta_list()
     return answer
 
 
@@ -277,6 +292,9 @@ def restart_device(
     _C.restart_device(device_id, disable_tensor_unsafe_check)
     if rebuild_all_resources and not disable_tensor_unsafe_check:
         _C.mark_all_unsafe(device_id)
+    for backend in hccl_backends():
+        backend.set_watchdog_status(_WATCHDOG_RUNS)
+        backend.clear_workmeta_list()
 
 
 def check_uce_in_memory(device_id: int) -> int:

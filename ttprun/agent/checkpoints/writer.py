@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -37,6 +38,8 @@ from ttprun.state.manifest import Description
 from ttprun.state.store import CheckpointStore
 
 logger = logging.getLogger("ttprun")
+_TO_END_S = 1.0  # that the launcher needs behind its last checkpoint
+_LEAST_S = 0.2  # a thread that has nothing to do has ended by then
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class CheckpointWriter:
 
     status    of the newest one that was tried, for `ttprun status`
     is_busy   one is being written
+    count     checkpoints that were tried
     """
 
     def __init__(self, node: Node, store: CheckpointStore, resumption: Resumption) -> None:
@@ -94,7 +98,7 @@ class CheckpointWriter:
         self._filling: tuple[Path, ProgressLog] | None = None
         self.is_busy = False
         self.status: CheckpointStatus | None = None
-        self._count = 0
+        self.count = 0
 
     def _work(self) -> None:
         while (work := self._works.get()) is not None:
@@ -105,16 +109,19 @@ class CheckpointWriter:
         if not self._store.is_locked:
             self._store.lock(self._node.config.run_id or "")
 
-    def end(self, is_done: bool) -> None:
+    def end(self, is_done: bool, left_s: float = math.inf) -> None:
         """Wait for what is being written; note it if the script has come to its end: nothing resumes from there.
+
+        left_s   seconds until the scheduler kills this process
 
         The note stands until another run has a checkpoint of its own.
         """
         self._works.put(None)
-        limit_s = self._node.config.persist_timeout_s
+        limit_s = min(self._node.config.persist_timeout_s, max(_LEAST_S, left_s - _TO_END_S))
         self._worker.join(limit_s)
         if self._worker.is_alive():
-            logger.warning("a checkpoint is still being written after %.0f s (persist_timeout_s): abandoned", limit_s)
+            which = "persist_timeout_s" if limit_s == self._node.config.persist_timeout_s else "grace_s"
+            logger.warning("a checkpoint is still being written after %.0f s (%s): abandoned", limit_s, which)
         self._take_outcomes(is_over=True)
         if self._store.is_locked:
             if is_done:
@@ -229,9 +236,9 @@ class CheckpointWriter:
 
     def _note(self, checkpoint: Checkpoint, reason: str, cause: str, took_s: float) -> None:
         size = checkpoint.manifest.size_bytes if checkpoint.manifest is not None else 0
-        self._count += 1
+        self.count += 1
         self.status = CheckpointStatus(
-            number=self._count,
+            number=self.count,
             boundary=checkpoint.boundary,
             cause=cause,
             path=str(checkpoint.path),
@@ -256,9 +263,9 @@ class CheckpointWriter:
         cause      why it was to be taken, as in Manifest
         why_not    completes "no checkpoint:"
         """
-        self._count += 1
+        self.count += 1
         self.status = CheckpointStatus(
-            number=self._count, boundary=boundary, cause=cause, written_at=timestamp(), reason=why_not
+            number=self.count, boundary=boundary, cause=cause, written_at=timestamp(), reason=why_not
         )
         self._node.log("checkpoint_failed", boundary=boundary, cause=cause, reason=why_not)
         logger.warning("no checkpoint%s: %s", f" of step {boundary}" if boundary else "", why_not)

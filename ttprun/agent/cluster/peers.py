@@ -241,7 +241,12 @@ class Peers:
 
     def name_of(self, node: int) -> str:
         """A node for people."""
-        return f"node {node} ({self.names.get(node, 'unknown')})"
+        return f"node {node} ({self.shown(node)})"
+
+    def shown(self, node: int) -> str:
+        """The name of a node for people: the scheduler's, else its address."""
+        known = self.pools.get(node)
+        return (known.name if known is not None else "") or self.names.get(node, "unknown")
 
     @property
     def leaders_name(self) -> str:

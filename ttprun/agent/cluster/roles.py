@@ -68,13 +68,14 @@ class Leading(Role):
     def look(self) -> None:
         self.leader.look()
         self.repairs.look()
-        self.unseen.look()
         self.hang_detector.look()
-        self.standby_watch.look()
-        self.set_ups.look()
-        self.snapshots.look()
-        self.checkpoint_writer.look()
-        self.quiesce_schedule.look()
+        look = self.node.domains.look
+        look("search for ranks without hooks", self.unseen.look)
+        look("standbys", self.standby_watch.look)
+        look("set-ups run ahead", self.set_ups.look)
+        look("snapshots", self.snapshots.look)
+        look("checkpoints in the background", self.checkpoint_writer.look)
+        look("times for checkpoints", self.quiesce_schedule.look)
 
     def leave(self, reason: str) -> None:
         self.leader.membership.leave(self.node.peers.node, reason)
@@ -128,8 +129,8 @@ class Following(Role):
             for silent in peers.silent(self.node.has_stepped()):
                 self.lose(silent, f"nothing was heard of it for {peers.unheard_s(silent):.0f} s")
         self.succession.look()
-        self.unseen.look()
-        self.standby_watch.look()
+        self.node.domains.look("search for ranks without hooks", self.unseen.look)
+        self.node.domains.look("standbys", self.standby_watch.look)
 
     def leave(self, reason: str) -> None:
         self.node.peers.to_leader(node_reports.Leaving(reason))

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hmac
 import json
+import os
 import secrets
 import selectors
 import socket
@@ -34,7 +35,7 @@ Came = Callable[[Channel, meeting.Hello], None]
 class Listener:
     """A listener that lets in who knows the token; who is silent holds up nobody.
 
-    where    its address, port and token, and the page of its launcher
+    where    its address, port and token, the page of its launcher, and Slurm's name for its node
     known    classes of the messages that agents send, by name
     """
 
@@ -45,7 +46,9 @@ class Listener:
         self._newcomers: list[Channel] = []
         self._selector: selectors.BaseSelector | None = None
         self._came: Came = lambda link, hello: None
-        self.where = {"address": address, "port": self._listener.getsockname()[1], "token": self._token, "page": page}
+        name = os.environ.get("SLURMD_NODENAME", "")
+        port = self._listener.getsockname()[1]
+        self.where = {"address": address, "port": port, "token": self._token, "page": page, "name": name}
 
     def open(self, selector: selectors.BaseSelector, came: Came) -> None:
         """Let them in by this selector from now on.

@@ -93,7 +93,7 @@ class Spares:
             if found is None:
                 return
             self._node.log("node_replaced", node=number, address=found, waited_s=time.monotonic() - vacancy.since_s)
-            logger.warning("%s takes the place of the lost node %d", found, number)
+            logger.warning("%s takes the place of the lost node %d", peers.shown(number), number)
             ranks = range(number * peers.ranks_per_node, (number + 1) * peers.ranks_per_node)
             vacancy.due = set(ranks)
             self._ask_for_records(number, list(ranks))

@@ -27,17 +27,22 @@ class Calls:
         self._functions.put(function)
         self.wake()
 
-    def in_background(self, work: Callable[[], _T], then: Callable[[_T], None] = lambda found: None) -> None:
+    def in_background(
+        self,
+        work: Callable[[], _T],
+        then: Callable[[_T], None] = lambda found: None,
+        failed: Callable[[Exception], None] | None = None,
+    ) -> None:
         """Have something done that may wait, on a thread of its own; then this thread is called with what it gives.
 
-        work   if it raises, this thread does
+        failed   called on this thread with what `work` raises; None: this thread raises it
         """
 
         def run() -> None:
             try:
                 found = work()
             except Exception as error:
-                self.add(partial(_raise, error))
+                self.add(partial(failed or _raise, error))
             else:
                 self.add(lambda: then(found))
 

@@ -16,6 +16,7 @@ from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.membership import NodeMembership
 from ttprun.agent.cluster.spares import Spares
 from ttprun.agent.core.deadlines import Deadlines
+from ttprun.agent.core.domains import CannotDecideError
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
 from ttprun.agent.launcher.verdict import Verdict
@@ -53,9 +54,12 @@ class Coordinator:
         try:
             while self._undecided and not self.node.is_paused:
                 self._decide(self._undecided.popleft())
+        except Exception as error:
+            raise CannotDecideError(f"{type(error).__name__}: {error}") from error
         finally:
             self._is_deciding = False
-            self._undecided.clear()
+            if self.node.is_paused:  # else what comes after a failure is decided with the next event
+                self._undecided.clear()
 
     def _decide(self, event: recovery.Event) -> None:
         before = self.node.job
@@ -146,7 +150,7 @@ class Coordinator:
 
     def record_incident(self, incident: recovery.Incident) -> None:
         """Let all who follow it know how an incident stands."""
-        self.incidents.note(incident)
+        self.node.domains.run("incident notes", lambda: self.incidents.note(incident))
         self.repairs.note_incident(incident)
         if incident.outcome == "recovered":
             for slot in self.node.slots:

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from ttprun.agent.core.node import Node
 from ttprun.agent.report.not_proved import NotProved
 from ttprun.observe.status import IncidentStatus, ResumeStatus
-from ttprun.recovery import Incident
+from ttprun.recovery import Incident, is_of_script
 
 logger = logging.getLogger("ttprun")
 
@@ -29,6 +29,7 @@ class Incidents:
         self.resume: ResumeStatus | None = None
         self.not_proved = NotProved()
         self.changes = 0
+        self._said: set[tuple[int, str, str]] = set()
 
     def note(self, incident: Incident) -> None:
         """An incident was opened, has gone on, or has ended; without a number it is the resume from a checkpoint."""
@@ -42,7 +43,38 @@ class Incidents:
         not_proved = self._not_proved_of(incident.id)
         event = asdict(incident) | ({"not_proved": not_proved} if not_proved else {})
         self._node.log("incident" if incident.id else "resume", **event)
-        _say(incident)
+        self._say(incident, self._compared.get(incident.id, ([], []))[1])
+
+    def _say(self, incident: Incident, uncompared: Sequence[str]) -> None:
+        """Say on the console how an incident stands, and what of the replacements could not be compared."""
+        name = f"incident {incident.id}, generation {incident.generation}" if incident.id else "resume"
+        if incident.outcome == "open":
+            what = _GIVEN_UP.get(incident.phase) or self._try_again(incident)
+            is_new = what is not None and (incident.id, incident.reason, incident.phase) not in self._said
+            self._said.add((incident.id, incident.reason, incident.phase))
+            level = logging.WARNING if is_new else logging.INFO
+            logger.log(level, "%s: %s: %s", name, incident.reason, what or incident.phase)
+            return
+        outcome = f"{incident.outcome} in {incident.total_s or 0.0:.2f} s"
+        if incident.outcome != "recovered":
+            logger.warning("%s: %s", name, outcome)  # the reason is said where the ranks, or the job, are given up
+        elif incident.id:
+            outcome += f", {incident.steps_lost or 0} steps lost"
+            outcome += f"; not proved: {'; '.join(uncompared)}" if uncompared else ""
+            logger.warning("%s: %s: %s", name, incident.reason, outcome)
+        elif incident.boundary:
+            logger.warning("%s: resumed from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
+        else:
+            logger.warning("%s: no checkpoint can be used: the script starts anew", name)
+
+    def _try_again(self, incident: Incident) -> str | None:
+        """That a script's own error is answered by a new process, and the how-manieth time that is; None otherwise."""
+        job = self._node.job
+        if incident.phase != "FREEZING" or not is_of_script(incident.kind) or not incident.ranks:
+            return None
+        rank, kind = incident.ranks[-1], incident.kind
+        times = sum((fault.rank, fault.kind) == (rank, kind) for fault in job.faults)
+        return f"trying again, {times + 1} of {job.settings.exception_retries + 1}"
 
     def note_compared(self, rank: int, equal: Sequence[str], not_proved: Sequence[str]) -> None:
         """A rank was compared with the one whose place it takes; its newest incident gets the result.
@@ -75,21 +107,11 @@ class Incidents:
         return (*self.not_proved.of_incident(number), *uncompared)
 
 
-def _say(incident: Incident) -> None:
-    """Say on the console how an incident stands."""
-    name = f"incident {incident.id}, generation {incident.generation}" if incident.id else "resume"
-    if incident.outcome == "open":
-        logger.info("%s: %s: %s", name, incident.reason, incident.phase)
-        return
-    outcome = f"{incident.outcome} in {incident.total_s or 0.0:.2f} s"
-    if incident.outcome != "recovered":
-        logger.warning("%s: %s", name, outcome)  # the reason is said where the ranks, or the job, are given up
-    elif incident.id:
-        logger.warning("%s: %s: %s, %d steps lost", name, incident.reason, outcome, incident.steps_lost or 0)
-    elif incident.boundary:
-        logger.warning("%s: resumed from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
-    else:
-        logger.warning("%s: no checkpoint can be used: the script starts anew", name)
+# No rank is replaced any more: a phase -> what is waited for, which may take long.
+_GIVEN_UP = {
+    "PERSISTING": "the ranks save their state before the job ends or starts again",
+    "DRAINING": "no rank is replaced; ranks that can finish by themselves may do so",
+}
 
 
 _PUBLISHED = {field.name for field in fields(IncidentStatus)} & {field.name for field in fields(Incident)}

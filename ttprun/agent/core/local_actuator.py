@@ -132,7 +132,7 @@ class LocalActuator(NodeActuator):
                 self.injections.strike_here(order)
             case node_orders.Recovered():
                 node.first_failure.forget()
-                self.standby_watch.refill()
+                node.domains.run("standbys", self.standby_watch.refill)
             case _:
                 assert_never(order)
 
@@ -161,25 +161,31 @@ class LocalActuator(NodeActuator):
         A standby that is on its way is waited for: a new process would take as long, and then there would be none left
         for the next fault.
         """
-        is_on_its_way = self.standbys.is_on_its_way
-        if is_on_its_way:
-            self.standbys.hurry()
+        node = self.node
+        is_on_its_way = bool(node.domains.run("standbys", self._hurry_standbys))
         if slot.defer_spawn(is_on_its_way):
             return
         try:
-            handler = self.set_ups.take(slot) or self.start_process(slot.handler.start)
+            ahead = node.domains.run("set-ups run ahead", lambda: self.set_ups.take(slot))
+            handler = ahead or self.start_process(slot.handler.start)
         except OSError as error:
-            self.node.log("spawn_failed", rank=slot.rank, reason=str(error))
+            node.log("spawn_failed", rank=slot.rank, reason=str(error))
             event = recovery.SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error))
-            self.node.advance(event)
+            node.advance(event)
             return
         self._replace_handler(slot.local_rank, handler)
         slot.assign(handler)
         self.watch.welcome(slot, is_replacement=True)
 
+    def _hurry_standbys(self) -> bool:
+        is_on_its_way = self.standbys.is_on_its_way
+        if is_on_its_way:
+            self.standbys.hurry()
+        return is_on_its_way
+
     def start_process(self, start: dict[str, Any]) -> RankHandler:
         """Start a process, or take one that stands by. Raises OSError."""
-        standby = self.standbys.take()
+        standby = self.node.domains.run("standbys", self.standbys.take)
         if standby is None:
             return RankHandler(start, str(self.node.run.path), is_new=False, is_python=True)
         with contextlib.suppress(KeyError, ValueError):
@@ -214,7 +220,12 @@ class LocalActuator(NodeActuator):
                 node.board.set(slot.rank, Field.RECORDED, slot.lost_boundary)
 
         if is_looked_at:
-            node.in_background(partial(stacks.take, slot.pid, slot.stack_fd, is_stopped=True), kill)
+
+            def kill_unseen(error: Exception) -> None:
+                node.domains.note("stacks", error)
+                kill("")
+
+            node.in_background(partial(stacks.take, slot.pid, slot.stack_fd, is_stopped=True), kill, kill_unseen)
         else:
             kill("")
 
@@ -222,7 +233,8 @@ class LocalActuator(NodeActuator):
         """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
         node, slot = self.node, self.node.slots[order.rank]
         why_not = fingerprints.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
-        step_from = ""
+        step_from = proof_from = result = ""
+        is_from_mirror = False
         if order.is_joining and order.source == order.rank and not why_not:
             if self._is_fetching:
                 self._deferred[order.rank] = order
@@ -231,7 +243,10 @@ class LocalActuator(NodeActuator):
             if mirror is None:
                 why_not = self.mirrors.why_not_held(order.rank, order.boundary)
             elif mirror.is_step:
-                step_from = mirror.path
+                is_from_mirror, step_from = True, mirror.path
+            else:
+                is_from_mirror, result = True, mirror.path
+                proof_from = self.mirrors.step_of(slot, order.boundary)
         if why_not:
             report_mismatch(node, order.rank, order.generation, why_not)
             return
@@ -239,6 +254,9 @@ class LocalActuator(NodeActuator):
             order.generation,
             order.boundary,
             step_from=step_from,
+            proof_from=proof_from,
+            result=result,
+            from_mirror=is_from_mirror,
             is_joining=order.is_joining,
             is_contradicted=order.is_contradicted,
         )

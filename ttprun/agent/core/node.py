@@ -14,6 +14,7 @@ from dataclasses import replace
 from ttprun import recovery
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.calls import Calls
+from ttprun.agent.core.domains import Domains
 from ttprun.agent.core.failures import FirstFailure
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.role import Role
@@ -50,7 +51,9 @@ class Node:
     is_paused      nobody decides: the group is being ended or started, or the supervisor has failed
     is_broken      the supervisor has failed: nothing is decided any more, and the job goes on as under torchrun
     first_failure  the root cause of what the present group suffers
+    is_concluded_elsewhere  the agent that leads has ended the group, and says why
     ended_by       the signal to the launcher of some node that ends the job; 0 while there is none
+    domains        runs what protection does not need: its failures stay its own
     """
 
     role: Role
@@ -75,8 +78,10 @@ class Node:
         self.is_paused = False
         self.first_failure = FirstFailure()
         self.ended_by = 0
+        self.is_concluded_elsewhere = False
         self._events = EventLog(run.events)
         self._log_lock = threading.Lock()
+        self.domains = Domains(self.log)
         self._stepped = 0
         self._past: set[int] = set()  # pids of ranks that have ended
 
@@ -105,6 +110,7 @@ class Node:
         self.slots = [*before, *own, *after]
         self._here = slice(first, first + len(ranks))
         self.verdict = None
+        self.is_concluded_elsewhere = False
         self.is_settled.clear()
         self.first_failure = FirstFailure()
 
@@ -148,6 +154,11 @@ class Node:
         """The supervisor has failed."""
         self.is_broken = self.is_paused = True
         self.is_settled.set()
+
+    def hear_conclusion(self, verdict: Verdict) -> None:
+        """The agent that leads has ended this group."""
+        self.is_concluded_elsewhere = True
+        self.conclude(verdict)
 
     def end_by(self, signal: int) -> None:
         """A launcher has got a signal that ends the job."""

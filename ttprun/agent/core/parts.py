@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
@@ -150,6 +153,8 @@ class Parts:
         self.following = Following(node, self.follower, self.succession, self.reports, self.standby_watch, self.unseen)
         node.take_role(self.leading)
         self._node = node
+        node.domains.clean_with("standbys", self.standby_watch.begin_anew)
+        node.domains.clean_with("set-ups run ahead", self.set_ups.end)
         self.requests = Requests(node, self.checkpoint_writer, self.repairs, self.quiesce_schedule)
 
     def begin_group(self, group: NewGroup) -> None:
@@ -171,6 +176,16 @@ class Parts:
         self.follower.begin_group()
         self.succession.begin_group(group.on_lead)
         self.status.begin_group(group.restarts_left)
+
+    def begin_anew(self, reason: str) -> None:
+        """The supervisor has failed, and goes on from what the machine knows and from how the processes are."""
+        node = self._node
+        self.watch.report_missed()
+        if node.peers.is_follower:
+            return
+        repairs = [rank for rank, own in node.job.alone.items() if own.incident is not None]
+        for rank in (*repairs, None):
+            node.advance(recovery.SupervisorRenewed(at_s=time.monotonic(), reason=reason, rank=rank))
 
     def look(self) -> None:
         """Time has passed."""

@@ -220,6 +220,10 @@ class RankSlot:
         """The first sign of the end of its process has been seen."""
         self.is_dying = True
 
+    def live_on(self) -> None:
+        """The first sign of its end, if there was one, has not been reported: the end itself will be."""
+        self.is_dying = False
+
     def let_die(self) -> None:
         """Its process is killed, or will be at once: the rank is lost."""
         self.is_lost, self.is_dying = True, self.pidfd >= 0

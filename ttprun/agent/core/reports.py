@@ -39,6 +39,20 @@ from ttprun.recovery.journals import find_difference
 
 logger = logging.getLogger("ttprun")
 
+# Messages for what protection does not need, see `domains.py`.
+_PARTS: dict[type, str] = {
+    standbys.ModulesOfTorch: "standbys",
+    standbys.Imported: "standbys",
+    from_rank.Compared: "incident notes",
+    from_rank.NotProved: "incident notes",
+    from_rank.NotRecorded: "incident notes",
+    from_rank.Note: "incident notes",
+    from_rank.Held: "comparisons",
+    from_rank.FaultStruck: "fault injection",
+    from_rank.FaultFailed: "fault injection",
+    SnapshotSize: "snapshots",
+    SnapshotTaken: "snapshots",
+}
 OF_THIS_NODE = (standbys.ModulesOfTorch, standbys.Imported, standbys.Ready, Refused)
 
 
@@ -68,6 +82,13 @@ class Reports:
 
     def take(self, slot: RankSlot, message: Message) -> None:
         """A message has come from the process of a slot."""
+        part = _PARTS.get(type(message))
+        if part is None:
+            self._take(slot, message)
+        else:
+            self.node.domains.run(part, lambda: self._take(slot, message))
+
+    def _take(self, slot: RankSlot, message: Message) -> None:
         node = self.node
         at_s, rank = time.monotonic(), slot.rank
         match message:
@@ -299,6 +320,7 @@ class Reports:
                 boundary=message.boundary,
                 digest=message.digest,
                 has_group=message.has_group,
+                is_at_end=self.node.board.get(slot.rank, Field.ENDED) != 0,
             )
         )
 

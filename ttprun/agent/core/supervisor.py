@@ -2,15 +2,18 @@
 
 It waits on one selector: exits (`life_locks.py`, and pidfds), messages of ranks (`reports.py`), the control socket, and
 deadlines. Everything that happens becomes an event of `ttprun.recovery`; the actions that come back are carried out by
-`coordinator.py`. If the supervisor itself breaks, the job goes on as under torchrun. Begin with `Supervisor._loop`.
+`coordinator.py`. A part that protection does not need fails by itself (`domains.py`); if anything else breaks, the
+supervisor begins anew, and if that does not help the job goes on as under torchrun. Begin with `Supervisor._loop`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,6 +23,7 @@ from ttprun import recovery
 from ttprun.agent.cluster.membership import Elasticity
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.control_socket import ControlSocket
+from ttprun.agent.core.domains import CannotDecideError
 from ttprun.agent.core.file_reserve import FileReserve
 from ttprun.agent.core.new_group import NewGroup
 from ttprun.agent.core.node import Node
@@ -33,6 +37,7 @@ from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.board import LEADER, Field
+from ttprun.protocol.requests import Rejected, Reply, Request
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.state.store import CheckpointStore
 
@@ -41,14 +46,17 @@ _STATUS_EVERY_S = 0.5
 _LOOK_AGAIN_S = 1.0
 _LOOK_FOR_STANDBY_S = 0.1
 _START_LIMIT_S = 60.0
+RENEWED_EVERY_S = 60.0
 _T = TypeVar("_T")
+NOT_SAVED = "no checkpoint was written"
 _LEFT_LIMIT_S = 0.5  # processes that were sent SIGKILL are gone by then
 
 
 class Supervisor:
     """Supervises the ranks of one node; if its agent leads, it decides for those of all nodes.
 
-    node    what its parts share
+    node            what its parts share
+    why_not_saved   the scheduler's grace time was over before the job's state was saved; "" if not
     """
 
     def __init__(
@@ -70,6 +78,9 @@ class Supervisor:
         self._resized: meeting.Regroup | None = None
         self.parts = Parts(self.node, store, resumption, elasticity)
         self._is_stopping = False
+        self._renewed_at_s = -math.inf
+        self.why_not_saved = ""
+        self._checkpoints_before_end = 0
         self._reserve = FileReserve()
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
 
@@ -77,8 +88,18 @@ class Supervisor:
 
     def start(self) -> None:
         """Begin to supervise; no rank is there yet."""
-        self._control = ControlSocket(self.node.run, self.parts.requests.answer, self.node.selector)
+        self._control = ControlSocket(self.node.run, self._answer, self.node.selector)
         self._thread.start()
+
+    def _answer(self, request: Request) -> Reply:
+        """Raises ValueError if the request cannot be carried out, of which whoever asked hears."""
+        try:
+            return self.parts.requests.answer(request)
+        except (CannotDecideError, ValueError, KeyError):
+            raise
+        except Exception as error:
+            self.node.domains.note("commands", error)
+            return Rejected(f"ttprun has failed to answer: {error!r}")
 
     def begin_group(self, group: NewGroup, peers: Peers | None = None) -> None:
         """A group of ranks is about to be started.
@@ -228,16 +249,18 @@ class Supervisor:
                     self.parts.watch.welcome(slot, is_replacement=False)
             raise
 
-    def end(self, ended_by: signal.Signals, grace_s: float) -> None:
+    def end(self, ended_by: signal.Signals, grace_s: float, left_s: Callable[[], float]) -> None:
         """The user or the scheduler ends the job, whatever goes on; returns when its state is saved, or cannot be.
 
         ended_by  what the launcher has got
         grace_s   seconds that the ranks have afterwards to end by themselves
+        left_s    returns the seconds that are left for saving; a further signal may make them fewer
         """
         peers = self.node.peers
         where = f" on {peers.name_of(peers.node)}" if peers.names else ""
         reason = f"ended by {ended_by.name}{where}"
         self.node.end_by(ended_by)
+        self._checkpoints_before_end = self.parts.checkpoint_writer.count
         self.node.log("ending", reason=reason, grace_s=grace_s)
 
         def stop() -> None:
@@ -250,16 +273,21 @@ class Supervisor:
                 self.node.is_settled.set()
 
         self.node.call(stop)
-        # Every phase of saving has its deadline, and a second signal ends the ranks.
-        while not self.node.is_settled.wait(_LOOK_AGAIN_S) and self._thread.is_alive():
-            pass
+        # Every phase of saving has its deadline, and a second Ctrl-C ends the ranks.
+        while not self.node.is_settled.wait(max(0.0, min(_LOOK_AGAIN_S, left_s()))) and self._thread.is_alive():
+            if left_s() <= 0:
+                self.why_not_saved = (
+                    f"{NOT_SAVED}: the grace time of {self.node.config.grace_s:g} s (--grace-s) is over"
+                )
+                self.node.log("grace_time_over")
+                return
 
     def leave(self, ended_by: signal.Signals) -> bool:
         """This node leaves, and the others train on; returns when they do, or when the job ends instead.
 
         returns   whether the others train on
 
-        What is saved, and how long that may take, is the leader's affair; a second signal ends the ranks.
+        What is saved, and how long that may take, is the leader's affair; a second Ctrl-C ends the ranks.
         """
         node = self.node
         reason = f"ended by {ended_by.name} on {node.peers.name_of(node.peers.node)}"
@@ -309,8 +337,14 @@ class Supervisor:
         for slot in self.node.here:
             slot.kill()
 
-    def stop(self, exit_code: int, reason: str = "") -> None:
-        """End the thread, the standbys, and whatever a rank has left behind."""
+    def stop(self, exit_code: int, reason: str = "", left_s: float = math.inf) -> str:
+        """End the thread, the standbys, and whatever a rank has left behind.
+
+        exit_code   of the launcher
+        reason      why the job has ended, as far as that was known before the last checkpoint was written
+        left_s      seconds until the scheduler kills this process
+        returns     the reason for the operator
+        """
         self._is_stopping = True
         self.node.wake()
         if self._thread.is_alive():
@@ -321,43 +355,80 @@ class Supervisor:
         self.end_ranks_at_once()
         self.node.remove_left_files(limit_s=_LEFT_LIMIT_S)
         self._control.close()
-        self.parts.checkpoint_writer.end(is_done=exit_code == 0)
+        self.parts.checkpoint_writer.end(is_done=exit_code == 0, left_s=left_s)
+        reason = self._with_what_was_saved(reason)
         self.parts.status.end(exit_code, reason)
         self.node.log("run_ended", exit_code=exit_code, reason=reason)
+        return reason
+
+    def _with_what_was_saved(self, reason: str) -> str:
+        """The reason, but for a checkpoint of the end that it says was not written when it was.
+
+        Ranks may be lost, or time may be over, between the end of the checkpoint and the end of the job.
+        """
+        newest = self.parts.checkpoint_writer.status
+        is_saved = newest is not None and newest.number > self._checkpoints_before_end and not newest.reason
+        why, given_up, _ = reason.partition(f"; {NOT_SAVED}")
+        if newest is None or not is_saved or not given_up or not self.node.ended_by:
+            return reason
+        return f"{why}; its state was saved: {newest.path}"
 
     # The loop.
 
     def _loop(self) -> None:
-        selector = self.node.selector
+        node, selector = self.node, self.node.selector
         while not self._is_stopping:
             try:
                 happened = selector.select(self._wait_s())
-                self._reserve.look()
+                node.domains.look("file reserve", self._reserve.look)
                 for key, _ in happened:
                     if selector.get_map().get(key.fd) is key:  # not what has got the number of one just closed
                         key.data()
                 if self.node.has_board:
                     self.node.board.set(LEADER, Field.AGENT_NS, time.monotonic_ns())
                 self.parts.deadlines.pass_time()
-                self._control.pass_time()
+                node.domains.run("commands", self._control.pass_time)
                 self._send_what_was_kept()
-                self.parts.injections.pass_time()
+                node.domains.look("fault injection", self.parts.injections.pass_time)
                 if self.node.verdict is None and not self.node.is_paused and self.node.has_board:
                     self.parts.look()
-                self.parts.status.publish()
+                node.domains.look("status", self.parts.status.publish)
             except Exception as error:
-                logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
-                self.node.log("supervisor_failed", error=repr(error))
-                self.node.break_down()
-                self.node.wake()  # for the calls behind one that has failed
+                self._renew(error)
+                node.wake()  # for the calls behind one that has failed
             if self.node.is_broken and self.node.verdict is None:
                 self._conclude_from_processes()
+
+    def _renew(self, error: Exception) -> None:
+        """Something that protection needs has failed: begin anew from the job as its events have made it.
+
+        What was ordered last may not have been carried out, and what has just been seen may not have been decided: the
+        machine is told, and orders again what it was at. If that fails too, or again within RENEWED_EVERY_S, the job
+        goes on as under torchrun.
+        """
+        node, now = self.node, time.monotonic()
+        reason = str(error) if isinstance(error, CannotDecideError) else f"{type(error).__name__}: {error}"
+        node.log("supervisor_failed", error=reason, traceback="".join(traceback.format_exception(error)))
+        is_again, self._renewed_at_s = now - self._renewed_at_s < RENEWED_EVERY_S, now
+        if not node.is_paused and not is_again:
+            try:
+                logger.exception("ttprun's supervisor failed; a new one continues from the events recorded so far")
+                self.parts.begin_anew(reason)
+                return
+            except Exception as another:
+                error = another
+                node.log("supervisor_failed", error=repr(another))
+        logger.error(
+            "ttprun's supervisor failed; from here on the job runs as under torchrun",
+            exc_info=(type(error), error, error.__traceback__),
+        )
+        node.break_down()
 
     def _wait_s(self) -> float:
         """Seconds until something is due."""
         is_watching = not self.parts.hang_detector.is_off or self.node.peers.names
         wait_s = LOOK_EVERY_S if is_watching else _STATUS_EVERY_S
-        timer_s = self.parts.injections.next_timer_s()
+        timer_s = self.node.domains.run("fault injection", self.parts.injections.next_timer_s)
         return wait_s if timer_s is None else max(0.0, min(wait_s, timer_s - time.monotonic()))
 
     def _send_what_was_kept(self) -> None:

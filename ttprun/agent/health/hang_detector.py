@@ -25,16 +25,19 @@ from ttprun.agent.processes import life_locks, stacks
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.device.errors import DeviceFault
+from ttprun.errors import in_short
 from ttprun.observe.stacks import RankStack, groups_of
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
 from ttprun.protocol.from_rank import Broken
-from ttprun.recovery.hangs import HangVerdict, HangWatch, Hung, Stalled, Straggler
+from ttprun.recovery.hangs import HangVerdict, HangWatch, Hung, Stalled, Straggler, Way
 from ttprun.recovery.observations import Doing, Observation
 
 logger = logging.getLogger("ttprun")
 
 EVERY_S = 0.25
 _STALE_S = 2.0
+_SAY_AFTER_S = 3.0
+_STUCK_S = 1.0  # in a collective that has broken: then it is no moment of the script's end
 _TICKS_PER_S = 100.0  # of /proc/PID/stat, on every Linux that we run on
 _REPAIRING = (
     recovery.JobPhase.FREEZING,
@@ -42,6 +45,8 @@ _REPAIRING = (
     recovery.JobPhase.TRANSFERRING,
     recovery.JobPhase.RESUMING,
 )
+_IN_SCRIPT = (Way.IDLE, Way.HELD, Way.BUSY)
+_IN_STEP = (recovery.JobPhase.RUNNING, recovery.JobPhase.RESUMING)
 _DOING = {phase: Doing(phase.name.lower()) for phase in Phase if phase is not Phase.FROZEN} | {
     Phase.FROZEN: Doing.COMPUTING
 }
@@ -62,6 +67,7 @@ class HangDetector:
         self._is_repairing = False
         self._reported: set[tuple[int, int]] = set()  # what has been reported already
         self._reported_pids: set[int] = set()  # whose stacks have been reported
+        self._broken: dict[int, tuple[int, float, Broken]] = {}  # rank -> pid, since when, what broke as one left
 
     @property
     def is_off(self) -> bool:
@@ -73,19 +79,15 @@ class HangDetector:
         self._watch = HangWatch(self._limit_s)
         self._of_alone = {}
         self._reported = set()
+        self._broken = {}
 
     def look(self) -> None:
-        """Look if it is time to, and act on what is seen. If that breaks, hangs are not found from then on."""
+        """Look if it is time to, and act on what is seen."""
         now = time.monotonic()
         if self.is_off or now < self._next_s:
             return
         self._next_s = now + EVERY_S
-        try:
-            self._look(now)
-        except Exception as error:
-            self._limit_s = 0.0
-            logger.exception("ttprun's hang_detector failed; from here on hangs are not detected")
-            self._node.log("hang_detector_failed", error=repr(error))
+        self._node.domains.look("hang detection", lambda: self._look(now))
 
     def _look(self, now: float) -> None:
         phase = self._node.job.phase
@@ -96,6 +98,8 @@ class HangDetector:
             if self._is_repairing:
                 self._watch.begin_anew(now)
             self._is_repairing = False
+            self._look_at_broken(now)
+            self._look_at_ended(now)
             verdicts = self._watch_all(now)
         elif phase in _REPAIRING:
             self._is_repairing = True
@@ -104,7 +108,12 @@ class HangDetector:
                 for member in self._node.job.replacements
                 if phase is recovery.JobPhase.REPLAYING and member.has_orders and not member.has_replayed
             ]
-            verdicts = self._watch.look_at_repair(now, self._observations(), replaying)
+            stepping = [
+                member.rank
+                for member in self._node.job.replacements
+                if phase is recovery.JobPhase.RESUMING and member.has_rebuilt and not member.has_reissued
+            ]
+            verdicts = self._watch.look_at_repair(now, self._observations(), replaying, stepping)
         else:
             self._watch.note(now, self._observations())  # for the deadlines
             return
@@ -115,7 +124,10 @@ class HangDetector:
         """Ranks that wait for each other are judged together, others each for itself."""
         job, observations = self._node.job, self._observations()
         if not (job.settings.is_alone or job.are_alone) or (job.settings.world_size == 1 and self._limit_s is None):
-            return self._watch.look(now, observations)  # one rank alone may wait for a person, who debugs it
+            has_left = any(slot.is_finished for slot in self._node.slots)
+            return self._watch.look(
+                now, observations, has_left=has_left
+            )  # one rank alone may wait for a person, who debugs it
         found: tuple[HangVerdict, ...] = ()
         for observation in observations:
             watch = self._of_alone.setdefault(observation.rank, HangWatch(self._limit_s))
@@ -161,9 +173,12 @@ class HangDetector:
         node.log("connection_broken", rank=slot.rank, **fields)
         if generation != node.job.generation:
             return
-        is_leaving = any(other.is_finished or node.board_row(other)[Field.LEAVING] for other in node.slots)
+        rows = (node.board_row(other) for other in node.slots if not other.is_finished)
+        is_leaving = any(row[Field.LEAVING] or row[Field.ENDED] for row in rows)
+        is_leaving = is_leaving or any(other.is_finished for other in node.slots)
         if is_leaving or any(life_locks.has_ended(slot.pid) for slot in node.here if not slot.is_lost):
-            return  # its exit is the fault, of which the agent hears next
+            self._broken[slot.rank] = (slot.pid, now, message)  # an exit is the fault, of which the agent hears next
+            return
         self._watch.look(now, self._observations())
         is_time_out = "imed out" in message.reason or fault == DeviceFault.COLLECTIVE_TIMEOUT
         is_running = node.job.phase is recovery.JobPhase.RUNNING
@@ -175,9 +190,46 @@ class HangDetector:
             rank = slot.rank if fault == DeviceFault.LINK else None  # a suspect or a time-out says nothing of this one
             self._break(self._boundary(), message.after_s, reason, rank, fault)
 
+    def _look_at_broken(self, now: float) -> None:
+        """Find a rank that stands in a collective which broke as another rank left: it still needs that one."""
+        node = self._node
+        for rank, (pid, since_s, message) in list(self._broken.items()):
+            slot = node.slots[rank]
+            is_over = slot.pid != pid or slot.is_lost or slot.is_finished or message.generation != node.job.generation
+            if is_over or not any(other.is_finished for other in node.slots):
+                if is_over:
+                    del self._broken[rank]
+                continue
+            if Phase(node.board_row(slot)[Field.PHASE]) not in (Phase.COLLECTIVE, Phase.WAITING):
+                self._broken[rank] = (pid, now, message)
+            elif now - since_s > _STUCK_S:
+                del self._broken[rank]
+                self._break(self._boundary(), message.after_s, f"rank {rank}: {message.reason}")
+
+    def _look_at_ended(self, now: float) -> None:
+        """Say which ranks have come to their end while all others wait in a collective; they stay for a while."""
+        node = self._node
+        living = [slot for slot in node.slots if not (slot.is_finished or slot.is_lost)]
+        ended = [slot.rank for slot in living if node.board_row(slot)[Field.ENDED]]
+        rows = [node.board_row(slot) for slot in living if slot.rank not in ended]
+        is_awaited = bool(ended and rows) and all(
+            Phase(row[Field.PHASE]) in (Phase.COLLECTIVE, Phase.WAITING)
+            and now - row[Field.SEEN_NS] / 1e9 > _SAY_AFTER_S
+            for row in rows
+        )
+        if is_awaited and (-1, ended[0]) not in self._reported:
+            self._reported.add((-1, ended[0]))
+            ranks, operation = in_short(list(map(str, ended))), OPERATION_NAMES[rows[0][Field.OPERATION]]
+            node.log("ended_early", ranks=ended, operation=operation)
+            logger.warning(
+                "rank %s has reached the end of its script while the others wait in %s: unless they go on within "
+                "seconds, the job ends",
+                *(ranks, operation),
+            )
+
     def _boundary(self) -> int:
         board, away = self._node.board, self._node.job.away
-        slots = self._node.slots
+        slots = [slot for slot in self._node.slots if not slot.is_finished]
         return min(board.get(slot.rank, Field.APPLIED) for slot in slots if slot.rank not in away)
 
     def _act(self, verdict: HangVerdict) -> None:
@@ -249,7 +301,11 @@ class HangDetector:
                 node.log("stacks", because_of=observation.rank, groups=groups, flight_records=records)
                 self._conclude(hung, taken[0].all_threads, is_only_reported)
 
-            node.in_background(take, conclude)
+            def without_stacks(error: Exception) -> None:
+                node.domains.note("stacks", error)
+                self._conclude(hung, "", is_only_reported)
+
+            node.in_background(take, conclude, without_stacks)
         else:
             self._conclude(hung, "", is_only_reported)
 
@@ -279,9 +335,13 @@ class HangDetector:
             frame=frame,
             stack=text,
         )
+        boundary = self._own_states.reached(slot, node.board.get(slot.rank, Field.RECORDED))
+        is_in_script = hung.way in _IN_SCRIPT and node.job.phase in _IN_STEP
+        is_again = is_in_script and recovery.has_hung_before(node.job, slot.rank, boundary)
         stack = f"\n{main_thread}" if main_thread else ""
         action = "it cannot be replaced, so it is not killed" if is_only_reported else "it is killed"
-        logger.warning("rank %d hangs (%s): %s%s", observation.rank, reason, action, stack)
+        again = " again" if is_again else ""
+        logger.warning("rank %d hangs%s (%s): %s%s", observation.rank, again, reason, action, stack)
         if not is_only_reported:
             failure = Failure(observation.rank, observation.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
             note_failure(node, failure)
@@ -294,9 +354,10 @@ class HangDetector:
                     at_s=time.monotonic(),
                     rank=observation.rank,
                     pid=observation.pid,
-                    boundary=self._own_states.reached(slot, node.board.get(slot.rank, Field.RECORDED)),
+                    boundary=boundary,
                     detected_after_s=hung.for_s,
                     reason=reason,
+                    is_in_script=is_in_script,
                 )
             )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ttprun.agent.core.node import Node
@@ -86,7 +87,11 @@ def write_when_taken(node: Node, number: int) -> None:
             return error.strerror or str(error)
         return ""
 
-    node.in_background(work, lambda why_not: node.log("stacks_not_written", error=why_not) if why_not else None)
+    def then(why_not: str) -> None:
+        if why_not:
+            node.log("stacks_not_written", error=why_not)
+
+    node.in_background(work, then, partial(node.domains.note, "stacks"))
 
 
 def flight_records(ranks: list[int], since_s: float) -> list[str]:

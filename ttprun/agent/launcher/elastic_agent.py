@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
@@ -40,6 +41,7 @@ logger = logging.getLogger("ttprun")
 _NO_JOB_LIMIT_S = 20.0  # for who comes too many to learn of the job, before it takes part in the rendezvous
 _LOOK_AGAIN_S = 0.3
 _STANDBY_LIMIT_S = 20.0
+_LEAST_GRACE_S = 0.5  # of ranks at the end of a scheduler's grace time
 torch_distributed: Any = importlib.import_module("torch.distributed")
 torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
 
@@ -52,6 +54,7 @@ class Meeting:
     seen_file    who sees it shares the save directory
     nodes        that train
     is_elastic   nodes may join and leave
+    begin_to_lead   called when a group starts that this node's agent leads
     """
 
     address: str = ""
@@ -61,6 +64,7 @@ class Meeting:
     nodes: int = 1
     is_elastic: bool = False
     page: str = ""
+    begin_to_lead: Callable[[], None] = lambda: None
 
 
 class ReplacingAgent(LocalElasticAgent):
@@ -107,6 +111,8 @@ class ReplacingAgent(LocalElasticAgent):
             self._announce(worker_group, again)
         else:
             supervisor.begin_group(group, peers)
+        if peers is None or not peers.is_follower:
+            self.meeting.begin_to_lead()
         if taken is not None:
             supervisor.take_over(taken.records)
         if peers is not None:
@@ -343,12 +349,15 @@ class ReplacingAgent(LocalElasticAgent):
         if is_announced and self.supervisor.leave(signal.SIGUSR1):
             self.supervisor.end_ranks_at_once()
         elif self.signals.first is not None:
-            self.supervisor.end(self.signals.first, kwargs.get("timeout", GRACE_S))
+            self.supervisor.end(self.signals.first, kwargs.get("timeout", GRACE_S), self.signals.left_to_save_s)
             self.supervisor.announce_signal(death_sig)
         elif elsewhere:
             death_sig = signal.Signals(elsewhere)
             self.supervisor.announce_signal(death_sig)
         self.supervisor.pause()
+        left_s = self.signals.left_s()
+        if left_s < kwargs.get("timeout", GRACE_S) and "timeout" in signature(super()._shutdown).parameters:
+            kwargs["timeout"] = max(_LEAST_GRACE_S, left_s / 2)
         super()._shutdown(death_sig, *args, **kwargs)
 
 

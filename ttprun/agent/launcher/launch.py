@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,12 +27,15 @@ from ttprun.agent.cluster.rendezvous import address_for_ranks, own_address
 from ttprun.agent.core.supervisor import Supervisor
 from ttprun.agent.launcher.elastic_agent import Meeting, ReplacingAgent
 from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT, stores_on_loopback
+from ttprun.agent.launcher.outcome import DO_NOT_RESTART, Outcomes
 from ttprun.agent.launcher.resume import Resumption
-from ttprun.agent.launcher.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
+from ttprun.agent.launcher.signals import Signals
 from ttprun.agent.processes.rank_processes import command_of
 from ttprun.agent.report.status import write_last_status
 from ttprun.config import Config
+from ttprun.early_signals import ENDED_BY_SIGNAL, StoppedEarly, exit_code_of
 from ttprun.errors import ConfigError
+from ttprun.observe import console
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.recovery.membership import Membership
 from ttprun.state.store import CheckpointStore
@@ -41,7 +43,6 @@ from ttprun.state.store import CheckpointStore
 logger = logging.getLogger("ttprun")
 
 SCRIPT_FAILED = 1
-DO_NOT_RESTART = 93
 
 
 def launch(
@@ -53,12 +54,14 @@ def launch(
     is_python: bool,
     is_place_named: bool,
     page: str = "",
+    outcomes: Outcomes | None = None,
 ) -> int:
     """Run the job to its end; returns the launcher's exit code.
 
     is_python        False: the ranks run the user's own program (--no-python)
     is_place_named   the same command has the same save directory the next time
     page             address at which other machines see the job; "": at none
+    outcomes         where the job's outcome is written; None: it has no name
 
     Blocks as long as the job runs. What signals do to it is said in `signals.py`. Raises ConfigError, before any rank
     is started, if there is something wrong with the checkpoints.
@@ -66,7 +69,7 @@ def launch(
     if config.mindio:
         config = config.for_frameworks()
         os.environ.update(mindio.put_on_path(dict(os.environ)))
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
+    console.use(config.log_format, config.run_id or "")
     is_on_several = launch_config.max_nodes > 1
     why_not = why_not_over_nodes(launch_config, is_python, config.elastic) if is_on_several else ""
     if why_not:
@@ -75,16 +78,30 @@ def launch(
         # With --run-path torch runs the script in processes of its own making: nobody supervises them but torch.
         code, reason = _run(launch_config, entrypoint, args)
         write_last_status(run, code, reason)
+        _say(reason)
+        if outcomes is not None and not is_on_several:  # of several nodes nobody is known to lead
+            outcomes.end(code, 0, reason)
         return code
     spares = launch_config.max_nodes - launch_config.min_nodes
     policy = Membership(launch_config.min_nodes, launch_config.max_nodes) if config.elastic else None
     launch_config.max_nodes = launch_config.min_nodes  # the others wait, and take no part in torch's rendezvous
     world_size = launch_config.nproc_per_node * launch_config.max_nodes
     meeting = Meeting()
+    how = ""
     if is_on_several:
         config = config.for_several_nodes()
         meeting = _meeting_of(config, launch_config, args, page)
-        _say_how(config, launch_config, spares)
+        how = _how_it_runs(config, launch_config, spares)
+
+    def begin_to_lead() -> None:
+        nonlocal how
+        if how:
+            logger.warning("%s", how)
+        how = ""
+        if outcomes is not None:
+            outcomes.begin()
+
+    meeting = replace(meeting, begin_to_lead=begin_to_lead)
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
     if is_python and store.save_dir.parent != run.path and not is_on_several:
         store.lock(config.run_id or "")  # whoever has it could add and remove checkpoints while one is chosen
@@ -103,30 +120,27 @@ def launch(
         )
         if discovery is not None:
             discovery.first()
-        return _supervise(supervisor, meeting, launch_config, entrypoint, args)
+        return _supervise(config, supervisor, meeting, launch_config, entrypoint, args, outcomes)
     finally:
         if seen is not None:
             seen.unlink(missing_ok=True)
         store.unlock()
 
 
-def _say_how(config: Config, launch_config: torch_launcher.LaunchConfig, spares: int) -> None:
-    """Say on the console what a job on several nodes can expect."""
+def _how_it_runs(config: Config, launch_config: torch_launcher.LaunchConfig, spares: int) -> str:
+    """What a job on several nodes can expect, for the console of the launcher that leads."""
+    nodes = launch_config.max_nodes
     if config.elastic:
-        logger.warning(
-            "%d at first, %d nodes at most: nodes join and leave at a boundary (--elastic), and samples are dealt out "
-            "again; a lost rank is replaced on its node; tried with gloo on CPUs, never with NCCL or HCCL",
-            *(launch_config.max_nodes, launch_config.max_nodes + spares),
+        return (
+            f"{nodes} at first, {nodes + spares} nodes at most: nodes join and leave at a boundary (--elastic), and "
+            "samples are dealt out again; a lost rank is replaced on its node; tried with gloo on CPUs, never with "
+            "NCCL or HCCL"
         )
-        return
-    logger.warning(
-        "%d nodes: a lost rank is replaced on its node; the ranks of a lost node on a spare one (%d) or on one "
-        "that comes within %g s (--node-wait-s), else all restart (--max-restarts %d); no snapshots, and "
-        "checkpoints only in a --save-dir that all nodes share; tried with gloo on CPUs, never with NCCL or HCCL",
-        launch_config.max_nodes,
-        spares,
-        config.node_wait_s,
-        launch_config.max_restarts,
+    return (
+        f"{nodes} nodes: a lost rank is replaced on its node; the ranks of a lost node on a spare one ({spares}) or on "
+        f"one that comes within {config.node_wait_s:g} s (--node-wait-s), else all restart (--max-restarts "
+        f"{launch_config.max_restarts}); no snapshots, and checkpoints only in a --save-dir that all nodes share; "
+        "tried with gloo on CPUs, never with NCCL or HCCL"
     )
 
 
@@ -172,14 +186,16 @@ def hash_of(path: str) -> str:
 
 
 def _supervise(
+    config: Config,
     supervisor: Supervisor,
     meeting: Meeting,
     launch_config: torch_launcher.LaunchConfig,
     entrypoint: str,
     args: list[str],
+    outcomes: Outcomes | None,
 ) -> int:
     handled = torch_versions.launch_option(launch_config, "signals_to_handle")
-    signals = Signals(handled, supervisor.note_end_asked, supervisor.end_ranks_at_once)
+    signals = Signals(handled, config.grace_s, supervisor.note_end_asked, supervisor.end_ranks_at_once)
     module: Any = torch_launcher
     # There is no other way to name one.
     torchs_own, module.LocalElasticAgent = (
@@ -192,10 +208,18 @@ def _supervise(
         supervisor.start()
         with stores_on_loopback() if is_by_itself else contextlib.nullcontext():
             code, reason = _run(launch_config, entrypoint, args, supervisor, signals)
+    except StoppedEarly as error:
+        code, reason = error.exit_code, error.reason
     finally:
         module.LocalElasticAgent = torchs_own
         signals.is_over = True
-        supervisor.stop(code, reason)
+        reason = supervisor.stop(code, reason, signals.left_s())
+    node = supervisor.node
+    goes_on = node.verdict is not None and node.verdict.kind == "leave" and signals.first is not None
+    if not node.is_concluded_elsewhere:  # once a job, not once a node
+        _say(reason, goes_on)
+    if outcomes is not None and not node.peers.is_follower and ReplacingAgent.has_started_ranks and not goes_on:
+        outcomes.end(code, supervisor.parts.status.step, reason)
     return code
 
 
@@ -215,15 +239,15 @@ def _run(
         verdict = supervisor.node.verdict if supervisor is not None else None
         reason = verdict.reason if verdict is not None else "a rank has failed"
         if supervisor is not None and supervisor.node.ended_by:  # the launcher of another node has got a signal
-            _say(reason)
             return exit_code_of(supervisor.node.ended_by), reason
-        print(error, file=sys.stderr)
-        _say(reason)
-        return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
+        if any(failure.pid for failure in error.failures.values()):
+            # Else no rank of this node has failed: torch's summary would name one that the launcher has ended itself.
+            console.say(str(error), "ERROR", prefix="")
+        is_of_script = supervisor is not None and supervisor.node.first_failure.is_of_script
+        return _code_of(error, has_progress=verdict is None or verdict.has_progress or is_of_script), reason
     except (RendezvousError, DistError) as error:
         where, why = launch_config.rdzv_endpoint, str(error.__cause__ or error).partition("\n")[0]
         reason = f"the agents cannot meet: the rendezvous ({launch_config.rdzv_backend} at {where}) has failed: {why}"
-        _say(reason)
         return SCRIPT_FAILED, reason
     except OSError as error:
         if supervisor is None or ReplacingAgent.has_started_ranks:
@@ -235,7 +259,8 @@ def _run(
     except SignalException as error:
         ended = supervisor.node.verdict if supervisor is not None else None
         reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"
-        _say(reason, goes_on=ended is not None and ended.kind == "leave")
+        if supervisor is not None and ended is None and supervisor.why_not_saved:
+            reason = f"{reason}; {supervisor.why_not_saved}"
         return exit_code_of(error.sigval), reason
     except KeyboardInterrupt:
         return exit_code_of(signal.SIGINT), "ended by SIGINT"
@@ -249,7 +274,7 @@ def _say(reason: str, goes_on: bool = False) -> None:
     """
     if reason:
         what = "this node has left the job, which goes on" if goes_on else "the job has ended"
-        print(f"ttprun: {what}: {reason}", file=sys.stderr)
+        console.say(f"{what}: {reason}", "WARNING" if goes_on else "ERROR")
 
 
 def _code_of(error: ChildFailedError, has_progress: bool) -> int:

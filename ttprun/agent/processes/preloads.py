@@ -231,7 +231,7 @@ class Preloads:
         """The copy, if a rank can be made of it."""
         one = self._current
         is_there = one is not None and one.is_ready and one.is_copyable and not one.refused
-        return one if is_there and one is not None and one.process.poll() is None else None
+        return one if is_there and one is not None and one.is_alive else None
 
     @property
     def refused(self) -> dict[str, str]:
@@ -258,6 +258,13 @@ class Preloads:
         if self.why_not:
             return f"with torch alone: {self.why_not}"
         return "with torch; it now imports what the ranks have imported" if self._current is not None else "with torch"
+
+    def give_up(self) -> Preloaded | None:
+        """Know nothing of the present copy from now on."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.close_notebook()
+        return current
 
     def end(self) -> None:
         """Kill it."""

@@ -11,7 +11,9 @@ import logging
 import os
 import selectors
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshots import Snapshots
@@ -129,9 +131,18 @@ class ProcessWatch:
             if slot.handler is handler:
                 slot.hang_up()
             return
-        for message in messages:
-            if slot.handler is handler:
+        self._take_all(slot, handler, messages)
+
+    def _take_all(self, slot: RankSlot, handler: RankHandler, messages: Sequence[Message]) -> None:
+        """One after the other; if one of them breaks the supervisor, the new one takes those behind it."""
+        for number, message in enumerate(messages):
+            if slot.handler is not handler:
+                return
+            try:
                 self._take(slot, message)
+            except Exception:
+                self._node.call(partial(self._take_all, slot, handler, messages[number + 1 :]))
+                raise
 
     def _take(self, slot: RankSlot, message: Message) -> None:
         self._node.role.hear(slot, message)
@@ -235,7 +246,26 @@ class ProcessWatch:
                 for message in channel.read_available():
                     self._take(slot, message)
 
+    def report_missed(self) -> None:
+        """Report what the machine does not know of this node's processes, after a failure of the supervisor."""
+        node = self._node
+        for slot in node.here:
+            if slot.handler is None:
+                continue
+            member, code = node.job.members[slot.rank], slot.handler.proc.poll()
+            is_known = slot.is_lost or slot.is_finished if node.peers.is_follower else member.pid != slot.pid
+            if not is_known and code is not None:
+                if slot.pidfd >= 0:
+                    slot.begin_to_die()
+                self._on_end(slot, code)
+            elif not is_known:
+                slot.live_on()
+            elif member.life is recovery.Life.LOST and member.pid is None and code is None and not slot.is_lost:
+                node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
+
     def forget(self, slot: RankSlot) -> None:
+        if slot.handler is None:  # the group is ended before all of it was started
+            return
         for watched in (slot.pidfd, slot.handler.channel.sock):
             with contextlib.suppress(KeyError, ValueError):
                 self._node.selector.unregister(watched)

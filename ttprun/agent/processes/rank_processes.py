@@ -137,7 +137,10 @@ class Standby:
     environment   what a rank's has beside ours: .pth files and `sitecustomize` look there, and do the same as in a rank
     has_started   it has been ready once
     is_copyable   no thread and no device stands in the way of a fork
+    has_hung_up   its end of the line is closed: it ends, or is of no use though it lives
     """
+
+    has_hung_up = False
 
     def __init__(self, run_dir: str, environment: Mapping[str, str]) -> None:
         self.channel, theirs = channel.pair()
@@ -168,9 +171,19 @@ class Standby:
         """It has imported and compiled all that it was to."""
         return self._answers_due == 0
 
+    @property
+    def is_alive(self) -> bool:
+        """It can be asked for something. Its process may outlive its line by seconds, on a busy machine by many."""
+        return not self.has_hung_up and self.process.poll() is None
+
     def read(self) -> None:
-        """It has said that it is ready. Raises EOFError if it is gone."""
-        for message in self.channel.read_available():
+        """It has said that it is ready. Raises EOFError or OSError if it is gone."""
+        try:
+            messages = self.channel.read_available()
+        except (EOFError, OSError):
+            self.has_hung_up = True
+            raise
+        for message in messages:
             if isinstance(message, standbys.Ready):
                 self.take(message)
 
@@ -191,6 +204,8 @@ class Standby:
 
     def copy(self) -> StandbyCopy | None:
         """A copy of it, made within milliseconds; None if it gives none, and then it has been killed."""
+        if not self.is_alive:
+            return None
         ours, theirs = channel.pair()
         try:
             with adopting():
@@ -200,6 +215,7 @@ class Standby:
             return StandbyCopy(AdoptedProcess(pid), ours)
         except (OSError, EOFError):
             ours.close()
+            self.has_hung_up = True
             kill_session(self.process.pid)
             return None
         finally:

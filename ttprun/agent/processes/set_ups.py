@@ -14,6 +14,7 @@ import re
 import selectors
 import signal
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -30,6 +31,7 @@ from ttprun.protocol.board import Field
 from ttprun.rank.process.free_memory import free_bytes
 
 logger = logging.getLogger("ttprun")
+PART = "set-ups run ahead"
 _FIRST_BOUNDARY = 3  # from here on no replay begins at the script's top
 
 
@@ -96,7 +98,11 @@ class SetUps:
         one = self._waiting[slot.rank] = PreparedSetUp(handler, _lasting(welcome), os.fstat(slot.record_fd).st_ino)
         handler.channel.send(replace(_lasting(welcome), is_ahead=True), fds)
         sock = handler.channel.sock
-        node.selector.register(sock, selectors.EVENT_READ, lambda: self._read(slot.rank, one))
+
+        def read() -> None:
+            node.domains.run(PART, partial(self._read, slot.rank, one))
+
+        node.selector.register(sock, selectors.EVENT_READ, read)
 
     def _has_begun(self) -> bool:
         board = self._node.board
@@ -159,7 +165,7 @@ class SetUps:
         kill_session(one.handler.proc.pid)
         one.handler.close(signal.SIGKILL)
         one.handler.channel.close()
-        self._node.in_background(one.handler.proc.wait)
+        self._node.in_background(one.handler.proc.wait, failed=partial(self._node.domains.note, PART))
 
     def end(self) -> None:
         """Kill those that were not needed."""

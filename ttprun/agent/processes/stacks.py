@@ -7,6 +7,7 @@ is about to be killed, and a rank may be killed at any moment.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -140,14 +141,17 @@ def _ask(pid: int, fd: int, is_stopped: bool) -> str:
 
 
 def _signal(pid: int, fd: int) -> bool:
-    """Ask a process for its stack, if it is one that answers: the signal would end any other."""
+    """Ask a process for its stack, if it is one that answers: the signal would end any other.
+
+    Its main thread, which has a stack of its own for signals. Of a process that was stopped any thread may take a
+    signal: a rank on a GPU crashed so, in a thread of a library whose stack has no room for it (H100, AMX registers).
+    """
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
         if caught and int(caught[1], 16) >> (SIGNAL - 1) & 1:
             _clear(fd)
-            os.kill(pid, SIGNAL)
-            return True
+            return bool(ctypes.CDLL(None).tgkill(pid, pid, SIGNAL) == 0)
     return False
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import selectors
 import time
+from collections.abc import Callable
+from functools import partial
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.processes.preloads import Preloaded
-from ttprun.agent.processes.rank_processes import Standby
+from ttprun.agent.processes.rank_processes import Standby, kill_session
 from ttprun.agent.processes.standbys import Standbys
 
+PART = "standbys"
 STEPLESS_S = 60.0  # from a rank's import of torch; most first steps are done by then
 
 
@@ -21,6 +24,7 @@ class StandbyWatch:
         self._node = node
         self._standbys = standbys
         self._protected_at_s = 0.0
+        self._is_due = False  # all were ended, for something of them had failed
 
     def refill(self) -> None:
         """Start the standbys that are missing; without one a lost rank gets a new process."""
@@ -52,6 +56,9 @@ class StandbyWatch:
     def look(self) -> None:
         """Start the standbys of ranks that take no step for long: by hand, not at all, or after a long set-up."""
         if self._node.job.incident is None:
+            if self._is_due:
+                self._is_due = False
+                self.refill()
             self._standbys.look(self._watch_preloaded)
         if self._standbys.may_start or not all(slot.is_protected for slot in self._node.here):
             return
@@ -59,6 +66,24 @@ class StandbyWatch:
             self._protected_at_s = time.monotonic()
         elif time.monotonic() - self._protected_at_s > STEPLESS_S:
             self.start()
+
+    def begin_anew(self) -> None:
+        """Something of them has failed: end all, so that the next ones owe nothing to what these have become."""
+        self._is_due = True
+        for standby in self._standbys.give_up():
+            with contextlib.suppress(KeyError, ValueError):
+                self._node.selector.unregister(standby.channel.sock)
+            kill_session(standby.process.pid)
+            self._node.in_background(standby.bury, failed=partial(self._node.domains.note, PART))
+
+    def _listen(self, standby: Standby, on_message: Callable[[], None]) -> None:
+        sock, node = standby.channel.sock, self._node
+
+        def give_up() -> None:  # what it has sent would be read again and again
+            with contextlib.suppress(KeyError, ValueError):
+                node.selector.unregister(sock)
+
+        node.selector.register(sock, selectors.EVENT_READ, lambda: node.domains.run(PART, on_message, give_up))
 
     def _watch_preloaded(self, preloaded: Preloaded) -> None:
         node, preloads, began_s = self._node, self._standbys.preloads, time.monotonic()
@@ -70,13 +95,13 @@ class StandbyWatch:
                 with contextlib.suppress(KeyError, ValueError):
                     node.selector.unregister(preloaded.channel.sock)
                 preloads.lost(preloaded)
-                node.in_background(preloaded.bury)
+                node.in_background(preloaded.bury, failed=partial(node.domains.note, PART))
                 return
             is_usable = preloads.came(preloaded)
             fields = {"is_usable": is_usable, "refused": preloaded.refused or preloads.refused}
             node.log("standby_preloaded", pid=preloaded.process.pid, took_s=time.monotonic() - began_s, **fields)
 
-        node.selector.register(preloaded.channel.sock, selectors.EVENT_READ, on_message)
+        self._listen(preloaded, on_message)
 
     def _watch(self, standby: Standby) -> None:
         node = self._node
@@ -85,12 +110,13 @@ class StandbyWatch:
             try:
                 standby.read()
             except (EOFError, OSError):
-                node.selector.unregister(standby.channel.sock)
+                with contextlib.suppress(KeyError, ValueError):
+                    node.selector.unregister(standby.channel.sock)
                 node.log("standby_lost", pid=standby.process.pid, was_ready=standby.has_started)
-                node.in_background(standby.bury)
+                node.in_background(standby.bury, failed=partial(node.domains.note, PART))
                 if not standby.is_ready:
                     self._standbys.forget_warmth()
                 if standby.has_started:  # one that could not start would not start the next time either
                     self.refill()
 
-        node.selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)
+        self._listen(standby, on_message)

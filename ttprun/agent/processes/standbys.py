@@ -41,7 +41,7 @@ class Standbys:
     @property
     def ready(self) -> int:
         """How many have torch imported by now."""
-        return sum(standby.is_ready and standby.process.poll() is None for standby in self._waiting)
+        return sum(standby.is_ready and standby.is_alive for standby in self._waiting)
 
     def refill(self, watch: Callable[[Standby], None], environment: Mapping[str, str]) -> None:
         """Start as many as are missing. Raises OSError if one cannot be had.
@@ -49,7 +49,7 @@ class Standbys:
         watch         called with each new one
         environment   see Standby
         """
-        self._waiting = [standby for standby in self._waiting if standby.process.poll() is None]
+        self._waiting = [standby for standby in self._waiting if standby.is_alive]
         while len(self._waiting) < self._wanted:
             standby = Standby(self._run_dir, environment)
             if any(self._warmth):
@@ -60,12 +60,12 @@ class Standbys:
     @property
     def is_on_its_way(self) -> bool:
         """None is ready, but one will be."""
-        alive = [standby for standby in self._waiting if standby.process.poll() is None]
+        alive = [standby for standby in self._waiting if standby.is_alive]
         return bool(alive) and not any(standby.is_ready for standby in alive)
 
     def look(self, watch: Callable[[Preloaded], None]) -> None:
         """Have a copy import what the ranks have imported, once that is known and a standby can be copied."""
-        able = (one for one in self._waiting if one.is_ready and one.is_copyable and one.process.poll() is None)
+        able = (one for one in self._waiting if one.is_ready and one.is_copyable and one.is_alive)
         self.preloads.look(next(able, None), watch)
 
     def hurry(self) -> None:
@@ -79,7 +79,7 @@ class Standbys:
         if not self._wanted:
             return ""
         if not self.may_start:
-            return "will be started after the first step"
+            return "starts after step 1"
         if self.ready:
             return f"ready, {self.preloads.state}"
         return "being prepared" if self.is_on_its_way else "none could be started; a lost rank gets a new process"
@@ -107,7 +107,7 @@ class Standbys:
         return copy
 
     def _ready(self) -> list[Standby]:
-        return [standby for standby in self._waiting if standby.is_ready and standby.process.poll() is None]
+        return [standby for standby in self._waiting if standby.is_ready and standby.is_alive]
 
     @property
     def are_settled(self) -> bool:
@@ -116,11 +116,17 @@ class Standbys:
 
     def kill_one(self) -> int | None:
         """SIGKILL to a standby, as a fault; returns its pid, None if there is none alive."""
-        alive = [standby for standby in self._waiting if standby.process.poll() is None]
+        alive = [standby for standby in self._waiting if standby.is_alive]
         if not alive:
             return None
         kill_session(alive[0].process.pid)
         return alive[0].process.pid
+
+    def give_up(self) -> list[Standby]:
+        """Know nothing of any of them from now on; whoever asks for this ends them."""
+        given_up = [*self._waiting, *filter(None, [self.preloads.give_up()])]
+        self._waiting = []
+        return given_up
 
     def end(self) -> None:
         """Kill those that were not needed."""

@@ -138,6 +138,10 @@ class Mirrors:
         """The slot with the state that a rank had after the step of a boundary; "": its mirror does not hold that."""
         return self._path_of(slot, boundary, "state")
 
+    def step_of(self, slot: RankSlot, boundary: int) -> str:
+        """The slot from which the step to a boundary can be taken again; "": its mirror does not hold that."""
+        return self._path_of(slot, boundary, "step")
+
     def located(self, shares: Sequence[MirroredShare], boundary: int) -> list[MirroredShare]:
         """Those shares of a checkpoint for which this node has the state of its boundary, with where it is.
 
@@ -199,7 +203,10 @@ class Mirrors:
                 self._node.log("mirror_fetched", rank=rank, held=[one._asdict() for one in held], why_not=why_not)
             then()
 
-        self._node.in_background(fetch, note)
+        def failed(error: Exception) -> None:
+            note({rank: ((NOTHING,) * SLOTS, repr(error)) for rank in slots})
+
+        self._node.in_background(fetch, note, failed)
 
     def why_not_held(self, rank: int, boundary: int) -> str:
         """A sentence: the mirror of a rank of this node does not give its state of a boundary."""

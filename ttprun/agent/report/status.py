@@ -66,7 +66,10 @@ _STATES: dict[JobPhase, RunState] = {
 
 @dataclass
 class StatusPublisher:
-    """Writes the status of a run."""
+    """Writes the status of a run.
+
+    step   optimizer steps that it had done at its end
+    """
 
     _node: Node
     _incidents: Incidents
@@ -83,6 +86,7 @@ class StatusPublisher:
     _of_all: RunStatus | None = None
     _protection_in_run: str = ""
     _restarts_left: int = 0
+    step: int = 0
 
     def __post_init__(self) -> None:
         self._history = History(self._node.run.history)
@@ -138,6 +142,7 @@ class StatusPublisher:
             status = replace(status, protection=self._protection_in_run)
         write_status(self._node.run.status, status)
         self._history.note(status.step, is_last=True)
+        self.step = status.step
 
     def _compose(self, state: RunState, exit_code: int | None = None, reason: str = "") -> RunStatus:
         own = self._compose_own(state, exit_code, reason)
@@ -181,7 +186,7 @@ class StatusPublisher:
             save_dir=node.config.save_dir,
             away=job.away,
             not_proved=self._incidents.not_proved.names,
-            nodes=tuple(peers.names.get(number, "") for number in range(peers.size)) if peers.names else (),
+            nodes=tuple(map(peers.shown, range(peers.size))) if peers.names else (),
             node=peers.node,
             is_leading=not peers.is_follower,
             leader=peers.leader,
@@ -298,7 +303,8 @@ def protection_of(
         ranks = name_ranks(tuple(member.rank for member in hindered))
         return f"off: {ranks} could not be replaced now: {job.hindrance}; if one is lost, {cost_of_a_loss(job)}"
     if not job.unprotected_reason and (waited_for := [rank for rank in unseen if rank not in job.away]):
-        return f"not yet: ttprun has not seen an optimizer step of {name_ranks(tuple(waited_for))}"
+        whose = "" if len(waited_for) == len(job.members) else f" of {name_ranks(tuple(waited_for))}"
+        return f"not yet: no optimizer step{whose} so far"
     if job.unprotected_reason:
         return f"off: {job.unprotected_reason}; if one is lost, {cost_of_a_loss(job)}"
     if waited_for := [rank for rank in unchecked if rank not in job.away]:

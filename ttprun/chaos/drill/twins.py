@@ -29,6 +29,9 @@ GRACE_S = 45.0
 _LOOK_EVERY_S = 0.5
 _ANNOUNCED = "[Gloo] Rank "  # some releases of torch say on stdout that a group has connected; after a repair again
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(
+    None
+)  # loaded here, not between fork and exec, where another thread's lock would never be given back
 # torchrun's options that say where ranks meet.
 PLACES = {"standalone", "nnodes", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint"}
 # Left by an outer launcher: each would change what a twin does.
@@ -161,7 +164,7 @@ def _environment(scenario: Scenario, kind: str) -> dict[str, str]:
 
 def _end_with_parent() -> None:
     """Have the kernel end the launcher, as an operator would, when the drill dies however it dies (Linux)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float, is_hopeless: Callable[[], str]) -> str:

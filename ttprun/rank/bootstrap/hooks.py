@@ -40,6 +40,7 @@ from ttprun.rank.replay import resuming
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.replay.set_up import SetUp
+from ttprun.rank.replay.step_proof import StepProof
 from ttprun.rank.session import Session, begin, leave_in_children
 from ttprun.rank.step import step_hooks
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
@@ -112,6 +113,8 @@ def _replay_of(session: Session, order: to_rank.Replay) -> ReplayRun:
     replay = ReplayRun.of_lost(session, order.boundary, order.skip_lines)
     replay.step_from, replay.is_joining = order.step_from, order.is_joining
     replay.is_contradicted = order.is_contradicted
+    if order.from_mirror or not order.is_joining:
+        replay.step_proof = StepProof(order.proof_from, order.result)
     return replay
 
 

@@ -254,6 +254,8 @@ def wrap_backward(original: Any) -> Any:
             return original(tensors, *args, **kwargs)
         finally:
             _going_backward -= 1
+            if (why := gradients.look_after_backward()) and session.mode.is_live and session.is_repairable():
+                session.note_hindrance(session.applied, why)
 
     return backward
 

@@ -162,6 +162,9 @@ class Connection:
     """
 
     is_late = False
+    is_used = True
+    why_not = ""
+    is_aborted = needs_stop = False
     _making = threading.Lock()
 
     def __init__(
@@ -214,6 +217,8 @@ class Connection:
             return self._p2p_channels.issue(self.native, op, args)
         return getattr(self.native, op)(*args)
 
+    issue_plainly = issue
+
     def abort(self) -> None:
         """Shut down every socket of this backend; pending and later operations fail at once."""
         for sock in self.sockets():
@@ -246,6 +251,20 @@ class Connection:
             threading.Thread(target=held.clear, name="ttprun-closing", daemon=True).start()
         except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
             _keep_for_ever(held)
+
+    def is_busy(self) -> bool:
+        """Not asked: its abort ends all operations."""
+        return False
+
+    def is_ready(self, args: tuple[Any, ...]) -> bool:
+        """All members are connected from the start."""
+        return True
+
+    def make_ready(self, args: tuple[Any, ...]) -> None:
+        """Nothing is left to do."""
+
+    def drop(self) -> None:
+        """Whoever holds the last reference destroys it."""
 
     def abandon(self) -> None:
         """Leak the backend: its destructor would wait for an operation that does not end.

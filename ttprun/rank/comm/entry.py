@@ -67,8 +67,11 @@ class Entry:
     is_borrowed     nobody writes to its inputs until they are freed: they are kept themselves, instead of copies
     is_settled  all members have completed it: its inputs are dropped, and it is not issued again
     at          place in the order in which this rank has issued its collectives
+    is_apart    another thread's own (apart.py)
+    save        of a checkpoint, to which it belongs; None: to none
     number      since the boundary: in its sequence: of messages, or of borrowed entries
     digest      of what was received with a message
+    ready       event of the device after which its inputs are there, if another thread issues it
     """
 
     # Class attributes, as most entries never change these.
@@ -88,9 +91,12 @@ class Entry:
     is_passing = False
     is_borrowed = False
     is_settled = False
+    is_apart = False
+    save: Any = None
     at = 0
     number = 0
     digest = ""
+    ready: Any = None
 
     def __init__(self, group: Group, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
         self.group = group

@@ -22,6 +22,7 @@ from ttprun.protocol.patience import Patience
 from ttprun.rank import fail_open
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.operations import OF_ALL_MEMBERS
+from ttprun.rank.values import saves
 from ttprun.rank.weights.tensor_bytes import size_of
 
 Tensor = torch.Tensor
@@ -191,6 +192,12 @@ class Journal:
                     del self._spare[shape]
                 self._shapes_used.clear()
 
+    def forget_saves_before(self, boundary: int) -> None:
+        """Remove the operations of saves that began before a boundary, and wake who waits for one."""
+        with self.changed:
+            self.entries = [one for one in self.entries if one.save is None or one.save.began_at >= boundary]
+            self.changed.notify_all()
+
     def forget_completed(self) -> None:
         """Remove completed entries, where nothing is issued again."""
         with self.lock:
@@ -294,6 +301,7 @@ class Journal:
         failed: Any = None
         while not entry.is_done:
             self.admit()
+            saves.raise_if_given_up(entry.save)
             with self.changed:
                 inner = entry.inner
                 if inner is None or inner is failed:
@@ -334,6 +342,7 @@ class Journal:
         is_reported = False
         while entry.inner is None or entry.inner is failed:
             self.admit()
+            saves.raise_if_given_up(entry.save)
             if self.is_ended:
                 raise EndedError
             if self.is_frozen:

@@ -130,7 +130,7 @@ def _pass_on(session: Session, group: Group, op: str, args: tuple[Any, ...], ten
         session.give_up_protection(f"the script uses {what}, which is not repaired")
     if not session.mode.is_live:
         raise RuntimeError(f"{op} cannot be replayed")
-    return group.links.issue(op, args)
+    return group.links.issue_plainly(op, args)
 
 
 def _compare_with_received(session: Session, message: Message, tensor: torch.Tensor) -> None:

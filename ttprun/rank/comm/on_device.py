@@ -8,6 +8,7 @@ script's run, and it is run again (rerun.py). Begin with `settle`.
 from __future__ import annotations
 
 import os
+import threading
 
 from ttprun.device import accelerator
 from ttprun.device.errors import DeviceErrors, DeviceFault, in_one_line
@@ -17,6 +18,7 @@ from ttprun.rank.session import Session
 from ttprun.rank.weights import optimizer_registry
 
 EXIT_CODE = 1
+SETTLE_LIMIT_S = 20.0  # the agent waits for a minute
 
 
 def enter() -> None:
@@ -30,14 +32,27 @@ def settle() -> None:
     """The links of all groups are aborted: wait until nothing of the old generation runs on the device any more.
 
     Raises DeviceFailedError, also after a link error that has stopped the device's queue: nobody knows what of the
-    script's work is lost with it. A device that was stopped has no work.
+    script's work is lost with it. A device that was stopped has no work. Blocks for SETTLE_LIMIT_S at most.
     """
-    try:
-        accelerator.synchronize()
-    except RuntimeError as error:
-        if DeviceErrors({}).diagnose(error).fault is DeviceFault.FORCED_STOP:
-            return
-        raise DeviceFailedError(f"the device does not end its work ({in_one_line(error)})") from error
+    index = accelerator.current_index()
+    if index is None:
+        return
+    ended = threading.Event()
+    failed: list[Exception] = []
+
+    def synchronize() -> None:  # on a thread of its own, since nothing ends it
+        try:
+            accelerator.use(index)
+            accelerator.synchronize()
+        except Exception as error:
+            failed.append(error)
+        ended.set()
+
+    threading.Thread(target=synchronize, name="ttprun-settling", daemon=True).start()
+    if not ended.wait(SETTLE_LIMIT_S):
+        raise DeviceFailedError(f"the device has not ended its work within {SETTLE_LIMIT_S:.0f} s")
+    if failed and DeviceErrors({}).diagnose(failed[0]).fault is not DeviceFault.FORCED_STOP:
+        raise DeviceFailedError(f"the device does not end its work ({in_one_line(failed[0])})") from failed[0]
 
 
 def has_failed(session: Session, error: BaseException) -> bool:

@@ -12,22 +12,22 @@ connections.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroup, Work
+from torch._C._distributed_c10d import Work
 
 from ttprun.device import accelerator
 from ttprun.protocol import from_rank
-from ttprun.protocol.board import OPERATION_NAMES
+from ttprun.protocol.board import OPERATION_NAMES, Phase
 from ttprun.rank import fail_open, moments, signal_handlers
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.comm import held_works, messages
+from ttprun.rank.comm import methods
+from ttprun.rank.comm.apart import Own
 from ttprun.rank.comm.buckets import Buckets
 from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.comm.entry import Entry
@@ -39,18 +39,17 @@ from ttprun.rank.comm.operations import (
     OPERATIONS,
     POINT_TO_POINT,
     REDUCING,
-    positional,
     tensors_in,
     with_options,
 )
 from ttprun.rank.comm.reissue import call_or_take, unpack_given
-from ttprun.rank.comm.results import Results
+from ttprun.rank.comm.results import Results, place_of
+from ttprun.rank.comm.seen_by_torch import SeenByTorch
 from ttprun.rank.comm.transports import TRANSPORTS, GroupMember
 from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.position.frames import location_key
 from ttprun.rank.records.evidence import INPUT
 from ttprun.rank.session import Session
-from ttprun.rank.signal_handlers import gate_from_c
 from ttprun.rank.weights import sharded
 from ttprun.rank.weights.mirror import Mirror
 
@@ -59,10 +58,9 @@ OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
 living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # including those that the script has destroyed
 GLOO_ALONE: Mapping[str, str] = {"cpu": "gloo"}
 _LARGE = SMALL_RESULT_BYTES + 1
-INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
 
 
-class ManagedGroup(ProcessGroup):
+class ManagedGroup(SeenByTorch):
     """A process group whose connection can be replaced without the script noticing.
 
     session        of this process
@@ -105,36 +103,14 @@ class ManagedGroup(ProcessGroup):
         self.buckets = Buckets(self)
         self._batch_on: Any = None  # the link on which operations are being started together
         self._description, self._exchanges = "", False
+        self._own = Own()
         self.messages: set[tuple[int, int]] = set()
         self._rank, self._size = rank, size
-        member = GroupMember(exchange, -1, key, name, rank, size, ranks, op_limit, options, device)
+        is_given = device is not None
+        member = GroupMember(exchange, -1, key, name, rank, size, ranks, op_limit, options, device, is_given)
         self.links = Links(session, member, backends)
         session.groups[name] = self
         living.add(self)
-
-    # What C++ and torch's Python code call.
-
-    def getBackendName(self) -> str:
-        return INTERNAL_NAME
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-        self.links.rename(name)
-
-    _set_group_name = setGroupName
-    group_name = property(getGroupName)
-
-    def getGroupDesc(self) -> str:
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        self._description = description
-
-    _set_group_desc = setGroupDesc  # type: ignore[assignment]
-    group_desc = property(getGroupDesc)
 
     def described(self) -> from_rank.Group:
         """Its members, and the dimension of the mesh that has made it: torch's meshes describe it as mesh_NAME."""
@@ -145,7 +121,7 @@ class ManagedGroup(ProcessGroup):
         """The script has destroyed the group."""
         if self.session.groups.get(self._name) is self:
             self.session.forget_groups([self._name])
-        self.links.forget()
+        self.links.close()
 
     def abort(self) -> None:
         """The script aborts the group: pending operations fail."""
@@ -178,9 +154,11 @@ class ManagedGroup(ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         """The devices of the backends that torch would have registered; DCP's async_save asks for them.
 
-        Empty while torch is making the group: torch 2.15 would attach its flight recorder to a native backend.
+        Empty while torch is making the group: torch 2.15 would attach its flight recorder to a native backend. And
+        while a recovery has no connection: torch_npu's `stop_device` calls the backends of all groups.
         """
-        return [torch.device(device_type) for device_type in self.backends] if self.is_made else []
+        is_away = not self.links.all and self.links.member.generation >= 0
+        return [torch.device(device_type) for device_type in self.backends] if self.is_made and not is_away else []
 
     def _get_backend(self, device: torch.device) -> Any:
         """The native backend that serves a device now; torch 2.15 asks for its capabilities."""
@@ -219,10 +197,10 @@ class ManagedGroup(ProcessGroup):
         link, self._batch_on = self._batch_on, None
         return link.end_batch(device)
 
-    def issue(self, op: str, args: tuple[Any, ...]) -> Work:
+    def issue(self, op: str, args: tuple[Any, ...]) -> Any:
         """Write a collective to the journal and issue it; every collective comes here."""
         if self._batch_on is not None:
-            return self.links.issue(op, args)  # type: ignore[no-any-return]
+            return self.links.issue_plainly(op, args)
         session, journal = self.session, self.session[Journal]
         inputs_at, outputs_at = OPERATIONS[op]
         self._exchanges |= op in EXCHANGING and signal_handlers.Now.is_in_engine()
@@ -232,23 +210,30 @@ class ManagedGroup(ProcessGroup):
         if outputs and not outputs[0].is_cpu and accelerator.is_capturing():
             session.give_up_protection(f"the script captures {op} in a graph of the device, which cannot be repeated")
         given = () if inputs_at is None else args[inputs_at]
-        is_skipped = moments.reached_collective(op, given)
-        if not is_skipped:
-            session.meet(OPERATION_NUMBERS[op], self._size)
         entry = Entry(self, op, args, outputs)
+        is_apart = self._own.look(entry)
+        is_skipped = not is_apart and moments.reached_collective(op, given)
+        if not (is_skipped or is_apart):
+            session.meet(OPERATION_NUMBERS[op], self._size)
+        if session.unprotected and not is_skipped and session.mode.is_live and self._is_late(args):
+            return self._issue_plainly(op, args)
         if session.framework is not None:
             return session.framework.issue(entry, is_skipped)
         is_kept = session.is_repairable()
-        is_small = is_kept and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
+        is_small = (
+            is_kept
+            and not is_apart
+            and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
+        )
         entry.is_passing = op in GATHERING and outputs[0].is_cpu and sharded.is_gathering()
         entry.is_borrowed = entry.is_passing and op in REDUCING and sharded.is_lending()
         if is_small and not entry.is_passing:
-            entry.place = f"{op} {location_key()}"  # DDP's broadcasts and SyncBatchNorm's gathers have one line
+            entry.place = place_of(op, outputs, location_key())
         if is_skipped or session.mode.is_alone:
             session.mode.answer(entry)
             entry.is_done = True
             return ManagedWork(journal, entry)
-        if session.is_applying:
+        if session.is_applying and not is_apart:
             session.note_collective_step()
         if session.expected is not None:
             session.expected.check(entry)
@@ -260,12 +245,13 @@ class ManagedGroup(ProcessGroup):
         unusual = [tensor for tensor in tensors if tensor.layout is not torch.strided]
         if unusual and not (op == "allreduce" and unusual[0].layout is torch.sparse_coo):
             session.give_up_protection(f"the script's {op} takes sparse tensors: only all_reduce of these is repaired")
-        if inputs and not unusual:
+        if inputs and not (unusual or is_apart):
             proof.note(session, INPUT, f"{self._name} {with_options(op, entry.args)}", inputs, op)
         is_kept = self.enter(entry, inputs)
         if is_kept and session[Verifier].looks_before:
             self.buckets.look_for_nan(entry)
-        moments.reached("collective")
+        if not is_apart:
+            moments.reached("collective")
         return ManagedWork(journal, entry)
 
     def enter(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
@@ -276,10 +262,13 @@ class ManagedGroup(ProcessGroup):
         inputs   of the operation that this rank gives, [] if it only receives
         """
         session, journal = self.session, self.session[Journal]
+        self.links.make_ready(entry.args)
         with journal.lock:
+            if not journal.is_frozen and not self.links.is_ready(entry.args):  # a recovery has begun, and ended
+                return self.enter(entry, inputs)
             is_kept = session.is_repairable() and self._keep(entry, inputs)
-            if journal.is_frozen:  # another thread issues it, on another stream
-                accelerator.synchronize()
+            if journal.is_frozen or self.links.needs_stop:  # another thread may issue it, on another stream
+                entry.ready = accelerator.mark()
             if is_kept or journal.is_frozen:
                 journal.entries.append(entry)
                 journal.note_order(entry)
@@ -289,6 +278,7 @@ class ManagedGroup(ProcessGroup):
                 raise EndedError
             if is_kept:
                 entry.note_copy()
+        self.links.check_repairable()
         return is_kept
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
@@ -315,6 +305,15 @@ class ManagedGroup(ProcessGroup):
             connection.serve(device.type)
         found: Work = self.call(op, args)
         return found
+
+    def _is_late(self, args: tuple[Any, ...]) -> bool:
+        return bool(self.links.all) and self.links.that_carries(args).is_late
+
+    def _issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Unprotected: on a device all is as under torch, whose works know streams and graphs better than ours."""
+        work = self.links.issue_plainly(op, args)
+        self.session.touch(Phase.COMPUTING)
+        return work
 
     def _begin(self, entry: Entry) -> Any:
         """Issue an operation of the journal. Raises the backend's error if no recovery would help."""
@@ -375,27 +374,7 @@ def groups_of(session: Session) -> list[ManagedGroup]:
     return [group for group in list(session.groups.values()) if isinstance(group, ManagedGroup)]
 
 
-def _operation(op: str) -> Callable[..., Work]:
-    @gate_from_c
-    def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
-        work: Work = fail_open.run(op, self.issue, self.links.issue, (op, positional(op, args, kwargs)), {})
-        return held_works.hold(work) if held_works.IS_NEEDED else work
-
-    call.__name__ = op
-    return call
-
-
-def _point_to_point(op: str) -> Callable[..., Any]:
-    @gate_from_c
-    def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Any:
-        issue = partial(messages.issue, self.session, self)
-        return fail_open.run(op, issue, self.links.issue, (op, (*args, *kwargs.values())), {})
-
-    call.__name__ = op
-    return call
-
-
 for _name in OPERATIONS:
-    setattr(ManagedGroup, _name, _operation(_name))
+    setattr(ManagedGroup, _name, methods.operation(_name))
 for _name in POINT_TO_POINT:
-    setattr(ManagedGroup, _name, _point_to_point(_name))
+    setattr(ManagedGroup, _name, methods.point_to_point(_name))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ttprun.device import accelerator
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, Journal
 from ttprun.rank.comm.messages import Message
@@ -29,6 +30,8 @@ def issue_again(session: Session, entry: Entry) -> Any:
 
     Raises NotRepairableError if its inputs are lost.
     """
+    if entry.ready is not None:
+        accelerator.wait_on(entry.ready)
     if isinstance(entry, Message):
         return call_or_take(session, entry, entry.args_again())
     if session[Journal].is_settled(entry):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dis
+import functools
 import itertools
 import sys
 from datetime import timedelta
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class ManagedWork(Work):
                 signal_handlers.leave(is_from_c=True)
             raise
         if waiting:
-            signal_handlers.leave(is_from_c=not _is_called_by_python(sys._getframe(1)))
+            signal_handlers.leave(is_from_c=not is_called_by_python(sys._getframe(1), "wait"))
         return True
 
     @signal_handlers.gate_from_c
@@ -47,7 +48,7 @@ class ManagedWork(Work):
         self._wait()
 
     def _wait(self) -> None:
-        session = current()
+        session = None if self._entry.is_apart else current()
         if session is not None and not self._entry.is_done:
             session.touch(Phase.WAITING)
         try:
@@ -99,10 +100,16 @@ class ManagedWork(Work):
         return future
 
 
-def _is_called_by_python(frame: FrameType) -> bool:
-    """Whether this frame itself calls `work.wait()`, rather than C++ that it has called."""
-    line, _, column, _ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
-    named = [one.positions for one in dis.get_instructions(frame.f_code) if one.argval == "wait"]
+def is_called_by_python(frame: FrameType, name: str) -> bool:
+    """Whether this frame itself calls a method of that name, such as `work.wait()`, rather than C++ that it has
+    called."""
+    return _calls(frame.f_code, frame.f_lasti, name)
+
+
+@functools.lru_cache(maxsize=256)
+def _calls(code: CodeType, at: int, name: str) -> bool:
+    line, _, column, _ = next(itertools.islice(code.co_positions(), at // 2, None))
+    named = [one.positions for one in dis.get_instructions(code) if one.argval == name]
     return any(at is not None and (at.lineno, at.col_offset) == (line, column) for at in named)
 
 

@@ -2,24 +2,27 @@
 
 A worker draws from its own generators, batch after batch, ahead of the training. Before it hands one over, it writes
 its states to a ring in the rank's recorder, which outlives both. A replacement's worker that begins at batch k restores
-the states with which the lost one was to begin it, also if it had not begun it yet. Spawned workers have no recorder;
-their batches are compared like all others (batches.py), and a difference ends the replay.
+the states with which the lost one was to begin it, also if it had not begun it yet. A worker that is not forked from
+the rank (spawn, forkserver) is given the recorder with its main function, whose pickled form is ours (`_Loop`).
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from multiprocessing import reduction
 from typing import Any
 
 import msgpack
 
-from ttprun.rank.process import random_state
+from ttprun.rank.process import children, random_state
 from ttprun.rank.records.recorder import WORKER_BATCHES, Recorder
+from ttprun.rank.session import current
 
 
 @dataclass
 class Making:
-    """The iterator that is being made, for its forked workers.
+    """The iterator that is being made, for its workers.
 
     key      (number of the iterator in the process, number of the epoch with these workers)
     skip     batches that are skipped
@@ -31,6 +34,42 @@ class Making:
 
 _making: Making | None = None
 _recorder: Recorder | None = None
+_MODULE = "torch.utils.data._utils.worker"  # has the main function of a worker, by which it is started
+
+
+class _Loop:
+    """The main function of the workers of one iterator: in a forked one it is `loop`, in another one `_Followed`."""
+
+    def __init__(self, loop: Any, making: Making, recorder: Recorder, run_dir: str) -> None:
+        self.loop = loop
+        self._making = making
+        self._recorder = recorder
+        self._run_dir = run_dir
+
+    def __call__(self, *args: Any) -> None:
+        self.loop(*args)
+
+    def __reduce__(self) -> Any:
+        recorder = self._recorder
+        shared = reduction.DupFd(recorder.fd)
+        return _Followed, (self._making.key, self._making.skip, shared, recorder.slot_bytes, self._run_dir)
+
+
+class _Followed:
+    """The same in a worker that is not forked from the rank: torch's own, followed."""
+
+    def __init__(self, key: tuple[int, int], skip: int, recorder: Any, slot_bytes: int, run_dir: str) -> None:
+        self._making = Making(key, skip)
+        self._fd = recorder.detach()
+        self._slot_bytes = slot_bytes
+        self._run_dir = run_dir
+
+    def __call__(self, *args: Any) -> None:
+        from torch.utils.data._utils.worker import _worker_loop
+
+        children.note(self._run_dir)
+        _follow(self._making, Recorder(self._fd, self._slot_bytes), args[10], args[11])
+        _worker_loop(*args)
 
 
 def keep_in(recorder: Recorder) -> None:
@@ -40,9 +79,16 @@ def keep_in(recorder: Recorder) -> None:
 
 
 def will_make(making: Making | None) -> None:
-    """Workers forked from now on belong to this iterator."""
+    """Workers started from now on belong to this iterator; None: to none of ours."""
     global _making
     _making = making
+    module: Any = sys.modules.get(_MODULE)
+    if module is None or _recorder is None or (session := current()) is None:
+        return
+    if isinstance(module._worker_loop, _Loop):
+        module._worker_loop = module._worker_loop.loop
+    if making is not None:
+        module._worker_loop = _Loop(module._worker_loop, making, _recorder, session.run_dir)
 
 
 def wrap_worker_loop(original: Any) -> Any:

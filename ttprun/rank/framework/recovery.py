@@ -16,12 +16,14 @@ A newer generation interrupts an older one: it cuts the connections on which a c
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
 from msgspec.structs import asdict
 
 from ttprun.device import accelerator
+from ttprun.device.interface import DeviceFailedError
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
@@ -29,6 +31,7 @@ from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.mindio import RepairType
 from ttprun.rank import moments
 from ttprun.rank.comm.journal import Journal
+from ttprun.rank.comm.links import cut_all
 from ttprun.rank.comm.process_group import groups_of
 from ttprun.rank.framework import randomness, scheduler
 from ttprun.rank.framework.codes import RET_NO_REBUILD, ReportState
@@ -68,12 +71,21 @@ class CallbackRecovery(Recovery):
                 super().take(message)
                 self._framework.order_stop(repair_type)
                 if self._is_calling:
-                    for group in groups_of(self._session):
-                        group.links.cut()
+                    self._cut_links()
             case mindio.Prepare() | mindio.Repair() | mindio.Rollback() | mindio.Save() | mindio.Rename():
                 self.leave_to_thread(message)
             case _:
                 super().take(message)
+
+    def _cut_links(self) -> None:
+        """On a thread of its own: an abort of a device's communicator may last, and this one hears the agent."""
+        groups = [group.links for group in groups_of(self._session)]
+
+        def cut() -> None:
+            with contextlib.suppress(DeviceFailedError):  # the next order meets it again
+                cut_all(groups)
+
+        threading.Thread(target=cut, name="ttprun-freeing", daemon=True).start()
 
     def _carry_out(self, order: Ordered) -> None:
         accelerator.use(self._framework.device_index)

@@ -10,9 +10,11 @@ import contextlib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 NAME = "children"
 SHARED_MEMORY = Path("/dev/shm")
+_TRACKER = "from multiprocessing.resource_tracker import main"
 _OF_TORCH = re.compile(r"torch_(\d+)_\d+_\d+")  # pid of the maker, a random number, a counter
 
 
@@ -24,6 +26,21 @@ def note(run_dir: str) -> None:
             os.write(fd, f"{os.getpid()}\n".encode())
         finally:
             os.close(fd)
+
+
+def wrap_spawnv_passfds(original: Any) -> Any:
+    """multiprocessing.util.spawnv_passfds: Python's resource tracker gets a process group of its own.
+
+    It ends by itself once nobody is left who has its pipe; killed with its rank it would leave named semaphores behind.
+    """
+
+    def spawnv_passfds(path: Any, args: Any, passfds: Any) -> Any:
+        *others, command = args
+        if isinstance(command, str) and command.startswith(_TRACKER):
+            args = [*others, f"import os; os.setpgrp(); {command}"]
+        return original(path, args, passfds)
+
+    return spawnv_passfds
 
 
 def remove_left_files(run_dir: Path, ranks: set[int], shared_memory: Path = SHARED_MEMORY) -> tuple[list[str], bool]:

@@ -86,6 +86,13 @@ class ClosedNode(AnyNode, frozen=True, gc=False, tag="c"):
     kind: str
 
 
+class SaveNode(AnyNode, frozen=True, gc=False, tag="k"):
+    """The future of a checkpoint that a thread saves: where, and whether it was done."""
+
+    where: str
+    is_done: bool
+
+
 class ActivationNode(AnyNode, frozen=True, gc=False, tag="A"):
     """A large tensor that depends on the weights."""
 

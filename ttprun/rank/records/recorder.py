@@ -55,8 +55,8 @@ class Recorder:
     """
 
     def __init__(self, fd: int, slot_bytes: int) -> None:
-        self._fd = fd
-        self._slot_bytes = slot_bytes
+        self.fd = fd
+        self.slot_bytes = slot_bytes
         self._map = mmap.mmap(fd, self.size_bytes(slot_bytes))
         self._view = memoryview(self._map)
         self._cells = self._view[:HEADER_BYTES].cast("q")
@@ -102,7 +102,7 @@ class Recorder:
         self._write(FIRST, boundary, head, blobs)
 
     def _write(self, slot: int, boundary: int, head: bytes, blobs: Sequence[torch.Tensor]) -> None:
-        head_bytes, room = len(head), self._slot_bytes
+        head_bytes, room = len(head), self.slot_bytes
         start = HEADER_BYTES + slot * room
         blob_bytes = 0
         for blob in blobs:
@@ -137,9 +137,9 @@ class Recorder:
         """A copy of a record's packed part. Raises KeyError if it is not there."""
         cell = boundary % SLOTS * _SLOT_CELLS
         known, head_bytes, *_ = self._cells[cell : cell + _SLOT_CELLS]
-        if known != boundary or not 0 <= head_bytes <= self._slot_bytes:
+        if known != boundary or not 0 <= head_bytes <= self.slot_bytes:
             raise KeyError(boundary)
-        at = HEADER_BYTES + boundary % SLOTS * self._slot_bytes
+        at = HEADER_BYTES + boundary % SLOTS * self.slot_bytes
         return bytes(self._view[at : at + head_bytes])
 
     def read_first(self) -> tuple[int, bytes, bytes] | None:
@@ -149,9 +149,9 @@ class Recorder:
     def _read(self, slot: int) -> tuple[int, bytes, bytes] | None:
         cell = slot * _SLOT_CELLS
         boundary, head_bytes, blob_bytes, digest = self._cells[cell : cell + _SLOT_CELLS]
-        if boundary == NO_BOUNDARY or head_bytes < 0 or not 0 <= head_bytes + blob_bytes <= self._slot_bytes:
+        if boundary == NO_BOUNDARY or head_bytes < 0 or not 0 <= head_bytes + blob_bytes <= self.slot_bytes:
             return None
-        at = HEADER_BYTES + slot * self._slot_bytes
+        at = HEADER_BYTES + slot * self.slot_bytes
         middle, end = at + head_bytes, at + head_bytes + blob_bytes
         if middle > end or digest != self._digest(at, end, boundary):
             return None
@@ -165,7 +165,7 @@ class Recorder:
 
     def export(self, boundary: int) -> dict[str, Any]:
         """All that a replay up to `boundary` needs, for `restore`. Raises KeyError if it is not recorded."""
-        start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
+        start = self.size_bytes(self.slot_bytes) - APPENDED_BYTES
         records = [
             [number, *found] for number in range(boundary - SLOTS + 1, boundary + 1) if (found := self.read(number))
         ]
@@ -194,7 +194,7 @@ class Recorder:
         """
         if all_of_it or self._changed is None:
             self._changed, self._worker_heads = deque(), {}
-            end = self.size_bytes(self._slot_bytes)
+            end = self.size_bytes(self.slot_bytes)
             evidence_at = self._log_start - REGION_BYTES
             list(self._workers_parts())  # they are known from now on
             return [*self._written_parts(0, evidence_at), *self._parts_from(self._log_start, end)]
@@ -212,7 +212,7 @@ class Recorder:
         start = at = self._log_start + LOG_BYTES
         while at < start + WORKER_BYTES:
             try:
-                at = os.lseek(self._fd, at, os.SEEK_DATA)
+                at = os.lseek(self.fd, at, os.SEEK_DATA)
             except OSError:  # ENXIO: nothing follows
                 return
             at -= (at - start) % WORKER_ENTRY_BYTES
@@ -230,17 +230,17 @@ class Recorder:
         at = start
         while at < end:
             try:
-                at = os.lseek(self._fd, at, os.SEEK_DATA)
+                at = os.lseek(self.fd, at, os.SEEK_DATA)
             except OSError:  # ENXIO: nothing follows
                 return
-            hole = min(os.lseek(self._fd, at, os.SEEK_HOLE), end)
+            hole = min(os.lseek(self.fd, at, os.SEEK_HOLE), end)
             if at < hole:
-                yield at - start, os.pread(self._fd, hole - at, at)
+                yield at - start, os.pread(self.fd, hole - at, at)
             at = hole
 
     def restore(self, exported: dict[str, Any]) -> None:
         """Fill an empty recorder with what `export` returned. Raises RecordTooLargeError."""
-        start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
+        start = self.size_bytes(self.slot_bytes) - APPENDED_BYTES
         newest = [(record[0] % SLOTS, record) for record in exported["records"]]
         for slot, (boundary, head, blobs) in [(FIRST, exported["first"]), *newest]:
             self._write(slot, boundary, head, [torch.frombuffer(bytearray(blobs), dtype=torch.uint8)] if blobs else [])
@@ -312,7 +312,7 @@ class Recorder:
 
     def _appended_at(self, key: int) -> int | None:
         """The offset of a path's entry, or of a free one; None if the table is full."""
-        start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
+        start = self.size_bytes(self.slot_bytes) - APPENDED_BYTES
         for number in range(APPENDED_FILES):
             at = start + (key + number) % APPENDED_FILES * _APPENDED.size
             if _APPENDED.unpack_from(self._map, at)[0] in (0, key):
@@ -335,6 +335,6 @@ class Recorder:
 
     def appended_keys(self) -> list[int]:
         """The paths that have counts."""
-        start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
+        start = self.size_bytes(self.slot_bytes) - APPENDED_BYTES
         found = (_APPENDED.unpack_from(self._map, start + n * _APPENDED.size)[0] for n in range(APPENDED_FILES))
         return [key for key in found if key]

@@ -10,17 +10,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ttprun.device.interface import DeviceFailedError
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.patience import Patience
 from ttprun.rank import moments
-from ttprun.rank.comm import on_device
+from ttprun.rank.comm import apart, on_device
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import Journal, has_ended
 from ttprun.rank.comm.links import cut_all
 from ttprun.rank.comm.operations import SAME_FOR_ALL
-from ttprun.rank.comm.process_group import ManagedGroup
+from ttprun.rank.comm.process_group import ManagedGroup, living
+from ttprun.rank.replay import stopping
 from ttprun.rank.session import Session
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
 from ttprun.rank.weights import replicated
@@ -28,6 +30,7 @@ from ttprun.rank.weights import replicated
 LOOK_AGAIN_S = 0.05
 LET_FINISH_S = 0.05  # time for operations between living ranks to end by themselves
 COLLECTIVE_STEP_S = 5.0  # within which a collective step ends, if no rank is lost
+LOCK_LIMIT_S = 1.0  # in which an operation is issued
 STUCK_AFTER_S = 2.0  # after a cut; an operation that can end does so within milliseconds
 Issued = Sequence[tuple[Entry, Any]]  # entries with the works of the backend, which another recovery has to end
 
@@ -46,11 +49,11 @@ def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_
         session.changed.notify_all()
     if session.has_collective_steps and not order.lost:
         let_collective_step_end(session, order, check_overtaken)
-    with session[Journal].lock:
-        session[Journal].is_frozen = True
-    break_connections(session, issued_again)
+    freeze_journal(session)
+    break_connections(session, issued_again, check_overtaken)
     let_step_end(session, check_overtaken)
     settle(session, order, check_overtaken)
+    apart.give_up_older(session)
     on_device.settle()
     frozen = from_rank.Frozen(
         session.generation,
@@ -60,6 +63,22 @@ def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_
         journal=_signatures(session),
     )
     session.channel.send(frozen)
+
+
+def freeze_journal(session: Session) -> None:
+    """From now on no operation is issued but by the recovery.
+
+    Raises DeviceFailedError if the main thread is stuck while it issues one: it holds the journal's lock then, and may
+    wait for the device in C++, where the launch of a kernel waits for a stuck collective. An abort ends that.
+    """
+    journal = session[Journal]
+    if not journal.lock.acquire(timeout=LOCK_LIMIT_S):
+        cut_all(group.links for group in list(living))
+        if not journal.lock.acquire(timeout=on_device.SETTLE_LIMIT_S):
+            raise DeviceFailedError("the main thread is stuck in a call of the device, which the abort has not ended")
+    journal.is_frozen = True
+    journal.changed.notify_all()
+    journal.lock.release()
 
 
 def let_step_end(session: Session, check_overtaken: Callable[[], None]) -> None:
@@ -92,8 +111,13 @@ def let_collective_step_end(session: Session, order: to_rank.Freeze, check_overt
         check_overtaken()
 
 
-def break_connections(session: Session, issued_again: Issued) -> None:
+def break_connections(
+    session: Session, issued_again: Issued, check_overtaken: Callable[[], None] = lambda: None
+) -> None:
     """Cut every connection, and wait until no operation of the old generation touches a tensor any more.
+
+    issued_again      what an older recovery was issuing
+    check_overtaken   called while this waits for the script; its exception ends the wait
 
     Operations between living ranks first get LET_FINISH_S: one that is cut with messages in flight may never end.
     """
@@ -103,6 +127,7 @@ def break_connections(session: Session, issued_again: Issued) -> None:
     end_s = time.monotonic() + LET_FINISH_S
     for _, inner in works:
         has_ended(inner, end_s - time.monotonic())
+    stopping.end_stuck_tasks(session, [link for group in groups for link in group.links.all], check_overtaken)
     cut_all(group.links for group in groups)
     if (commit := session.get(InterNodeCommit)) is not None:
         commit.cut()

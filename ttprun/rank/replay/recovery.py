@@ -8,6 +8,7 @@ issue the journal again; resuming.py). A newer generation interrupts an older on
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -25,7 +26,8 @@ from ttprun.rank.comm import on_device
 from ttprun.rank.comm.connection import Exchange, GenerationOverError
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import REPORT_AFTER_S, Journal
-from ttprun.rank.comm.links import cut_all
+from ttprun.rank.comm.links import abort_all, cut_all
+from ttprun.rank.comm.process_group import living
 from ttprun.rank.process import open_files
 from ttprun.rank.replay import freezing, repairing, resuming
 from ttprun.rank.replay.replay import ReplayRun
@@ -159,7 +161,23 @@ class Recovery:
         if isinstance(order, to_rank.Freeze):
             self._session[Exchange].end_before(order.generation)
             self._session[Verifier].stop_waiting()
+            if not self.is_idle(0.0):
+                self._free_thread(order.generation)
         self._orders.put(order)
+
+    def _free_thread(self, generation: int) -> None:
+        """A newer generation begins while the thread works for an older one. It notices that wherever it waits in
+        Python; not in C++, as for a device on which a collective is stuck. So abort what is left of its generation.
+        """
+        links = [link for group in list(living) for link in group.links.all]
+        stuck = [link for link in links if link.is_late and link.generation < generation]
+
+        def abort() -> None:
+            with contextlib.suppress(DeviceFailedError):  # the freeze meets it again
+                abort_all(stuck)
+
+        if stuck:
+            threading.Thread(target=abort, name="ttprun-freeing", daemon=True).start()
 
     def is_idle(self, limit_s: float) -> bool:
         """Whether all orders are carried out; waits for that, `limit_s` at most."""

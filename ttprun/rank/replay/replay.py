@@ -45,6 +45,7 @@ from ttprun.rank.replay.differences import (
 )
 from ttprun.rank.replay.findings import Findings
 from ttprun.rank.replay.jumps import Jumps
+from ttprun.rank.replay.step_proof import StepProof
 from ttprun.rank.session import Session
 from ttprun.rank.values import CannotRestoreError, Restore, restore_loop, room_to_walk
 from ttprun.rank.weights import gradients, kept_gradients, mirror, open_boundaries, optimizer_registry
@@ -68,6 +69,7 @@ class ReplayRun(Mode):
     setup_s     the script's time from its top to its first optimizer step; None before that
     difference  why the script's first step was not where the replay begins
     is_alone    collectives are answered without the other ranks
+    step_proof  set if no other rank goes on with the lost rank's state
     step_from   slot of the lost rank's mirror from which the step at boundary N is taken again; "": it is not
     is_joining, is_contradicted   see to_rank.Replay
     jump        makes a loop that begins in the middle
@@ -76,6 +78,7 @@ class ReplayRun(Mode):
     is_live = False
     is_alone = True
     step_from = ""
+    step_proof: StepProof | None = None
     _taken_again: torch.optim.Optimizer | None = None
     is_joining = False
     is_contradicted = False
@@ -177,6 +180,8 @@ class ReplayRun(Mode):
         loss_scaling.take_over(optimizer)
         if self._is_at_target and open_boundaries.is_in_backward():  # after a forward pass with the set-up's weights
             self.refuse(f"step {self.boundary} is taken inside a backward pass, whose rest would differ")
+        if self._is_at_target and self.step_proof is not None:
+            self.step_proof.begin(optimizer)
         if not self._is_at_target or not self.step_from:
             return False
         is_before_step = self._target.fields.is_before_step
@@ -312,6 +317,9 @@ class ReplayRun(Mode):
     def after_step(self) -> None:
         """Post-hook of Optimizer.step: at the boundary, wait for the tensors and go live."""
         if self._is_at_target:
+            if self.step_proof is not None and (why_not := self.step_proof.end(self.boundary, self._findings)):
+                self.session.give_up_protection(why_not)  # nor would it help if all ranks began at a stored state
+                self.refuse(why_not)
             self._go_live(is_before_step=False)
 
     def _go_live(self, is_before_step: bool) -> None:

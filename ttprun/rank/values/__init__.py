@@ -7,7 +7,7 @@ name.
 """
 
 from ttprun.rank.records.packing import pack, unpack_named
-from ttprun.rank.values import kinds, large, named, unchanged
+from ttprun.rank.values import kinds, large, named, saves, unchanged
 from ttprun.rank.values.histories import is_awaited
 from ttprun.rank.values.large import fingerprint
 from ttprun.rank.values.named import names_of as names_not_proved
@@ -22,7 +22,7 @@ from ttprun.rank.values.unrecorded import UnrecordedTensorError
 __all__ = [
     "FIXED", "MARK_OF_REFUSED", "CannotRestoreError", "Restore", "Snapshot", "Tree", "UnrecordedTensorError",
     "begin_boundary", "fingerprint", "forget", "is_awaited", "kinds", "let_go", "names_not_proved", "pack", "refusals",
-    "restore_loop", "room_to_walk", "unpack_named",
+    "restore_loop", "room_to_walk", "saves", "unpack_named",
 ]  # fmt: skip
 
 
@@ -42,3 +42,4 @@ def forget() -> None:
     unchanged.forget()
     large.forget()
     named.forget()
+    saves.forget()

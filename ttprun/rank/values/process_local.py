@@ -15,6 +15,7 @@ import xxhash
 from ttprun.rank.process.looks import attributes_of, is_a, plain_of
 from ttprun.rank.records.nodes import ClosedNode, Node, NotProvedNode, RefusedNode, SameNode, WeakNode
 from ttprun.rank.records.packing import pack
+from ttprun.rank.values import saves
 from ttprun.rank.values.nodes import MISSING, name_of
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.restore import Restore
@@ -31,6 +32,8 @@ def record_same(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 def record_future(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Work that another thread or process was given: compared with what it gives, once that is known."""
+    if saves.is_save(value):
+        return saves.record(value)
     held = attributes_of(value)
     if held["_state"] not in _DONE:
         return RefusedNode("is work of another thread or process that is not done, and what it will give is not known")

@@ -1,18 +1,20 @@
 """Notice a script that carries gradients across a step.
 
 Gradients at a boundary are not recorded, since nearly every script zeroes them before it uses them again. In the first
-steps a gradient of each optimizer is watched: if the next backward adds to it, its optimizer's gradients are kept from
-then on (kept_gradients.py), or the script is refused. After a replay those that are not kept are made NaN; if NaN is
+steps the gradients of each optimizer are watched, later one of them in turn: if the next backward adds to what the
+script has left of it, scaled or replaced by another tensor perhaps, its optimizer's gradients are kept from then on
+(kept_gradients.py), or the script is refused. After a replay those that are not kept are made NaN; if NaN is
 left when a backward adds to them, or when their optimizer steps for the first time, the script has added to gradients
 that are lost (`poison`).
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,55 +29,109 @@ CARRIED = (
     "the script carries gradients across an optimizer step, and a replacement would not have them: call zero_grad() in "
     "each step"
 )
-_STEPS_WATCHED = 3
+CARRIED_NOW = (
+    "the script has begun to carry gradients across an optimizer step, and a replacement would not have those of this "
+    "step; from the next step on they are kept"
+)
+_STEPS_WATCHED = 3  # in full, of each optimizer
+_LOOKS_ON_DEVICE = 16  # steps from one to the next
+_MOST_ELEMENTS = 4096  # of a gradient that are looked at
 # Of each optimizer, the parameters (ids) that it has not stepped since.
 _poisoned: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
 _begun_anew: set[int] = set()  # ids of parameters whose gradient a backward has begun anew: NaN in it is its own
 
 
-class _Watched:
-    """One gradient of an optimizer, after its step.
+class _Found(NamedTuple):
+    """A gradient that is not zero when a backward begins."""
 
-    kept         its value then
+    parameter: torch.Tensor
+    gradient: weakref.ref[torch.Tensor]
+    version: int
+
+    def is_added_to(self) -> bool:
+        """Whether it was written to, or another tensor has taken its place, and it is not zero."""
+        now = self.parameter.grad
+        is_other = now is not self.gradient() or (now is not None and local_of(now)._version != self.version)
+        return is_other and now is not None and _is_any(now)
+
+
+class _Watched:
+    """Gradients of an optimizer, after its step: what the script does to them before the next backward is no matter.
+
+    is_full      all are watched, as in the first steps; else one, another one after each step
     is_new       whether nothing was known of its optimizer's gradients then
-    is_carried   whether a backward has found it unchanged, and no later one has found it zeroed; None: none has run yet
+    is_carried   whether a backward has found one that is not zero, and no later one has found all zeroed; None: none
+                 has run yet
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.is_carried: bool | None = None
         self.is_new = not kept_gradients.is_added_to(optimizer)
-        smallest_first = sorted(shown_to(optimizer), key=torch.Tensor.numel)
-        self.parameter = next((one for one in smallest_first if _is_watchable(one.grad)), None)
-        gradient = None if self.parameter is None else self.parameter.grad
-        self.kept = None if gradient is None else local_of(gradient).detach().clone()
+        self.is_full = steps < _STEPS_WATCHED
+        shown = list(shown_to(optimizer)) if self.is_full else _in_turn(optimizer, steps)
+        self.parameters = [one for one in shown if one.grad is not None]
+        self._found: list[_Found] = []
 
     def look(self) -> None:
         """A backward is about to add gradients."""
-        gradient = None if self.parameter is None else self.parameter.grad
-        if gradient is None or self.kept is None or not local_of(gradient).any():
-            optimizer = self.optimizer()
-            if self.is_carried is None and self.kept is not None and optimizer is not None:
-                kept_gradients.note_dropped(optimizer)
-            self.is_carried = False
-        elif self.is_carried is None:
-            self.is_carried = torch.equal(local_of(gradient), self.kept)
-
-    def look_after_backward(self) -> None:
-        """Backward passes have ended: if one has added to it, its optimizer's gradients are kept from now on."""
-        optimizer, gradient = self.optimizer(), None if self.parameter is None else self.parameter.grad
-        if not self.is_carried or optimizer is None or gradient is None or self.kept is None:
+        if self.is_carried is False:
             return
-        if not torch.equal(local_of(gradient), self.kept):
-            kept_gradients.note_added_to(optimizer)
+        was_unknown, self._found = self.is_carried is None, []
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is not None and (_is_any(gradient) or (was_unknown and _is_scaled_to_zero(gradient))):
+                self._found.append(_Found(parameter, weakref.ref(gradient), local_of(gradient)._version))
+        optimizer = self.optimizer()
+        if was_unknown and not self._found and self.is_full and self.parameters and optimizer is not None:
+            kept_gradients.note_dropped(optimizer)
+        self.is_carried = bool(self._found)
+
+    def look_after_backward(self) -> bool:
+        """Backward passes have ended: if one has added to them, the optimizer's gradients are kept from its next step.
+
+        returns   whether that is seen now for the first time, and not in one of the optimizer's first steps
+        """
+        optimizer = self.optimizer()
+        if optimizer is None or kept_gradients.is_added_to(optimizer) or not self.is_added_to():
+            return False
+        kept_gradients.note_added_to(optimizer)
+        return not self.is_full
+
+    def is_added_to(self) -> bool:
+        """Whether a backward has added to one of them."""
+        return any(one.is_added_to() for one in self._found)
 
 
 _watched: list[_Watched] = []
 _steps_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
-def _is_watchable(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is torch.strided and bool(local_of(gradient).any())
+def _in_turn(optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
+    """One of its parameters, another one after each step; mostly none on a device, which is to be waited for."""
+    if not (count := sum(len(group["params"]) for group in optimizer.param_groups)):
+        return []
+    found = next(itertools.islice(shown_to(optimizer), steps % count, None))
+    return [found] if found.is_cpu or steps % _LOOKS_ON_DEVICE == 0 else []
+
+
+def _sampled(gradient: torch.Tensor) -> torch.Tensor:
+    """Its elements, or some of a large one, from its beginning to its end."""
+    found = elements_of(local_of(gradient).detach())
+    if found.numel() <= _MOST_ELEMENTS or not found.is_contiguous():
+        return found
+    return found.view(-1)[:: -(-found.numel() // _MOST_ELEMENTS)]
+
+
+def _is_any(gradient: torch.Tensor) -> bool:
+    """Whether an element is not zero."""
+    return bool(_sampled(gradient).any())
+
+
+def _is_scaled_to_zero(gradient: torch.Tensor) -> bool:
+    """Whether a gradient of zeros was multiplied by zero: of what is set to zero no element is negative."""
+    found = _sampled(gradient)
+    return found.is_floating_point() and bool(found.signbit().any())
 
 
 def watch(optimizer: torch.optim.Optimizer) -> None:
@@ -85,10 +141,10 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
     kept_gradients.note_step(optimizer)
     shared_backwards.note_step(optimizer)
     steps = _steps_watched.get(optimizer, 0)
-    if steps < _STEPS_WATCHED:
-        _steps_watched[optimizer] = steps + 1
-        _watched[:] = [one for one in _watched if one.optimizer() is not None]
-        _watched.append(_Watched(optimizer))
+    _steps_watched[optimizer] = steps + 1
+    _watched[:] = [one for one in _watched if one.optimizer() not in (None, optimizer)]
+    if steps < _STEPS_WATCHED or not kept_gradients.is_added_to(optimizer):
+        _watched.append(_Watched(optimizer, steps))
 
 
 @unseen
@@ -99,9 +155,19 @@ def look_at_watched() -> None:
         one.look()
 
 
+@unseen
+def look_after_backward() -> str:
+    """A backward has ended; returns why a replacement could not begin before it, "" if it could.
+
+    That is so in one step alone: from the next one on, what it adds to is kept.
+    """
+    is_new = [one.look_after_backward() for one in _watched]
+    return CARRIED_NOW if any(is_new) else ""
+
+
 def kept_if_unknown(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
     """A snapshot of its newest step has its gradients, if no backward has shown yet whether the script adds to them."""
-    is_unknown = any(one.is_carried is None for one in _watched if one.optimizer() is optimizer)
+    is_unknown = any(one.is_carried is None and one.is_full for one in _watched if one.optimizer() is optimizer)
     return kept_gradients.kept_for_now(optimizer) if is_unknown else nullcontext()
 
 
@@ -112,7 +178,7 @@ def were_carried(optimizer: torch.optim.Optimizer) -> bool:
         one.look_after_backward()
     if mine:
         _watched[:] = [one for one in _watched if one not in mine]
-    return any(one.is_carried and not one.is_new for one in mine) and not kept_gradients.is_kept(optimizer)
+    return any(not one.is_new and one.is_added_to() for one in mine) and not kept_gradients.is_kept(optimizer)
 
 
 def poison(optimizers: list[torch.optim.Optimizer], refuse: Callable[[], None] = lambda: None) -> None:

@@ -444,6 +444,8 @@ void synchronize(const MarkPtr& mark, int index) {
   device(index).check();
 }
 
+bool is_over() { return g_is_over; }
+
 void shutdown() {
   if (!g_initialized || g_bad_fork) return;
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(1);

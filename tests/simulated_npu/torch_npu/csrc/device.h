@@ -155,6 +155,7 @@ void block(const MarkPtr& mark, const c10::Stream& stream);
 void synchronize(const MarkPtr& mark, int device);
 // End all threads at the interpreter's exit: wait a second for running work, and run no more.
 void shutdown();
+bool is_over();
 
 int64_t now_us();
 

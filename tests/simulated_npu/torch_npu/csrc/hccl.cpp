@@ -9,7 +9,9 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <algorithm>
 #include <set>
+#include "kind.h"
 #include "operators.h"
+#include "watchdog.h"
 
 namespace npu {
 namespace {
@@ -36,41 +38,28 @@ struct HcclWork final : c10d::Work {
   HcclWork(int rank, c10d::OpType op, Tensors outputs, c10::Device on, bool is_barrier)
       : Work(rank, op), outputs(std::move(outputs)), on(on), is_barrier(is_barrier) {}
 
-  bool isCompleted() override { return end->is_set() || failure(); }
-  bool isSuccess() const override { return end->is_set() && !failure(); }
-  std::exception_ptr exception() const override { return failure(); }
+  bool isCompleted() override { return outcome->is_over(); }
+  bool isSuccess() const override { return outcome->end->is_set() && !outcome->failure(); }
+  std::exception_ptr exception() const override { return outcome->failure(); }
   std::vector<Tensor> result() override { return outputs; }
-  void synchronize() override { npu::block(end, current_stream(on.index())); }
+  void synchronize() override { npu::block(outcome->end, current_stream(on.index())); }
   bool wait(milliseconds) override {
-    if (auto error = failure()) std::rethrow_exception(error);
+    if (auto error = outcome->failure()) std::rethrow_exception(error);
     synchronize();
     if (is_barrier) {
-      npu::synchronize(end, on.index());
-      if (auto error = failure()) std::rethrow_exception(error);
+      npu::synchronize(outcome->end, on.index());
+      if (auto error = outcome->failure()) std::rethrow_exception(error);
     }
     return true;
   }
   void abort() override { TORCH_CHECK(false, "abort the group"); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
 
-  std::exception_ptr failure() const {
-    std::lock_guard<std::mutex> lock(guard);
-    return error;
-  }
-  void fail(std::exception_ptr with) {
-    std::lock_guard<std::mutex> lock(guard);
-    if (!error) error = std::move(with);
-  }
-
   const Tensors outputs;
   const c10::Device on;
   const bool is_barrier;
-  MarkPtr end;
+  const OutcomePtr outcome = std::make_shared<Outcome>();
   c10::intrusive_ptr<c10::ivalue::Future> future;
-
- private:
-  mutable std::mutex guard;
-  std::exception_ptr error;
 };
 
 // Several operations that were started together.
@@ -91,33 +80,58 @@ struct BatchWork final : c10d::Work {
   const std::vector<c10::intrusive_ptr<c10d::Work>> all;
 };
 
+// Whether the caller wants a Work; releases of torch before 2.8 do not say, and do.
+template <typename Options>
+auto is_async(const Options& opts, int) -> decltype(opts.asyncOp) { return opts.asyncOp || is_kind("work"); }
+template <typename Options>
+bool is_async(const Options&, long) { return true; }
+
+}  // namespace
+
 class ProcessGroupHCCL;
+namespace {
 std::mutex g_groups_mutex;
 std::set<ProcessGroupHCCL*> g_groups;
+}  // namespace
 
 class ProcessGroupHCCL final : public c10d::Backend {
  public:
   ProcessGroupHCCL(int rank, int size, milliseconds timeout, Connect connect)
-      : Backend(rank, size), timeout_(timeout), connect_(std::move(connect)) {
+      : Backend(rank, size), timeout_(timeout), connect_(std::move(connect)), watchdog_(rank) {
     std::lock_guard<std::mutex> lock(g_groups_mutex);
     g_groups.insert(this);
   }
   ~ProcessGroupHCCL() override {
+    {
+      std::lock_guard<std::mutex> lock(g_groups_mutex);
+      g_groups.erase(this);
+    }
+    if (!is_kind("abort")) finish_all();
     drop_link();
-    std::lock_guard<std::mutex> lock(g_groups_mutex);
-    g_groups.erase(this);
   }
   const std::string getBackendName() const override { return "hccl"; }
   void setTimeout(milliseconds timeout) override { timeout_ = timeout; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
-  // All waiters are woken with an error; the group can do nothing more.
+  // torch_npu's own `abort` has an argument, and so does not override this one: it does nothing.
   void abort() override {
+    if (!is_kind("abort")) return;
     drop_link();
     is_over_ = true;
   }
-  void shutdown() override { abort(); }
+  // Ends the watchdog, and no operation.
+  void shutdown() override {
+    watchdog_.end();
+    abort();
+  }
+  // Waits for what runs, as the library's destruction of a communicator does; the next operation connects anew.
+  void abort_hccl_comm() {
+    if (!is_kind("abort")) finish_all();
+    reinit();
+  }
+  void eagerConnectSingleDevice(at::Device) override { connected(); }
+  Watchdog& watchdog() { return watchdog_; }
 
   void reinit() {
     drop_link();
@@ -135,18 +149,21 @@ class ProcessGroupHCCL final : public c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override {
     is_batching_ = true;
+    is_batch_async_ = is_kind("work");
     batch_.clear();
   }
+  // As NCCL's: a Work, if the operations have one; sends and receives always have.
   c10::intrusive_ptr<c10d::Work> endCoalescing() override {
     is_batching_ = false;
     ++calls_["batch"];
-    return c10::make_intrusive<BatchWork>(std::move(batch_));
+    auto work = c10::make_intrusive<BatchWork>(std::move(batch_));
+    return is_batch_async_ ? std::move(work) : nullptr;
   }
 
   using Work = c10::intrusive_ptr<c10d::Work>;
 
   Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    return reduce_like("allreduce", c10d::OpType::ALLREDUCE, tensors, opts.reduceOp, [opts](c10d::Backend& gloo, Tensors& hosts, const c10d::ReduceOp& op) {
+    return reduce_like("allreduce", c10d::OpType::ALLREDUCE, tensors, opts.reduceOp, is_async(opts, 0), [opts](c10d::Backend& gloo, Tensors& hosts, const c10d::ReduceOp& op) {
       auto with = opts;
       with.reduceOp = op;
       return gloo.allreduce(hosts, with);
@@ -158,12 +175,13 @@ class ProcessGroupHCCL final : public c10d::Backend {
       Tensors one{tensor};
       c10d::AllreduceOptions with;
       with.reduceOp = opts.reduceOp;
+      with.asyncOp = opts.asyncOp;
       last = allreduce(one, with);
     }
     return last;
   }
   Work reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
-    return reduce_like("reduce", c10d::OpType::REDUCE, tensors, opts.reduceOp, [opts](c10d::Backend& gloo, Tensors& hosts, const c10d::ReduceOp& op) {
+    return reduce_like("reduce", c10d::OpType::REDUCE, tensors, opts.reduceOp, is_async(opts, 0), [opts](c10d::Backend& gloo, Tensors& hosts, const c10d::ReduceOp& op) {
       auto with = opts;
       with.reduceOp = op;
       return gloo.reduce(hosts, with);
@@ -171,16 +189,19 @@ class ProcessGroupHCCL final : public c10d::Backend {
   }
   Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
     auto hosts = copies(tensors);
-    return issue("broadcast", c10d::OpType::BROADCAST, tensors, *hosts, tensors, *hosts, [hosts, opts](c10d::Backend& gloo) { return gloo.broadcast(*hosts, opts); });
+    return issue("broadcast", is_async(opts, 0), c10d::OpType::BROADCAST, tensors, *hosts, tensors, *hosts, [hosts, opts](c10d::Backend& gloo) { return gloo.broadcast(*hosts, opts); });
   }
   Work allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     auto from = copies(inputs);
     auto into = lists(outputs);
-    return issue("allgather", c10d::OpType::ALLGATHER, inputs, *from, flat(outputs), flat(*into), [from, into, opts](c10d::Backend& gloo) { return gloo.allgather(*into, *from, opts); });
+    return issue("allgather", is_async(opts, 0), c10d::OpType::ALLGATHER, inputs, *from, flat(outputs), flat(*into), [from, into, opts](c10d::Backend& gloo) { return gloo.allgather(*into, *from, opts); });
   }
   Work _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& opts) override {
     auto from = copies({input}), into = copies({output});
-    return issue("_allgather_base", c10d::OpType::_ALLGATHER_BASE, {input}, *from, {output}, *into, [from, into, opts](c10d::Backend& gloo) { return gloo._allgather_base((*into)[0], (*from)[0], opts); });
+    return issue("_allgather_base", is_async(opts, 0), c10d::OpType::_ALLGATHER_BASE, {input}, *from, {output}, *into, [from, into, opts](c10d::Backend& gloo) {
+      Tensor all = (*into)[0].view({-1}), one = (*from)[0].view({-1});  // gloo is particular about their shapes
+      return gloo._allgather_base(all, one, opts);
+    });
   }
   Work allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     Work last;
@@ -190,19 +211,19 @@ class ProcessGroupHCCL final : public c10d::Backend {
   Work gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
     auto from = copies(inputs);
     auto into = lists(outputs);
-    return issue("gather", c10d::OpType::GATHER, inputs, *from, flat(outputs), flat(*into), [from, into, opts](c10d::Backend& gloo) { return gloo.gather(*into, *from, opts); });
+    return issue("gather", is_async(opts, 0), c10d::OpType::GATHER, inputs, *from, flat(outputs), flat(*into), [from, into, opts](c10d::Backend& gloo) { return gloo.gather(*into, *from, opts); });
   }
   Work scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
     auto from = lists(inputs);
     auto into = copies(outputs);
-    return issue("scatter", c10d::OpType::SCATTER, flat(inputs), flat(*from), outputs, *into, [from, into, opts](c10d::Backend& gloo) { return gloo.scatter(*into, *from, opts); });
+    return issue("scatter", is_async(opts, 0), c10d::OpType::SCATTER, flat(inputs), flat(*from), outputs, *into, [from, into, opts](c10d::Backend& gloo) { return gloo.scatter(*into, *from, opts); });
   }
   Work reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& opts) override {
     // gloo's own is not the same on all releases: reduce all, and take what is ours.
-    return scattered("reduce_scatter", c10d::OpType::REDUCE_SCATTER, outputs.at(0), inputs.at(0), opts.reduceOp);
+    return scattered("reduce_scatter", c10d::OpType::REDUCE_SCATTER, outputs.at(0), inputs.at(0), opts.reduceOp, is_async(opts, 0));
   }
   Work _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& opts) override {
-    return scattered("_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, output, {input}, opts.reduceOp);
+    return scattered("_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, output, {input}, opts.reduceOp, is_async(opts, 0));
   }
   Work reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
     Work last;
@@ -211,40 +232,42 @@ class ProcessGroupHCCL final : public c10d::Backend {
   }
   Work alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& to, std::vector<int64_t>& of, const c10d::AllToAllOptions& opts) override {
     auto from = copies({input}), into = copies({output});
-    return issue("alltoall_base", c10d::OpType::ALLTOALL_BASE, {input}, *from, {output}, *into, [from, into, to, of, opts](c10d::Backend& gloo) mutable {
+    return issue("alltoall_base", is_async(opts, 0), c10d::OpType::ALLTOALL_BASE, {input}, *from, {output}, *into, [from, into, to, of, opts](c10d::Backend& gloo) mutable {
       return gloo.alltoall_base((*into)[0], (*from)[0], to, of, opts);
     });
   }
   Work send(Tensors& tensors, int to, int tag) override {
     auto hosts = copies(tensors);
-    return issue("send", c10d::OpType::SEND, tensors, *hosts, {}, {}, [hosts, to, tag](c10d::Backend& gloo) { return gloo.send(*hosts, to, tag); }, 2 * to + 1);
+    return issue("send", true, c10d::OpType::SEND, tensors, *hosts, {}, {}, [hosts, to, tag](c10d::Backend& gloo) { return gloo.send(*hosts, to, tag); }, 2 * to + 1);
   }
   Work recv(Tensors& tensors, int from, int tag) override {
     auto hosts = copies(tensors);
-    return issue("recv", c10d::OpType::RECV, {}, {}, tensors, *hosts, [hosts, from, tag](c10d::Backend& gloo) { return gloo.recv(*hosts, from, tag); }, 2 * from + 2);
+    return issue("recv", true, c10d::OpType::RECV, {}, {}, tensors, *hosts, [hosts, from, tag](c10d::Backend& gloo) { return gloo.recv(*hosts, from, tag); }, 2 * from + 2);
   }
-  Work barrier(const c10d::BarrierOptions&) override {
-    return issue("barrier", c10d::OpType::BARRIER, {}, {}, {}, {}, [](c10d::Backend& gloo) { return gloo.barrier(); });
+  Work barrier(const c10d::BarrierOptions& opts) override {
+    const auto work = issue("barrier", is_async(opts, 0), c10d::OpType::BARRIER, {}, {}, {}, {}, [](c10d::Backend& gloo) { return gloo.barrier(); });
+    if (!work && !is_batching_) finish(device(device_));  // a synchronous one blocks the host
+    return work;
   }
 
  private:
   template <typename Run>
-  Work reduce_like(const char* name, c10d::OpType op, Tensors& tensors, const c10d::ReduceOp& reduce, Run run) {
+  Work reduce_like(const char* name, c10d::OpType op, Tensors& tensors, const c10d::ReduceOp& reduce, bool is_async, Run run) {
     auto hosts = copies(tensors);
     const bool is_mean = reduce == c10d::ReduceOp::AVG;
     const c10d::ReduceOp by = is_mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : reduce;
     const int parts = is_mean ? size_ : 1;
-    return issue(name, op, tensors, *hosts, tensors, *hosts, [hosts, by, run](c10d::Backend& gloo) { return run(gloo, *hosts, by); }, 0, parts);
+    return issue(name, is_async, op, tensors, *hosts, tensors, *hosts, [hosts, by, run](c10d::Backend& gloo) { return run(gloo, *hosts, by); }, 0, parts);
   }
 
-  Work scattered(const char* name, c10d::OpType op, const Tensor& output, const Tensors& inputs, const c10d::ReduceOp& reduce) {
+  Work scattered(const char* name, c10d::OpType op, const Tensor& output, const Tensors& inputs, const c10d::ReduceOp& reduce, bool is_async) {
     auto from = copies(inputs);
     auto whole = std::make_shared<Tensors>(Tensors{at::empty({size_, output.numel()}, output.options().device(at::kCPU))});
     const bool is_mean = reduce == c10d::ReduceOp::AVG;
     c10d::AllreduceOptions opts;
     opts.reduceOp = is_mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : reduce;
     const auto mine = whole->at(0)[rank_].view(output.sizes());
-    return issue(name, op, inputs, *from, {output}, {mine}, [from, whole, opts](c10d::Backend& gloo) {
+    return issue(name, is_async, op, inputs, *from, {output}, {mine}, [from, whole, opts](c10d::Backend& gloo) {
       Tensors parts;
       for (auto& one : *from) parts.push_back(one.reshape({-1}));
       whole->at(0).view({-1}).copy_(at::cat(parts));
@@ -277,10 +300,21 @@ class ProcessGroupHCCL final : public c10d::Backend {
     link_.reset();
   }
 
-  // Carry inputs to outputs by way of the hosts' copies of them.
+  // Wait until all that was issued has ended, on each device.
+  void finish_all() {
+    std::vector<MarkPtr> ends;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (auto& [_, last] : last_) ends.push_back(last.end);
+    }
+    for (auto& end : ends)
+      while (!end->wait_for(milliseconds(5)) && !is_over()) {}
+  }
+
+  // Carry inputs to outputs by way of the hosts' copies of them. Without a Work it runs on the caller's own stream.
   // lane    0 for collectives; operations of different lanes do not wait for each other
   // parts   results are divided by so many
-  Work issue(const char* name, c10d::OpType op, const Tensors& inputs, const Tensors& from, const Tensors& outputs,
+  Work issue(const char* name, bool is_async, c10d::OpType op, const Tensors& inputs, const Tensors& from, const Tensors& outputs,
              const Tensors& into, Carry carry, int lane = 0, int parts = 1) {
     for (auto& all : {inputs, outputs})
       for (auto& one : all) TORCH_CHECK(one.is_privateuseone(), "hccl carries npu tensors, and no ", one.device());
@@ -302,17 +336,18 @@ class ProcessGroupHCCL final : public c10d::Backend {
     auto link = connected();
 
     auto work = c10::make_intrusive<HcclWork>(rank_, op, outputs, on, op == c10d::OpType::BARRIER);
-    const auto stream = lane_of(lane, on);
-    block(record(current_stream(index)), stream);
+    const auto stream = is_async ? lane_of(lane, on) : current_stream(index);
     Tensors sources, targets;
     for (auto& one : inputs) sources.push_back(as_host(one));
     for (auto& one : outputs) targets.push_back(as_host(one));
     Task task;
     task.reads = reads;
-    task.cancel = [work](std::exception_ptr error) { work->fail(std::move(error)); };
+    const auto outcome = work->outcome;
+    const bool is_p2p = c10d::isP2POp(op);
+    task.cancel = [outcome](std::exception_ptr error) { outcome->fail(std::move(error)); };
     task.run = [=, &of, timeout = timeout_.load()] {
       for (size_t i = 0; i < sources.size(); ++i) Tensor(from[i]).copy_(sources[i]);
-      if (!carried(carry, link, of, timeout, *work)) {
+      if (!carried(carry, link, of, timeout, *outcome, is_p2p)) {
         for (auto& target : targets) garble(target);
         return;
       }
@@ -322,18 +357,29 @@ class ProcessGroupHCCL final : public c10d::Backend {
         target.copy_(into[i]);
       }
     };
-    queue_of(stream).push(std::move(task));
-    work->end = record(stream);
     {
-      const c10::StreamGuard guard(stream);
-      work->future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{on});
-      work->future->markCompleted(c10::IValue(outputs));
+      // In the order of the calls, whatever the streams.
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto& last = last_[{lane, index}];
+      if (is_async) block(record(current_stream(index)), stream);
+      if (last.end && last.stream != stream.id()) block(last.end, stream);
+      queue_of(stream).push(std::move(task));
+      outcome->end = record(stream);
+      last = {outcome->end, stream.id()};
     }
-    if (is_batching_) batch_.push_back(work);
+    watchdog_.watch(outcome);
+    if (is_batching_) {
+      batch_.push_back(work);
+      is_batch_async_ = is_async;
+    }
+    if (!is_async) return nullptr;
+    const c10::StreamGuard guard(stream);
+    work->future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{on});
+    work->future->markCompleted(c10::IValue(outputs));
     return work;
   }
 
-  static bool carried(const Carry& carry, const std::shared_ptr<Link>& link, Device& of, milliseconds timeout, HcclWork& work) {
+  static bool carried(const Carry& carry, const std::shared_ptr<Link>& link, Device& of, milliseconds timeout, Outcome& outcome, bool is_p2p) {
     auto end = std::make_shared<Mark>();
     const auto until = std::chrono::steady_clock::now() + timeout;
     auto is_well = std::make_shared<std::atomic<bool>>(false);
@@ -348,7 +394,7 @@ class ProcessGroupHCCL final : public c10d::Backend {
           --*running;
           end->set();
         };
-        if (c10d::isP2POp(work.retrieveOpType())) {  // gloo's works of these have no future
+        if (is_p2p) {  // gloo's works of these have no future
           std::thread([below, ended] {
             bool has_succeeded = false;
             try {
@@ -366,16 +412,16 @@ class ProcessGroupHCCL final : public c10d::Backend {
     }
     while (!end->wait_for(milliseconds(2))) {
       if (link->is_aborted) {
-        work.fail(std::make_exception_ptr(std::runtime_error("HCCL communicator was aborted (simulated)")));
+        outcome.fail(std::make_exception_ptr(std::runtime_error("HCCL communicator was aborted (simulated)")));
         return false;
       }
       if (of.state() != RUN) {
-        work.fail(std::make_exception_ptr(std::runtime_error(of.error_text())));
+        outcome.fail(std::make_exception_ptr(std::runtime_error(of.error_text())));
         return false;
       }
       if (has_begun && std::chrono::steady_clock::now() > until) {
         of.fail(TASK_TIMEOUT, "EI0002: a collective has waited for a peer for too long");
-        work.fail(std::make_exception_ptr(std::runtime_error(of.error_text())));
+        outcome.fail(std::make_exception_ptr(std::runtime_error(of.error_text())));
         return false;
       }
     }
@@ -393,11 +439,16 @@ class ProcessGroupHCCL final : public c10d::Backend {
       std::lock_guard<std::mutex> lock(mutex_);
       if (link_) return link_;
     }
+    // No abort sees what is being made here, or ends it.
+    std::lock_guard<std::mutex> alone(connecting_);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (link_) return link_;
+    }
     auto made = std::make_shared<Link>();
     made->gloo = connect_(generation_);
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!link_) link_ = made;
-    return link_;
+    return link_ = made;
   }
 
   c10::Stream lane_of(int lane, c10::Device on) {
@@ -409,24 +460,19 @@ class ProcessGroupHCCL final : public c10d::Backend {
 
   std::atomic<milliseconds> timeout_;
   const Connect connect_;
-  std::mutex mutex_;
+  struct Last { MarkPtr end; c10::StreamId stream; };  // the newest operation of a lane
+  std::mutex mutex_, connecting_;
   std::shared_ptr<Link> link_;
+  std::map<std::pair<int, int>, Last> last_;
   std::map<std::pair<int, int>, c10::StreamId> lanes_;
   std::map<std::string, int> calls_;
-  bool is_batching_ = false;
+  bool is_batching_ = false, is_batch_async_ = true;
   std::vector<c10::intrusive_ptr<c10d::Work>> batch_;
   std::atomic<int> generation_{0}, device_{-1};
   std::atomic<bool> is_over_{false}, is_stopped_{false};
   std::atomic<uint64_t> sequence_{0};
+  Watchdog watchdog_;  // destroyed first
 };
-
-ProcessGroupHCCL& ours(const c10::intrusive_ptr<c10d::Backend>& backend) {
-  auto* found = dynamic_cast<ProcessGroupHCCL*>(backend.get());
-  TORCH_CHECK(found, "this is no hccl backend");
-  return *found;
-}
-
-}  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_hccl(int rank, int size, milliseconds timeout, Connect connect) {
   return c10::make_intrusive<ProcessGroupHCCL>(rank, size, timeout, std::move(connect));
@@ -442,10 +488,49 @@ void stop_hccl(int device) {
   for (auto* group : g_groups) group->stop(device);
 }
 
-void reinit_hccl(const c10::intrusive_ptr<c10d::Backend>& backend) { ours(backend).reinit(); }
-
-std::map<std::string, int> calls_of_hccl(const c10::intrusive_ptr<c10d::Backend>& backend) { return ours(backend).calls(); }
-
 void break_next_collective(int state) { g_next_error = state; }
+
+// torch's own holder of a backend: it is destroyed without the GIL.
+template <typename T>
+class HeldWithoutGil {
+ public:
+  HeldWithoutGil() = default;
+  HeldWithoutGil(c10::intrusive_ptr<T> held) : held(std::move(held)) {}
+  explicit HeldWithoutGil(T* held) : held(c10::intrusive_ptr<T>::unsafe_steal_from_new(held)) {}
+  HeldWithoutGil(const HeldWithoutGil&) = default;
+  HeldWithoutGil(HeldWithoutGil&&) noexcept = default;
+  HeldWithoutGil& operator=(const HeldWithoutGil&) = default;
+  HeldWithoutGil& operator=(HeldWithoutGil&&) noexcept = default;
+  ~HeldWithoutGil() {
+    if (!held || !PyGILState_Check()) return;
+    const pybind11::gil_scoped_release no_gil;
+    held.reset();
+  }
+  T* get() const { return held.get(); }
+  T& operator*() const { return *held; }
+  T* operator->() const { return held.get(); }
+  explicit operator bool() const { return static_cast<bool>(held); }
+
+ private:
+  c10::intrusive_ptr<T> held;
+};
+
+}  // namespace npu
+
+PYBIND11_DECLARE_HOLDER_TYPE(T, npu::HeldWithoutGil<T>, true)
+
+namespace npu {
+
+void bind_hccl(pybind11::module_& m) {
+  using Group = ProcessGroupHCCL;
+  // None of them gives the GIL back while it waits: torch_npu's do not.
+  pybind11::class_<Group, c10d::Backend, HeldWithoutGil<Group>>(m, "ProcessGroupHCCL")
+      .def("abort_hccl_comm", [](Group& group, const std::optional<std::string>&) { group.abort_hccl_comm(); })
+      .def("resume_hccl_comm", [](Group& group, int device) { group.resume(device); })
+      .def("_delete_tcpstore_key", [](Group&) {})
+      .def("set_watchdog_status", [](Group& group, int status) { group.watchdog().set_status(status); })
+      .def("clear_workmeta_list", [](Group& group) { group.watchdog().clear(); })
+      .def("_calls", [](Group& group) { return group.calls(); });
+}
 
 }  // namespace npu

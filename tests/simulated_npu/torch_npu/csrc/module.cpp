@@ -4,8 +4,11 @@
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <thread>
 #include "hccl.h"
+#include "kind.h"
 #include "operators.h"
+#include "watchdog.h"
 
 namespace py = pybind11;
 using no_gil = py::call_guard<py::gil_scoped_release>;
@@ -66,7 +69,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     });
   });
   m.def("resume_hccl", &npu::resume_hccl, no_gil());
-  m.def("reinit_hccl", &npu::reinit_hccl, no_gil());
-  m.def("calls_of_hccl", &npu::calls_of_hccl);
+  m.def("is_kind", &npu::is_kind);
+  // Block as C++ does: no signal handler of Python's runs meanwhile.
+  m.def("block_for", [](double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }, no_gil());
+  npu::bind_hccl(m);
+  npu::read_watchdog_settings();
   m.def("break_next_collective", &npu::break_next_collective);
 }

@@ -8,7 +8,7 @@ makes new ones, whose keys are those of the new generation. What the transports 
 from __future__ import annotations
 
 from ttprun.rank.comm.transports.gloo import make_gloo
-from ttprun.rank.comm.transports.late import make_hccl, make_nccl
+from ttprun.rank.comm.transports.late import gives_works, make_hccl, make_nccl
 from ttprun.rank.comm.transports.link import GroupMember, Link, Transport
 
 __all__ = ["TRANSPORTS", "GroupMember", "Link", "Transport"]
@@ -17,7 +17,7 @@ TRANSPORTS: dict[str, Transport] = {
     found.name: found
     for found in (
         Transport("gloo", frozenset({"cpu"}), make_gloo),
-        Transport("nccl", frozenset({"cuda"}), make_nccl, is_late=True),
+        Transport("nccl", frozenset({"cuda"}), make_nccl, is_late=True, gives_works=gives_works),
         Transport("hccl", frozenset({"npu"}), make_hccl, is_late=True),
     )
 }

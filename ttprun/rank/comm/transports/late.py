@@ -16,16 +16,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from ttprun.rank.comm.connection import CONNECT_LIMIT, ExchangeStore
+from ttprun import torch_versions
+from ttprun.device import accelerator
+from ttprun.rank.comm.connection import ExchangeStore
+from ttprun.rank.comm.operations import POINT_TO_POINT, tensors_in
+from ttprun.rank.comm.transports.communicators import Communicators, leak
 from ttprun.rank.comm.transports.link import GroupMember, Link
 
 ABORTED = "the communicator was aborted, as its generation is over"
+_NOT_ENDED = "a collective whose peer is lost cannot be ended"
 _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 200e-6
 _SUCCESSES = (0, 1)  # c10d's WorkResult: unknown, success; then a time-out, and an error of the communicator
@@ -39,6 +45,11 @@ def make_nccl(member: GroupMember) -> Link:
 def make_hccl(member: GroupMember) -> Link:
     """Connect; see `Transport.make`."""
     return LateLink(member, "npu", _registered("hccl"))
+
+
+def gives_works() -> bool:
+    """See `Transport.gives_works`, of nccl."""
+    return torch_versions.gives_works(torch.__version__)
 
 
 def _nccl(store: Any, member: GroupMember) -> Any:
@@ -75,15 +86,20 @@ class LateLink:
 
     def __init__(self, member: GroupMember, device_type: str, make: Callable[[Any, GroupMember], Any]) -> None:
         prefix = f"group {member.key}/{device_type}/"
-        member.exchange.put(member.generation, f"{prefix}here {member.rank}", b"1")
-        # Wait for all members here, before entering C++ code that cannot be interrupted.
-        for peer in range(member.size):
-            member.exchange.get(member.generation, f"{prefix}here {peer}", CONNECT_LIMIT.total_seconds())
-        store = ExchangeStore(member.exchange, member.generation, prefix)
+        communicators = Communicators(member, device_type, prefix)
+        connects_now = communicators.meet()
         self.generation = member.generation
         self.is_aborted = False
-        self.backend: Any = make(store, member)
-        self._store = store
+        self._device_type = device_type
+        self._device = member.device
+        self._communicators = communicators
+        self.why_not = ""
+        self._store = ExchangeStore(member.exchange, member.generation, prefix)
+        self.backend: Any = make(self._store, member)
+        self.needs_stop = hasattr(self.backend, "abort_hccl_comm")
+        self._newest: Any = None  # the newest work of a backend that needs a stop: its operations end in order
+        if _abort_of(self.backend) is None:
+            self.why_not = f"{_NOT_ENDED} (its backend {type(self.backend).__name__} has no abort())"
         self._group: Any = self.backend
         if not isinstance(self.backend, ProcessGroup):
             self._group = ProcessGroup(member.rank, member.size)  # type: ignore[call-arg]
@@ -93,52 +109,167 @@ class LateLink:
                 self._group.bound_device_id = member.device  # a barrier, which has no tensors, uses it
             self._group._register_backend(torch.device(device_type), kind, self.backend)
             self._group._set_group_name(member.name)
-        if member.device is not None and member.device.index is not None and member.device.type == device_type:
-            connect = getattr(self.backend, "eager_connect_single_device", None)
-            if connect is not None:
-                connect(member.device)
+        if connects_now:
+            try:
+                communicators.make(member.device, self, have_met=True)
+                communicators.check(member.device)
+            except BaseException:
+                self.drop()
+                raise
+
+    # Communicators.
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it has a communicator."""
+        return self._communicators.is_used
+
+    def is_ready(self, args: tuple[Any, ...]) -> bool:
+        """Whether an operation with these arguments would not block in C++ for its members to connect."""
+        return self.is_aborted or self._communicators.has(self.device_of(args))
+
+    def make_ready(self, args: tuple[Any, ...]) -> None:
+        """Make the communicator for these arguments, if there is none, see `Communicators.make`; for collectives alone.
+
+        Not under the journal's lock.
+        """
+        if not self.is_ready(args):
+            self._communicators.make(self.device_of(args), self)
+
+    def device_of(self, args: tuple[Any, ...]) -> torch.device:
+        """The device that carries out a collective; a barrier has no tensors."""
+        tensors = tensors_in(args)
+        if tensors:
+            found: torch.device = tensors[0].device
+            return found
+        if self._device_type == "cpu":
+            return torch.device("cpu")
+        options: Any = args[-1] if args else None
+        if indices := getattr(options, "device_ids", None):
+            return torch.device(self._device_type, indices[0])
+        for device in (getattr(options, "device", None), self._device):
+            if device is not None and device.type == self._device_type and device.index is not None:
+                return device  # type: ignore[no-any-return]
+        return torch.device(self._device_type, accelerator.current_index() or 0)
+
+    def wait_for(self, work: Any) -> None:
+        """Wait for the backend's work, and no longer than until the link is aborted. Raises an error of either."""
+        self._newest = work
+        LateWork(self, work).wait()
+
+    # Operations.
 
     def issue(self, op: str, args: tuple[Any, ...]) -> LateWork:
-        """See `Link.issue`."""
-        # torch's group would make a barrier of a backend that it does not know on the CPU.
-        call = getattr(self.backend if op == "barrier" else self._group, op)
+        """See `Link.issue`. Blocks as `make_ready` does."""
+        self._prepare(op, args)
         options: Any = args[-1] if args else None
         if getattr(options, "asyncOp", True):
-            return LateWork(self, call(*args))
+            return self._late(self._call(op, args), op)
         # NCCL (torch 2.8 and newer) has no work for a synchronous operation, and runs it on the caller's own stream:
         # what is queued behind it would be computed from an operation that was aborted.
         options.asyncOp = True
         try:
-            return LateWork(self, call(*args))
+            return self._late(self._call(op, args), op)
         finally:
             options.asyncOp = False  # it may be the script's
+
+    def _late(self, work: Any, op: str) -> LateWork:
+        if work is None and op not in POINT_TO_POINT:
+            self.why_not = self.why_not or f"{_NOT_ENDED} (its backend returns no work for an asynchronous {op})"
+        if self.needs_stop:
+            self._newest = work
+        return LateWork(self, work)
+
+    def is_busy(self) -> bool:
+        """See `Link.is_busy`; what was left to torch is not known."""
+        newest = self._newest
+        return newest is not None and not newest.is_completed()
+
+    def issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
+        """As torch does: the backend's own work, or None; nothing is waited for beside it."""
+        self._prepare(op, args)
+        return self._call(op, args)
+
+    def _prepare(self, op: str, args: tuple[Any, ...]) -> None:
+        if op not in POINT_TO_POINT and not self.is_aborted:
+            self.make_ready(args)
+            self._communicators.check(self.device_of(args))
+
+    def _call(self, op: str, args: tuple[Any, ...]) -> Any:
+        options: Any = args[-1] if args else None
+        if op == "barrier":
+            # torch's group would make a barrier of a backend that it does not know on the CPU.
+            if self._device_type != "cpu" and getattr(options, "device", self) is None:
+                options.device = self.device_of(args)
+            return self.backend.barrier(*args)
+        return getattr(self._group, op)(*args)
 
     def begin_batch(self, device: torch.device) -> None:
         """Operations from now on are started together, by `end_batch`."""
         self._group._start_coalescing(device)
 
-    def end_batch(self, device: torch.device) -> LateWork:
-        """Returns the work of all operations since `begin_batch`."""
-        return LateWork(self, self._group._end_coalescing(device))
+    def end_batch(self, device: torch.device) -> Any:
+        """Returns the work of all operations since `begin_batch`, or None as the backend does."""
+        return self._group._end_coalescing(device)
+
+    # The end.
 
     def abort(self) -> None:
         """See `Link.abort`. Its operations may touch tensors until the device is synchronized."""
         self.is_aborted = True
-        for name in ("abort", "_abort"):
-            if (abort := getattr(self.backend, name, None)) is not None:
-                abort()
-                return
+        backend = self.backend
+        if backend is None or self._communicators.is_left:  # it would not come back
+            return
+        if self.needs_stop and self.is_busy():  # nor would this, and it may hold the GIL: see stopping.py
+            self._communicators.is_left = True
+            return
+        if (abort := _abort_of(backend)) is not None:
+            abort()
 
     def close(self) -> None:
-        """See `Link.close`."""
+        """See `Link.close`. All members must: the last operations of a communicator are collective."""
         shutdown = getattr(self.backend, "shutdown", None)
-        if shutdown is not None and not self.is_aborted:
+        if shutdown is not None and not self.is_aborted and not self._communicators.is_left:
             with contextlib.suppress(RuntimeError):
                 shutdown()
-        self.backend = self._group = None
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the backend, without waiting for its destructor: that joins the backend's threads, which may wait."""
+        held = [self.__dict__.pop(name, None) for name in ("backend", "_group")]
+        self.backend = self._group = self._newest = None
+        if self._communicators.is_left:
+            leak(held)
+        elif held[0] is not None:
+            try:
+                threading.Thread(target=held.clear, name="ttprun-closing", daemon=True).start()
+            except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
+                leak(held)
+
+    def __del__(self) -> None:
+        if self.__dict__.get("backend") is not None:
+            self.drop()
 
     def abandon(self) -> None:
         """See `Link.abandon`: an aborted communicator holds no tensor."""
+
+
+def _abort_of(backend: Any) -> Callable[[], Any] | None:
+    """What ends a backend's operations; None if nothing does.
+
+    HCCL's answers to a name of its own; what torch's base classes have does nothing.
+    """
+    hccl = getattr(backend, "abort_hccl_comm", None)
+    if hccl is not None:
+        return partial(hccl, "its generation is over")
+    for name in ("abort", "_abort"):
+        found = getattr(backend, name, None)
+        is_own = type(backend) is dist.Backend or getattr(type(backend), name, None) is not getattr(
+            ProcessGroup, name, None
+        )
+        if found is not None and is_own:
+            return found  # type: ignore[no-any-return]
+    return None
 
 
 class _NoWork:
@@ -250,6 +381,12 @@ def _watch(work: LateWork, promise: torch.futures.Future[Any]) -> None:
         _changed.notify()
 
 
+def stop_looking(limit_s: float) -> None:
+    """Wait until no operation is watched on the device, `limit_s` at most."""
+    with _changed:
+        _changed.wait_for(lambda: not _watched, limit_s)
+
+
 def _complete_promises() -> None:
     pause_s = _FIRST_PAUSE_S
     while True:
@@ -260,8 +397,12 @@ def _complete_promises() -> None:
             found = list(_watched)
         completed = [one for one in found if one[0].is_completed()]
         for one in completed:
-            _watched.remove(one)
             one[1].set_result(None)
+        with _changed:
+            for one in completed:
+                _watched.remove(one)
+            if not _watched:
+                _changed.notify_all()
         if completed:
             pause_s = _FIRST_PAUSE_S
             continue

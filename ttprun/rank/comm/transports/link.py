@@ -23,6 +23,8 @@ class GroupMember:
     op_limit   the time limit that the script has asked for
     options    of the backend, as the script has given them (`pg_options`); None: torch's own
     device     that a barrier uses, of the script's `device_id` or its parameters; None: unknown
+    is_given   it is the script's `device_id`
+    connects_now   make a communicator on this device at once, if all members do: otherwise within the first collective
     """
 
     exchange: Exchange
@@ -35,6 +37,8 @@ class GroupMember:
     op_limit: timedelta
     options: Any = None
     device: Any = None
+    is_given: bool = False
+    connects_now: bool = False
 
 
 class Link(Protocol):
@@ -42,11 +46,24 @@ class Link(Protocol):
 
     backend   torch's backend, or a process group in Python
     is_late   see `Transport`
+    why_not   why its operations cannot be repaired; "" if they can
+    is_aborted    its operations have failed, whatever the backend says
+    needs_stop    the backend's abort ends no running operation: only a stop of the device does
+    is_used   an operation was issued that made the members connect, or they connect from the start
     """
 
     generation: int
     backend: Any
     is_late: bool
+    why_not: str
+    is_aborted: bool
+    needs_stop: bool
+
+    def is_busy(self) -> bool:
+        """Whether an operation is still running."""
+
+    @property
+    def is_used(self) -> bool: ...
 
     def issue(self, op: str, args: tuple[Any, ...]) -> Any:
         """Issue an operation; returns its work. Raises the backend's error.
@@ -55,6 +72,9 @@ class Link(Protocol):
         then, and raises the operation's error, or RuntimeError after `limit`; `is_completed` and `is_success` do not
         block. `get_future` completes when the work does.
         """
+
+    def issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Issue an operation as torch does; returns what the backend returns."""
 
     def abort(self) -> None:
         """Pending and later operations fail at once."""
@@ -65,6 +85,15 @@ class Link(Protocol):
     def abandon(self) -> None:
         """Leak the backend, as an operation on it does not end."""
 
+    def drop(self) -> None:
+        """Forget the backend, whose operations have all ended; does not block."""
+
+    def is_ready(self, args: tuple[Any, ...]) -> bool:
+        """Whether a collective with these arguments can be issued without waiting for the other members."""
+
+    def make_ready(self, args: tuple[Any, ...]) -> None:
+        """Wait until it can. Raises GenerationOverError or TimeoutError."""
+
 
 @dataclass(frozen=True)
 class Transport:
@@ -74,9 +103,11 @@ class Transport:
     make          connect in a generation, first or again: blocks until all members have, at most CONNECT_LIMIT; raises
                   GenerationOverError if the generation ends first, TimeoutError, RuntimeError
     is_late       the backend's own `wait` returns before an operation has completed on its device
+    gives_works   whether the backend returns a work for a synchronous operation; else None
     """
 
     name: str
     device_types: frozenset[str]
     make: Callable[[GroupMember], Link]
     is_late: bool = False
+    gives_works: Callable[[], bool] = lambda: True

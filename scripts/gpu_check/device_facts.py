@@ -1,0 +1,95 @@
+"""Parts H, I and J: texts of real errors, a captured all-reduce, a stream that waits for the host.
+
+Begin with `errors`, `capture`, `stream_waits`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import error_texts
+from jobs import environment, last_words
+from parts import Place, Row, Task
+
+from ttprun.chaos.drill.compare import compare_runs
+from ttprun.chaos.drill.scenario import Scenario
+from ttprun.chaos.drill.twins import run_twin
+
+HERE = Path(__file__).resolve().parent
+RUN_LIMIT_S = 60.0
+
+
+def errors(place: Place) -> list[Task] | str:
+    """Part H: each error that can be had here, and what ttprun's table makes of it."""
+    gpus = len(place.names) if place.kind == "cuda" else 0
+    tasks = []
+    for one in error_texts.CAUSES.values():
+        if one.devices <= gpus or (place.shares and one.devices and gpus):
+            tasks.append(Task(one.cause, error_texts.LIMIT_S, partial(_error, one.cause, place.shares)))
+    return tasks
+
+
+def _error(cause: str, shares: bool, limit_s: float) -> Iterator[Row]:
+    text = error_texts.provoke(cause, shares, limit_s)
+    found = f"{text.text or 'no error'} -> {text.fault or 'not of the device'}"
+    yield Row(cause, "ok" if text.is_known else "FAILED", found, values={"text": text.text, "fault": text.fault})
+
+
+def capture(place: Place) -> list[Task] | str:
+    """Part I: an all-reduce in a graph, after protection was given up."""
+    if place.kind != "cuda":
+        return "graphs need a GPU"
+    return [Task("a captured all_reduce", 2 * RUN_LIMIT_S, partial(_capture, place))]
+
+
+def _capture(place: Place, limit_s: float) -> Iterator[Row]:
+    scenario = Scenario(
+        script=str(HERE / "captured.py"),
+        arguments=["--out={folder}/out", *(["--share"] if place.shares else [])],
+        environment=environment(),
+        launch={"nproc_per_node": place.ranks, "standalone": True},
+        faults=["kill:rank=1,step=1000"],  # a scenario has one; these runs have none
+        limit_s=min(limit_s, RUN_LIMIT_S),
+    )
+    twins = [run_twin(scenario, place.folder / f"captured-{kind}", kind) for kind in ("ttprun", "torchrun")]
+    ours, theirs = twins
+    wrong = [
+        f"{kind}: {twin.problem}" for kind, twin in zip(("ttprun", "torchrun"), twins, strict=True) if twin.problem
+    ]
+    wrong += [f"exit code {ours.exit_code}, torchrun {theirs.exit_code}"] if ours.exit_code or theirs.exit_code else []
+    compared = compare_runs([], (ours.folder, theirs.folder), (ours.output, theirs.output))
+    wrong += [f"{one.what} differs: {one.detail}" for one in compared if not one.is_identical]
+    found = (
+        "; ".join(wrong) or f"all lines as under torchrun; protection: {ours.status.protection if ours.status else '?'}"
+    )
+    details = (*last_words(ours.folder), *last_words(theirs.folder)) if wrong else ()
+    yield Row("a captured all_reduce", "FAILED" if wrong else "ok", found, details)
+
+
+def stream_waits(place: Place) -> list[Task] | str:
+    """Part J: cuStreamWaitValue32."""
+    if place.kind != "cuda":
+        return "it needs a GPU"
+    return [Task("a stream that waits for the host", 60, _stream_waits)]
+
+
+def _stream_waits(limit_s: float) -> Iterator[Row]:
+    command = [sys.executable, str(HERE / "stream_wait.py")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate(timeout=10)
+    for line in out.splitlines():
+        if line.startswith("FACT "):
+            fact = json.loads(line.removeprefix("FACT "))
+            yield Row(fact["what"], "seen", fact["found"], values=fact["values"])
+    if process.returncode:
+        how = f"ended with {process.returncode}, or after {limit_s:.0f} s"
+        yield Row("a stream that waits for the host", "FAILED", how, tuple(err.splitlines()[-8:]))

@@ -1,0 +1,51 @@
+"""Rank 1 leaves at step 8 with exit code 0, in the way that --how names; rank 0 waits for it in a collective."""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out")
+parser.add_argument("--how", choices=["sys.exit", "os._exit", "return", "handler", "thread"], required=True)
+args = parser.parse_args()
+
+
+def leave() -> bool:
+    """Whether the loop is to be left."""
+    if args.how == "sys.exit":
+        sys.exit(0)
+    if args.how == "os._exit":
+        os._exit(0)
+    if args.how == "handler":
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    if args.how == "thread":  # which ends by it, and nothing else
+        threading.Thread(target=sys.exit, args=(0,)).start()
+    return args.how == "return"
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for step in range(20):
+        if rank == 1 and step == 8 and leave():
+            return
+        optimizer.zero_grad()
+        model(torch.randn(4, 16)).pow(2).mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
