@@ -69,6 +69,14 @@ CALLS: dict[str, Call] = {
     "torch.nn.parallel.distributed.DistributedDataParallel.__init__": ((THING, LINEAR), {"bucket_cap_mb": 1}),
     "torch.nn.parallel.distributed.DistributedDataParallel._get_ddp_logging_data": ((THING,), {}),
     "torch.distributed.fsdp._flat_param.FlatParamHandle.__init__": ((THING, [1, 2]), {"offload_params": False}),
+    "multiprocessing.util.spawnv_passfds": (("/bin/true", ["true"], ()), {}),
+    **{
+        f"torch.distributed.checkpoint._async_{kind}_executor._{name}BasedAsyncCheckpointExecutor.execute_save": (
+            (Thing(), {}),
+            {"checkpoint_id": "here"},
+        )
+        for kind, name in (("thread", "Thread"), ("process", "Process"))
+    },
     "torch._jit_internal._extract_tensors": (([LINEAR.weight, 1],), {}),
     "torch.distributed.algorithms.join.Join.__enter__": ((THING,), {}),
     "torch.autograd.graph.saved_tensors_hooks.__enter__": ((THING,), {}),
