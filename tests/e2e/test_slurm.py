@@ -101,8 +101,8 @@ def test_a_job_that_is_told_of_its_time_limit_goes_on_in_its_next_start(
     wait_at_gate(job)
 
     job.slurm.run("scancel", "--batch", "--signal=USR1", job.id)  # as --signal=B:USR1@120 does
-    open_gate(job)
     job.start_again()
+    open_gate(job)
 
     assert job.finish() == "COMPLETED", job.output
     assert job.fields["Restarts"] == "1"
@@ -136,8 +136,8 @@ def test_a_job_that_is_queued_again_by_hand_goes_on(start: Callable[..., slurm.J
     wait_at_gate(job)
 
     job.slurm.run("scontrol", "requeue", job.id)
-    open_gate(job)
     job.start_again()
+    open_gate(job)
 
     assert job.finish() == "COMPLETED", job.output
     assert hashes(job.output) == expected(undisturbed)
@@ -180,8 +180,8 @@ def test_a_signal_while_launchers_still_import_torch_is_no_failure(
     job.wait_until(lambda: bool(job.launchers()), "launchers")
 
     job.slurm.run("scancel", "--batch", "--signal=USR1", job.id)
-    open_gate(job)
     job.start_again()
+    open_gate(job)
 
     assert job.finish() == "COMPLETED", job.output
     assert job.fields["Restarts"] == "1"
@@ -282,8 +282,8 @@ def test_a_job_that_gives_way_to_an_urgent_one_saves_within_its_grace_time_and_g
 
     urgent = ["--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1"]
     cluster.run("sbatch", "--parsable", *urgent)
-    open_gate(job)
     job.start_again()
+    open_gate(job)
 
     assert job.finish() == "COMPLETED", job.output
     assert hashes(job.output) == expected(undisturbed)
