@@ -93,7 +93,8 @@ class Config(BaseModel):
     grace_s: Seconds | None = Field(
         None,
         description="seconds from the scheduler's SIGTERM to its SIGKILL (Slurm's KillWait or GraceTime, Kubernetes' "
-        "terminationGracePeriodSeconds): saving ends before; default: not known, saving has persist_timeout_s",
+        "terminationGracePeriodSeconds): a checkpoint is finished or given up before that; "
+        "default: not known",
     )
     node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         30,

@@ -33,7 +33,7 @@ function drawTopology(topology) {
   for (const rank of topology.ranks) byLoss.set(rank.loss, [...(byLoss.get(rank.loss) ?? []), rank.rank]);
   const row = (cells, tag) => make("tr", {}, ...cells.map((cell) => make(tag, { words: cell, scope: tag === "th" ? "col" : null })));
   const table = (head, rows) => make("table", {}, make("thead", {}, row(head, "th")), make("tbody", {}, ...rows.map((cells) => row(cells, "td"))));
-  const parts = [table(["ranks", "if one is lost"], [...byLoss].map(([loss, ranks]) => [rankList(ranks), LOSS_WORDS[loss] ?? loss]))];
+  const parts = [table(["ranks", "losing one costs"], [...byLoss].map(([loss, ranks]) => [rankList(ranks), LOSS_WORDS[loss] ?? loss]))];
   const groups = Object.entries(topology.groups);
   if (groups.length) parts.push(make("h3", { words: "Groups" }), table(["group", "ranks"], groups.slice(0, 64).map(([name, ranks]) => [name, rankList(ranks)])));
   parts.push(make("h3", { words: "Ranks that hold the same state" }), table(["set", "ranks"], topology.replicas.slice(0, 64).map((ranks, index) => [`${index}`, rankList(ranks)])));
