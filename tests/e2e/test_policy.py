@@ -10,17 +10,17 @@ from tests.e2e.harness import (
 
 
 @pytest.mark.parametrize("when", ["early", "late"])
-def test_an_error_of_the_script_that_comes_back_at_the_same_step_ends_the_job_with_93(
+def test_an_error_of_the_script_that_comes_back_at_the_same_step_ends_the_job_with_exit_code_1(
     run_ttprun: RunTtprun, when: str
 ) -> None:
     run = run_ttprun("fails_in_step.py", 2, script_args=["--late"] if when == "late" else [])
 
-    assert run.exit_code == 93, run.story()
+    assert run.exit_code == 1, run.story()
     assert run.incidents[0]["kind"] == "exception", run.story()
     assert run.incidents[-1]["outcome"] == "failed", run.story()
     assert "rank 1" in run.status["reason"], run.story()
     assert "ValueError: the fifth batch has no labels" in run.status["reason"], run.story()
-    assert "at boundary 5" in run.status["reason"], run.story()
+    assert "in step 5" in run.status["reason"], run.story()
     assert "[rank1]: ValueError: the fifth batch has no labels" in run.stderr[1], run.story()
 
 
