@@ -22,6 +22,7 @@ SECOND = ("together", "recovery")
 SECOND_EVERY = 2  # of the faults that a second one can come to
 OF_REPLACEMENT = ("fork", "replay", "transfer")
 OF_SURVIVOR = ("freeze", "rebuild", "reissue", "thaw")
+OF_DEVICE = ("abort", "connect")  # between two groups' aborts, and while a communicator is made
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Subject:
     steps      optimizer steps of a run
     phases     moments that it comes by in every step
     is_ddp     what a collective gives is used by nobody before the step has ended
+    on_device  its collectives are those of a device
     epoch_steps  its data come from a DataLoader's workers, which are there only between these steps; 0: no workers
     """
 
@@ -39,6 +41,7 @@ class Subject:
     steps: int
     phases: tuple[str, ...]
     is_ddp: bool = True
+    on_device: bool = False
     epoch_steps: int = 0
 
     def phases_for(self, kind: str) -> list[str]:
@@ -48,14 +51,19 @@ class Subject:
 
 
 STEP = ("backward", "collective", "before_step", "in_step", "after_step")
-ON_NPU = (
-    Subject("on_device.py", ("--out={folder}/out", "--with=batchnorm,dropout"), 32, ("forward", *STEP)),
-    Subject("while_true_get_batch.py", ("--out={folder}/out", "--device=npu", "--backend=hccl", "--max_iters=32"), 32,
-            ("forward", *STEP)),
-    Subject("on_device.py", ("--out={folder}/out", "--with=fp16,loader,pinned"), 24, ("forward", *STEP)),
-    Subject("trainer_class.py", ("--out={folder}/out", "--device=npu", "--epochs=3"), 36, ("forward", *STEP)),
-    Subject("on_device.py", ("--out={folder}/out", "--with=dropout", "--by-hand"), 32, STEP),
-)  # fmt: skip
+ON_NPU = tuple(
+    Subject(script, ("--out={folder}/out", *arguments), steps, phases, on_device=True)
+    for script, arguments, steps, phases in (
+        ("on_device.py", ("--with=batchnorm,dropout",), 32, ("forward", *STEP)),
+        ("device_layouts.py", ("--layout=ddp", "--with=syncbn,loss", "--steps=32", "--width=32"), 32, STEP),
+        ("while_true_get_batch.py", ("--device=npu", "--backend=hccl", "--max_iters=32"), 32, ("forward", *STEP)),
+        ("on_device.py", ("--with=fp16,loader,pinned",), 24, ("forward", *STEP)),
+        ("device_layouts.py", ("--layout=own", "--with=loss", "--steps=32", "--width=32"), 32, STEP),
+        ("trainer_class.py", ("--device=npu", "--epochs=3"), 36, ("forward", *STEP)),
+        ("on_device.py", ("--with=dropout,groups", "--by-hand"), 32, STEP),
+        ("device_layouts.py", ("--layout=fsdp2", "--with=loss", "--steps=32", "--width=32"), 32, STEP),
+    )
+)
 SUBJECTS = (
     Subject("epochs_dataloader.py", ("--out={folder}/out", "--epochs=4"), 56, ("forward", *STEP), epoch_steps=14),
     Subject("while_true_get_batch.py", ("--out={folder}/out", "--max_iters=50"), 50, ("forward", *STEP)),
@@ -106,6 +114,6 @@ def draw_second(drawn: random.Random, moment: str, first: Fault, others: list[in
         rank = drawn.choice([rank for rank in others if rank != first.rank])
         kind = drawn.choice([kind for kind in ENDING_KINDS if first.phase in subject.phases_for(kind)])
         return Fault(kind, rank, first.step, first.phase)
-    phase = drawn.choice([*OF_REPLACEMENT, *OF_SURVIVOR])
+    phase = drawn.choice([*OF_REPLACEMENT, *OF_SURVIVOR, *(OF_DEVICE if subject.on_device else ())])
     rank = first.rank if phase in OF_REPLACEMENT else drawn.choice([rank for rank in others if rank != first.rank])
     return Fault("kill", rank, max(0, (first.step or 0) - 1), phase)

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ttprun import __version__
 from ttprun.cli.commands import COMMANDS
@@ -32,7 +33,7 @@ def test_the_two_commands_are_there_and_can_be_run() -> None:
     assert all(os.access(REPOSITORY / command, os.X_OK) for command in commands)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_topics_and_commands_are_there(name: str) -> None:
     text = (REPOSITORY / name).read_text(encoding="utf-8")
 
@@ -43,6 +44,22 @@ def test_links_topics_and_commands_are_there(name: str) -> None:
     assert [link for link in links if not (REPOSITORY / link).exists()] == []
     assert set(topics) <= set(TOPICS)
     assert set(commands) <= set(COMMANDS)
+
+
+def test_the_template_of_an_issue_asks_for_what_the_commands_print() -> None:
+    template = (REPOSITORY / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text(encoding="utf-8")
+
+    assert all("label" in one["attributes"] for one in yaml.safe_load(template)["body"] if one["type"] != "markdown")
+    assert set(re.findall(r"`ttprun ([a-z]+)", template)) <= set(COMMANDS)
+
+
+def test_no_address_is_contacted_by_ttprun_itself() -> None:
+    clients = r"^\s*(?:import|from) (?:urllib\.request|http\.client|requests|httpx|aiohttp|smtplib|ftplib)\b"
+
+    found = [
+        path for path in (REPOSITORY / "ttprun").rglob("*.py") if re.search(clients, path.read_text(), re.MULTILINE)
+    ]
+    assert found == []
 
 
 def test_every_topic_of_the_guide_is_linked() -> None:

@@ -147,7 +147,7 @@ def test_clients_that_say_nothing_or_half_a_word_delay_nobody(run: RunDirectory,
     longest_s = agent.serve()
 
     assert ask(line_of(run)) == Accepted("done")
-    assert longest_s < 0.1
+    assert longest_s < 1.0  # a silent client's limit is CLIENT_LIMIT_S: one wait for it would show
     for client in silent:
         client.close()
 

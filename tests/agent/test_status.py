@@ -101,7 +101,7 @@ def test_nothing_is_promised_before_the_ranks_have_been_started(tmp_path: Path) 
 
     StatusPublisher(node, Incidents(node), *PARTS).publish()
 
-    assert read_status(run.status).protection == "not yet: ttprun has not seen an optimizer step of ranks 0, 1"
+    assert read_status(run.status).protection == "not yet: no optimizer step so far"
     run.release()
 
 

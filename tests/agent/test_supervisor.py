@@ -28,6 +28,7 @@ from ttprun.agent.repair.stored_states import Stored
 from ttprun.config import Config
 from ttprun.observe.events import read_events
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol.board import FINISHED, Field
 from ttprun.state.store import CheckpointStore
 
 
@@ -213,6 +214,20 @@ def test_a_signal_between_two_groups_ends_the_job_at_once(
     ending.join(5.0)
 
     assert not ending.is_alive()
+
+
+def test_a_job_has_finished_when_the_scripts_of_all_ranks_have_ended_though_their_processes_live(
+    supervisor: Supervisor,
+) -> None:
+    node = supervisor.node
+    before = node.has_finished
+    begin_group(supervisor, 0, 1)
+    node.board.set(0, Field.ENDED, 1)
+    with_one = node.has_finished
+
+    node.board.set(1, Field.RECORDED, FINISHED)
+
+    assert (before, with_one, node.has_finished) == (False, False, True)
 
 
 def test_what_has_become_ready_under_a_number_that_is_given_anew_is_not_taken_for_the_new_owner(

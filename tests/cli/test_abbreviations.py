@@ -94,3 +94,13 @@ def test_an_underscore_in_a_value_stays() -> None:
 def test_an_abbreviation_that_is_ambiguous_for_torchrun_is_so_here() -> None:
     with pytest.raises(ConfigError, match="ambiguous option: --rdzv"):
         build_parser().parse_args(["--rdzv", "x", "x.py"])
+
+
+def test_what_follows_the_script_is_the_scripts_even_if_it_looks_like_an_abbreviation_of_ours() -> None:
+    line = ["--nproc-per-node", "2", "--no-python", "train.py", "--n", "800", "--re", "-1", "--", "--help-me=no"]
+
+    arguments, unknown = build_parser().parse_known_args(line)
+
+    assert unknown == []
+    assert (arguments.nproc_per_node, arguments.no_python, arguments.training_script) == ("2", True, "train.py")
+    assert arguments.training_script_args == line[4:]

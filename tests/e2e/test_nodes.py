@@ -74,7 +74,7 @@ def test_two_nodes_train_as_under_torchrun(start: StartNodes, undisturbed: Undis
     assert_same_weights(runs, undisturbed(PLAIN, 2))
     assert leader.incidents == []
     assert leader.status["protection"] == "on", leader.story()
-    assert {run.output.count("a lost rank is replaced on its node") for run in runs} == {1}
+    assert sum(run.output.count("a lost rank is replaced on its node") for run in runs) == 1, "once a job"
 
 
 CASES = [(PLAIN, 1, 1), (PLAIN, 1, 0), (EPOCHS, 2, 0), (EPOCHS, 2, 2)]

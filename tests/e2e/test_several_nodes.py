@@ -32,10 +32,10 @@ def test_two_nodes_train_together_as_under_torchrun_and_are_protected(
 
     for run in runs:
         assert run.exit_code == 0, run.story()
-        assert run.output.count("ttprun: ") == 1, run.story()
-        assert "ttprun: 2 nodes: a lost rank is replaced on its node" in run.output, run.story()
         assert run.status["state"] == "done", run.story()
         assert_no_orphans(run)
+    (line,) = [line for run in runs for line in run.output.splitlines() if line.startswith("ttprun: ")]
+    assert line.startswith("ttprun: 2 nodes: a lost rank is replaced on its node"), "once a job"
     assert [run.status["protection"] for run in runs] == ["on", "on"]
     assert sorted(run.status["is_leading"] for run in runs) == [False, True]
     # Which node is the first one with c10d, chance decides.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import pickle
@@ -68,6 +69,14 @@ CALLS: dict[str, Call] = {
     "torch.nn.parallel.distributed.DistributedDataParallel.__init__": ((THING, LINEAR), {"bucket_cap_mb": 1}),
     "torch.nn.parallel.distributed.DistributedDataParallel._get_ddp_logging_data": ((THING,), {}),
     "torch.distributed.fsdp._flat_param.FlatParamHandle.__init__": ((THING, [1, 2]), {"offload_params": False}),
+    "multiprocessing.util.spawnv_passfds": (("/bin/true", ["true"], ()), {}),
+    **{
+        f"torch.distributed.checkpoint._async_{kind}_executor._{name}BasedAsyncCheckpointExecutor.execute_save": (
+            (Thing(), {}),
+            {"checkpoint_id": "here"},
+        )
+        for kind, name in (("thread", "Thread"), ("process", "Process"))
+    },
     "torch._jit_internal._extract_tensors": (([LINEAR.weight, 1],), {}),
     "torch.distributed.algorithms.join.Join.__enter__": ((THING,), {}),
     "torch.autograd.graph.saved_tensors_hooks.__enter__": ((THING,), {}),
@@ -82,6 +91,11 @@ CALLS: dict[str, Call] = {
     "torch.serialization.save": (({"weights": 1}, "file"), {"pickle_protocol": 2}),
     "safetensors.serialize_file": (({"weights": 1}, "file"), {"metadata": None}),
     "torch.distributed.distributed_c10d.batch_isend_irecv": (([],), {}),
+    "torch.distributed.distributed_c10d.split_group": ((THING, [[0]]), {"group_desc": "half"}),
+    "torch.cuda.synchronize": ((0,), {}),
+    "torch.accelerator.synchronize": ((0,), {}),
+    "torch_npu.npu.synchronize": ((0,), {}),
+    "torch.distributed._symmetric_memory.rendezvous": ((THING,), {"group": "0"}),
     "torch.cuda.graphs.CUDAGraph.capture_begin": ((THING,), {"pool": None}),
     "torch.amp.grad_scaler.GradScaler._maybe_opt_step": ((THING, THING, {}), {"closure": None}),
     "torch.amp.grad_scaler.GradScaler.update": ((THING,), {"new_scale": 2.0}),
@@ -179,6 +193,8 @@ def asked_otherwise() -> list[str]:
     """The patched functions of which `inspect` says something else than of the originals."""
     different = []
     for name, patch in BY_NAME.items():
+        if importlib.util.find_spec(patch.module.partition(".")[0]) is None:
+            continue  # torch_npu, where there is no NPU
         *path, attribute = patch.attribute.split(".")
         owner = functools.reduce(getattr, path, importlib.import_module(patch.module))
         original = getattr(owner, attribute)

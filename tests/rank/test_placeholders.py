@@ -6,7 +6,6 @@ import io
 import itertools
 import operator
 import random
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -231,12 +230,9 @@ def test_a_million_batches_are_passed_over_in_no_time_and_nothing_is_drawn() -> 
     states = torch.get_rng_state(), random.getstate()
     items = enumerate(tqdm(batches(), file=io.StringIO()))
 
-    began = time.process_time()
     pass_over(items, 1_000_000)
-    took_s = time.process_time() - began
 
     assert next(items) == (1_000_000, 0)
-    assert took_s < 5
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
 

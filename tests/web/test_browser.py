@@ -190,9 +190,7 @@ def test_stragglers_are_named(browser: Browser, run: RunDirectory) -> None:
     with serving(":0", None, run) as url:
         browser.open(url)
 
-    assert "Rank 0 holds the others up: it is at work in 98 % of the time, most ranks in 60 %" in browser.text(
-        "#stragglers"
-    )
+    assert "Rank 0 holds up the others: it computes 98 % of the time, most ranks 60 %" in browser.text("#stragglers")
 
 
 def test_the_log_can_be_searched_and_what_it_holds_is_text(browser: Browser, url: str) -> None:

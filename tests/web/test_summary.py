@@ -63,7 +63,7 @@ def test_the_speed_is_that_of_the_last_minute_without_incidents_and_without_the_
     [
         ({"state": "starting", "incidents": ()}, "Starting 4 ranks."),
         ({}, "Training on 4 ranks: step 50. A lost rank is replaced without losing a step."),
-        ({"protection": "off: no"}, "Training on 4 ranks: step 50. Protection: off: no."),
+        ({"protection": "off: no"}, "Training on 4 ranks: step 50. Not protected: no."),
         (
             {"away": (1, 3)},
             "Training on 4 ranks, without 2 of them: step 50. A lost rank is replaced without losing a step.",

@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 USAGE = "ttprun check [--steps N] [options of a launch] script.py [script args]"
 HELP = """\
-Find out whether a rank of your script would be recovered exactly. Runs some optimizer steps of it undisturbed, under
-ttprun and under plain torchrun, which must be the same. Then again with one rank killed at several moments (before the
-first step, forward, backward, in a collective, before, in and after optimizer.step, validation and checkpoints where
-the steps come to them; rank 0, the last one, and one of each coordinate of 'ttprun topology', 8 at most), and compares:
-weights and optimizer state after each step, random numbers, variables, output, and the files that it writes.
+Would your script recover exactly if a rank died? Runs some optimizer steps of it, undisturbed, under ttprun and under
+plain torchrun; both must give the same. Then runs it with one rank killed at several moments: before the first step, in
+forward, backward and a collective, before, in and after optimizer.step, and in validation and while a checkpoint is
+saved, if these steps include them. Killed in turn are rank 0, the last rank, and one rank of each coordinate of
+'ttprun topology', 8 at most. Compares weights and optimizer state after each step, random numbers, variables, output,
+and the files that the script writes.
 
-THE SCRIPT DOES RUN, and writes what it writes. Each run has a copy of the working folder, which is removed afterwards;
-what the script writes elsewhere by a full path, or sends to a service, is written and sent in each run. After the last
-step the ranks end at once: code after the training loop does not run.
+YOUR SCRIPT REALLY RUNS. Each run gets a copy of the working folder, which is removed afterwards; but what the script
+writes elsewhere by a full path, or sends to a service, is written and sent in each run. The ranks end right after the
+last step: code after the training loop does not run.
 """
 EPILOG = """\
 Options before the script that are not listed here are those of a launch: 'ttprun run --help'.
@@ -78,7 +79,7 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"optimizer steps (default {STEPS})")
     parser.add_argument(
         "--share", action="append", default=[], metavar="NAME",
-        help="link this file or folder of the working folder, do not copy it: data that is only read; may be repeated",
+        help="link this part of the working folder instead of copying it: data that is only read; may be repeated",
     )  # fmt: skip
     parser.add_argument("--in-place", action="store_true", help="no copies: all runs write into the working folder")
     parser.add_argument("--limit-s", type=float, default=600.0, metavar="S", help="limit for each run (default 600)")
@@ -186,11 +187,11 @@ def draw(report: CheckReport, kept: str | None) -> None:
     for one in report.differences:
         console.print(Text(f"differs: {one.what} ({one.detail})", style="bold red"))
     for text in report.by_itself:
-        console.print(f"differs between two undisturbed runs, and is not compared: {text}")
+        console.print(f"differs between two undisturbed runs, so it is not compared: {text}")
     for text in report.not_proved:
         console.print(f"not proved: {text}")
     if report.missed:
-        console.print(f"not come to in {report.steps} steps: {', '.join(report.missed)} (--steps N for more steps)")
+        console.print(f"not reached in {report.steps} steps: {', '.join(report.missed)} (--steps N for more steps)")
     for line in report.tail:
         console.print(f"  | {line}")
     if report.problem:

@@ -46,7 +46,7 @@ def checkpoint_now(
     run: Annotated[str | None, typer.Option(help="Run id or run directory; default: the newest run here.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Have a running job write a checkpoint, and wait for it. All ranks wait meanwhile, wherever they are.
+    """Let a running job write a checkpoint, and wait until it is written. All ranks wait meanwhile, wherever they are.
 
     Exit code: 0 written, 1 not written.
     """

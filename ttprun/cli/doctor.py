@@ -27,7 +27,7 @@ WIDTHS = (5, 8, 24)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False,
 ) -> int:
-    """Say what of this machine training with recovery can use, what will not work, and the cure.
+    """Check this machine: what of recovery works here, what does not, and how to fix it.
 
     Each row is printed when it is known. A job of two tiny ranks is run, one of which is killed and must be replaced:
     that takes about ten seconds, and another ten where there is a GPU or an NPU, on which two ranks try what a recovery

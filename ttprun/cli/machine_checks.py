@@ -246,7 +246,7 @@ def signals() -> Iterator[Finding]:
         means = "a scheduler's notice of the end is ignored"
         yield Finding("kernel", "signals", f"{', '.join(ignored)} ignored", "note", means, "start without 'trap \"\"'")
     else:
-        yield Finding("kernel", "signals", "heard")
+        yield Finding("kernel", "signals", "reach the launcher")
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (kernel, signals, stacks, clocks, limits, network, files)

@@ -15,9 +15,9 @@ def recall(
     run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")] = False,
 ) -> int:
-    """Call back ranks that are away (--mindio, rung resize): they get new processes and are repaired.
+    """Re-admit ranks that left the job (--mindio): they get new processes and the state of the others.
 
-    Exit code: 0 they are on their way (see 'ttprun status'), 2 nobody is away, or they cannot come now.
+    Exit code: 0 they are being started (see 'ttprun status'), 2 no rank has left, or none can be started now.
     """
     directory, answer = ask_running(run, Recall(), "no rank was called back")
     described = {"run": str(directory.path), "ok": True, "message": answer.message}

@@ -22,9 +22,9 @@ def report(
         bool, typer.Option("--markdown", help="Markdown for a ticket; to standard output, unless -o names a file.")
     ] = False,
 ) -> int:
-    """Report a run: state, speed, where its time went, each incident with its phases and what was proved, and events.
+    """Write a report of a run: state, speed, where the time went, incidents with what was proved, and events.
 
-    The HTML file holds all that it shows, and asks for nothing from elsewhere.
+    The HTML file is complete in itself and loads nothing from elsewhere.
     """
     found = read_run(RunDirectory.find(run))
     text = as_markdown(found) if markdown else as_html(found)

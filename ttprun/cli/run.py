@@ -107,7 +107,9 @@ def run(words: Sequence[str]) -> int:
     except OSError as error:
         directory.discard()
         raise ConfigError(f"'{directory.config}' cannot be written ({error.strerror})", "make room there") from None
-    for notice in filter(None, (*invocation.notices, torch_versions.why_untried(torch.__version__))):
+    protection = "protected after its first steps" if "replace" in config.rungs else "no rank is replaced"
+    started = f"run {directory.path.name}: {protection}; see 'ttprun status'"
+    for notice in filter(None, (started, *invocation.notices, torch_versions.why_untried(torch.__version__))):
         console.say(notice)
     write_first_status(directory, config, launch_config)
     remove_old_runs(Keep(config.keep_runs, config.keep_runs_days, config.keep_runs_gib), used=config.resume)

@@ -1,4 +1,4 @@
-"""`ttprun stacks`: where each rank stands now, ranks that stand alike together; without torch."""
+"""`ttprun stacks`: where each rank is now, equal stacks together; without torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def stacks(
     rank: Annotated[list[int] | None, typer.Option(help="Only this rank, with all of its threads; repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False,
 ) -> int:
-    """Show the Python stacks of this node's ranks, without stopping any: ranks that stand alike are one group.
+    """Show where each rank of this node is in its Python code, without stopping any. Equal stacks are shown once.
 
-    Who does not wait for the others comes first: when a job hangs, look there. On several nodes, ask on each.
+    Ranks that are not waiting for others are listed first: if a job hangs, look there. On several nodes, ask on each.
     """
     directory, answer = ask_running(run, TakeStacks(), "no stacks")
     report = _wait_for(directory, answer.after)

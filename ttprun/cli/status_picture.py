@@ -11,7 +11,7 @@ from rich.text import Text
 from ttprun.cli.terminal import new_table
 from ttprun.cli.waterfall import draw_waterfall
 from ttprun.observe.progress import format_bytes
-from ttprun.observe.status import CheckpointStatus, IncidentStatus, ResumeStatus, RunStatus
+from ttprun.observe.status import CheckpointStatus, IncidentStatus, ResumeStatus, RunStatus, describe_protection
 
 STYLES = {"healthy": "green", "done": "green", "recovering": "yellow", "restarting": "yellow", "failed": "red"}
 _BARS = "▁▂▃▄▅▆▇█"
@@ -56,8 +56,7 @@ def draw_headline(shown: RunStatus) -> Text:
     """State, generation and budgets, then what else a person must know."""
     facts = [f"generation {shown.generation}", f"{shown.world_size} ranks"]
     if not shown.has_ended:
-        standbys = f"standbys {shown.standbys}" + (f" ({shown.standby_state})" if shown.standby_state else "")
-        facts += [standbys, f"restarts left {shown.restarts_left}"]
+        facts += [describe_standbys(shown), f"restarts left {shown.restarts_left}"]
     if shown.exit_code is not None:
         facts.append(f"exit code {shown.exit_code}")
     line = Text.assemble(
@@ -77,9 +76,19 @@ def draw_headline(shown: RunStatus) -> Text:
     if shown.snapshot_step is not None and not shown.has_ended:
         line.append(f"\nsnapshot in shared memory: step {shown.snapshot_step}")
     if shown.protection != "on":
-        line.append(f"\nprotection: {shown.protection}")
+        line.append(f"\n{describe_protection(shown.protection)}")
     line.append("".join(f"\nnot proved: {name}" for name in shown.not_proved))
     return line
+
+
+def describe_standbys(shown: RunStatus) -> str:
+    """How many processes wait to replace a lost rank, and how they stand."""
+    how = f" ({shown.standby_state})" if shown.standby_state else ""
+    return (
+        f"{shown.standbys} standby{'' if shown.standbys == 1 else 's'}{how}"
+        if shown.standbys
+        else f"no standby yet{how}"
+    )
 
 
 def describe_away(shown: RunStatus) -> str:

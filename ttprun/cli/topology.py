@@ -35,8 +35,8 @@ def topology(
     try:
         found = read_topology(directory.topology)
     except FileNotFoundError:
-        why = f"the ranks of the run in '{directory.path}' have not been compared"
-        raise ConfigError(why, "they are at the first two steps; look again then, or see 'ttprun status'") from None
+        why = f"the ranks of the run in '{directory.path}' have not been compared yet"
+        raise ConfigError(why, "this happens in the first two steps; try again then") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"the topology cannot be read ({error})", "name another run") from None
     if as_json:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed.run import get_args_parser
 
@@ -34,6 +34,28 @@ class RunParser(ArgumentParser):
         )
         self._torchrun = torchrun
         self._optionals.title = "torchrun's options"
+        self._is_value = self._is_after_script = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Namespace, list[str]]:  # type: ignore[override]
+        """As ever; the words are looked at from the first one on."""
+        self._is_value = self._is_after_script = False
+        return super().parse_known_args(args, namespace)
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        """What argparse asks of each word in turn: which option it is, None if it is none.
+
+        A private method of argparse, but the only place to say that what follows the script is the script's: argparse
+        would call `train.py --n 800` ambiguous.
+        """
+        if self._is_after_script:
+            return None
+        found: Any = super()._parse_optional(arg_string)
+        if found is None:
+            self._is_after_script, self._is_value = not self._is_value, False
+            return None
+        action, *_, value = found[0] if isinstance(found, list) else found  # a list since Python 3.12.3
+        self._is_value = action is not None and action.nargs is None and value is None
+        return found
 
     def _get_option_tuples(self, option_string: str) -> list[tuple[Action, str, str | None]]:
         """What argparse asks when an option is not spelt out: all options that it may abbreviate.

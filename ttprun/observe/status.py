@@ -267,6 +267,15 @@ def parse_status(text: str) -> RunStatus:
     return status
 
 
+def describe_protection(protection: str) -> str:
+    """What `RunStatus.protection` says, as a sentence for people."""
+    word, _, why = protection.partition(": ")
+    words = {"on": "protected", "on, but": "protected, but", "off": "not protected", "not yet": "not protected yet"}
+    if protection.startswith("on, but "):
+        return f"protected, but {protection.removeprefix('on, but ')}"
+    return f"{words.get(word, f'protection: {word}')}{': ' if why else ''}{why}"
+
+
 @cache
 def _adapter() -> TypeAdapter[RunStatus]:
     return TypeAdapter(RunStatus)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ttprun.observe.history import Point
 from ttprun.observe.spans import spans_of
-from ttprun.observe.status import IncidentStatus, RunStatus
+from ttprun.observe.status import IncidentStatus, RunStatus, describe_protection
 
 Event = Mapping[str, Any]
 _RECENT_S = 60.0
@@ -196,7 +196,8 @@ def describe_rate(rate: float) -> str:
 def _protection(status: RunStatus) -> str:
     if status.protection == "on":
         return "A lost rank is replaced without losing a step."
-    return f"Protection: {status.protection}."
+    said = describe_protection(status.protection)
+    return f"{said[0].upper()}{said[1:]}."
 
 
 def _incidents(incidents: Sequence[IncidentStatus]) -> str:

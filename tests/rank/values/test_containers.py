@@ -375,3 +375,31 @@ def test_plain_values_of_any_form_come_back(lost: Scope, here: Scope) -> None:
 
     assert {name: here[name] for name in lost} == lost
     assert repr({name: here[name] for name in sorted(lost)}) == repr({name: lost[name] for name in sorted(lost)})
+
+
+def collected() -> set[Any]:
+    """What a decorator puts functions into, and returns something else."""
+    found: set[Any] = set()
+
+    def note(function: Any) -> Any:
+        function.uses = [0]
+        found.add(function)
+        return functools.partial(function)
+
+    @note
+    def activation() -> None: ...
+
+    @note
+    class Layer: ...
+
+    assert not isinstance(activation, type(note))
+    assert Layer
+    return found
+
+
+def test_a_set_of_functions_that_a_decorator_has_filled_is_no_state_and_hinders_nothing() -> None:
+    here = {"functions": (mine := collected())}
+
+    assert carry({"functions": collected()}, here) == []
+
+    assert here["functions"] is mine

@@ -23,7 +23,7 @@ from ttprun.config import Config
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting
-from ttprun.protocol.board import Board, Field
+from ttprun.protocol.board import FINISHED, Board, Field
 from ttprun.rank.position import remembered
 from ttprun.rank.process import children
 from ttprun.rank.records.boundary_record import Outline, read_outline
@@ -124,6 +124,15 @@ class Node:
     def has_killed_ones(self) -> bool:
         """Whether a signal has ended a process in a job that is done: its rank is away, or its script had ended."""
         return bool(self.job.away) or any(slot.handler.proc.poll() for slot in self.here)
+
+    @property
+    def has_finished(self) -> bool:
+        """The scripts of all ranks of the job have come to their ends; their processes may still be there."""
+        ended = (self.board.get(slot.rank, Field.ENDED) for slot in self.slots)
+        recorded = (self.board.get(slot.rank, Field.RECORDED) for slot in self.slots)
+        is_any_lost = self.first_failure.found is not None or any(slot.is_lost for slot in self.slots)
+        has_ended = all(one or at == FINISHED for one, at in zip(ended, recorded, strict=True))
+        return bool(self.slots) and has_ended and not is_any_lost
 
     def take_role(self, role: Role) -> None:
         """What this agent is to the others from now on."""

@@ -215,8 +215,8 @@ def _supervise(
         signals.is_over = True
         reason = supervisor.stop(code, reason, signals.left_s())
     node = supervisor.node
-    goes_on = node.verdict is not None and node.verdict.kind == "leave" and signals.first is not None
-    if not node.is_concluded_elsewhere:  # once a job, not once a node
+    goes_on = node.verdict is not None and node.verdict.kind == "leave"
+    if goes_on or not node.is_concluded_elsewhere:  # once a job, not once a node
         _say(reason, goes_on)
     if outcomes is not None and not node.peers.is_follower and ReplacingAgent.has_started_ranks and not goes_on:
         outcomes.end(code, supervisor.parts.status.step, reason)
@@ -240,8 +240,11 @@ def _run(
         reason = verdict.reason if verdict is not None else "a rank has failed"
         if supervisor is not None and supervisor.node.ended_by:  # the launcher of another node has got a signal
             return exit_code_of(supervisor.node.ended_by), reason
-        console.say(str(error), "ERROR", prefix="")
-        return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
+        if any(failure.pid for failure in error.failures.values()):
+            # Else no rank of this node has failed: torch's summary would name one that the launcher has ended itself.
+            console.say(str(error), "ERROR", prefix="")
+        is_of_script = supervisor is not None and supervisor.node.first_failure.is_of_script
+        return _code_of(error, has_progress=verdict is None or verdict.has_progress or is_of_script), reason
     except (RendezvousError, DistError) as error:
         where, why = launch_config.rdzv_endpoint, str(error.__cause__ or error).partition("\n")[0]
         reason = f"the agents cannot meet: the rendezvous ({launch_config.rdzv_backend} at {where}) has failed: {why}"
@@ -254,6 +257,8 @@ def _run(
             why, "start fewer (--nproc-per-node), or raise the limits of your shell (ulimit -a)"
         ) from None
     except SignalException as error:
+        if supervisor is not None and supervisor.node.has_finished:
+            return 0, ""  # the signal has come too late to end anything: a restart would train it all again
         ended = supervisor.node.verdict if supervisor is not None else None
         reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"
         if supervisor is not None and ended is None and supervisor.why_not_saved:

@@ -79,7 +79,7 @@ class Standbys:
         if not self._wanted:
             return ""
         if not self.may_start:
-            return "will be started after the first step"
+            return "starts after step 1"
         if self.ready:
             return f"ready, {self.preloads.state}"
         return "being prepared" if self.is_on_its_way else "none could be started; a lost rank gets a new process"

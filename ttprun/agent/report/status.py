@@ -303,7 +303,8 @@ def protection_of(
         ranks = name_ranks(tuple(member.rank for member in hindered))
         return f"off: {ranks} could not be replaced now: {job.hindrance}; if one is lost, {cost_of_a_loss(job)}"
     if not job.unprotected_reason and (waited_for := [rank for rank in unseen if rank not in job.away]):
-        return f"not yet: ttprun has not seen an optimizer step of {name_ranks(tuple(waited_for))}"
+        whose = "" if len(waited_for) == len(job.members) else f" of {name_ranks(tuple(waited_for))}"
+        return f"not yet: no optimizer step{whose} so far"
     if job.unprotected_reason:
         return f"off: {job.unprotected_reason}; if one is lost, {cost_of_a_loss(job)}"
     if waited_for := [rank for rank in unchecked if rank not in job.away]:

@@ -42,6 +42,11 @@ _CLOCKS = {
     "strftime": "wrap_strftime",
     "asctime": "wrap_asctime",
 }
+_SYNCHRONIZING: tuple[tuple[str, Literal["script", "imported"]], ...] = (
+    ("torch.cuda", "script"),
+    ("torch.accelerator", "imported"),
+    ("torch_npu.npu", "imported"),
+)
 PATCHES: tuple[Patch, ...] = (
     Patch(
         _C10D,
@@ -50,9 +55,26 @@ PATCHES: tuple[Patch, ...] = (
         "to give the script a process group whose connection can be replaced",
         "always",
     ),
-    Patch(_C10D, "new_group", "comm.groups:wrap_new_group", "the same for further groups", "always"),
     Patch(
-        _C10D, "destroy_process_group", "comm.groups:wrap_destroy_process_group", "to forget that group too", "always"
+        _C10D,
+        "new_group",
+        "comm.groups:wrap_new_group",
+        "to make the connections of these groups replaceable, too",
+        "always",
+    ),
+    Patch(
+        _C10D,
+        "destroy_process_group",
+        "comm.groups:wrap_destroy_process_group",
+        "to stop tracking a group that the script destroys",
+        "always",
+    ),
+    Patch(
+        _C10D,
+        "split_group",
+        "comm.groups:wrap_split_group",
+        "to make managed groups of the parts, whose connections can be replaced too",
+        "always",
     ),
     Patch(
         _C10D,
@@ -65,6 +87,23 @@ PATCHES: tuple[Patch, ...] = (
         "CUDAGraph.capture_begin",
         "comm.captures:wrap_capture_begin",
         "to know that the script captures its work in graphs: no rank is replaced from then on",
+    ),
+    *(
+        Patch(
+            module,
+            "synchronize",
+            "comm.device_waits:wrap_synchronize",
+            "to wait for the collectives before it: one that a fault has ended is issued again first",
+            where,
+        )
+        for module, where in _SYNCHRONIZING
+    ),
+    Patch(
+        "torch.distributed._symmetric_memory",
+        "rendezvous",
+        "comm.captures:wrap_rendezvous",
+        "to know that the script's kernels reach into other ranks' memory: no rank is replaced from then on",
+        "imported",
     ),
     Patch(
         "torch.autograd",
@@ -191,7 +230,7 @@ PATCHES: tuple[Patch, ...] = (
         "replay",
     ),
     Patch("torch.serialization", "save", "effects.files:wrap_save", "in a replay, to save nothing"),
-    Patch("safetensors", "serialize_file", "effects.files:wrap_save", "the same"),
+    Patch("safetensors", "serialize_file", "effects.files:wrap_save", "in a replay, to save nothing"),
     Patch(
         "atexit",
         "register",
@@ -219,7 +258,7 @@ PATCHES: tuple[Patch, ...] = (
         "lives until the state is saved: the script sees the default handler",
         "first",
     ),
-    Patch("signal", "getsignal", "process.held_signals:wrap_getsignal", "the same", "first"),
+    Patch("signal", "getsignal", "process.held_signals:wrap_getsignal", "to show the script its own handlers", "first"),
     *(
         Patch(
             "time",
@@ -234,21 +273,21 @@ PATCHES: tuple[Patch, ...] = (
         "os",
         "getpid",
         "effects.origins:wrap_getpid",
-        "the same for the names of TensorBoard's files; other callers get the real pid",
+        "up to the first step, so that TensorBoard names the same files; other callers get the real pid",
         "early",
     ),
     Patch(
         "os",
         "urandom",
         "effects.os_entropy:wrap_urandom",
-        "the same for uuids; and to notice randomness that cannot be replayed",
+        "up to the first step, to give a replacement the same uuids; then to notice what cannot be replayed",
         "early",
     ),
-    Patch("random", "_urandom", "effects.os_entropy:wrap_urandom", "the same for random.SystemRandom", "early"),
+    Patch("random", "_urandom", "effects.os_entropy:wrap_urandom", "as os.urandom, for random.SystemRandom", "early"),
     Patch("queue", "Queue.get", "values.streams:wrap_get", "to distinguish a log's queue from a queue of data"),
-    Patch("queue", "Queue.put", "values.streams:wrap_put", "the same"),
+    Patch("queue", "Queue.put", "values.streams:wrap_put", "to distinguish a log's queue from a queue of data"),
     Patch("builtins", "open", "effects.files:wrap_open", "to know the positions in the files that the script writes"),
-    Patch("io", "open", "effects.files:wrap_open", "the same for pathlib"),
+    Patch("io", "open", "effects.files:wrap_open", "to know the positions in the files that pathlib opens"),
 )
 
 
@@ -341,7 +380,7 @@ ALSO: tuple[Change, ...] = (
     Change(
         "os, shutil",
         "stat, access, listdir, scandir, mkdir, open, remove, rename, rmtree, ...",
-        "what the user's own code is answered is kept, to answer a replacement alike; in a replay its changes of files "
-        "are skipped",
+        "the answers that the user's own code gets are kept, to give a replacement the same ones; in a replay its "
+        "changes to files are skipped",
     ),
 )

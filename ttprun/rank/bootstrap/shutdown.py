@@ -15,6 +15,7 @@ from typing import Any
 
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm.journal import Journal, has_ended
+from ttprun.rank.comm.links import run_together
 from ttprun.rank.comm.process_group import living
 from ttprun.rank.comm.transports import Link
 from ttprun.rank.session import Session
@@ -45,8 +46,7 @@ def close(session: Session) -> None:
         return
     closing.join(LIMIT_S)
     if closing.is_alive():
-        for link in links:
-            link.abort()
+        run_together([link.abort for link in links], LIMIT_S)
         closing.join(LIMIT_S)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import collections
 import io
+import types
 from collections import deque
 from collections.abc import Callable, Iterable
 from operator import is_
@@ -34,7 +35,7 @@ from ttprun.rank.records.nodes import (
 )
 from ttprun.rank.records.packing import listed
 from ttprun.rank.values.long_items import MAX_ITEMS, MIN_ITEMS, KeptItems, kept_items, objects_in
-from ttprun.rank.values.nodes import MISSING, is_settled, look_up_type, name_of
+from ttprun.rank.values.nodes import MISSING, is_settled, look_up, look_up_type, name_of
 from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.restore import Restore, unlike
 from ttprun.rank.values.snapshot import Snapshot
@@ -218,6 +219,11 @@ def record_set(exact: Any) -> Handler:
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = snapshot.number(value) if exact is set else Number(0)
         items = list(exact.__iter__(value))
+        if all(type(item) is types.FunctionType or is_a(item, type) for item in items) and not all(
+            map(_has_name, items)
+        ):
+            names = sorted(f"{item.__module__}:{item.__qualname__}" for item in items)
+            return SameNode(name_of(exact), " ".join(names))  # what a decorator has collected: no state
         nodes = _ids(snapshot, items, depth) or [snapshot.node(item, depth + 1) for item in items]
         if all(is_settled(node) or type(node) is IdNode for node in nodes) or all(map(_is_found_class, items, nodes)):
             own = _own(snapshot, value, exact, depth)
@@ -228,6 +234,14 @@ def record_set(exact: Any) -> Handler:
         return SameNode(name_of(type(value)), f"{len(kinds)} of {', '.join(kinds)}")
 
     return handle
+
+
+def _has_name(item: Any) -> bool:
+    """Whether a function or class is what its name gives: a decorator may put something else in its place."""
+    try:
+        return look_up(name_of(item)) is item
+    except (AttributeError, TypeError):
+        return False
 
 
 def _is_found_class(value: Any, node: Any) -> bool:

@@ -79,23 +79,23 @@ function drawStragglers(summary, status) {
   const share = (value) => `${Math.round(100 * value)} %`;
   const rows = summary.stragglers.map((rank) => {
     const busy = status.ranks.find((one) => one.rank === rank)?.busy;
-    return make("li", { words: `Rank ${rank} holds the others up: it is at work in ${share(busy)} of the time, most ranks in ${share(summary.usual_busy)}` });
+    return make("li", { words: `Rank ${rank} holds up the others: it computes ${share(busy)} of the time, most ranks ${share(summary.usual_busy)}` });
   }).slice(0, 16);
-  const steps = late.map((event) => make("li", { words: `Rank ${event.rank} held up step ${event.step} for ${seconds(event.took_s)}; usual is ${seconds(event.usual_s)}` }));
+  const steps = late.map((event) => make("li", { words: `Rank ${event.rank} held up step ${event.step} for ${seconds(event.took_s)} (usually ${seconds(event.usual_s)})` }));
   const none = summary.usual_busy === null || rows.length ? null
-    : make("p", { class: "note", words: `None: ranks are at work in ${share(summary.usual_busy)} of the time, and none in much more. Else they wait for each other, or are in a collective.` });
+    : make("p", { class: "note", words: `No straggler: all ranks compute about ${share(summary.usual_busy)} of the time and wait for the rest.` });
   byId("stragglers").replaceChildren(...[none, rows.length || steps.length ? make("ul", {}, ...rows, ...steps) : null].filter((part) => part !== null));
 }
 
 const TIME_WORDS = {
   productive: "productive: steps done for the first time",
   ...REASONS,
-  rest: "the step that is under way",
+  rest: "the current step",
 };
 
 function drawTime(summary, status) {
   if (!status.is_leading) {
-    byId("time").replaceChildren(make("p", { class: "note", words: "Known to the node whose agent leads: see the page of its launcher." }));
+    byId("time").replaceChildren(make("p", { class: "note", words: "Only the leading node knows this: see its page." }));
     return;
   }
   const spent = { productive: summary.productive_s, ...summary.lost_s };

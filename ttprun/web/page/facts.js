@@ -21,10 +21,10 @@ function rankList(ranks) {
 function drawProved(status) {
   const items = status.not_proved.map((name) => make("li", { words: name }));
   byId("proved").replaceChildren(
-    make("p", { words: status.protection === "on" ? "Protection is on: a lost rank is replaced and no step is lost." : `Protection: ${status.protection}` }),
+    make("p", { words: status.protection === "on" ? "Protected: a lost rank is replaced and no step is lost." : status.protection.replace(/^not yet:/, "Not protected yet:").replace(/^off:/, "Not protected:").replace(/^on, but/, "Protected, but") }),
     items.length
-      ? make("div", {}, make("p", { class: "note", words: "These can change and are in no record; a replacement has them as the script's set-up makes them:" }), make("ul", {}, ...items))
-      : make("p", { class: "note", words: "Nothing is known that can change and is in no record." }));
+      ? make("div", {}, make("p", { class: "note", words: "These can change but are not recorded; a replacement has them as the script's set-up makes them:" }), make("ul", {}, ...items))
+      : make("p", { class: "note", words: "Everything that can change is recorded." }));
 }
 
 function drawTopology(topology) {
@@ -33,18 +33,18 @@ function drawTopology(topology) {
   for (const rank of topology.ranks) byLoss.set(rank.loss, [...(byLoss.get(rank.loss) ?? []), rank.rank]);
   const row = (cells, tag) => make("tr", {}, ...cells.map((cell) => make(tag, { words: cell, scope: tag === "th" ? "col" : null })));
   const table = (head, rows) => make("table", {}, make("thead", {}, row(head, "th")), make("tbody", {}, ...rows.map((cells) => row(cells, "td"))));
-  const parts = [table(["ranks", "the loss of one costs"], [...byLoss].map(([loss, ranks]) => [rankList(ranks), LOSS_WORDS[loss] ?? loss]))];
+  const parts = [table(["ranks", "losing one costs"], [...byLoss].map(([loss, ranks]) => [rankList(ranks), LOSS_WORDS[loss] ?? loss]))];
   const groups = Object.entries(topology.groups);
   if (groups.length) parts.push(make("h3", { words: "Groups" }), table(["group", "ranks"], groups.slice(0, 64).map(([name, ranks]) => [name, rankList(ranks)])));
-  parts.push(make("h3", { words: "Ranks that hold the same" }), table(["set", "ranks"], topology.replicas.slice(0, 64).map((ranks, index) => [`${index}`, rankList(ranks)])));
-  if (topology.unequal.length) parts.push(make("p", { class: "note", words: `Not all ranks hold alike: ${topology.unequal.slice(0, 8).join(", ")}` }));
+  parts.push(make("h3", { words: "Ranks that hold the same state" }), table(["set", "ranks"], topology.replicas.slice(0, 64).map((ranks, index) => [`${index}`, rankList(ranks)])));
+  if (topology.unequal.length) parts.push(make("p", { class: "note", words: `Parameters that differ between ranks: ${topology.unequal.slice(0, 8).join(", ")}` }));
   byId("topology").replaceChildren(...parts);
 }
 
 function drawSaved(status) {
   const facts = [];
   const one = status.checkpoint;
-  if (one) facts.push(["checkpoint", one.path && !one.reason ? `step ${one.boundary} (${one.cause}), ${bytes(one.bytes)} in ${seconds(one.took_s)}, ${one.path}` : `none of step ${one.boundary} (${one.cause}): ${one.reason}`]);
+  if (one) facts.push(["checkpoint", one.path && !one.reason ? `step ${one.boundary} (${one.cause}), ${bytes(one.bytes)} in ${seconds(one.took_s)}, ${one.path}` : `step ${one.boundary} (${one.cause}) was not saved: ${one.reason}`]);
   else facts.push(["checkpoint", "none yet"]);
   facts.push(["snapshot", status.snapshot_step === null ? "none" : `step ${status.snapshot_step}, in shared memory`]);
   if (status.resume) facts.push(["resumed", `${status.resume.outcome}, step ${status.resume.boundary ?? "–"}: ${status.resume.reason}`]);
@@ -53,9 +53,9 @@ function drawSaved(status) {
   const named = status.nodes.map((name, number) => `${number}: ${name}`), more = named.length - 16;
   facts.push(["nodes", named.length ? named.slice(0, 16).join(", ") + (more > 0 ? ` and ${more} more` : "") : status.host]);
   if (status.lost_nodes.length) facts.push(["lost nodes", status.lost_nodes.map((number) => named[number]).join(", ")]);
-  if (status.nodes.length) facts.push(["spares", status.spares.join(", ") || "none waits"]);
-  if (status.quarantine.length) facts.push(["quarantine", `${status.quarantine.join(", ")}: lost before, and must wait before training again`]);
-  if (status.nodes.length) facts.push(["this node", `${status.node}${status.is_leading ? ", its agent leads" : ", its agent follows; the page of the one that leads has all events"}`]);
+  if (status.nodes.length) facts.push(["spares", status.spares.join(", ") || "none"]);
+  if (status.quarantine.length) facts.push(["quarantine", `${status.quarantine.join(", ")}: was lost before, and has to wait until it may train again`]);
+  if (status.nodes.length) facts.push(["this node", `${status.node}${status.is_leading ? " (leads)" : "; the page of the leading node has all events"}`]);
   if (status.away.length) facts.push(["away", rankList(status.away)]);
   byId("saved").replaceChildren(...facts.flatMap(([name, text]) => [make("dt", { words: name }), make("dd", { words: text })]));
 }

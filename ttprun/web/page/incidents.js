@@ -58,7 +58,7 @@ function drawGroups(event) {
     make("h3", { words: `Rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.slice(0, 16).join(", ")}${group.ranks.length > 16 ? ", ..." : ""}: ${group.place}` }),
     make("pre", { words: group.main || "no Python frame of the script" })));
   const records = event.flight_records.map((path) => make("p", { class: "note", words: `flight record: ${path}` }));
-  return make("details", {}, make("summary", { words: `Where all ranks stood when rank ${event.because_of} hung` }),
+  return make("details", {}, make("summary", { words: `Where each rank was when rank ${event.because_of} hung` }),
     make("div", { class: "side-by-side" }, ...columns), ...records);
 }
 

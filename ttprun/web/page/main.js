@@ -63,7 +63,7 @@ function asText() {
   const lines = [`ttprun run ${status.run_id}: ${summary.sentence}`, "",
     `* ranks: ${status.world_size}, nodes: ${Math.max(1, status.nodes.length)}, generation: ${status.generation}, restarts left: ${status.restarts_left}`,
     `* protection: ${status.protection}`,
-    !status.is_leading ? "* time: known to the node whose agent leads" : `* time: ${seconds(summary.wall_s)}, productive ${seconds(summary.productive_s)}, ${Object.entries(summary.lost_s).filter(([, value]) => value > 0).map(([reason, value]) => `${reason} ${seconds(value)}`).join(", ") || "nothing lost"}`];
+    !status.is_leading ? "* time: known to the leading node only" : `* time: ${seconds(summary.wall_s)}, productive ${seconds(summary.productive_s)}, ${Object.entries(summary.lost_s).filter(([, value]) => value > 0).map(([reason, value]) => `${reason} ${seconds(value)}`).join(", ") || "nothing lost"}`];
   for (const rank of summary.stragglers) lines.push(`* rank ${rank} holds the others up`);
   for (const name of status.not_proved) lines.push(`* not proved: ${name}`);
   for (const one of status.incidents) {
