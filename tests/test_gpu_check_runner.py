@@ -17,7 +17,7 @@ import pytest
 CHECK = Path(__file__).resolve().parent.parent / "scripts" / "gpu_check"
 sys.path.insert(0, str(CHECK))
 
-from parts import Part, Place, Row, Task  # noqa: E402
+from parts import NotDoneError, Part, Place, Row, Task  # noqa: E402
 from report import Report  # noqa: E402
 from runner import Runner  # noqa: E402
 
@@ -76,6 +76,17 @@ def test_a_task_that_raises_fails_and_the_others_are_still_tried(checked: Checke
     assert [row["verdict"] for row in rows] == ["ok", "FAILED", "ok", "ok"]
     assert rows[1]["found"] == "ValueError: the second half is broken"
     assert checked.report.finish() == 1
+
+
+def test_a_task_that_cannot_be_done_says_why_and_with_which_details(checked: Checked) -> None:
+    def refused(_: float) -> Iterator[Row]:
+        raise NotDoneError("under torchrun: exit code 1", ("rank 0: ValueError: no such layout",))
+        yield
+
+    (row,) = checked.run(part("A", Task("refused", LONG_S, refused)))
+
+    assert (row["verdict"], row["found"]) == ("FAILED", "under torchrun: exit code 1")
+    assert row["details"] == ["rank 0: ValueError: no such layout"]
 
 
 def test_a_part_that_cannot_be_begun_fails_and_one_that_makes_no_sense_is_left_out(checked: Checked) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from parts import Place, Row, Task
+from parts import NotDoneError, Place, Row, Task
 
 from ttprun.chaos.drill.compare import compare_runs
 from ttprun.chaos.drill.pairing import pair
@@ -83,7 +83,7 @@ class Job:
         )
 
     def undisturbed(self, limit_s: float) -> Twin:
-        """Its run under torchrun. Raises RuntimeError if that failed."""
+        """Its run under torchrun. Raises NotDoneError if that failed."""
         with self._lock:
             if self._undisturbed is None:
                 self._undisturbed = run_twin(self.scenario(limit_s), self.folder("torchrun"), "torchrun")
@@ -91,8 +91,8 @@ class Job:
         if twin.problem or twin.exit_code:
             why = twin.problem or f"exit code {twin.exit_code}"
             said = last_words(twin.folder)
-            cause = next((line for line in said if "Error" in line), "; ".join(said[-2:]))
-            raise RuntimeError(f"under torchrun: {why}; {cause}")
+            cause = next((line for line in said if line.startswith("rank") and "Error: " in line), "see below")
+            raise NotDoneError(f"under torchrun: {why}; {cause}", said)
         return twin
 
     def folder(self, *names: str) -> Path:

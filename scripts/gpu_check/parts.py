@@ -10,6 +10,17 @@ from typing import Any, Literal
 Verdict = Literal["ok", "FAILED", "seen", "left out"]
 
 
+class NotDoneError(Exception):
+    """A task could not be done.
+
+    details  as of a Row
+    """
+
+    def __init__(self, why: str, details: tuple[str, ...] = ()) -> None:
+        super().__init__(why)
+        self.details = details
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the report.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from parts import Part, Place, Row, Task
+from parts import NotDoneError, Part, Place, Row, Task
 from report import Report
 
 OVERTIME_S = 15.0  # a task ends what it has started after its limit: so long is that waited for
@@ -146,5 +146,7 @@ def _rows(task: Task, limit_s: float) -> Iterator[Row]:
     try:
         found: Iterable[Row] = task.do(limit_s)
         yield from found
+    except NotDoneError as error:
+        yield Row(task.name, "FAILED", str(error), error.details)
     except Exception as error:
         yield Row(task.name, "FAILED", f"{type(error).__name__}: {error}")
