@@ -34,8 +34,8 @@ GROUPS = {
     "recovery": "standbys standby_depth rungs retry_on max_incidents_per_hour hang_timeout_s verify_every proof on_nan "
     "freeze_timeout_s replay_timeout_s transfer_timeout_s resume_timeout_s commit_timeout_s pause_timeout_s "
     "record_limit_mib journal_limit_mib",
-    "checkpoints, snapshots and mirrors": "save_dir resume keep_checkpoints persist_timeout_s snapshot_every buddy "
-    "buddy_memory",
+    "checkpoints, snapshots and mirrors": "save_dir resume keep_checkpoints persist_timeout_s grace_s snapshot_every "
+    "buddy buddy_memory",
     "several nodes": "elastic node_wait_s discovery",
     "page and notifications": "http http_token_file on_event on_event_kinds",
 }
