@@ -56,6 +56,7 @@ class Supervisor:
     """Supervises the ranks of one node; if its agent leads, it decides for those of all nodes.
 
     node            what its parts share
+    had_finished    all scripts had come to their ends when a signal was to end the job
     why_not_saved   the scheduler's grace time was over before the job's state was saved; "" if not
     """
 
@@ -81,6 +82,7 @@ class Supervisor:
         self._renewed_at_s = -math.inf
         self.why_not_saved = ""
         self._checkpoints_before_end = 0
+        self.had_finished = False
         self._reserve = FileReserve()
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
 
@@ -261,6 +263,7 @@ class Supervisor:
         reason = f"ended by {ended_by.name}{where}"
         self.node.end_by(ended_by)
         self._checkpoints_before_end = self.parts.checkpoint_writer.count
+        self.had_finished = self.node.has_board and self.node.has_finished  # not because of the signal
         self.node.log("ending", reason=reason, grace_s=grace_s)
 
         def stop() -> None:

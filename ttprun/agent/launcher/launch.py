@@ -257,7 +257,7 @@ def _run(
             why, "start fewer (--nproc-per-node), or raise the limits of your shell (ulimit -a)"
         ) from None
     except SignalException as error:
-        if supervisor is not None and supervisor.node.has_finished:
+        if supervisor is not None and supervisor.had_finished:
             return 0, ""  # the signal has come too late to end anything: a restart would train it all again
         ended = supervisor.node.verdict if supervisor is not None else None
         reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"
