@@ -33,3 +33,32 @@ def test_a_benchmark_that_gets_sigterm_ends_its_runs(tmp_path: Path) -> None:
 
     with pytest.raises(psutil.NoSuchProcess):
         psutil.Process(launcher)
+
+
+IN_A_THREAD = """
+import signal, sys, threading
+from pathlib import Path
+from runs import Run
+
+def measure():
+    with Run("torchrun", 1, Path(sys.argv[1]), within=("sh", "-c", "exec sleep 1000")) as run:
+        print(run.process.pid, flush=True)
+        run.process.wait()
+
+threading.Thread(target=measure, daemon=True).start()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+threading.Event().wait()
+"""
+
+
+def test_a_run_that_a_thread_has_started_ends_with_its_process(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": f"{BENCH}{os.pathsep}{BENCH.parent.parent}"}
+    command = [sys.executable, "-c", IN_A_THREAD, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        launcher = psutil.Process(int(benchmark.stdout.readline()))
+        benchmark.terminate()
+        assert benchmark.wait(30) == 143
+
+    gone, _ = psutil.wait_procs([launcher], 30)
+    assert gone == [launcher]

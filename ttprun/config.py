@@ -61,6 +61,12 @@ class Config(BaseModel):
         description="regular expression, searched for in 'Type: message'. A rank that raises an error that matches "
         "runs the script again in the same process",
     )
+    exception_retries: int = Field(
+        2,
+        ge=0,
+        description="times that a rank whose script raises an exception, or exits with a code, is run again from the "
+        "same step before the job ends with exit code 1; 0: it ends at once, as under torchrun",
+    )
     device_errors: dict[str, str] = Field(
         {},
         description="additional device errors: regular expression searched for in 'Type: message' -> name of a fault",
@@ -164,7 +170,7 @@ class Config(BaseModel):
     proof: Literal["evidence", "strict"] = Field(
         "evidence",
         description="when a replacement is refused. evidence: if it contradicts what the lost rank recorded; strict: "
-        "also if a variable could not be restored",
+        "also if a variable could not be restored, or something differs by rounding",
     )
     on_nan: Literal["warn", "stop"] = Field(
         "warn",

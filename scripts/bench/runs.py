@@ -6,6 +6,7 @@ Begin with `Run`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -31,6 +32,15 @@ FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)
 
 class BenchmarkError(Exception):
     """A run did not do what the benchmark needs; the message is for the person who measures."""
+
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here, not between fork and exec
+
+
+def _end_with_parent() -> None:
+    """A benchmark that ends without a word, or whose thread has started this, ends its runs, too."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _leave(number: int, _: object) -> None:
@@ -88,6 +98,7 @@ class Run:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     def __enter__(self) -> Run:

@@ -1,4 +1,4 @@
-"""How long a new communicator takes, and an abort, as a script of ranks; rank 0 prints one line of JSON, in seconds.
+"""How long a new communicator takes, and an abort, as a script of ranks; rank 0 prints a line of JSON for each.
 
     torchrun --nproc-per-node 2 communicators.py --device cuda --backend nccl
 
@@ -11,6 +11,7 @@ main().
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ttprun.device.environment import NCCL_VARIABLES
 
 ELEMENTS = 1 << 20
+STUCK_S = 25  # then the stacks are printed, once
 
 
 def main() -> None:
@@ -42,22 +44,26 @@ def main() -> None:
         module.set_device(int(os.environ["LOCAL_RANK"]) % module.device_count())
     dist.init_process_group("gloo")  # to meet by
     tensor = torch.ones(ELEMENTS, device=args.device)
-    took: dict[str, list[float]] = {"new": []}
+    faulthandler.dump_traceback_later(STUCK_S)
     for _ in range(args.repeats):
         group, seconds = connect(args.backend, tensor)
-        took["new"].append(seconds)
+        say("new", seconds)
         if args.backend != "gloo":
-            took.setdefault("abort", []).append(abort(group, tensor.device))
+            say("abort", abort(group, tensor.device))
     if args.backend == "nccl" and dist.get_world_size() > 1:
         group, _ = connect(args.backend, tensor)
         if dist.get_rank() == 0:
             dist.all_reduce(tensor, group=group, async_op=True)
         dist.barrier()
-        took["busy"] = [abort(group, tensor.device)]
-    if dist.get_rank() == 0:
-        print(json.dumps(took), flush=True)
+        say("busy", abort(group, tensor.device))
     dist.barrier()
     os._exit(0)  # an aborted group has nothing left that could be destroyed
+
+
+def say(what: str, seconds: float) -> None:
+    """Rank 0 prints one figure, so that those before a hang are known."""
+    if dist.get_rank() == 0:
+        print(json.dumps({"what": what, "seconds": seconds}), flush=True)
 
 
 def connect(backend: str, tensor: torch.Tensor) -> tuple[Any, float]:

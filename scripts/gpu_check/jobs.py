@@ -159,7 +159,7 @@ def repairs(place: Place) -> list[Task] | str:
     tasks[1:1] = [
         Task(f"{job.name}: nothing happens", 2 * RUN_LIMIT_S, partial(leave_alone, job)) for job in (ddp, own)
     ]
-    if place.kind == "cuda":
+    if place.kind != "cpu":
         # What a rank alone holds on a device has no mirror yet: back to a snapshot is what is expected of FSDP2 today.
         fsdp2 = layout(place, "fsdp2", "barrier,loss")
         tasks.append(Trial(fsdp2, "kill:rank=1,step=8,phase=backward", ANY_BACK).task())

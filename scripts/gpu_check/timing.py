@@ -26,7 +26,7 @@ from jobs import SCRIPTS, described, environment, last_words
 from parts import Place, Row, Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
-from runs import TORCHRUN, TTPRUN, Run, formatted, spread
+from runs import TORCHRUN, TTPRUN, BenchmarkError, Run, formatted, spread
 
 from ttprun.observe.events import read_events
 from ttprun.observe.status import RunStatus, read_status
@@ -82,7 +82,7 @@ def kill_warm(place: Place, limit_s: float) -> Iterator[Row]:
     before_mib = curve.between(0, float("inf"))[:1]
     arguments = ["--out={folder}/out", "--layout=ddp", "--with=loss,times", f"--steps={STEPS}"]
     arguments += ["--share"] if place.shares else []
-    options = ["--allow-faults", "--redirects", "3", "--log-dir", str(folder / "logs")]
+    options = ["--standalone", "--allow-faults", "--redirects", "3", "--log-dir", str(folder / "logs")]
     with Run(TTPRUN, place.ranks, folder, options, arguments, SCRIPTS / "device_layouts.py") as run:
         try:
             for number, phase in enumerate(PHASES):
@@ -192,15 +192,24 @@ def communicators(place: Place, limit_s: float) -> Iterator[Row]:
     """How long a new communicator takes, and an abort."""
     script, folder = Path(__file__).with_name("communicators.py"), place.folder / "communicators"
     arguments = [f"--device={place.kind}", f"--backend={place.backend}", *(["--share"] if place.shares else [])]
-    with Run(TORCHRUN, place.ranks, folder, (), arguments, script) as run:
-        run.finish(limit_s)
-    took = json.loads(next(line for line in run.output().splitlines() if line.startswith("{")))
+    with Run(TORCHRUN, place.ranks, folder, ["--standalone"], arguments, script) as run:
+        try:
+            run.finish(limit_s)
+            failure = ""
+        except BenchmarkError as error:
+            failure = str(error)
+        took: dict[str, list[float]] = {}
+        for line in run.output().splitlines():
+            if line.startswith("{"):
+                told = json.loads(line)
+                took.setdefault(told["what"], []).append(told["seconds"])
     names = {"new": "a new communicator", "abort": "an abort at rest", "busy": "an abort with a collective under way"}
     for what, seconds in took.items():
         in_ms = formatted(spread(value * 1e3 for value in seconds), 1)
-        yield Row(
-            f"{names[what]}, {place.ranks} ranks, {place.backend}", "seen", f"{in_ms} ms", values={"seconds": seconds}
-        )
+        name = f"{names[what]}, {place.ranks} ranks, {place.backend}"
+        yield Row(name, "seen", f"{in_ms} ms", values={"seconds": seconds})
+    if failure:
+        yield Row("communicators", "FAILED", failure, last_words(folder))
 
 
 _HOLDER = """

@@ -38,10 +38,11 @@ def test_a_boundary_that_one_of_them_has_not_noted_is_not_compared() -> None:
 
 def test_a_reason_is_reported_without_what_became_of_the_job() -> None:
     mismatch = "the replay has come to another place than boundary 2: another batch (of two)"
-    reported = f"rank 0 found a mismatch ({mismatch}); no restart is left (--max-restarts); the cause: rank 0 was ended"
+    found = f"rank 0 found a mismatch ({mismatch})"
+    reported = f"rank 0 was ended by signal 9; not replaced: {found}; no restart is left (--max-restarts)"
 
     assert essence(reported) == mismatch
-    assert essence("out of standbys; the cause: rank 1 was ended by signal 9") == "out of standbys"
+    assert essence("rank 1 was ended by signal 9; not replaced: out of standbys") == "out of standbys"
 
 
 def test_a_refusal_names_the_place_and_what_to_do() -> None:

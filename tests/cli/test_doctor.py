@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ttprun.chaos.drill.twins import Twin
 from ttprun.cli import doctor, machine_checks, repair_check, software_checks
 from ttprun.cli.finding import Finding
 from ttprun.cli.main import main
@@ -359,6 +360,20 @@ def test_a_repair_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
     (found,) = repair_check.repair("2.99.0", limit_s=4.0)
 
     assert (found.level, "did not end within 4 s" in found.found) == ("fails", True)
+
+
+def test_the_tiny_job_takes_no_port_that_another_job_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def runs(words: list[str], folder: Path, *further: Any) -> Twin:
+        started.append(words)
+        return Twin(folder, 1, 0.1, {}, "not run")
+
+    monkeypatch.setattr(repair_check, "run_launcher", runs)  # torch before 2.13 takes port 29500 otherwise
+
+    list(repair_check.repair("2.11.0"))
+
+    assert "--standalone" in started[0]
 
 
 def test_a_gpu_is_reported_with_its_versions_and_what_it_says_of_itself() -> None:

@@ -105,6 +105,19 @@ ERRORS: list[tuple[str, tuple[str, ...], str, str]] = [
         "reconnect",
     ),
     ("unhandled system error\nncclSystemError: System call failed", (NCCL, WATCHDOG), "link", "reconnect"),
+    (
+        "internal error - please report\nncclInternalError: Internal check failed.",
+        (NCCL, WATCHDOG),
+        "link",
+        "reconnect",
+    ),
+    (
+        "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', "
+        "but store->get('0') got error: Connection reset by peer",
+        (BARE, NCCL),
+        "remote-suspect",
+        "reconnect",
+    ),
     ("unhandled cuda error\nncclUnhandledCudaError: Call to CUDA", (NCCL, WATCHDOG), "device-lost", "replace"),
     ("Cuda failure 700 'an illegal memory access was encountered'", (NCCL,), "device-lost", "replace"),
     ("NCCL communicator was aborted on rank 1.", (BARE, WATCHDOG), "link", "reconnect"),

@@ -55,7 +55,7 @@ def test_facts_of_torch_and_the_error_of_a_lost_peer_are_reported(tmp_path: Path
 def test_on_the_processor_a_kill_in_each_phase_is_replaced_and_steps_are_measured(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
 
-    done = check(report, "--device=cpu", "--only", "C", "F", "G")
+    done = check(report, "--device=cpu", "--beside=2", "--only", "C", "F", "G")
 
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(report)

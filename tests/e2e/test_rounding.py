@@ -48,6 +48,7 @@ def replaced(run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str, ranks: 
         slow(f"--layout ddp: {BEFORE} kill:rank=0,step=9,phase=before_step"),
         slow(f"--layout ddp --threads 2: {BEFORE} kill:rank=0,step=9,phase=before_step"),
         slow(f"--layout own --noise forward: {BEFORE}"),
+        slow(f"--layout fsdp2 --threads 2: {BEFORE}"),
     ],
 )
 def test_a_rank_whose_gradients_differ_by_rounding_is_replaced_and_the_incident_says_what_was_equal_to_rounding(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,3 +78,49 @@ def test_a_step_that_is_captured_in_a_graph_is_not_repaired() -> None:
     found = run_world(step_in_a_graph)
 
     assert found == ["the script captures its optimizer's step in a graph of the device: use it outside"] * 2
+
+
+def split_and_train(rank: int) -> Any:
+    """As a mesh of torch does where the script has given a device: one call for all parts."""
+    world: Any = dist.group.WORLD
+    world.links.member = dataclasses.replace(world.links.member, device=torch.device("cuda", rank), is_given=True)
+    seen = str(world.bound_device_id)
+    part = dist.split_group(split_ranks=[[0, 1]], group_desc="both")
+    outside = dist.split_group(split_ranks=[[1 - rank]])
+    x = torch.full((2,), rank + 1.0)
+    dist.all_reduce(x, group=part)
+    return seen, type(part).__name__, outside, x.tolist(), unprotected()
+
+
+def test_the_parts_of_a_group_that_is_bound_to_a_device_are_managed_too() -> None:
+    found = run_world(split_and_train)
+
+    assert found == [(f"cuda:{rank}", "ManagedGroup", None, [3.0, 3.0], "") for rank in range(2)]
+
+
+def split_without_a_device(rank: int) -> str:
+    try:
+        dist.split_group(split_ranks=[[0, 1]])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_without_a_device_torch_says_itself_that_it_cannot_split() -> None:
+    found = run_world(split_without_a_device)
+
+    assert ["not safe to split" in error for error in found] == [True, True]
+
+
+def share_memory(rank: int) -> str:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    with contextlib.suppress(Exception):  # there is no such memory on a CPU
+        symm_mem.rendezvous(torch.zeros(1), "0")
+    return unprotected()
+
+
+def test_a_script_whose_kernels_reach_into_other_ranks_memory_is_not_repaired() -> None:
+    found = run_world(share_memory)
+
+    assert ["symmetric memory" in reason for reason in found] == [True, True]

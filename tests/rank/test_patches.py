@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import pickle
@@ -82,6 +83,11 @@ CALLS: dict[str, Call] = {
     "torch.serialization.save": (({"weights": 1}, "file"), {"pickle_protocol": 2}),
     "safetensors.serialize_file": (({"weights": 1}, "file"), {"metadata": None}),
     "torch.distributed.distributed_c10d.batch_isend_irecv": (([],), {}),
+    "torch.distributed.distributed_c10d.split_group": ((THING, [[0]]), {"group_desc": "half"}),
+    "torch.cuda.synchronize": ((0,), {}),
+    "torch.accelerator.synchronize": ((0,), {}),
+    "torch_npu.npu.synchronize": ((0,), {}),
+    "torch.distributed._symmetric_memory.rendezvous": ((THING,), {"group": "0"}),
     "torch.cuda.graphs.CUDAGraph.capture_begin": ((THING,), {"pool": None}),
     "torch.amp.grad_scaler.GradScaler._maybe_opt_step": ((THING, THING, {}), {"closure": None}),
     "torch.amp.grad_scaler.GradScaler.update": ((THING,), {"new_scale": 2.0}),
@@ -179,6 +185,8 @@ def asked_otherwise() -> list[str]:
     """The patched functions of which `inspect` says something else than of the originals."""
     different = []
     for name, patch in BY_NAME.items():
+        if importlib.util.find_spec(patch.module.partition(".")[0]) is None:
+            continue  # torch_npu, where there is no NPU
         *path, attribute = patch.attribute.split(".")
         owner = functools.reduce(getattr, path, importlib.import_module(patch.module))
         original = getattr(owner, attribute)

@@ -181,7 +181,7 @@ def test_a_mismatch_of_running_ranks_restarts_the_group() -> None:
 
     order, record = actions
     assert order == RestartGroup(
-        "the state of the ranks cannot be trusted; the cause: rank 1 found a mismatch (digests differ)"
+        "rank 1 found a mismatch (digests differ); not replaced: the state of the ranks cannot be trusted"
     )
     assert isinstance(record, RecordIncident)
     assert (record.incident.kind, record.incident.ranks) == ("mismatch", (1,))
@@ -207,7 +207,8 @@ def test_a_restart_that_nobody_ordered_is_taken_as_it_is() -> None:
     (record,) = actions
     assert isinstance(record, RecordIncident)
     assert record.incident.outcome == "restarted"
-    assert record.incident.reason.startswith("the agent restarted the whole group; the cause: rank 2 was ended")
+    assert record.incident.reason.startswith("rank 2 was ended by signal")
+    assert record.incident.reason.endswith("; not replaced: the agent restarted the whole group")
     assert job.phase is JobPhase.RUNNING
 
 

@@ -51,7 +51,17 @@ def _run(folder: Path, limit_s: float) -> tuple[float, str]:
     """Run the tiny job; returns (seconds of its repair, why there was none: "" if there was)."""
     script, run_dir = folder / "two_tiny_ranks.py", folder / "run"
     script.write_text(SCRIPT, encoding="utf-8")
-    options = ["--nproc-per-node", "2", "--standbys", "0", "--redirects", "3", "--run-dir", str(run_dir)]
+    options = [
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--standbys",
+        "0",
+        "--redirects",
+        "3",
+        "--run-dir",
+        str(run_dir),
+    ]
     words = [sys.executable, "-m", "ttprun", *options, "--allow-faults", "--fault", FAULT, str(script)]
     twin = run_launcher(words, folder, folder, _environment(os.environ), limit_s, run_dir)
     if twin.problem:

@@ -128,6 +128,9 @@ ROWS: tuple[Row, ...] = (
     # NCCL, as torch reports it. The watchdog's time-out comes before the abort that follows it.
     Row("NCCL", r"Watchdog caught collective operation timeout", _F.COLLECTIVE_TIMEOUT),
     Row("NCCL", r"\bncclRemoteError\b", _F.REMOTE_SUSPECT),
+    # A communicator could not be made, mostly as a member has gone.
+    Row("NCCL", r"ncclUniqueId .*store->get\(.*got error", _F.REMOTE_SUSPECT),
+    Row("NCCL", r"\bncclInternalError\b", _F.LINK),
     Row("NCCL", r"\bncclSystemError\b", _F.LINK),
     Row("NCCL", r"\bncclUnhandledCudaError\b", _F.DEVICE_LOST),
     Row("NCCL", r"NCCL communicator (?:was|has been) aborted|NCCL watchdog thread terminated", _F.LINK),

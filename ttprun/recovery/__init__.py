@@ -79,6 +79,7 @@ from ttprun.recovery.fault_events import (
     RankFaulted,
     RankHung,
 )
+from ttprun.recovery.faults import is_of_script
 from ttprun.recovery.hung import has_hung_before, is_last_survivor, who_is_awaited
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import RUNGS, Job, JobPhase, PhaseLimits, Settings, new_job

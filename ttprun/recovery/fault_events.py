@@ -71,6 +71,8 @@ class RankExited(RankEvent):
         """The fault for an operator."""
         if self.device_fault:
             how = f"ended with a device fault ({self.device_fault})"
+        elif self.is_script_error and self.reason:
+            return f"rank {self.rank} raised {self.reason} in step {self.boundary}"
         elif self.is_script_error:
             how = "ended with an uncaught exception"
         elif self.signal is not None:

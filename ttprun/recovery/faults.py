@@ -22,10 +22,12 @@ from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankExited, Ran
 from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
     begin_attempt,
+    begin_persisting,
     drain,
     end_job,
     fail_job,
     finish_job,
+    may_persist,
     restart_group,
     why_no_restart,
     why_no_source,
@@ -48,6 +50,8 @@ from ttprun.recovery.repair import end_resuming, note_process
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.recovery.resize import give_up_replacing
 
+OF_SCRIPT = "this is an error of the script itself"
+AGAIN = "the script fails again in a new process"
 LossEvent = RankExited | RankFaulted | RankHung | RankDiverged | NodeLost
 
 
@@ -110,11 +114,15 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
         return end_resuming(mark_finished(job, event), event.at_s)
     if event.is_finish:
         return let_others_finish(job, event)
-    if event.is_script_error and is_replacement and not (member.is_rerun or event.is_of_worker):
-        has_come_back = is_known(job, event)
+    is_new_process = is_replacement and not (member.is_rerun or event.is_of_worker)
+    if is_new_process and is_of_script(event.kind) and is_known(job, event):
+        fault = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
+        job = replace(job, faults=(*job.faults, fault))
+        is_left = job.faults.count(fault) <= job.settings.exception_retries
+        if not (is_left and job.phase is JobPhase.RESUMING):
+            return fail_for_good(note_fault(job, event), event)
+    elif event.is_script_error and is_new_process:
         job = note_fault(job, event)
-        if has_come_back:
-            return fail_for_good(job, event)
         why = f"the script failed in the replacement of rank {event.rank} while the job was {job.phase}"
         return give_up_replacing(job, event.at_s, why, is_replayable=False)
     return answer_fault(job, event)
@@ -139,10 +147,23 @@ def is_known(job: Job, event: LossEvent) -> bool:
 
 
 def fail_for_good(job: Job, event: LossEvent) -> Result:
-    """The script has failed in a new process as it had in the old one."""
-    where = f"rank {event.rank} at boundary {event.boundary}"
-    why = f"the script fails in {where} again: this is an error of the script itself"
+    """The script has failed in a new process as it had in the old one; a restart that is left is used, as by torchrun.
+
+    If another fault opened the incident, the script's error may follow from it: a server process that died with its
+    rank, say. Then that is the cause, and the script is not blamed.
+    """
+    is_of_incident = job.incident is not None and not is_of_script(job.incident.kind)
+    if not why_no_restart(job):
+        ending = Ending(reason=reason_of(job, AGAIN), rung="restart", is_restart=True, why=reason_of(job, AGAIN))
+        job = replace(job, ending=ending)
+        return begin_persisting(job, event.at_s) if may_persist(job) else end_job(job, event.at_s)
+    why = AGAIN if is_of_incident else OF_SCRIPT
     return fail_job(job, event.at_s, why, has_progress=False, rung="fail")
+
+
+def is_of_script(kind: str) -> bool:
+    """Whether the script itself has ended a process: by an exception, or with an exit code."""
+    return kind == "exception" or kind.startswith("exit ")
 
 
 def may_rerun(job: Job, rank: int) -> bool:
@@ -274,6 +295,8 @@ def answer_fault(job: Job, event: LossEvent, is_costly: bool = False) -> Result:
         return end_job(replace(job, ending=Ending(reason=reason_of(job, why), rung="fail")), at_s)
     is_repair_on = not job.settings.rungs.isdisjoint(("rerun", "replace"))
     why_hopeless = why_it_does_not_help(job) if is_first_fault and is_repair_on else ""
+    if why_hopeless == OF_SCRIPT:
+        return fail_for_good(job, event)
     if why_hopeless:
         return fail_job(job, at_s, why_hopeless, has_progress=False, rung="fail")
     if why_not:
@@ -322,6 +345,8 @@ def why_it_does_not_help(job: Job) -> str:
     """
     newest = job.faults[-1]
     times = job.faults.count(newest)
+    if is_of_script(newest.kind):
+        return OF_SCRIPT if times > job.settings.exception_retries else why_too_many_incidents(job)
     if times > job.settings.max_same_faults:
         where = f"at boundary {newest.boundary}"
         return f"rank {newest.rank} had the same fault {where} {times} times: another attempt would not help"

@@ -59,6 +59,7 @@ class Settings:
     rungs                 ways of recovery that may be used
     max_attempts          attempts per incident; survivors that die while all freeze cost none
     max_same_faults       times that the same fault of one rank at one boundary is repaired
+    exception_retries     times that a rank is run again after the same error of its script in the same step
     max_reconnects        times that connections that break at one boundary are made again
     max_incidents_per_hour  incidents of one kind within WINDOW_S that are repaired; None: any number
     max_restarts          whole-group restarts; None: any number
@@ -75,6 +76,7 @@ class Settings:
     rungs: frozenset[str] = RUNGS
     max_attempts: int = 3
     max_same_faults: int = 3
+    exception_retries: int = 2
     max_reconnects: int = 1
     max_rewinds: int = 3
     max_incidents_per_hour: int | None = None

@@ -268,9 +268,15 @@ def fail_job(
     rung       of the open incident, "" to leave it
     is_fault   False: the user or the scheduler ends it
     """
-    ending = Ending(reason=reason_of(job, why), has_progress=has_progress, is_fault=is_fault, rung=rung)
+    reason = reason_of(job, why) if is_fault else stopped_by(job, why)
+    ending = Ending(reason=reason, has_progress=has_progress, is_fault=is_fault, rung=rung)
     job = replace(job, ending=ending)
     return begin_persisting(job, at_s) if may_persist(job) else end_job(job, at_s)
+
+
+def stopped_by(job: Job, why: str) -> str:
+    """Who ends the job; and what was being repaired when that came."""
+    return f"{why}; before that: {job.incident.reason}" if job.incident is not None else why
 
 
 def end_job(job: Job, at_s: float) -> Result:

@@ -28,12 +28,13 @@ from ttprun.recovery.events import (
 from ttprun.recovery.fault_events import NodeLost, RankExited, RankFaulted
 from ttprun.recovery.faults import (
     answer_fault,
+    is_of_script,
     on_faulted,
     on_node_lost,
     without_nodes,
 )
 from ttprun.recovery.job import Ending, Job, JobPhase
-from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, why_not_saved
+from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, stopped_by, why_not_saved
 from ttprun.recovery.leaving import let_others_finish, mark_finished
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import (
@@ -44,7 +45,6 @@ from ttprun.recovery.phases import (
     enter,
     open_incident,
     open_resume,
-    reason_of,
     unchanged,
 )
 from ttprun.recovery.regroup import is_resizing, keep_nodes, on_saved_to_resize
@@ -126,9 +126,17 @@ def what_was_saved(job: Job, event: StatePersisted) -> str:
     if event.without:
         which = f"what no record holds as its set-up makes it ({event.without})"
         return f"its state was saved, but a run that resumes from it has {which}: {event.place}"
+    if job.settings.same_command_goes_on and job.ending is not None and is_of_script_itself(job):
+        return f"its state was saved, from which the same command resumes once the script is corrected: {event.place}"
     if job.settings.same_command_goes_on:
         return f"its state was saved, the same command resumes from it: {event.place}"
     return f"its state was saved; to resume from it: --resume {event.place}"
+
+
+def is_of_script_itself(job: Job) -> bool:
+    """Whether the job ends because its script fails again and again."""
+    is_by_script = job.incident is not None and is_of_script(job.incident.kind)
+    return is_by_script and job.ending is not None and not job.ending.has_progress
 
 
 def on_mismatch_to_persist(job: Job, event: MismatchFound) -> Result:
@@ -239,7 +247,7 @@ def on_stop_while_persisting(job: Job, event: StopAsked) -> Result:
     """The job ends after the checkpoint that is being written."""
     if job.ending is not None and not (job.ending.is_restart or job.ending.goes_on or job.ending.is_resize):
         return unchanged(job, event)
-    return replace(job, ending=Ending(reason=reason_of(job, event.reason), is_fault=False)), ()
+    return replace(job, ending=Ending(reason=stopped_by(job, event.reason), is_fault=False)), ()
 
 
 def unless_ending(handler: Callable[[Job, Any], Result]) -> Callable[[Job, Any], Result]:

@@ -64,6 +64,11 @@ class FirstFailure:
         if self.found is None or is_new_incident or (self.found.is_collateral and not failure.is_collateral):
             self.found = failure
 
+    @property
+    def is_of_script(self) -> bool:
+        """The script itself has ended a rank, by an exception or with an exit code."""
+        return self.found is not None and self.found.exit_code > 0 and not self.found.is_collateral
+
     def forget(self) -> None:
         """What has failed is repaired: how the job ends does not follow from it."""
         self.found = None

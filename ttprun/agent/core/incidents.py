@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from ttprun.agent.core.node import Node
 from ttprun.agent.report.not_proved import NotProved
 from ttprun.observe.status import IncidentStatus, ResumeStatus
-from ttprun.recovery import Incident
+from ttprun.recovery import Incident, is_of_script
 
 logger = logging.getLogger("ttprun")
 
@@ -49,7 +49,7 @@ class Incidents:
         """Say on the console how an incident stands, and what of the replacements could not be compared."""
         name = f"incident {incident.id}, generation {incident.generation}" if incident.id else "resume"
         if incident.outcome == "open":
-            what = _GIVEN_UP.get(incident.phase)
+            what = _GIVEN_UP.get(incident.phase) or self._try_again(incident)
             is_new = what is not None and (incident.id, incident.reason, incident.phase) not in self._said
             self._said.add((incident.id, incident.reason, incident.phase))
             level = logging.WARNING if is_new else logging.INFO
@@ -66,6 +66,15 @@ class Incidents:
             logger.warning("%s: resumed from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
         else:
             logger.warning("%s: no checkpoint can be used: the script starts anew", name)
+
+    def _try_again(self, incident: Incident) -> str | None:
+        """That a script's own error is answered by a new process, and the how-manieth time that is; None otherwise."""
+        job = self._node.job
+        if incident.phase != "FREEZING" or not is_of_script(incident.kind) or not incident.ranks:
+            return None
+        rank, kind = incident.ranks[-1], incident.kind
+        times = sum((fault.rank, fault.kind) == (rank, kind) for fault in job.faults)
+        return f"trying again, {times + 1} of {job.settings.exception_retries + 1}"
 
     def note_compared(self, rank: int, equal: Sequence[str], not_proved: Sequence[str]) -> None:
         """A rank was compared with the one whose place it takes; its newest incident gets the result.

@@ -240,8 +240,11 @@ def _run(
         reason = verdict.reason if verdict is not None else "a rank has failed"
         if supervisor is not None and supervisor.node.ended_by:  # the launcher of another node has got a signal
             return exit_code_of(supervisor.node.ended_by), reason
-        console.say(str(error), "ERROR", prefix="")
-        return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
+        if any(failure.pid for failure in error.failures.values()):
+            # Else no rank of this node has failed: torch's summary would name one that the launcher has ended itself.
+            console.say(str(error), "ERROR", prefix="")
+        is_of_script = supervisor is not None and supervisor.node.first_failure.is_of_script
+        return _code_of(error, has_progress=verdict is None or verdict.has_progress or is_of_script), reason
     except (RendezvousError, DistError) as error:
         where, why = launch_config.rdzv_endpoint, str(error.__cause__ or error).partition("\n")[0]
         reason = f"the agents cannot meet: the rendezvous ({launch_config.rdzv_backend} at {where}) has failed: {why}"

@@ -30,6 +30,7 @@ def settings_of(
         world_size=world_size,
         is_alone=world_size == 1 and is_python and not config.mindio and not config.elastic,
         rungs=frozenset(rungs.rungs),
+        exception_retries=config.exception_retries,
         max_incidents_per_hour=config.max_incidents_per_hour,
         max_restarts=max_restarts,
         saves_before_restart=config.mindio,

@@ -98,7 +98,8 @@ def _is_without_loss(incident: IncidentStatus) -> bool:
 
 def essence(reason: str) -> str:
     """Why a rank was not replaced, of an incident's reason: without the kill, and what became of the job then."""
-    why = re.split(r"; (?:no restart is left|no other way|the cause:|its state was saved|no checkpoint)", reason)[0]
+    why = re.split(r"; (?:not replaced|not reconnected): ", reason)[-1]
+    why = re.split(r"; (?:no restart is left|no other way|its state was saved|no checkpoint)", why)[0]
     mismatch = re.fullmatch(rf"(?:{_FINDINGS}) \((.*)\)", why, re.DOTALL)
     return mismatch[1] if mismatch else why
 

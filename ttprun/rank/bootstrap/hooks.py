@@ -36,6 +36,7 @@ from ttprun.rank.effects import append_dedup, file_answers, origins, output, tra
 from ttprun.rank.position import loops, torch_compile
 from ttprun.rank.process import random_state
 from ttprun.rank.records.recorder import Recorder
+from ttprun.rank.replay import resuming
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.replay.set_up import SetUp
@@ -99,11 +100,11 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
         case to_rank.Replay(boundary=boundary, adapt=to_rank.Adapt() as adapt):
             session.mode = replay = Adapted(session, boundary, adapt)
             replay.begin()
-        case to_rank.Resume(boundary=boundary, expected=expected, skip_lines=skip_lines, received=received):
+        case to_rank.Resume(boundary=boundary, expected=expected, skip_lines=skip_lines):
             output.skip_lines(*skip_lines)
             append_dedup.resume_from(session[Recorder], boundary)
             session.expected = Expected(session.channel, session.generation, expected)
-            session[Journal].received = received
+            resuming.note_agreed(session, order)  # before it issues anything
             session.proof = Proof.of(session, boundary)
     _listen(presence, session)
 

@@ -182,7 +182,8 @@ def report_before(previous: Any) -> Any:
         is_early = (found is None or found.applied == 0) and not presence.welcome.options.prints_traceback
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
         missed = found.mode.difference if found is not None else ""
-        why = "; ".join(filter(None, (in_one_line(error), lost_worker(error))))
+        what = " ".join(filter(None, (in_one_line(error), _place_of(trace))))
+        why = "; ".join(filter(None, (what, lost_worker(error))))
         why = f"{why}; the replay did not reach its boundary: {missed}" if missed else why
         presence.channel.send(from_rank.ScriptError(why, text if is_early else "", text, diagnosis.name))
         if diagnosis.rung == "restart" and found is not None:
@@ -195,6 +196,16 @@ def report_before(previous: Any) -> Any:
             _leave_at_once(presence.welcome.rank)
 
     return report
+
+
+def _place_of(trace: Any) -> str:
+    """The innermost line of the user's own code in a traceback, as "(train.py:52)"; "" if there is none."""
+    foreign = (os.path.dirname(text_hashes.__file__), os.path.dirname(os.__file__), "<")
+    for frame in reversed(traceback.extract_tb(trace)):
+        is_installed = "site-packages" in frame.filename or "dist-packages" in frame.filename
+        if not is_installed and not frame.filename.startswith(foreign):
+            return f"({os.path.basename(frame.filename)}:{frame.lineno})"
+    return ""
 
 
 def _is_caught(trace: Any) -> bool:

@@ -42,6 +42,11 @@ _CLOCKS = {
     "strftime": "wrap_strftime",
     "asctime": "wrap_asctime",
 }
+_SYNCHRONIZING: tuple[tuple[str, Literal["script", "imported"]], ...] = (
+    ("torch.cuda", "script"),
+    ("torch.accelerator", "imported"),
+    ("torch_npu.npu", "imported"),
+)
 PATCHES: tuple[Patch, ...] = (
     Patch(
         _C10D,
@@ -66,6 +71,13 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         _C10D,
+        "split_group",
+        "comm.groups:wrap_split_group",
+        "to make managed groups of the parts, whose connections can be replaced too",
+        "always",
+    ),
+    Patch(
+        _C10D,
         "batch_isend_irecv",
         "comm.batches:wrap_batch_isend_irecv",
         "over a device's backend, to start the batch together, as torch does for groups of its own only",
@@ -75,6 +87,23 @@ PATCHES: tuple[Patch, ...] = (
         "CUDAGraph.capture_begin",
         "comm.captures:wrap_capture_begin",
         "to know that the script captures its work in graphs: no rank is replaced from then on",
+    ),
+    *(
+        Patch(
+            module,
+            "synchronize",
+            "comm.device_waits:wrap_synchronize",
+            "to wait for the collectives before it: one that a fault has ended is issued again first",
+            where,
+        )
+        for module, where in _SYNCHRONIZING
+    ),
+    Patch(
+        "torch.distributed._symmetric_memory",
+        "rendezvous",
+        "comm.captures:wrap_rendezvous",
+        "to know that the script's kernels reach into other ranks' memory: no rank is replaced from then on",
+        "imported",
     ),
     Patch(
         "torch.autograd",

@@ -11,16 +11,19 @@ The agent's orders are carried out by the recovery's thread: replay/repairing.py
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import Any
 
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
+from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.comm.journal import EndedError, Journal
 from ttprun.rank.session import Session
 from ttprun.rank.weights import optimizer_registry
 
 _LOOK_AGAIN_S = 0.05
+_LIMIT_S = 600.0  # longer than all that the agent waits for, which ends in another recovery
 
 
 class Alignment:
@@ -57,17 +60,17 @@ class Alignment:
         Blocks a replacement that needs other gradients until it has them, through any number of recoveries. One
         backward pass may have made the gradients of several optimizers, which step one after the other.
 
-        Raises EndedError if this process is ordered to end meanwhile.
+        Raises EndedError if this process is ordered to end meanwhile, MismatchError if no answer has come in _LIMIT_S.
         """
         self._stepping = boundary, weakref.ref(optimizer)
         if not self.is_needed:
             return
         if self._last < 0:
-            self._last = boundary + len(optimizer_registry.optimizers()) - 1
+            self._last = boundary + max(1, len(optimizer_registry.optimizers())) - 1
         if boundary > self._last:
             self.is_needed, self._last = False, -1
             return
-        asked = -1
+        asked, asked_at_s = -1, time.monotonic()
         self._waits_at = boundary
         try:
             while self.source is not None and self._aligned_at < boundary and not session.unprotected:
@@ -75,11 +78,14 @@ class Alignment:
                     raise EndedError
                 session.touch(Phase.REPAIRING)
                 if self._generation not in (asked, -1) and self._generation == session.generation:
-                    asked = self._generation
+                    asked, asked_at_s = self._generation, time.monotonic()
                     session.channel.send(from_rank.Unaligned(asked, boundary))
                 with session.changed:
                     if self._aligned_at < boundary:
                         session.changed.wait(_LOOK_AGAIN_S)
+                if time.monotonic() - asked_at_s > _LIMIT_S:
+                    why = f"the gradients of rank {self.source}, whose results count, have not come in {_LIMIT_S:.0f} s"
+                    report_mismatch(session.channel, session.generation, why)
         finally:
             self._waits_at = -1
 

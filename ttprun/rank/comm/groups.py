@@ -6,6 +6,7 @@ backend, but that costs no protection: nothing is communicated over it, so nothi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -14,13 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from ttprun.device.environment import DEBUG_NOTE, is_debugging
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Phase
 from ttprun.rank import fail_open, moments
 from ttprun.rank.comm import torch_groups
 from ttprun.rank.comm.connection import Exchange, GivenUpError
 from ttprun.rank.comm.leaving import leave_together
-from ttprun.rank.comm.process_group import GLOO_ALONE, INTERNAL_NAME, ManagedGroup
+from ttprun.rank.comm.process_group import GLOO_ALONE, ManagedGroup
+from ttprun.rank.comm.seen_by_torch import INTERNAL_NAME
 from ttprun.rank.comm.transports import TRANSPORTS
 from ttprun.rank.position import made_inside
 from ttprun.rank.session import CONNECT, Session, current
@@ -127,6 +130,8 @@ def wrap_init_process_group(original: Any) -> Any:
         if session.rank == LEADER and not session.generation:
             for name in sorted({*backends.values()} & LITTLE_TRIED.keys()):
                 session.channel.send(from_rank.Note(LITTLE_TRIED[name]))
+            if "nccl" in backends.values() and is_debugging(os.environ):
+                session.channel.send(from_rank.Note(DEBUG_NOTE))
         # torch would make a native communicator of the device at once.
         others = {name: value for name, value in kwargs.items() if name != "device_id"}
         return _make_managed(
@@ -149,6 +154,12 @@ def wrap_new_group(original: Any) -> Any:
         world = dist.group.WORLD
         if session is None or not isinstance(world, ManagedGroup):
             return original(ranks, timeout, backend, *args, **kwargs)
+        with ManagedGroup.making():
+            return make(session, world, ranks, timeout, backend, *args, **kwargs)
+
+    def make(
+        session: Session, world: ManagedGroup, ranks: Any, timeout: Any, backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         backends, why_not = (dict(world.backends), "") if backend is None else _chosen(backend, None)
         if set(backends.values()) == {_FAKE}:
             _note_made(fail_open.caller())
@@ -172,6 +183,25 @@ def wrap_new_group(original: Any) -> Any:
         )
 
     return new_group
+
+
+def wrap_split_group(original: Any) -> Any:
+    """split_group: the parts of a managed group are managed too, and connect by themselves; see torch's own."""
+
+    def split_group(parent_pg: Any = None, split_ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        world: Any = dist.group.WORLD
+        parent: Any = parent_pg or world
+        are_ours = isinstance(world, ManagedGroup) and isinstance(parent, ManagedGroup)
+        if not are_ours or not world.bound_device_id or not split_ranks:  # torch says why not
+            return original(parent_pg, split_ranks, *args, **kwargs)
+        mine = next((part for part in split_ranks if parent.rank() in part), None)
+        if mine is None:
+            return None
+        given = dict(zip(("timeout", "pg_options", "group_desc", "backend"), args, strict=False)) | kwargs
+        members = [parent.ranks[one] for one in sorted(mine)]
+        return c10d.new_group(members, use_local_synchronization=True, **given)
+
+    return split_group
 
 
 def _note_made(frame: FrameType) -> None:

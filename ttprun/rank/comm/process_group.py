@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroup, Work
+from torch._C._distributed_c10d import Work
 
 from ttprun.device import accelerator
 from ttprun.protocol import from_rank
@@ -43,7 +43,8 @@ from ttprun.rank.comm.operations import (
     with_options,
 )
 from ttprun.rank.comm.reissue import call_or_take, unpack_given
-from ttprun.rank.comm.results import Results
+from ttprun.rank.comm.results import Results, place_of
+from ttprun.rank.comm.seen_by_torch import SeenByTorch
 from ttprun.rank.comm.transports import TRANSPORTS, GroupMember
 from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.position.frames import location_key
@@ -57,10 +58,9 @@ OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
 living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # including those that the script has destroyed
 GLOO_ALONE: Mapping[str, str] = {"cpu": "gloo"}
 _LARGE = SMALL_RESULT_BYTES + 1
-INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
 
 
-class ManagedGroup(ProcessGroup):
+class ManagedGroup(SeenByTorch):
     """A process group whose connection can be replaced without the script noticing.
 
     session        of this process
@@ -111,30 +111,6 @@ class ManagedGroup(ProcessGroup):
         self.links = Links(session, member, backends)
         session.groups[name] = self
         living.add(self)
-
-    # What C++ and torch's Python code call.
-
-    def getBackendName(self) -> str:
-        return INTERNAL_NAME
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-        self.links.rename(name)
-
-    _set_group_name = setGroupName
-    group_name = property(getGroupName)
-
-    def getGroupDesc(self) -> str:
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        self._description = description
-
-    _set_group_desc = setGroupDesc  # type: ignore[assignment]
-    group_desc = property(getGroupDesc)
 
     def described(self) -> from_rank.Group:
         """Its members, and the dimension of the mesh that has made it: torch's meshes describe it as mesh_NAME."""
@@ -252,9 +228,7 @@ class ManagedGroup(ProcessGroup):
         entry.is_passing = op in GATHERING and outputs[0].is_cpu and sharded.is_gathering()
         entry.is_borrowed = entry.is_passing and op in REDUCING and sharded.is_lending()
         if is_small and not entry.is_passing:
-            # One line may call several: DDP's forward pass broadcasts buckets' sizes once, and buffers each time.
-            kinds = ",".join([f"{t.dtype}{[*t.shape]}" for t in outputs])
-            entry.place = f"{op} {kinds} {location_key()}"
+            entry.place = place_of(op, outputs, location_key())
         if is_skipped or session.mode.is_alone:
             session.mode.answer(entry)
             entry.is_done = True

@@ -30,6 +30,17 @@ FILE = -2  # likewise, of what the file system has answered (file_answers.py)
 Result = tuple[int, str, list[bytes]]  # step (boundary that it follows), place, bytes of each output
 
 
+def place_of(op: str, outputs: list[torch.Tensor], where: str) -> str:
+    """The key of a call's result: several operations may be called in one line of the script.
+
+    DDP's forward broadcasts buffers, and once the buckets' sizes, which may have as many bytes; SyncBatchNorm gathers.
+
+    where   the line, as `location_key` names it
+    """
+    kinds = f"{outputs[0].dtype}{[*outputs[0].shape]}x{len(outputs)}" if outputs else ""
+    return f"{op} {kinds} {where}"
+
+
 class Results:
     """Results of this rank's small collectives in the current step."""
 

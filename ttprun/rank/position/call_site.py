@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import CodeType, FrameType
 
-from ttprun.rank.position import ast_transform, gathering, library_loops, liveness, loop_sites, loops
+from ttprun.rank.position import ast_transform, control_flow, gathering, library_loops, liveness, loop_sites, loops
 from ttprun.rank.position.frames import place
 from ttprun.rank.position.variables import variables_of
 from ttprun.rank.position.whose import is_script_code
@@ -21,16 +21,23 @@ class _OfUser:
     """One of the user's frames on a stack.
 
     index       on the stack, the innermost frame being the first
+    is_called_again   a loop of foreign code calls it, perhaps once for each training
     loops       the sites of the `for` statements around its instruction
     gathering   what collects results there outside of variables; "" if nothing does
     dead        names of its variables that are dead
     """
 
-    __slots__ = ("dead", "gathering", "index", "loops", "place")
+    __slots__ = ("dead", "gathering", "index", "is_called_again", "loops", "place")
 
     def __init__(self, index: int, frame: FrameType, outer: FrameType | None) -> None:
         self.index = index
         self.loops = loops.around(frame)
+        self.is_called_again = (
+            outer is not None
+            and bool(self.loops)
+            and library_loops.is_called_in_a_loop(frame, outer)
+            and not control_flow.is_within_another(frame.f_code, self.loops[0].key)
+        )
         self.gathering = gathering.look(frame, outer)
         self.dead = sorted(liveness.dead_in(frame))
         self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -96,6 +103,8 @@ class Whereabouts:
         gathers = ""
         for of_user in way.frames:
             active = loops.of_frame(stack[of_user.index])
+            if of_user.is_called_again and active and not any(self.active):
+                active[0].earlier = active[0].site.begun - 1
             self.active.append(active)
             if len(active) < len(of_user.loops):
                 followed = [loop.site for loop in active]

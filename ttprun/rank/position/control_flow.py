@@ -89,6 +89,11 @@ def looping(code: CodeType) -> frozenset[int]:
     )
 
 
+def is_within_another(code: CodeType, key: str) -> bool:
+    """Whether the followed loop of this key lies in another loop of the same code."""
+    return any(step.argval == key and step.offset in looping(code) for step in dis.get_instructions(code))
+
+
 def _reached(following: Mapping[int, Iterable[int]], start: int) -> set[int]:
     found, left = {start}, [start]
     while left:

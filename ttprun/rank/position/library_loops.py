@@ -78,6 +78,20 @@ def loop_around(frame: FrameType | None) -> tuple[str, dict[str, str]]:
     return found, {one: filename for one, filename in reversed(modules) if _package_of(one) in packages}
 
 
+def is_called_in_a_loop(frame: FrameType, outer: FrameType) -> bool:
+    """Whether one of the frames between two frames of the user's is in a loop: it may call the inner one again.
+
+    frame, outer   next to each other among the user's, the inner one first
+    """
+    between = frame.f_back
+    while between is not None and between is not outer:
+        code = between.f_code
+        if control_flow.instruction_at(code, between.f_lasti) in control_flow.looping(code):
+            return True
+        between = between.f_back
+    return False
+
+
 def keeper_of_a_loss(frame: FrameType | None) -> dict[str, str]:
     """The module of foreign code on the stack that holds a loss of this step, and may return it, with its file.
 

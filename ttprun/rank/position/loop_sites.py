@@ -35,14 +35,16 @@ class Site:
     key          file:line:column, the same in every rank
     has_steps    an optimizer step has been seen inside
     is_outer     ... and inside of another loop that is inside of this one
+    begun        how often a followed loop of it has begun
     """
 
-    __slots__ = ("began", "has_steps", "is_outer", "key", "place")
+    __slots__ = ("began", "begun", "has_steps", "is_outer", "key", "place")
 
     def __init__(self, key: str, place: Extent) -> None:
         self.key = key
         self.place = place
         self.began = 0
+        self.begun = 0
         self.has_steps = False
         self.is_outer = False
 

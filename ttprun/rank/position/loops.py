@@ -55,6 +55,9 @@ class Loop:
     over         EXPR, if it is a generator, or a file or table that is read line by line
     bounds       (start, stop, step) of EXPR, if it is a range
     item_rng     the same when the current item was yielded, for loops around other loops
+    earlier      loops of its site that had ended before it, if a library's loop calls the function again and again:
+                 each call is a training of its own
+    number       loops of all sites that had begun before it
     determines_all  its position is known to determine the state of all that it iterates over; see iterables.py
     """
 
@@ -66,8 +69,10 @@ class Loop:
         "bounds",
         "current",
         "determines_all",
+        "earlier",
         "item_rng",
         "lead",
+        "number",
         "over",
         "position",
         "site",
@@ -83,6 +88,8 @@ class Loop:
         self.over = iterable if isinstance(iterable, _READ_ON) else None
         self.bounds = [iterable.start, iterable.stop, iterable.step] if isinstance(iterable, range) else None
         self.determines_all = False
+        self.earlier = 0
+        self.number = Begun.count
         self._iterable: Iterable[Any] | None = iterable
         self._following: weakref.ref[Generator[Any]] | None = None
 
@@ -142,6 +149,7 @@ class Loop:
             item_rng=self.item_rng if self.site.is_outer else None,
             current=self.current,
             bounds=self.bounds,
+            earlier=self.earlier,
             is_inside=following is not None and following.gi_running,
             over=over,
         )
@@ -232,6 +240,12 @@ def _place_of(value: Any, values: Any, index: int) -> int:
     return plain.index(value) if plain.count(value) == 1 else len(plain)
 
 
+class Begun:
+    """How many followed loops have begun so far."""
+
+    count = 0
+
+
 class Hooks:
     """Functions that the compiled code calls before it follows a loop.
 
@@ -286,6 +300,8 @@ def loop(key: str, token: Any, iterable: Iterable[Any]) -> Any:
     else:
         made = iterable if token is None else Loop(sites[key], token, iterable)
     if isinstance(made, Loop):
+        made.site.begun += 1
+        Begun.count += 1
         _running[id(sys._getframe(1)), key] = made
     return made
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import FrameType
 
-from ttprun.rank.position import call_site
+from ttprun.rank.position import call_site, loops
 from ttprun.rank.position.frames import user_frames
 
 
@@ -21,15 +21,17 @@ class _Made:
     passes    (loop, items that it had yielded) for each followed loop around its making
     after     the boundary that it was made after
     visited   the script's place at that boundary
+    number    followed loops that had begun by then
     """
 
-    __slots__ = ("after", "is_kept", "passes", "visited", "why")
+    __slots__ = ("after", "is_kept", "number", "passes", "visited", "why")
 
     def __init__(self, why: str, is_kept: Callable[[], bool], frame: FrameType | None) -> None:
         self.why = why
         self.is_kept = is_kept
         self.passes = [(loop.site, loop.position) for loop in call_site.look(frame).around]
         self.after, self.visited = _newest
+        self.number = loops.Begun.count
 
     def is_skipped(self, boundary: int, whereabouts: call_site.Whereabouts) -> bool:
         """Whether a replay up to a boundary at this place runs past its making."""
@@ -37,6 +39,9 @@ class _Made:
         if trained:
             now = {loop.site: loop.position for loop in whereabouts.around}
             return any(now.get(site) != position for site, position in trained)
+        outermost = next(iter(whereabouts.around), None)
+        if outermost is not None and outermost.earlier and outermost.number >= self.number:
+            return False  # a library's loop has called the training again, and this belongs to its set-up
         # In a `while` loop: the same place was passed before and after it.
         return 0 < self.after < boundary - 1 and self.visited == whereabouts.place
 

@@ -31,6 +31,7 @@ class LoopRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     bounds      (start, stop, step) if it runs over a range
     is_inside   the step is taken while the next item is made
     over        what it runs over, if its position does not determine that
+    earlier     see position/loops.py
     """
 
     site: str
@@ -42,6 +43,7 @@ class LoopRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     bounds: list[int] | None
     is_inside: bool
     over: Node = None
+    earlier: int = 0
 
 
 class ScriptState(msgspec.Struct, frozen=True, kw_only=True):

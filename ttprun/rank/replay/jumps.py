@@ -90,6 +90,8 @@ class Jumps:
             if candidate.site == site.key and id(candidate) not in self.loops_used:
                 if _are_early(candidates[:at], frames[-1]):
                     return _EARLY
+                if candidate.earlier > self._skipped[site.key]:
+                    return None  # of a training before the lost rank's
                 self.loops_used.add(id(candidate))
                 return candidate
         return None

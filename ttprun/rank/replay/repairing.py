@@ -63,14 +63,14 @@ def fetch_state(session: Session, order: to_rank.FetchState) -> None:
 
 def send_gradients(session: Session, order: to_rank.SendGradients, check_overtaken: Callable[[], None]) -> None:
     """Serve the gradients of the step that this rank is about to take; arguments and errors as those of send_state."""
-    optimizer = _await_step(session, order.boundary, check_overtaken)
+    optimizer = _await_step(session, order, check_overtaken)
     place = _place_of(session, order)
     state_transfer.serve_gradients(place, optimizer, order.receivers, order.limit_s, check_overtaken)
 
 
 def take_gradients(session: Session, order: to_rank.TakeGradients, check_overtaken: Callable[[], None]) -> None:
     """Take another rank's gradients of the step that both are about to take; errors as those of fetch_state."""
-    optimizer = _await_step(session, order.boundary, check_overtaken)
+    optimizer = _await_step(session, order, check_overtaken)
     state_transfer.take_gradients(_place_of(session, order), optimizer, order.limit_s)
     accelerator.synchronize()  # the main thread steps on another stream
     session[Verifier].look_again(order.boundary)
@@ -79,13 +79,18 @@ def take_gradients(session: Session, order: to_rank.TakeGradients, check_overtak
     session.channel.send(from_rank.Aligned(order.generation, order.boundary))
 
 
-def _await_step(session: Session, boundary: int, check_overtaken: Callable[[], None]) -> Any:
-    """Wait until the main thread waits before the step to this boundary; returns the optimizer that takes it.
+def _await_step(
+    session: Session, order: to_rank.SendGradients | to_rank.TakeGradients, check_overtaken: Callable[[], None]
+) -> Any:
+    """Wait until the main thread waits before the step to the boundary; returns the optimizer that takes it.
 
-    Blocks until it is there, or `check_overtaken` raises: the agent looks for ranks that hang.
+    Blocks until it is there, or `check_overtaken` raises. Raises TimeoutError after `order.limit_s`.
     """
-    while (optimizer := session[Alignment].optimizer_at(session, boundary)) is None:
+    end_s = time.monotonic() + order.limit_s
+    while (optimizer := session[Alignment].optimizer_at(session, order.boundary)) is None:
         check_overtaken()
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"it has not come to optimizer step {order.boundary} within {order.limit_s:.0f} s")
         time.sleep(_LOOK_AGAIN_S)
     moments.reached("gradients")
     accelerator.synchronize()

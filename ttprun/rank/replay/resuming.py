@@ -32,8 +32,7 @@ def resume(
     again             empty; gets each entry with its new work, for a recovery that interrupts this one
     check_overtaken   called now and then; its exception ends the order
     """
-    session[Journal].note_agreed(givers_of(order), order.received, order.settled)
-    session[Alignment].begin(session, order.generation, order.takes_from)
+    note_agreed(session, order)
     is_connected = False
     # A replacement connects these before it issues anything, and a backend may connect within an operation.
     for group in all_groups(session):
@@ -96,15 +95,20 @@ def go_live(session: Session, replay: ReplayRun, order: to_rank.Resume) -> None:
         group.links.connect_in(session.generation)
         group.links.is_joined = True
     session.channel.send(from_rank.Rebuilt(session.generation))
-    session[Journal].note_agreed(givers_of(order), order.received, order.settled)
+    note_agreed(session, order)
     session[Verifier].prove_from(replay.boundary)
-    session[Alignment].begin(session, order.generation, order.takes_from)
     if replay.is_alone:
         session.proof = Proof.of(session, replay.boundary, is_of_all=not replay.is_joining)
     # Ranks that have all gone back have no journal of others to keep to, only what they have left themselves; and a
     # rank that was lost had perhaps gone further than the others.
     session.expected = Expected(session.channel, session.generation, order.expected, session.proof is None)
     replay.live.set()
+
+
+def note_agreed(session: Session, order: to_rank.Resume) -> None:
+    """What all ranks know alike of the operations since the boundary."""
+    session[Journal].note_agreed(givers_of(order), order.received, order.settled)
+    session[Alignment].begin(session, order.generation, order.takes_from)
 
 
 def givers_of(order: to_rank.Resume) -> dict[tuple[str, int], int]:

@@ -198,7 +198,10 @@ class ProcessGroupHCCL final : public c10d::Backend {
   }
   Work _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& opts) override {
     auto from = copies({input}), into = copies({output});
-    return issue("_allgather_base", is_async(opts, 0), c10d::OpType::_ALLGATHER_BASE, {input}, *from, {output}, *into, [from, into, opts](c10d::Backend& gloo) { return gloo._allgather_base((*into)[0], (*from)[0], opts); });
+    return issue("_allgather_base", is_async(opts, 0), c10d::OpType::_ALLGATHER_BASE, {input}, *from, {output}, *into, [from, into, opts](c10d::Backend& gloo) {
+      Tensor all = (*into)[0].view({-1}), one = (*from)[0].view({-1});  // gloo is particular about their shapes
+      return gloo._allgather_base(all, one, opts);
+    });
   }
   Work allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     Work last;

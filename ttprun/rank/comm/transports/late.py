@@ -381,6 +381,12 @@ def _watch(work: LateWork, promise: torch.futures.Future[Any]) -> None:
         _changed.notify()
 
 
+def stop_looking(limit_s: float) -> None:
+    """Wait until no operation is watched on the device, `limit_s` at most."""
+    with _changed:
+        _changed.wait_for(lambda: not _watched, limit_s)
+
+
 def _complete_promises() -> None:
     pause_s = _FIRST_PAUSE_S
     while True:
@@ -391,8 +397,12 @@ def _complete_promises() -> None:
             found = list(_watched)
         completed = [one for one in found if one[0].is_completed()]
         for one in completed:
-            _watched.remove(one)
             one[1].set_result(None)
+        with _changed:
+            for one in completed:
+                _watched.remove(one)
+            if not _watched:
+                _changed.notify_all()
         if completed:
             pause_s = _FIRST_PAUSE_S
             continue

@@ -1,0 +1,33 @@
+"""An error of the script's own: tried again as often as was asked for, with a line each time, and exit code 1."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.harness import RunTtprun
+
+SCRIPT = "fails_at_step.py"
+RAISED = "rank 1 raised ValueError: bad value (fails_at_step.py:23) in step 8"
+
+
+@pytest.mark.parametrize(("retries", "runs"), [(0, 1), (2, 3)])
+def test_an_exception_is_tried_again_as_often_as_asked_for_and_ends_the_job_with_exit_code_1(
+    run_ttprun: RunTtprun, retries: int, runs: int
+) -> None:
+    result = run_ttprun(SCRIPT, 2, script_args=["--how", "raise"], options=["--exception-retries", str(retries)])
+
+    assert result.exit_code == 1, result.story()
+    assert result.process_counts == [1, runs]
+    tries = [line.rpartition(": ")[2] for line in result.output.splitlines() if "trying again" in line]
+    assert tries == [f"trying again, {number} of {retries + 1}" for number in range(2, runs + 1)]
+    assert result.output.splitlines()[-1].startswith(f"ttprun: the job has ended: {RAISED}")
+
+
+def test_an_exit_with_a_code_is_the_cause_and_not_the_connections_that_broke_by_it(run_ttprun: RunTtprun) -> None:
+    result = run_ttprun(SCRIPT, 2, script_args=["--how", "exit"], options=["--exception-retries", "0"])
+
+    assert result.exit_code == 1, result.story()
+    last = result.output.splitlines()[-1]
+    assert last.startswith(
+        "ttprun: the job has ended: rank 1 exited with code 3 at boundary 8; not replaced: this is an"
+    )

@@ -1,0 +1,26 @@
+"""Trainings one after the other in a loop of a library: each is protected like the first."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.harness import RunTtprun, Undisturbed, assert_only_replaced, assert_same_outcome
+
+SCRIPT = "sweep.py"  # 3 trainings of 12 steps
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        "kill:rank=1,step=6,phase=backward",
+        "kill:rank=1,step=13,phase=backward",  # the second training has taken one step
+        "kill:rank=0,step=31,phase=in_step",
+    ],
+)
+def test_a_rank_that_is_lost_in_any_training_of_a_librarys_sweep_is_replaced_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, kill: str
+) -> None:
+    result = run_ttprun(SCRIPT, 2, faults=[kill])
+
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed(SCRIPT, 2))
