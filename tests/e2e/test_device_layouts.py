@@ -76,7 +76,7 @@ def test_a_rank_that_is_killed_in_a_layout_with_a_replica_is_replaced_and_nothin
 
 
 @pytest.mark.parametrize("phase", ["backward", "collective"])
-def test_a_rank_whose_shards_nobody_else_has_sends_all_back_to_a_snapshot_and_nothing_differs(
+def test_a_rank_whose_shards_nobody_else_has_sends_all_back_to_a_snapshot_and_the_weights_are_the_same(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str
 ) -> None:
     arguments = arguments_of("fsdp2", "barrier,loss")
@@ -84,5 +84,5 @@ def test_a_rank_whose_shards_nobody_else_has_sends_all_back_to_a_snapshot_and_no
 
     result = run_ttprun(SCRIPT, 2, script_args=arguments, faults=[f"kill:rank=1,step=8,phase={phase}"], device=NPU)
 
-    assert_same_outcome(result, reference)
     assert [(one["rung"], one["outcome"]) for one in result.incidents] == [("rewind", "recovered")], result.story()
+    assert (result.exit_code, result.final, result.hashes) == (0, reference.final, reference.hashes), result.story()

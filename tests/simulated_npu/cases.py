@@ -358,3 +358,138 @@ def test_the_watchdog_that_may_not_end_the_process_sleeps_and_a_destructor_waits
     assert (long.returncode, none.returncode) == (0, 0), long.stderr + none.stderr
     assert float(long.stdout) > 1
     assert float(none.stdout) < 1
+
+
+def test_sync_batch_norms_kernels_give_what_batch_norm_gives() -> None:
+    torch.manual_seed(1)
+    images, grad = torch.randn(6, 3, 4, 4), torch.randn(6, 3, 4, 4)
+    weight, bias = torch.rand(3), torch.rand(3)
+    leaf = images.clone().requires_grad_()
+    factor, offset = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+    expected = F.batch_norm(leaf, None, None, factor, offset, True, 0.1, 1e-5)
+    expected.backward(grad)
+
+    x, dy, w, b = (tensor.to("npu") for tensor in (images, grad, weight, bias))
+    parts = [torch.batch_norm_stats(part, 1e-5) for part in (x[:2], x[2:])]
+    counts = torch.tensor([32.0, 64.0], device="npu")
+    means, inverses = (torch.stack(found) for found in zip(*parts, strict=True))
+    mean, inverse = torch.batch_norm_gather_stats_with_counts(x, means, inverses, None, None, 0.1, 1e-5, counts)
+    out = torch.batch_norm_elemt(x, w, b, mean, inverse, 1e-5)
+    sums = torch.batch_norm_backward_reduce(dy, x, mean, inverse, w, True, True, True)
+    dx = torch.batch_norm_backward_elemt(dy, x, mean, inverse, w, sums[0], sums[1], counts.int())
+
+    torch.testing.assert_close(out.cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx.cpu(), leaf.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sums[2].cpu(), factor.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sums[3].cpu(), offset.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_freed_memory_is_handed_out_at_once_on_its_own_stream_only() -> None:
+    first = torch.ones(4096, device="npu")
+    address = first.data_ptr()
+    slow = busy()
+    late = first + slow[0, 0]
+    del first
+    again = torch.zeros(4096, device="npu")
+    side = torch.npu.Stream()
+    with torch.npu.stream(side):
+        other = torch.zeros(4096, device="npu")
+
+    assert again.data_ptr() == address
+    assert other.data_ptr() != address
+    assert late[0].item() == TOO_LONG**2 + 1
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_memory_that_another_stream_still_uses_holds_garbage_unless_that_was_recorded(is_recorded: bool) -> None:
+    torch.npu.empty_cache()  # so that the next one asked for is the one given back
+    source = torch.ones(4096, device="npu")
+    torch.npu.synchronize()
+    side = torch.npu.Stream()
+    with torch.npu.stream(side):
+        busy()
+        seen = source + 0
+    if is_recorded:
+        source.record_stream(side)
+
+    del source
+    torch.empty(4096, device="npu")
+    torch.npu.current_stream().synchronize()
+    side.synchronize()
+
+    assert (seen.tolist() == [1.0] * 4096) is is_recorded
+
+
+def noisy_gradients() -> list[int]:
+    code = """
+import sys, torch
+torch.use_deterministic_algorithms(len(sys.argv) > 1)
+table = torch.ones(8, 4, device="npu", requires_grad=True)
+found = set()
+for _ in range(40):
+    table.grad = None
+    (torch.nn.functional.embedding(torch.tensor([1, 1, 2], device="npu"), table) * 0.3).sum().backward()
+    found.add(str(table.grad.flatten().view(torch.int32).tolist()))
+print(len(found))
+"""
+    environment = {**os.environ, "SIMULATED_NPU_NOISE": "1"}
+    run = [sys.executable, "-c", code]
+    return [
+        int(subprocess.run([*run, *more], env=environment, check=True, capture_output=True).stdout)
+        for more in ([], ["deterministic"])
+    ]
+
+
+def test_noise_is_in_a_backward_kernel_unless_deterministic_algorithms_are_asked_for() -> None:
+    some, one = noisy_gradients()
+
+    assert some > 1
+    assert one == 1
+
+
+def test_while_a_graph_is_captured_nothing_runs_and_nothing_may_be_asked() -> None:
+    total, one = torch.zeros(1, device="npu"), torch.ones(1, device="npu")
+    event = torch.npu.Event()
+    event.record()
+    event.synchronize()
+    graph = torch.npu.NPUGraph()
+
+    with torch.npu.graph(graph):
+        assert torch.npu.is_current_stream_capturing()
+        total.add_(one)
+        for ask in (event.query, event.synchronize, total.item, total.cpu, torch.npu.synchronize):
+            with pytest.raises(RuntimeError, match="operation not permitted when a stream is capturing"):
+                ask()
+
+    assert total.item() == 0
+    graph.replay()
+    graph.replay()
+    assert total.item() == 2
+
+
+HOLDS_MEMORY = """
+import os, signal, sys, torch
+held = torch.empty(1 << 20, dtype=torch.uint8, device="npu")
+if sys.argv[1] == "killed": os.kill(os.getpid(), signal.SIGKILL)
+"""
+SEES_MEMORY = """
+import sys, time, torch
+torch.empty(1, device="npu")
+free, total = torch.npu.mem_get_info()
+print(total - free >= 1 << 20)
+time.sleep(1.2)
+free, total = torch.npu.mem_get_info()
+print(total - free >= 1 << 20)
+"""
+
+
+@pytest.mark.parametrize(("end", "seen"), [("killed", "True False"), ("well", "False False")])
+def test_memory_of_a_killed_process_returns_a_second_later(tmp_path: Path, end: str, seen: str) -> None:
+    environment = {**os.environ, "SIMULATED_NPU_MEMORY": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", HOLDS_MEMORY, end], env=environment, check=False)
+
+    done = subprocess.run(
+        [sys.executable, "-c", SEES_MEMORY], env=environment, check=True, capture_output=True, text=True
+    )
+
+    assert done.stdout.split() == seen.split()

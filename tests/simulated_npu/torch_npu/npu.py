@@ -161,6 +161,41 @@ def stream(of: torch.Stream | None) -> Iterator[None]:
         _C.set_device(before_device)
 
 
+# Graphs. What is given to the streams while one is captured runs when it is replayed.
+
+
+class NPUGraph:
+    """A captured graph."""
+
+    def capture_begin(self, *args: Any, **named: Any) -> None:
+        """Of all streams of this process."""
+        _C.begin_capture()
+
+    def capture_end(self) -> None:
+        """Keep what was captured."""
+        self._graph = _C.end_capture()
+
+    def replay(self) -> None:
+        """Run it again."""
+        self._graph.replay()
+
+
+@contextmanager
+def graph(npu_graph: NPUGraph, pool: Any = None, stream: Any = None) -> Iterator[None]:
+    """Capture what is in the block."""
+    synchronize()
+    npu_graph.capture_begin()
+    try:
+        yield
+    finally:
+        npu_graph.capture_end()
+
+
+def is_current_stream_capturing() -> bool:
+    """Whether a graph is being captured."""
+    return bool(_C.is_capturing())
+
+
 # Random numbers.
 
 
@@ -258,7 +293,7 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """Free and total bytes."""
     _, reserved, _, total = _C.memory(_index(device))
-    return total - reserved, total
+    return total - reserved - _C.memory_of_others(_index(device)), total
 
 
 # Recovery.

@@ -4,8 +4,12 @@
 #include <unistd.h>
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <thread>
 
 namespace npu {
@@ -70,6 +74,41 @@ int64_t now_us() {
   return duration_cast<microseconds>(system_clock::now().time_since_epoch()).count();
 }
 
+// Graphs.
+
+namespace {
+std::mutex g_capture_mutex;
+std::shared_ptr<Graph> g_capture;
+std::atomic<bool> g_is_capturing{false};
+
+void capture(Queue& queue, Task task) {
+  std::lock_guard<std::mutex> lock(g_capture_mutex);
+  g_capture->emplace_back(&queue, std::move(task));
+}
+}  // namespace
+
+void begin_capture() {
+  std::lock_guard<std::mutex> lock(g_capture_mutex);
+  g_capture = std::make_shared<Graph>();
+  g_is_capturing = true;
+}
+
+std::shared_ptr<Graph> end_capture() {
+  std::lock_guard<std::mutex> lock(g_capture_mutex);
+  g_is_capturing = false;
+  return std::move(g_capture);
+}
+
+void replay(const Graph& graph) {
+  for (const auto& [queue, task] : graph) queue->push(task);
+}
+
+bool is_capturing() { return g_is_capturing; }
+
+void check_capture(const char* what) {
+  if (g_is_capturing) throw std::runtime_error(std::string(what) + ": operation not permitted when a stream is capturing, error code is 107025 (simulated)");
+}
+
 // Marks.
 
 void Mark::set() {
@@ -87,6 +126,7 @@ bool Mark::wait_for(milliseconds limit) {
 // Queues.
 
 void Queue::push(Task task) {
+  if (is_capturing()) return capture(*this, std::move(task));
   std::lock_guard<std::mutex> lock(mutex);
   if (!has_thread) {
     has_thread = true;
@@ -122,12 +162,14 @@ void Queue::work() {
 }
 
 void Queue::drain() {
+  check_capture("aclrtSynchronizeStream");
   std::unique_lock<std::mutex> lock(mutex);
   const auto wanted = pushed;
   progressed.wait(lock, [&] { return finished >= wanted || g_is_over; });
 }
 
 bool Queue::is_idle() {
+  check_capture("aclrtStreamQuery");
   std::lock_guard<std::mutex> lock(mutex);
   return finished == pushed;
 }
@@ -227,33 +269,88 @@ void Device::synchronize() {
 
 // Memory.
 
-Block::~Block() { npu::device(device).release(*this); }
+namespace {
 
-Held Device::allocate(size_t size) {
+// SIMULATED_NPU_MEMORY names a folder in which each process says how much of a device it has. What a process had that
+// was killed returns a second after that was noticed.
+constexpr double RETURNS_AFTER_S = 1;
+
+std::string shared_folder() {
+  const char* named = std::getenv("SIMULATED_NPU_MEMORY");
+  return named ? named : "";
+}
+
+std::string own_file(int index) { return shared_folder() + "/" + std::to_string(index) + "." + std::to_string(getpid()); }
+
+void tell_others(int index, size_t bytes) {
+  if (!shared_folder().empty()) std::ofstream(own_file(index)) << bytes;
+}
+
+size_t of_others(int index) {
+  namespace fs = std::filesystem;
+  if (shared_folder().empty()) return 0;
+  size_t all = 0;
+  std::error_code ignored;
+  const auto ours = fs::path(own_file(index)).filename();
+  for (const auto& file : fs::directory_iterator(shared_folder(), ignored)) {
+    const auto name = file.path().filename().string();
+    const auto prefix = std::to_string(index) + ".";
+    if (name.rfind(prefix, 0) || file.path().filename() == ours) continue;
+    const bool is_marked = file.path().extension() == ".dead";
+    const auto pid = std::atoi(name.c_str() + prefix.size());
+    size_t bytes = 0;
+    std::ifstream(file.path()) >> bytes;
+    if (is_marked) {
+      const auto age = fs::file_time_type::clock::now() - fs::last_write_time(file.path(), ignored);
+      if (std::chrono::duration<double>(age).count() > RETURNS_AFTER_S) {
+        fs::remove(file.path(), ignored);
+        continue;
+      }
+    } else if (kill(pid, 0) != 0 && errno == ESRCH) {
+      fs::last_write_time(file.path(), fs::file_time_type::clock::now(), ignored);
+      fs::rename(file.path(), file.path().string() + ".dead", ignored);
+    }
+    all += bytes;
+  }
+  return all;
+}
+
+}  // namespace
+
+Held Device::allocate(size_t size, c10::StreamId stream) {
   const size_t whole = (size + 511) / 512 * 512;
   char* ptr = nullptr;
+  put_away_unused();
   {
     std::lock_guard<std::mutex> lock(mutex);
-    auto found = cached.lower_bound(whole);
-    if (found != cached.end() && found->first <= whole * 2) {
+    auto& of_stream = cached[stream];
+    auto found = of_stream.lower_bound(whole);
+    if (found != of_stream.end() && found->first <= whole * 2) {
       ptr = found->second;
       size = found->first;
-      cached.erase(found);
+      of_stream.erase(found);
     } else {
       size = whole;
     }
   }
+  if (ptr) {  // whoever still reads what was there reads garbage, but for what this stream was given before
+    Task task;
+    task.run = [ptr, size] { std::memset(ptr, GARBAGE, size); };
+    queue(stream).push(std::move(task));
+  }
   if (!ptr) {
     const auto limit = limit_bytes();
-    if (memory().reserved + whole > limit) empty_cache();
-    if (memory().reserved + whole > limit)
+    const auto has_room = [&] { return memory().reserved + of_others(index) + whole <= limit; };
+    if (!has_room()) empty_cache();
+    if (!has_room())
       TORCH_CHECK_WITH(OutOfMemoryError, false, "NPU out of memory. Tried to allocate ", whole, " bytes (NPU ", index,
                        "; ", limit, " bytes total capacity)");
     ptr = static_cast<char*>(std::aligned_alloc(512, size));
     std::lock_guard<std::mutex> lock(mutex);
     reserved += size;
+    tell_others(index, reserved);
   }
-  auto* block = new Block{ptr, size, index};
+  auto* block = new Block{ptr, size, index, stream, {}};
   std::lock_guard<std::mutex> lock(mutex);
   blocks[ptr] = block;
   allocated += size;
@@ -261,27 +358,66 @@ Held Device::allocate(size_t size) {
   return Held(block);
 }
 
-void Device::release(Block& block) {
+void Device::use(const Held& block, c10::StreamId stream) {
+  if (!block || stream == block->stream) return;
   std::lock_guard<std::mutex> lock(mutex);
-  blocks.erase(block.ptr);
-  unsafe.erase(std::remove(unsafe.begin(), unsafe.end(), block.ptr), unsafe.end());
-  has_unsafe = !unsafe.empty();
-  allocated -= block.size;
-  cached.emplace(block.size, block.ptr);
+  if (std::find(block->users.begin(), block->users.end(), stream) == block->users.end()) block->users.push_back(stream);
+}
+
+void Device::release(Block& block) {
+  if (g_bad_fork) return;
+  Free free{block.ptr, block.size, block.stream, {}};
+  for (const auto user : block.users) free.uses.push_back(record(c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index)), user)));
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    blocks.erase(block.ptr);
+    unsafe.erase(std::remove(unsafe.begin(), unsafe.end(), block.ptr), unsafe.end());
+    has_unsafe = !unsafe.empty();
+    allocated -= block.size;
+    if (!free.uses.empty()) return leaving.push_back(std::move(free));
+  }
+  put_away(free);
+}
+
+void Device::put_away(const Free& free) {
+  std::lock_guard<std::mutex> lock(mutex);
+  cached[free.stream].emplace(free.size, free.ptr);
+}
+
+void Device::put_away_unused() {
+  std::vector<Free> found;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto is_used = [](const Free& one) { return std::any_of(one.uses.begin(), one.uses.end(), [](const MarkPtr& mark) { return !mark->is_set(); }); };
+    const auto unused = std::stable_partition(leaving.begin(), leaving.end(), is_used);
+    found.assign(std::make_move_iterator(unused), std::make_move_iterator(leaving.end()));
+    leaving.erase(unused, leaving.end());
+  }
+  for (auto& free : found) put_away(free);
 }
 
 void Device::empty_cache() {
-  std::lock_guard<std::mutex> lock(mutex);
-  for (auto& [size, ptr] : cached) {
-    reserved -= size;
-    char* begin = ptr;
-    const size_t length = size;
-    poisons.erase(std::remove_if(poisons.begin(), poisons.end(), [&](const Poison& one) {
-      return one.begin < begin + length && begin < one.begin + one.size; }), poisons.end());
-    std::free(ptr);
+  synchronize();
+  put_away_unused();
+  decltype(cached) unused;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    unused.swap(cached);
   }
-  cached.clear();
+  synchronize();  // what was asked of that memory before, and its garbage
+  std::lock_guard<std::mutex> lock(mutex);
+  for (auto& [stream, of_stream] : unused) {
+    for (auto& [size, ptr] : of_stream) {
+      reserved -= size;
+      poisons.erase(std::remove_if(poisons.begin(), poisons.end(), [begin = ptr, length = size](const Poison& one) {
+        return one.begin < begin + length && begin < one.begin + one.size; }), poisons.end());
+      std::free(ptr);
+    }
+  }
+  tell_others(index, reserved);
 }
+
+size_t Device::memory_of_others() { return of_others(index); }
 
 Memory Device::memory() {
   std::lock_guard<std::mutex> lock(mutex);
@@ -299,8 +435,9 @@ bool Device::is_in_pool(const Range& range, bool is_held_only) {
   for (auto& [begin, block] : blocks)
     if (begin < range.begin + range.size && range.begin < begin + block->size) return true;
   if (!is_held_only)
-    for (auto& [size, begin] : cached)
-      if (begin < range.begin + range.size && range.begin < begin + size) return true;
+    for (auto& [stream, of_stream] : cached)
+      for (auto& [size, begin] : of_stream)
+        if (begin < range.begin + range.size && range.begin < begin + size) return true;
   return false;
 }
 
@@ -452,11 +589,13 @@ void shutdown() {
   for (auto& found : g_devices)
     while (found && std::chrono::steady_clock::now() < until) {
       bool is_idle = true;
-      for (c10::StreamId id = 0; id < 64; ++id) is_idle = is_idle && found.load()->queue(id).is_idle();
+      for (c10::StreamId id = 0; id < 64; ++id) is_idle = is_idle && (is_capturing() || found.load()->queue(id).is_idle());
       if (is_idle) break;
       std::this_thread::sleep_for(milliseconds(1));
     }
   g_is_over = true;
+  std::error_code ignored;
+  for (int index = 0; index < device_count() && !shared_folder().empty(); ++index) std::filesystem::remove(own_file(index), ignored);
 }
 
 }  // namespace npu

@@ -23,10 +23,12 @@ enum State : int {
   HCCL_OP_RETRY_EXIT = 10, SUSPECT_REMOTE_EXIT = 11, TASK_TIMEOUT = 20, AICORE_EXIT = 21, LOST = 22,
 };
 
-// One piece of device memory; it returns to its device's pool when nobody holds it any more.
+// One piece of device memory. It goes back to its device's pool when its tensor gives it back (`Device::release`), and
+// then belongs to whoever comes next on its stream, also while tasks that were given it are still to run.
 struct Block {
   char* ptr; size_t size; int device;
-  ~Block();
+  c10::StreamId stream;                 // on which it was asked for
+  std::vector<c10::StreamId> users;     // other streams that `Device::use` was told of
 };
 using Held = std::shared_ptr<Block>;
 
@@ -96,10 +98,15 @@ class Device {
   c10::StreamId new_stream();
   void synchronize();
 
-  Held allocate(size_t size);
+  // For a tensor of this stream.
+  Held allocate(size_t size, c10::StreamId stream);
+  // The stream uses it, too: it is not given away before what is there now has run (`record_stream`).
+  void use(const Held& block, c10::StreamId stream);
   void release(Block& block);
+  // Waits for all that runs, as the driver's own function does.
   void empty_cache();
   Memory memory();
+  size_t memory_of_others();
   void reset_peak();
 
   // Memory that holds garbage from now on, and fails when a task reads it.
@@ -127,8 +134,12 @@ class Device {
   bool has_ecc = false, is_library_poisoned = false;
   std::map<c10::StreamId, std::unique_ptr<Queue>> queues;
   c10::StreamId newest_stream = 0;
+  struct Free { char* ptr; size_t size; c10::StreamId stream; std::vector<MarkPtr> uses; };
+  void put_away(const Free& free);
+  void put_away_unused();
   std::map<char*, Block*> blocks;                 // in use
-  std::multimap<size_t, char*> cached;            // size -> free memory
+  std::vector<Free> leaving;                      // other streams may still use it
+  std::map<c10::StreamId, std::multimap<size_t, char*>> cached;  // of each stream: size -> free memory
   size_t allocated = 0, reserved = 0, most_allocated = 0;
   std::vector<Poison> poisons;                    // not read so far
   std::vector<Range> failed_;                     // has been read, or is a library's
@@ -153,6 +164,15 @@ MarkPtr record(const c10::Stream& stream);
 void block(const MarkPtr& mark, const c10::Stream& stream);
 // The host waits for it; with whatever error the device has met.
 void synchronize(const MarkPtr& mark, int device);
+// While a graph is captured, what the streams are given is kept for `replay`, and the host may not ask for results.
+using Graph = std::vector<std::pair<Queue*, Task>>;
+void begin_capture();
+std::shared_ptr<Graph> end_capture();
+void replay(const Graph& graph);
+bool is_capturing();
+// Raises while a graph is captured.
+void check_capture(const char* what);
+
 // End all threads at the interpreter's exit: wait a second for running work, and run no more.
 void shutdown();
 bool is_over();

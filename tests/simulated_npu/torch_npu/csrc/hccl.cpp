@@ -342,6 +342,8 @@ class ProcessGroupHCCL final : public c10d::Backend {
     for (auto& one : outputs) targets.push_back(as_host(one));
     Task task;
     task.reads = reads;
+    for (auto& all : {inputs, outputs})
+      for (auto& one : all) of.use(held(one), stream.id());
     const auto outcome = work->outcome;
     const bool is_p2p = c10d::isP2POp(op);
     task.cancel = [outcome](std::exception_ptr error) { outcome->fail(std::move(error)); };

@@ -13,6 +13,8 @@
 namespace py = pybind11;
 using no_gil = py::call_guard<py::gil_scoped_release>;
 
+struct Captured { std::shared_ptr<npu::Graph> graph; };
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", &npu::device_count);
   m.def("current_device", &npu::current_device);
@@ -52,6 +54,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const auto found = npu::device(index).memory();
     return std::make_tuple(found.allocated, found.reserved, found.most_allocated, found.total);
   });
+  m.def("memory_of_others", [](int index) { return npu::device(index).memory_of_others(); });
+  py::class_<Captured>(m, "Graph").def("replay", [](const Captured& captured) { npu::replay(*captured.graph); });
+  m.def("begin_capture", &npu::begin_capture);
+  m.def("end_capture", [] { return Captured{npu::end_capture()}; });
+  m.def("is_capturing", &npu::is_capturing);
   m.def("copied_to_host", &npu::copied_to_host);
   m.def("reset_peak", [](int index) { npu::device(index).reset_peak(); });
 

@@ -10,8 +10,11 @@
 #include <ATen/native/CPUFallback.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
+#include <cmath>
 #include <cstring>
 #include <map>
+#include <random>
+#include <set>
 
 namespace npu {
 namespace {
@@ -24,7 +27,13 @@ const c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
 
 // Memory.
 
-void give_back(void* context) { delete static_cast<Held*>(context); }
+void give_back(void* context) {
+  auto* held = static_cast<Held*>(context);
+  device((*held)->device).release(**held);
+  delete held;
+}
+// Of a view for a stream's thread, which does not own the memory.
+void drop(void* context) { delete static_cast<Held*>(context); }
 
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
@@ -33,7 +42,7 @@ struct Allocator final : c10::Allocator {
     auto& of = device(index);
     of.check();
     if (!size) return {nullptr, on};
-    auto* context = new Held(of.allocate(size));
+    auto* context = new Held(of.allocate(size, current_stream(index).id()));
     return {(*context)->ptr, context, &give_back, on};
   }
   void copy_data(void* to, const void* from, std::size_t size) const override { std::memcpy(to, from, size); }
@@ -141,14 +150,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     mark(*event) = npu::record(stream);
   }
   void block(void* event, const c10::Stream& stream) const override { if (event) npu::block(mark(event), stream); }
-  bool queryEvent(void* event) const override { return !event || mark(event)->is_set(); }
+  bool queryEvent(void* event) const override {
+    check_capture("aclrtQueryEventStatus");
+    return !event || mark(event)->is_set();
+  }
+  // Memory of a finished operation of another stream, which this one uses.
+  void recordDataPtrOnStream(const c10::DataPtr& ptr, const c10::Stream& stream) const override {
+    if (ptr.get_context() && ptr.get_deleter() == &give_back) use(*static_cast<Held*>(ptr.get_context()), stream);
+  }
+  static void use(const Held& memory, const c10::Stream& stream) { if (memory) npu::device(memory->device).use(memory, stream.id()); }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<MarkPtr*>(event); }
   bool queryStream(const c10::Stream& stream) const override { return queue_of(stream).is_idle(); }
   void synchronizeStream(const c10::Stream& stream) const override {
     queue_of(stream).drain();
     device(stream.device_index()).check();
   }
-  void synchronizeEvent(void* event) const override { if (event) npu::synchronize(mark(event), current_device()); }
+  void synchronizeEvent(void* event) const override { 
+    check_capture("aclrtSynchronizeEvent");
+    if (event) npu::synchronize(mark(event), current_device());
+  }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
     device(index).synchronize();
     device(index).check();
@@ -186,10 +206,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     const c10::DeviceGuard guard(storage.device());
-    finish(device(storage.device().index()));
+    auto& of = device(storage.device().index());
     auto grown = g_allocator.allocate(size);
     const size_t common = std::min(size, static_cast<size_t>(impl->nbytes()));
-    if (common) std::memcpy(grown.get(), impl->data(), common);
+    if (common) launch(of, [to = grown.get(), from = impl->data(), common] { std::memcpy(to, from, common); }, {});
     impl->set_data_ptr_noswap(std::move(grown));
     impl->set_nbytes(size);
   }
@@ -264,6 +284,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool is_non_blocking) {
   } else {
     auto& of = device(self.device().index());
     of.check_safe({held(self)});
+    check_capture("aclrtMemcpy to the host");
     count_to_host(static_cast<int64_t>(self.nbytes()));
     launch(of, [from = as_host(self), into = to.detach()]() mutable { into.copy_(from); }, {held(self)});
     if (!is_non_blocking || !is_pinned(to.const_data_ptr())) finish(of);
@@ -284,6 +305,28 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   launch(of, [from = as_host(self), value] { *value = at::native::_local_scalar_dense_cpu(from); }, {held(self)});
   finish(of);
   return *value;
+}
+
+void record_stream(Tensor& self, c10::Stream stream) { Guard::use(held(self), stream); }
+
+// Noise: as on a real device, where some backward kernels add in an order that nobody controls. SIMULATED_NPU_NOISE=1
+// switches it on; deterministic algorithms switch it off.
+bool is_noisy(const std::string& operation) {
+  static const std::set<std::string> noisy{
+      "aten::embedding_dense_backward", "aten::convolution_backward_overrideable", "aten::_index_put_impl_",
+      "aten::scatter_add", "aten::scatter_add_", "aten::_scaled_dot_product_fused_attention_overrideable_backward"};
+  static const char* const named = std::getenv("SIMULATED_NPU_NOISE");
+  return named && !std::strcmp(named, "1") && !at::globalContext().deterministicAlgorithms() && noisy.count(operation);
+}
+
+// One unit in the last place, or none.
+void disturb(const Tensor& out) {
+  static std::mutex mutex;
+  static std::mt19937 random{std::random_device()()};
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!out.defined() || !out.numel() || out.scalar_type() != at::kFloat || !out.is_contiguous() || random() % 2) return;
+  auto& value = out.data_ptr<float>()[random() % out.numel()];
+  value = std::nextafterf(value, 2 * value);
 }
 
 // All other operators.
@@ -494,14 +537,16 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     }
   }
   TORCH_CHECK(!is_list || schema.returns().size() == 1, "the simulated NPU does not have ", schema.name());
-  launch(of, [op, runs, host = std::move(call.host), into, is_list]() mutable {
+  launch(of, [op, runs, host = std::move(call.host), into, is_list, is_noisy = is_noisy(schema.name())]() mutable {
     const at::AutoDispatchBelowADInplaceOrView guard;
     runs.callBoxed(host);
     for (auto& [i, out] : into) {
       const Tensor made = is_list ? host.at(0).toTensorVector().at(i) : host.at(i).toTensor();
       TORCH_CHECK(made.sizes().equals(out.sizes()), "simulated NPU: ", op.schema().name(), " gives ", made.sizes(), ", not ", out.sizes());
       out.copy_(made);
+      if (is_noisy) disturb(out);
     }
+    if (is_noisy && into.empty() && host.at(0).isTensor()) disturb(host.at(0).toTensor());
   }, std::move(call.reads));
   torch::jit::drop(*stack, count);
   for (auto& result : results) stack->push_back(std::move(result));
@@ -528,6 +573,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", &set_nothing);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("record_stream", &record_stream);
   m.impl("_local_scalar_dense", &local_scalar_dense);
 }
 
@@ -559,7 +605,7 @@ Tensor as_host(const Tensor& tensor) {
   auto memory = held(tensor);
   auto* ptr = memory ? memory->ptr : nullptr;
   auto* context = new Held(std::move(memory));
-  c10::Storage same(c10::Storage::use_byte_size_t(), storage.nbytes(), c10::DataPtr(ptr, context, &give_back, c10::Device(c10::kCPU)), nullptr, false);
+  c10::Storage same(c10::Storage::use_byte_size_t(), storage.nbytes(), c10::DataPtr(ptr, context, &drop, c10::Device(c10::kCPU)), nullptr, false);
   Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(same), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   auto* impl = made.unsafeGetTensorImpl();
   impl->set_storage_offset(tensor.storage_offset());
@@ -577,6 +623,7 @@ void launch(Device& of, std::function<void()> run, std::vector<Held> reads) {
 }
 
 void finish(Device& of) {
+  check_capture("a copy to the host");
   queue_of(current_stream(of.index)).drain();
   of.check();
 }
