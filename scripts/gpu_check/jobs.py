@@ -33,7 +33,7 @@ ANY_BACK = REPAIRED | {"rewind"}
 SHOWN_LINES = 25
 MORE = {
     "cuda": "barrier,loss,objects,syncbn,accumulation,fp16",
-    "npu": "barrier,loss,objects,accumulation,fp16",
+    "npu": "barrier,loss,objects,syncbn,accumulation,fp16",
     "cpu": "barrier,loss,objects,accumulation",
 }
 STYLES = {
