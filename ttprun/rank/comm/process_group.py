@@ -262,22 +262,24 @@ class ManagedGroup(SeenByTorch):
         inputs   of the operation that this rank gives, [] if it only receives
         """
         session, journal = self.session, self.session[Journal]
-        self.links.make_ready(entry.args)
-        with journal.lock:
-            if not journal.is_frozen and not self.links.is_ready(entry.args):  # a recovery has begun, and ended
-                return self.enter(entry, inputs)
-            is_kept = session.is_repairable() and self._keep(entry, inputs)
-            if journal.is_frozen or self.links.needs_stop:  # another thread may issue it, on another stream
-                entry.ready = accelerator.mark()
-            if is_kept or journal.is_frozen:
-                journal.entries.append(entry)
-                journal.note_order(entry)
-            if not journal.is_frozen:
-                entry.inner = self._begin(entry)
-            elif journal.is_ended:
-                raise EndedError
-            if is_kept:
-                entry.note_copy()
+        while True:
+            self.links.make_ready(entry.args)
+            with journal.lock:
+                if not (journal.is_frozen or self.links.is_ready(entry.args)):
+                    continue  # a recovery has begun, and ended: connect again, without the lock
+                is_kept = session.is_repairable() and self._keep(entry, inputs)
+                if journal.is_frozen or self.links.needs_stop:  # another thread may issue it, on another stream
+                    entry.ready = accelerator.mark()
+                if is_kept or journal.is_frozen:
+                    journal.entries.append(entry)
+                    journal.note_order(entry)
+                if not journal.is_frozen:
+                    entry.inner = self._begin(entry)
+                elif journal.is_ended:
+                    raise EndedError
+                if is_kept:
+                    entry.note_copy()
+                break
         self.links.check_repairable()
         return is_kept
 
