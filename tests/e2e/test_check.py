@@ -50,6 +50,15 @@ def test_a_script_that_is_recovered_is_found_exact_at_each_moment(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_a_script_that_ends_before_all_steps_is_checked_to_its_end(tmp_path: Path) -> None:
+    code, report = check(tmp_path / "project", "buckets_and_buffers.py")
+
+    assert (report["problem"], report["steps"]) == ("", 12)
+    assert {(row["result"], row["rung"]) for row in report["rows"]} == {("exact", "replace")}
+    assert code == 0
+
+
+@pytest.mark.slow
 def test_one_rank_of_each_coordinate_is_killed(tmp_path: Path) -> None:
     code, report = check(tmp_path / "project", "context_parallel.py", "--out", "out", ranks=4)
 

@@ -103,8 +103,11 @@ class _Checkup:
             self._compare_with_torchrun(undisturbed)
         if report.problem:
             return report
+        report.steps = _taken(undisturbed, self._checked.steps)
+        if report.steps < self._checked.steps:
+            self._say(f"the script has only {report.steps} steps: it is checked to its end")
         seen = {rank: self._trained(found.moments) for rank, found in undisturbed.notes.items()}
-        launches, report.missed = plan(seen, self._checked.steps, _ranks_to_kill(undisturbed))
+        launches, report.missed = plan(seen, report.steps, _ranks_to_kill(undisturbed))
         if not launches:
             report.problem = "it takes too few optimizer steps: there is no moment to kill a rank at"
             return report
@@ -114,7 +117,7 @@ class _Checkup:
         return report
 
     def _trained(self, moments: set[Moment]) -> set[Moment]:
-        return {(phase, step) for phase, step in moments if step < self._checked.steps}
+        return {(phase, step) for phase, step in moments if step < self._report.steps}
 
     def _launch(self, name: str, faults: list[Fault], what: str) -> Trial:
         steps = self._checked.steps
@@ -142,7 +145,9 @@ class _Checkup:
     def _compare_with_torchrun(self, undisturbed: Trial) -> None:
         """Distinguish what ttprun does to the script without any fault from what differs in each run of it anyway."""
         report = self._report
-        steps = {rank: len(found.values) for rank, found in undisturbed.notes.items() if not undisturbed.twin.exit_code}
+        # A script that ends before has to end there, too.
+        has_left = not undisturbed.twin.exit_code and _taken(undisturbed, self._checked.steps) == self._checked.steps
+        steps = {rank: len(found.values) for rank, found in undisturbed.notes.items() if has_left}
         plain = self._launch_torchrun("torchrun", steps, "under torchrun")
         found = compare_with_torchrun(undisturbed, plain)
         if plain.twin.problem:
@@ -192,7 +197,7 @@ class _Checkup:
         number = ended = 0
         while waiting and ended < MOST_ENDED and not report.problem:
             number, kills = number + 1, waiting.pop(0)
-            what = f"{self._checked.steps} steps, a rank killed at {len(kills)} moment{'s'[: len(kills) > 1]}"
+            what = f"{report.steps} steps, a rank killed at {len(kills)} moment{'s'[: len(kills) > 1]}"
             trial = self._launch(f"killed-{number}", kills, what)
             rows, left = rows_of(trial, kills)
             compared = compare(trial, undisturbed)
@@ -227,6 +232,11 @@ def _ranks_to_kill(undisturbed: Trial) -> list[int]:
         return read_topology(undisturbed.twin.folder / "run" / "topology.json").one_of_each_coordinate()
     except (OSError, ValueError):
         return sorted({0, max(undisturbed.notes, default=0)})
+
+
+def _taken(trial: Trial, wanted: int) -> int:
+    """How many of the wanted steps all ranks have taken: fewer if the script has come to its end."""
+    return min((wanted, *(len(found.values) for found in trial.notes.values())))
 
 
 def _last_lines(folder: Path) -> list[str]:
