@@ -32,7 +32,7 @@ def test_all_launchers_end_with_the_code_of_the_one_that_leads(own: Failure | No
         first_failure=first_failure,
         verdict=None,
         end_by=lambda signal: None,
-        conclude=verdicts.append,
+        hear_conclusion=verdicts.append,
         log=lambda event, **fields: None,
     )
     nobody: Any = None

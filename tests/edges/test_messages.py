@@ -145,7 +145,7 @@ def test_every_action_of_the_machine_is_carried_out() -> None:
 
 
 def test_the_agent_takes_every_message_of_a_rank_in_one_match() -> None:
-    taken = cases_of(Reports.take)
+    taken = cases_of(Reports._take)
 
     # A standby's answer to an order to copy itself is awaited where the order is given.
     assert {name.rpartition(".")[2] for name in taken} == {kind.__name__ for kind in REPORTS} - {"Copied"} | {"Refused"}

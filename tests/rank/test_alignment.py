@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,15 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def pass_on(folder: Path, source: torch.optim.Optimizer, taker: torch.optim.Optimizer) -> None:
     place = InDirectory(str(folder), "gradients.sock")
-    serving = threading.Thread(target=serve_gradients, args=(place, source, 1, LIMIT_S, lambda: None))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # the taker may leave before it has all
+            serve_gradients(place, source, 1, LIMIT_S, lambda: None)
+
+    serving = threading.Thread(target=serve)
     serving.start()
     try:
-        take_gradients(place, taker, LIMIT_S)
+        take_gradients(place, taker, LIMIT_S, lambda: None)
     finally:
         serving.join(LIMIT_S)
 
@@ -53,6 +60,20 @@ def test_a_taker_has_the_gradients_of_the_source_bit_for_bit(tmp_path: Path) -> 
 
     pairs = list(zip(gradients_of(source), gradients_of(taker), strict=True))
     assert [one is other or torch.equal(one, other) for one, other in pairs] == [True, True, True]
+
+
+def test_whoever_waits_for_a_source_that_is_lost_stops_when_a_newer_generation_begins(tmp_path: Path) -> None:
+    asked = []
+
+    def overtaken() -> None:
+        asked.append(time.monotonic())
+        if len(asked) > 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        take_gradients(InDirectory(str(tmp_path), "nobody.sock"), optimizer_with(torch.ones(3, 4)), LIMIT_S, overtaken)
+
+    assert len(asked) == 4
 
 
 def test_gradients_of_other_parameters_are_not_taken(tmp_path: Path) -> None:

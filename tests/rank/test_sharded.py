@@ -219,7 +219,7 @@ def test_a_replacement_takes_over_the_part_of_a_survivor_that_holds_the_same(tmp
             with torch.no_grad():
                 for part in parts:
                     part.zero_()
-            state_transfer.fetch(InDirectory(str(tmp_path), "state"), LIMIT_S)
+            state_transfer.fetch(InDirectory(str(tmp_path), "state"), LIMIT_S, lambda: None)
 
         assert all(torch.equal(part, before) for part, before in zip(parts, expected, strict=True))
 
@@ -232,7 +232,7 @@ def test_a_replacement_refuses_the_part_of_a_survivor_that_holds_another(tmp_pat
     with world(1, 2) as mesh:
         train(mesh, STEPS)
         with pytest.raises(NotRepairableError, match=r"this rank's part is .*1 of 2 by .*, and the source's .*0 of 2"):
-            state_transfer.fetch(InDirectory(str(tmp_path), "state"), LIMIT_S)
+            state_transfer.fetch(InDirectory(str(tmp_path), "state"), LIMIT_S, lambda: None)
     survivor.__exit__(None, None, None)
 
 

@@ -250,9 +250,8 @@ class CallbackRecovery(Recovery):
             )
         elif kind in RECEIVES:
             for source in part.src:
-                state_transfer.fetch(
-                    state_places.InDirectory(session.run_dir, f"state-{session.generation}-{source}.sock"), limit_s
-                )
+                place = state_places.InDirectory(session.run_dir, f"state-{session.generation}-{source}.sock")
+                state_transfer.fetch(place, limit_s, self._check_overtaken)
         elif kind in LOADS:
             raise NotRepairableError("a checkpoint must be loaded, and no repair handler is registered")
 

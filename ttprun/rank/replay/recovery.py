@@ -229,7 +229,7 @@ class Recovery:
             case to_rank.SendState():
                 repairing.send_state(session, order, self._check_overtaken)
             case to_rank.FetchState():
-                repairing.fetch_state(session, order)
+                repairing.fetch_state(session, order, self._check_overtaken)
             case to_rank.SendGradients():
                 repairing.send_gradients(session, order, self._check_overtaken)
             case to_rank.TakeGradients():

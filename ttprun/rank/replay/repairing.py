@@ -53,11 +53,11 @@ def send_state(session: Session, order: to_rank.SendState, check_overtaken: Call
     session.channel.send(from_rank.StateSent(order.generation, digest))
 
 
-def fetch_state(session: Session, order: to_rank.FetchState) -> None:
+def fetch_state(session: Session, order: to_rank.FetchState, check_overtaken: Callable[[], None]) -> None:
     """Load what another rank sends."""
     session.touch(Phase.REPAIRING)
     moments.reached("transfer")
-    digest = state_transfer.fetch(_place_of(session, order), order.limit_s)
+    digest = state_transfer.fetch(_place_of(session, order), order.limit_s, check_overtaken)
     session.channel.send(from_rank.Repaired(order.generation, digest))
 
 
@@ -71,7 +71,7 @@ def send_gradients(session: Session, order: to_rank.SendGradients, check_overtak
 def take_gradients(session: Session, order: to_rank.TakeGradients, check_overtaken: Callable[[], None]) -> None:
     """Take another rank's gradients of the step that both are about to take; errors as those of fetch_state."""
     optimizer = _await_step(session, order, check_overtaken)
-    state_transfer.take_gradients(_place_of(session, order), optimizer, order.limit_s)
+    state_transfer.take_gradients(_place_of(session, order), optimizer, order.limit_s, check_overtaken)
     accelerator.synchronize()  # the main thread steps on another stream
     session[Verifier].look_again(order.boundary)
     taken = f"gradients of step {order.boundary - 1}, taken from rank {order.source}, as some were equal to rounding"

@@ -59,7 +59,8 @@ class Save:
 
 
 _open: list[Save] = []
-_known: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()  # -> where it is saved
+# By id: a future of the script's would notice that it is hashed. -> (the future, weakly, where it is saved)
+_known: dict[int, tuple[weakref.ref[Future[Any]], str]] = {}
 
 
 def wrap_execute_save(original: Any) -> Any:
@@ -73,7 +74,7 @@ def wrap_execute_save(original: Any) -> Any:
         if not session.mode.is_live:
             return _done(where)
         save = Save(session, where, getattr(self, "_executor", None))
-        _known[save.shown] = where
+        _know(save.shown, where)
         _open.append(save)
         try:
             original(self, *args, **kwargs).add_done_callback(save.end)
@@ -109,7 +110,18 @@ def give_up_older(boundary: int) -> None:
 
 def is_save(future: Any) -> bool:
     """Whether a future is that of a save."""
-    return future in _known
+    return _place_of(future) is not None
+
+
+def _place_of(future: Any) -> str | None:
+    """Where a save's future is saved; None for any other."""
+    known, where = _known.get(id(future), (None, None))
+    return where if known is not None and known() is future else None
+
+
+def _know(future: Future[Any], where: str) -> None:
+    key = id(future)
+    _known[key] = weakref.ref(future, lambda _: _known.pop(key, None)), where
 
 
 def forget() -> None:
@@ -120,7 +132,7 @@ def forget() -> None:
 
 def record(future: Any) -> SaveNode:
     """The node of a save's future."""
-    return SaveNode(_known[future], future.done())
+    return SaveNode(_place_of(future) or "", future.done())
 
 
 def restore_save(restore: Restore, live: Any, node: SaveNode, name: str) -> Any:
@@ -128,11 +140,11 @@ def restore_save(restore: Restore, live: Any, node: SaveNode, name: str) -> Any:
     session = current()
     if session is not None and restore.is_comparing and not node.is_done:
         session.mode.note_not_proved(_given_up(node.where))
-    return live if isinstance(live, Future) and live.done() and _known.get(live) == node.where else _done(node.where)
+    return live if _place_of(live) == node.where and live.done() else _done(node.where)
 
 
 def _done(where: str) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(None)
-    _known[future] = where
+    _know(future, where)
     return future

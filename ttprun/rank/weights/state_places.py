@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -24,8 +24,11 @@ class MeetingPlace(Protocol):
     def admits(self, connection: socket.socket) -> bool:
         """Whether who has connected to the source is one of its receivers."""
 
-    def connect(self, end_s: float) -> socket.socket:
-        """A receiver's end; waits until then. Raises TimeoutError, OSError."""
+    def connect(self, end_s: float, check: Callable[[], None]) -> socket.socket:
+        """A receiver's end; waits until then. Raises TimeoutError, OSError.
+
+        check   called while it waits; its exception ends the wait
+        """
 
 
 class InDirectory:
@@ -53,7 +56,7 @@ class InDirectory:
         """All who may open the directory are."""
         return True
 
-    def connect(self, end_s: float) -> socket.socket:
+    def connect(self, end_s: float, check: Callable[[], None]) -> socket.socket:
         """A receiver's end. Raises TimeoutError, OSError."""
         with self._address() as path:
             while True:
@@ -63,6 +66,7 @@ class InDirectory:
                     return connection
                 except (FileNotFoundError, ConnectionRefusedError):
                     connection.close()
+                    check()
                     if time.monotonic() > end_s:
                         raise TimeoutError("the source of the state does not answer") from None
                     time.sleep(0.005)
@@ -121,8 +125,8 @@ class OverNodes:
         except OSError:
             return False
 
-    def connect(self, end_s: float) -> socket.socket:
-        """A receiver's end."""
+    def connect(self, end_s: float, check: Callable[[], None]) -> socket.socket:
+        """A receiver's end. The wait for the address ends with the generation."""
         where = self._values.get(self._generation, self._name, self._limit_s)
         address, port, token = where.decode().split(" ")
         connection = socket.create_connection((address, int(port)), timeout=max(0.1, end_s - time.monotonic()))

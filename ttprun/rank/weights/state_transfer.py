@@ -63,10 +63,12 @@ def serve_gradients(
     _send_to_each(place, receivers, limit_s, check, packed, [one for one in gradients if one is not None])
 
 
-def take_gradients(place: MeetingPlace, optimizer: torch.optim.Optimizer, limit_s: float) -> None:
-    """Load the gradients with which a survivor's optimizer is about to step; errors as those of `fetch`."""
+def take_gradients(
+    place: MeetingPlace, optimizer: torch.optim.Optimizer, limit_s: float, check: Callable[[], None]
+) -> None:
+    """Load the gradients with which a survivor is about to step; arguments and errors as those of `fetch`."""
     gradients = _gradients_of(optimizer)
-    with place.connect(time.monotonic() + limit_s) as connection:
+    with place.connect(time.monotonic() + limit_s, check) as connection:
         connection.settimeout(limit_s)
         (size,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
         theirs = msgpack.unpackb(exactly(connection, size))
@@ -106,14 +108,15 @@ def _accept(place: MeetingPlace, listener: socket.socket, limit_s: float, check:
         connection.close()
 
 
-def fetch(place: MeetingPlace, limit_s: float) -> str:
+def fetch(place: MeetingPlace, limit_s: float, check: Callable[[], None]) -> str:
     """Load a survivor's state; returns the digest of this rank's state then.
 
     Raises NotRepairableError if this rank's parameters do not match the survivor's, TimeoutError, OSError.
 
     limit_s   for the connection, and for each wait for data
+    check     called while it waits for the connection; its exception ends the wait
     """
-    with place.connect(time.monotonic() + limit_s) as connection:
+    with place.connect(time.monotonic() + limit_s, check) as connection:
         connection.settimeout(limit_s)
         _receive(connection)
     return digest()
