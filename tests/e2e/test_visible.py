@@ -45,8 +45,9 @@ def test_a_page_that_is_open_sees_a_rank_replaced_and_the_end_and_a_command_is_n
         text=True,
     ) as launcher:
         assert launcher.stderr is not None
-        first = launcher.stderr.readline()
-        port = int(re.match(r"ttprun: http://127\.0\.0\.1:(\d+)/ shows this run \(read only\)", first)[1])  # type: ignore[index]
+        assert re.match(r"ttprun: run \S+: protected", launcher.stderr.readline())
+        second = launcher.stderr.readline()
+        port = int(re.match(r"ttprun: http://127\.0\.0\.1:(\d+)/ shows this run \(read only\)", second)[1])  # type: ignore[index]
         messages = list(messages_of(port))
         launcher.stderr.read()
         code = launcher.wait(LIMIT_S)
