@@ -155,7 +155,9 @@ def run_once(
     outcome.beyond_s = [incident["total_s"] - setup_s_of(incident, twin.events) for incident in recovered]
     outcome.rungs = [str(one.rung) for one in incidents]
     outcome.steps_lost = sum(one.steps_lost or 0 for one in incidents)
-    comparisons = compare_twins(scenario, twin, reference)
+    # Steps that are taken again are printed again: then the weights alone are compared.
+    shown = compare_twins(scenario, twin, reference)
+    comparisons = [one for one in shown if not outcome.steps_lost or one.what in scenario.compare]
     outcome.is_identical = all(one.is_identical for one in comparisons)
     outcome.problems = [f"{one.what}: {one.detail}" for one in comparisons if not one.is_identical]
     outcome.problems += problems_of(twin, outcome, len(faults), folder)
