@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,8 +158,8 @@ def begin_to_debug(rank: int) -> str:
     session.generation = 0  # the job's first; later ones have nothing new to say
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     groups._chosen = lambda backend, device_id: ({"cpu": "gloo", "cuda": "nccl"}, "")
-    with contextlib.suppress(Exception):  # there is no NCCL here
-        dist.init_process_group("nccl", init_method="file:///nowhere", rank=rank, world_size=2)
+    with contextlib.suppress(Exception), tempfile.TemporaryDirectory() as folder:  # there is no NCCL here
+        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     return "said"
 
 

@@ -80,11 +80,12 @@ elif args.layout == "fsdp2":
     fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 generator = torch.Generator().manual_seed(100 + rank)
-scales = (1 + args.drift * n for n in range(10**6))  # a replacement has another place in it
+# A replacement has another place in it, and nothing records that.
+scales = (1 + args.drift * n for n in range(10**6)) if args.drift else None
 
 for step in range(args.steps):
     x = torch.randn(32, 16, generator=generator).to(device)
-    loss = (trained(x) - x.sum(1, keepdim=True)).square().mean() * next(scales)
+    loss = (trained(x) - x.sum(1, keepdim=True)).square().mean() * (next(scales) if scales else 1)
     loss.backward()
     if args.layout == "own":
         for parameter in model.parameters():
