@@ -1,6 +1,6 @@
 """What `ttprun doctor` sees of two ranks on this machine's devices: what a recovery needs, and how long it takes.
 
-If there is one device only, both ranks use it: NCCL is told that they are on two machines, and uses sockets. Begin with
+If there is one device only, both ranks use it: NCCL takes them for ranks on two machines, and uses sockets. Begin with
 `devices_at_work`.
 """
 

@@ -191,7 +191,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def _make_base(base: Path) -> None:
-    """Make the folder of all runs; a new one tells git to leave it alone."""
+    """Make the folder of all runs; a new one has a `.gitignore`, so that git ignores it."""
     with suppress(FileExistsError):
         base.mkdir(parents=True)
         with suppress(OSError):

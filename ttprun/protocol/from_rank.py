@@ -300,7 +300,7 @@ class Unaligned(Message, frozen=True):
 
 
 class Aligned(Message, frozen=True):
-    """This rank has taken another one's gradients, of the step before this boundary."""
+    """This rank has taken the gradients of another rank, of the step before this boundary."""
 
     generation: int
     boundary: int
