@@ -433,11 +433,12 @@ for _ in range(40):
 print(len(found))
 """
     environment = {**os.environ, "SIMULATED_NPU_NOISE": "1"}
-    run = [sys.executable, "-c", code]
-    return [
-        int(subprocess.run([*run, *more], env=environment, check=True, capture_output=True).stdout)
-        for more in ([], ["deterministic"])
-    ]
+    counts = []
+    for more in ([], ["deterministic"]):
+        done = subprocess.run([sys.executable, "-c", code, *more], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        counts.append(int(done.stdout))
+    return counts
 
 
 def test_noise_is_in_a_backward_kernel_unless_deterministic_algorithms_are_asked_for() -> None:

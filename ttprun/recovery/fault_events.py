@@ -119,7 +119,7 @@ class RankFaulted(LivingRankLost):
     @property
     def sentence(self) -> str:
         """The fault for an operator."""
-        what = f"a device fault ({self.device_fault})" if self.device_fault else "a transient error"
+        what = f"a device fault ({self.device_fault})" if self.device_fault else "an error"
         return f"rank {self.rank} met {what} at boundary {self.boundary}{_cause(self.reason)}"
 
 
