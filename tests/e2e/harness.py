@@ -413,9 +413,9 @@ def environment(device: str = "") -> Mapping[str, str]:
 
 
 def with_simulated_npu(environment: Mapping[str, str], path: str) -> dict[str, str]:
-    """That environment, with the simulated NPU's folder on PYTHONPATH."""
+    """That environment, with the simulated NPU's folder on PYTHONPATH; the ranks of a run share the devices' memory."""
     paths = filter(None, (path, environment.get("PYTHONPATH")))
-    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths), "SIMULATED_NPU_MEMORY": "npu-memory"}
 
 
 def listed(name: str) -> set[str]:

@@ -7,7 +7,9 @@ import pytest
 from tests.e2e.harness import RunTtprun, Undisturbed, assert_recovered_by, assert_same_outcome
 
 SCRIPT = "on_device.py"
+LAYOUTS = "device_layouts.py"
 NPU = "npu"
+ROOM_FOR_ONE = 50 << 20  # bytes; a rank of device_layouts.py, 256 wide, has 47 MiB of them
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,17 @@ def test_a_link_error_among_four_ranks_is_answered_in_the_same_process_and_nothi
     assert_recovered_by(result, ["rerun"])
     assert [incident["kind"] for incident in result.incidents] == ["link"], result.story()
     assert_same_outcome(result, reference)
+
+
+def test_a_replacement_that_comes_before_the_lost_ones_memory_is_tried_again_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--layout=own", "--width=256"]
+    reference = undisturbed(LAYOUTS, 2, script_args=arguments, device=NPU)
+    monkeypatch.setenv("SIMULATED_NPU_MEMORY_BYTES", str(ROOM_FOR_ONE))
+
+    result = run_ttprun(LAYOUTS, 2, faults=["kill:rank=1,step=8,phase=backward"], script_args=arguments, device=NPU)
+
+    assert result.final == reference.final, result.story()
+    assert all(incident["outcome"] == "recovered" for incident in result.incidents), result.story()
+    assert "its device has no memory for it yet" in result.output, result.story()

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from ttprun.rank.weights import optimizer_registry
+from ttprun.rank.weights.sharded import local_of
 
 
 def break_device(kind: str) -> str:
@@ -24,7 +25,8 @@ def break_device(kind: str) -> str:
     if kind == "device-lost":
         breaking.lose_device()
         return "simulated device; it no longer answers"
-    failed = [tensor for tensor in optimizer_registry.stepped_tensors() if tensor.device.type == "npu"]
+    held = (local_of(tensor) for tensor in optimizer_registry.stepped_tensors() if tensor.device.type == "npu")
+    failed = [tensor for tensor in held if tensor.untyped_storage().nbytes()]
     if not failed:
         raise ValueError("no optimizer holds a parameter on the device yet")
     if kind == "uce-fatal":

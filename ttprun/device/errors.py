@@ -31,6 +31,7 @@ class DeviceFault(StrEnum):
     COLLECTIVE_TIMEOUT = "collective-timeout"  # a device has waited too long, mostly for another rank
     FORCED_STOP = "forced-stop"  # this rank was stopped on purpose, and is not broken
     DEVICE_LOST = "device-lost"  # this process cannot use its device any more: its context, or the device, is lost
+    DEVICE_BUSY = "device-busy"  # another process, mostly the lost one, has not given the device or its memory back yet
     PRECISION = "precision"  # the numbers are wrong, perhaps in all ranks
     UNKNOWN = "unknown"  # not a device error, as far as we know
 
@@ -47,6 +48,7 @@ ANSWERS: dict[DeviceFault, str] = {
     DeviceFault.COLLECTIVE_TIMEOUT: "reconnect",
     DeviceFault.FORCED_STOP: "rerun",
     DeviceFault.DEVICE_LOST: "replace",
+    DeviceFault.DEVICE_BUSY: "replace",
     DeviceFault.PRECISION: "restart",
     DeviceFault.UNKNOWN: "replace",
 }
@@ -122,7 +124,7 @@ ROWS: tuple[Row, ...] = (
     Row("CUDA", _cuda("tensor memory not completely freed", 721), _F.DEVICE_LOST),
     # Not sticky, but the device is missing.
     Row("CUDA", _cuda("no CUDA-capable device is detected", 100), _F.DEVICE_LOST),
-    Row("CUDA", _cuda(r"(?:all )?CUDA-capable device\(?s\)? (?:is/)?are busy or unavailable", 46), _F.DEVICE_LOST),
+    Row("CUDA", _cuda(r"(?:all )?CUDA-capable device\(?s\)? (?:is/)?are busy or unavailable", 46), _F.DEVICE_BUSY),
     Row("CUDA", _cuda("unknown error", 999), _F.DEVICE_LOST),
     Row("CUDA", r"GPU is lost|GPU has fallen off the bus|No CUDA GPUs are available", _F.DEVICE_LOST),
     # NCCL, as torch reports it. The watchdog's time-out comes before the abort that follows it.
@@ -234,6 +236,11 @@ class DeviceErrors:
     @cached_property
     def _added(self) -> list[tuple[re.Pattern[str], DeviceFault]]:
         return [(re.compile(pattern), DeviceFault(fault)) for pattern, fault in self.additions.items()]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or its allocator's share of it, had no memory left for the script."""
+    return isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError"
 
 
 def row_of(text: str) -> Row | None:

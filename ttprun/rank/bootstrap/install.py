@@ -16,13 +16,14 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
 from ttprun import text_hashes
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
-from ttprun.device.errors import Diagnosis, in_one_line
+from ttprun.device.errors import DeviceFault, Diagnosis, in_one_line
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
@@ -45,6 +46,7 @@ PR_SET_PDEATHSIG = 1
 CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
 _RANK_DIED = signal.SIGRTMAX - 6  # to its forked children; beside the signal of process/stack.py
 _TRACEBACK_BYTES = 16 << 10  # of a traceback, its end
+_ROOM_LIMIT_S, _LOOK_EVERY_S = 5.0, 0.1
 AGENT_VARIABLE = "_TTPRUN_AGENT_PID"
 
 
@@ -174,6 +176,8 @@ def report_before(previous: Any) -> Any:
         if "ttprun.rank.session" not in sys.modules:
             _report_unhooked()
         error, diagnosis = _run_again(presence, error, trace)
+        if diagnosis.fault is DeviceFault.DEVICE_BUSY:
+            _wait_for_room(presence)
         kind, trace = type(error), error.__traceback__
         presence.has_script_failed = True
         found = session_now()
@@ -188,7 +192,7 @@ def report_before(previous: Any) -> Any:
         presence.channel.send(from_rank.ScriptError(why, text if is_early else "", text, diagnosis.name))
         if diagnosis.rung == "restart" and found is not None:
             found.give_up_protection(f"{diagnosis.name}: the other ranks' state may be wrong too")
-        if not is_early:
+        if not is_early and diagnosis.fault is not DeviceFault.DEVICE_BUSY:
             signal_handlers.call_through(previous, (kind, error, trace), {})
         is_live = found is not None and found.applied > 0 and found.is_repairable()
         is_replaying = presence.is_rerun and (found is None or not found.mode.is_live)
@@ -196,6 +200,19 @@ def report_before(previous: Any) -> Any:
             _leave_at_once(presence.welcome.rank)
 
     return report
+
+
+def _wait_for_room(presence: Presence) -> None:
+    """Until the device has more free memory than now, so that the next process does not come too early, too."""
+    from ttprun.device import registry
+
+    presence.channel.send(from_rank.Note("its device has no memory for it yet; a new process tries again"))
+    with contextlib.suppress(Exception):  # a driver may raise anything while the device is busy
+        device = registry.current()
+        free_bytes = device.memory().free_bytes
+        until_s = time.monotonic() + _ROOM_LIMIT_S
+        while device.memory().free_bytes <= free_bytes and time.monotonic() < until_s:
+            time.sleep(_LOOK_EVERY_S)
 
 
 def _place_of(trace: Any) -> str:

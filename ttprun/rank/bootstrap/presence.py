@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ttprun.chaos import damage
-from ttprun.device.errors import DeviceErrors, Diagnosis
+from ttprun.device.errors import DeviceErrors, DeviceFault, Diagnosis, diagnosis_of, is_out_of_memory
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.channel import Channel, Message
@@ -152,7 +152,14 @@ class Presence:
 
 
 def diagnose(presence: Presence, error: BaseException) -> Diagnosis:
-    """What an exception says about the device, by our table and the configuration's `device_errors`."""
+    """What an exception says about the device, by our table and the configuration's `device_errors`.
+
+    A replacement that finds no memory before its boundary has come too early: its predecessor had room up to there.
+    """
     session = session_now()
     table = DeviceErrors(presence.welcome.options.device_errors)
-    return table.diagnose(error, session.updates if session is not None else None)
+    diagnosis = table.diagnose(error, session.updates if session is not None else None)
+    is_behind = presence.welcome.is_replacement and (session is None or not session.mode.is_live)
+    if is_behind and not diagnosis.is_known and is_out_of_memory(error):
+        return diagnosis_of(DeviceFault.DEVICE_BUSY)
+    return diagnosis

@@ -271,13 +271,18 @@ void Device::synchronize() {
 
 namespace {
 
-// SIMULATED_NPU_MEMORY names a folder in which each process says how much of a device it has. What a process had that
+// SIMULATED_NPU_MEMORY names a folder in which each process says how much of a device it has; the tests' runs have it. What a process had that
 // was killed returns a second after that was noticed.
 constexpr double RETURNS_AFTER_S = 1;
 
 std::string shared_folder() {
-  const char* named = std::getenv("SIMULATED_NPU_MEMORY");
-  return named ? named : "";
+  static const std::string folder = [] {
+    const char* named = std::getenv("SIMULATED_NPU_MEMORY");
+    if (!named) return std::string();
+    std::filesystem::create_directories(named);
+    return std::filesystem::absolute(named).string();
+  }();
+  return folder;
 }
 
 std::string own_file(int index) { return shared_folder() + "/" + std::to_string(index) + "." + std::to_string(getpid()); }
@@ -577,7 +582,7 @@ void block(const MarkPtr& mark, const c10::Stream& stream) {
 }
 
 void synchronize(const MarkPtr& mark, int index) {
-  while (!mark->wait_for(POLL)) if (g_is_over) return;
+  while (!mark->wait_for(std::chrono::seconds(1))) if (g_is_over) return;  // a driver's wait sleeps
   device(index).check();
 }
 

@@ -4,6 +4,8 @@
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <execinfo.h>
+#include <exception>
 #include <thread>
 #include "hccl.h"
 #include "kind.h"
@@ -15,7 +17,15 @@ using no_gil = py::call_guard<py::gil_scoped_release>;
 
 struct Captured { std::shared_ptr<npu::Graph> graph; };
 
+// A process that C++ ends by itself says where: "terminate called" alone does not.
+[[noreturn]] void say_where_and_abort() {
+  void* frames[64];
+  backtrace_symbols_fd(frames, backtrace(frames, 64), 2);
+  std::abort();
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  std::set_terminate(&say_where_and_abort);
   m.def("device_count", &npu::device_count);
   m.def("current_device", &npu::current_device);
   m.def("set_device", &npu::set_current_device);

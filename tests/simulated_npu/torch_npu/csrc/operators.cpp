@@ -309,14 +309,13 @@ at::Scalar local_scalar_dense(const Tensor& self) {
 
 void record_stream(Tensor& self, c10::Stream stream) { Guard::use(held(self), stream); }
 
-// Noise: as on a real device, where some backward kernels add in an order that nobody controls. SIMULATED_NPU_NOISE=1
-// switches it on; deterministic algorithms switch it off.
+// Noise: as on a real device, where some backward kernels add in an order that nobody controls. Deterministic algorithms
+// switch it off.
 bool is_noisy(const std::string& operation) {
   static const std::set<std::string> noisy{
       "aten::embedding_dense_backward", "aten::convolution_backward_overrideable", "aten::_index_put_impl_",
       "aten::scatter_add", "aten::scatter_add_", "aten::_scaled_dot_product_fused_attention_overrideable_backward"};
-  static const char* const named = std::getenv("SIMULATED_NPU_NOISE");
-  return named && !std::strcmp(named, "1") && !at::globalContext().deterministicAlgorithms() && noisy.count(operation);
+  return !at::globalContext().deterministicAlgorithms() && noisy.count(operation);
 }
 
 // One unit in the last place, or none.
