@@ -7,7 +7,6 @@ Whatever does not begin with a command's name is `ttprun [options] script.py [sc
 from __future__ import annotations
 
 import atexit
-import codecs
 import contextlib
 import io
 import os
@@ -17,6 +16,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from ttprun import __version__, early_signals
+from ttprun.cli.alike import ALIKE
 from ttprun.cli.commands import COMMANDS, LAUNCHING
 from ttprun.errors import ConfigError
 
@@ -77,23 +77,6 @@ torchrun's options (the usual ones; 'ttprun run --help' lists all):
   --log-dir, --redirects, --tee   where the ranks' output goes
   -m                     the script is a module
 """
-
-
-ALIKE = "ttprun.alike"  # an error handler of encodings
-_LOOK_ALIKE = {"·": "-", "–": "-", "—": "-", "×": "x", "→": "->", "←": "<-", "…": "...", "≤": "<=", "≥": ">=", "µ": "u"}
-_LOOK_ALIKE |= zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)
-
-
-def _replace(error: UnicodeError) -> tuple[str, int]:
-    """Write what looks alike where an encoding lacks a character, else its number."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    lacking = error.object[error.start : error.end]
-    shown = (_LOOK_ALIKE.get(one) or one.encode("ascii", "backslashreplace").decode() for one in lacking)
-    return "".join(shown), error.end
-
-
-codecs.register_error(ALIKE, _replace)
 
 
 def program() -> NoReturn:

@@ -65,7 +65,8 @@ class IncidentStatus:
     rung        the rung of the ladder that was tried last: reconnect, replace, restart, ...
     outcome     open, recovered, restarted or failed
     reason      why this rung, or why not a better one; a sentence
-    *_s         what each phase took; null for one that was not reached
+    *_s         what each phase took; null for one that was not reached. spawn_s begins with freeze_s, the others follow
+                one another: replay_s begins when both are over
     steps_lost  optimizer steps that have to be run again; null if nobody has counted them
     boundary    the boundary from which everyone went on
     equal       what of the replacements was compared with the lost ranks, and found equal
