@@ -41,7 +41,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 @pytest.mark.parametrize(
     ("state", "code"),
-    [("starting", 0), ("healthy", 0), ("done", 0), ("recovering", 1), ("restarting", 1), ("failed", 2)],
+    [("starting", 0), ("healthy", 0), ("done", 0), ("stopped", 0), ("recovering", 1), ("restarting", 1), ("failed", 2)],
 )
 def test_the_exit_code_says_whether_to_worry(run: RunDirectory, state: RunState, code: int) -> None:
     write_status(run.status, status_of(state))

@@ -173,6 +173,7 @@ def test_a_page_is_shown_the_end_of_the_run_before_its_server_is_gone(run: RunDi
         ({"state": "recovering"}, 200, 503),
         ({"state": "failed"}, 503, 503),
         ({"state": "done"}, 200, 503),
+        ({"state": "stopped"}, 200, 503),
         ({"updated_at": "2020-01-01T00:00:00.000+00:00"}, 503, 503),
     ],
 )

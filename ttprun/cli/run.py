@@ -130,7 +130,7 @@ def run(words: Sequence[str]) -> int:
         directory.discard()
         raise
     except StoppedEarly as stopped:
-        write_last_status(directory, stopped.exit_code, stopped.reason)
+        write_last_status(directory, stopped.exit_code, stopped.reason, is_stopped=True)
         raise
 
 

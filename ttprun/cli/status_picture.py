@@ -14,7 +14,8 @@ from ttprun.observe.progress import format_bytes
 from ttprun.observe.spans import COLUMNS, seconds_of
 from ttprun.observe.status import CheckpointStatus, IncidentStatus, ResumeStatus, RunStatus, describe_protection
 
-STYLES = {"healthy": "green", "done": "green", "recovering": "yellow", "restarting": "yellow", "failed": "red"}
+STYLES = {"healthy": "green", "done": "green", "failed": "red"}
+STYLES |= dict.fromkeys(("recovering", "restarting", "stopped"), "yellow")
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE = 40  # characters of the curve of speeds, at most
 # What a narrow terminal does without, the first one first: never a rank, its pid and state, nor how an incident ended.

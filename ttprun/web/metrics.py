@@ -19,7 +19,7 @@ from ttprun.web.feed import Feed
 from ttprun.web.histogram import Histogram
 from ttprun.web.summary import Summary, unix_s
 
-STATES = ("starting", "healthy", "recovering", "restarting", "done", "failed")
+STATES = ("starting", "healthy", "recovering", "restarting", "done", "stopped", "failed")
 RANK_STATES = ("starting", "running", "replaying", "repairing", "lost", "finished", "away")
 _RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
