@@ -29,7 +29,8 @@ def explain() -> int:
     width = width_of_lines()
     print(textwrap.fill(MEANING, width))
     for patch in rows:
-        name = textwrap.fill(f"{patch.module}: {patch.attribute}", width, break_long_words=False, break_on_hyphens=False)
+        name = f"{patch.module}: {patch.attribute}"
+        name = textwrap.fill(name, width, break_long_words=False, break_on_hyphens=False)
         print("\n".join(["", name, *_indented([patch.why], width)]))
     print("\n" + textwrap.fill(JUDGEMENT, width))
     for one in ORDER:
