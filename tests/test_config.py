@@ -9,7 +9,7 @@ import pytest
 
 from ttprun.config import Config
 from ttprun.config_sources import ConfigSource, read_config_file, resolve
-from ttprun.errors import ConfigError
+from ttprun.errors import ConfigError, ConfigErrors
 
 
 def write(path: Path, text: str) -> str:
@@ -104,6 +104,32 @@ def test_a_wrong_file_is_answered_in_one_line_that_names_file_key_and_cure(
 
     assert str(error.value).startswith(f"{file}: {complaint}")
     assert "\n" not in str(error.value)
+
+
+def test_everything_that_is_wrong_is_named_at_once_a_line_each(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.yaml", "stanbys: 2\nrungs: [replac, restart, fial]\nfreeze_timeout_s: 0\nrun_id: a/b")
+    second = write(tmp_path / "b.yaml", "buddy: maybe\nnproc_per_node: 4\nhang_timeout_s: soon")
+    environment = {"TTPRUN_STANDBYS": "two", "TTPRUN_LAUNCH": "x", "TTPRUN_KEEP_RUN": "1"}
+
+    with pytest.raises(ConfigErrors) as error:
+        resolve([read_config_file(first), read_config_file(second)], environment, {"http": "x", "proof": "none"})
+
+    assert [str(one).partition("; ")[0].removeprefix(f"{tmp_path}/") for one in error.value.parts] == [
+        "TTPRUN_LAUNCH is not a variable of ttprun",
+        "a.yaml: stanbys: unknown",
+        "a.yaml: run_id: 'a/b' is not valid",
+        "a.yaml: rungs.0: 'replac' is not valid",
+        "a.yaml: rungs.2: 'fial' is not valid",
+        "a.yaml: freeze_timeout_s: 0 is not valid",
+        "b.yaml: nproc_per_node: unknown",
+        "b.yaml: buddy: 'maybe' is not auto, on, node or off",
+        "b.yaml: hang_timeout_s: 'soon' is not valid",
+        "TTPRUN_KEEP_RUN: unknown",
+        "TTPRUN_STANDBYS: 'two' is not valid",
+        "--proof: 'none' is not valid",
+        "--http: 'x' is no address",
+    ]
+    assert str(error.value).splitlines() == [str(one) for one in error.value.parts]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ttprun.config import Config, LaunchValue
-from ttprun.errors import ConfigError, suggestion
+from ttprun.errors import Complaints, ConfigError, suggestion
 from ttprun.mindio import variables
 from ttprun.yaml_files import read_yaml, validated
 
@@ -78,14 +78,19 @@ def resolve(files: Sequence[ConfigSource], environment: Mapping[str, str], optio
 
     With `mindio`, MindIO's own variables come after all others.
 
-    Raises ConfigError, one line, for an unknown key, a wrong type or a value out of range.
+    Raises ConfigError, one line, for an unknown key, a wrong type or a value out of range; ConfigErrors for several.
     """
     merged: dict[str, object] = {}
     launch: dict[str, LaunchValue] = {}
+    wrong = Complaints()
+    with wrong.noted():
+        _check_names(environment)
     for source in _in_order(files, environment, options):
-        checked = _check(source)
-        launch |= checked.launch
-        merged |= {key: getattr(checked, key) for key in checked.model_fields_set}
+        with wrong.noted():
+            checked = _check(source)
+            launch |= checked.launch
+            merged |= {key: getattr(checked, key) for key in checked.model_fields_set}
+    wrong.raise_any()
     config = Config.model_validate(merged | {"launch": launch})
     if config.mindio:
         limits = {key: limit for key, limit in variables.limits(environment).items() if key not in merged}
@@ -159,21 +164,24 @@ def ttprun_section(content: object) -> dict[object, object] | None:
 
 def _variables(environment: Mapping[str, str]) -> ConfigSource:
     """The TTPRUN_* variables; an empty one counts as not set. Lists are split: paths at colons, others at spaces."""
-    values: dict[str, object] = {}
-    for variable, text in environment.items():
-        if not variable.startswith(VARIABLE_PREFIX) or variable in _AGENT_MARKS or not text:
-            continue
-        key = variable.removeprefix(VARIABLE_PREFIX).lower()
-        if key == "launch":
-            raise ConfigError(
-                f"{variable} is not a variable of ttprun", "set torchrun's own, such as PET_NPROC_PER_NODE"
-            )
-        if key in FILE_ONLY:
-            raise ConfigError(
-                f"{variable} is not a variable of ttprun", f"write {key} in a file, and name it with --config"
-            )
-        values[key] = _split(key, text)
-    return ConfigSource("variable", "", values)
+    given = {key: _split(key, text) for key, text in _set_keys(environment).items() if key not in FILE_ONLY}
+    return ConfigSource("variable", "", given)
+
+
+def _set_keys(environment: Mapping[str, str]) -> dict[str, str]:
+    """What TTPRUN_* variables that are not empty say, by the key that they name."""
+    set_ones = ((name, text) for name, text in environment.items() if name.startswith(VARIABLE_PREFIX) and text)
+    return {name.removeprefix(VARIABLE_PREFIX).lower(): text for name, text in set_ones if name not in _AGENT_MARKS}
+
+
+def _check_names(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError if a variable sets what only a file can hold."""
+    wrong = Complaints()
+    for key in set(FILE_ONLY).intersection(_set_keys(environment)):
+        of_torchrun = "set torchrun's own, such as PET_NPROC_PER_NODE"
+        cure = of_torchrun if key == "launch" else f"write {key} in a file, and name it with --config"
+        wrong.add(ConfigError(f"{VARIABLE_PREFIX}{key.upper()} is not a variable of ttprun", cure))
+    wrong.raise_any()
 
 
 def _split(key: str, text: Any) -> object:
@@ -192,17 +200,25 @@ def _split(key: str, text: Any) -> object:
 
 def _check(source: ConfigSource) -> Config:
     """Validate one source by itself, so that what is wrong can be attributed to it."""
+    known = {key: value for key, value in source.values.items() if key in Config.model_fields}
+    wrong = Complaints()
     for key in source.values:
-        if key not in Config.model_fields:
-            is_file = source.kind == "file"
-            known = [source.spelling(name) for name in Config.model_fields if is_file or name not in FILE_ONLY]
-            otherwise = "'ttprun --help' lists all"
-            if is_file and key.replace("-", "_") in OF_TORCHRUN.split():
-                otherwise = f"it is an option of torchrun's; write it under 'launch:', as launch: {{{key}: ...}}"
-            cure = suggestion(source.spelling(key), known, otherwise)
-            raise ConfigError(f"{source.where(key)}: unknown", cure)
-    # A file has types, so "2" is not 2 there; variables and options are str.
-    return validated(Config, source.values, source.where, is_strict=source.kind == "file")
+        if key not in known:
+            wrong.add(ConfigError(f"{source.where(key)}: unknown", _cure_of_unknown(source, key)))
+    with wrong.noted():
+        # A file has types, so "2" is not 2 there; variables and options are str.
+        checked = validated(Config, known, source.where, is_strict=source.kind == "file")
+    wrong.raise_any()
+    return checked
+
+
+def _cure_of_unknown(source: ConfigSource, key: str) -> str:
+    is_file = source.kind == "file"
+    known = [source.spelling(name) for name in Config.model_fields if is_file or name not in FILE_ONLY]
+    otherwise = "'ttprun --help' lists all"
+    if is_file and key.replace("-", "_") in OF_TORCHRUN.split():
+        otherwise = f"it is an option of torchrun's; write it under 'launch:', as launch: {{{key}: ...}}"
+    return suggestion(source.spelling(key), known, otherwise)
 
 
 def _presets() -> Iterable[Path]:

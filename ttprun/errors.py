@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -17,6 +18,45 @@ class ConfigError(Exception):
         super().__init__(f"{what}; {cure}")
         self.what = what
         self.cure = cure
+        self.parts: tuple[ConfigError, ...] = (self,)
+
+
+class ConfigErrors(ConfigError):
+    """Several at once, so that a file is corrected in one go: the command line prints a line for each of `parts`."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__(errors[0].what, errors[0].cure)
+        self.args = ("\n".join(map(str, errors)),)
+        self.parts = tuple(errors)
+
+
+class Complaints:
+    """All that is wrong with what a user has written, in the order in which it was found."""
+
+    def __init__(self) -> None:
+        self._found: list[ConfigError] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Keep a ConfigError that is raised inside `with`, and go on behind it."""
+        try:
+            yield
+        except ConfigError as error:
+            self.add(error)
+
+    def add(self, error: ConfigError) -> None:
+        """Note one that nobody has raised."""
+        self._found += error.parts
+
+    def raise_any(self) -> None:
+        """Raise what was noted, if anything was: a ConfigError, or ConfigErrors."""
+        if self._found:
+            raise all_of(self._found)
+
+
+def all_of(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error that stands for these; there is at least one."""
+    return errors[0] if len(errors) == 1 else ConfigErrors(errors)
 
 
 def one_line(error: BaseException) -> str:

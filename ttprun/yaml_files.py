@@ -10,8 +10,9 @@ from typing import TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from ttprun.errors import ConfigError, one_line
+from ttprun.errors import ConfigError, all_of, one_line
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -35,22 +36,33 @@ def validated(
     where       says where the user finds a key
     is_strict   values have their types already
 
-    Raises ConfigError for a key that is missing, and for the first value that is not valid.
+    Raises ConfigError for a key that is missing or whose value is not valid, ConfigErrors for several.
     """
     try:
         return model.model_validate(dict(values), strict=is_strict)
     except ValidationError as error:
-        first = error.errors()[0]
-        key, *inside = map(str, first["loc"])
-        items = filter(str.isdecimal, inside) if is_strict else ()  # in a text the user has not numbered them
-        about, place = model.model_fields[key].description, ".".join([where(key), *items])
-        if first["type"] == "missing":
-            raise ConfigError(f"{place}: missing", f"add it ({about})") from None
-        if first["type"] == "value_error":  # from a validator of ours, which writes "what; cure"
-            what, _, cure = str(first["ctx"]["error"]).rpartition("; ")
-            raise ConfigError(f"{place}: {what}", cure) from None
-        rule = first["msg"].replace("Input should", "it should").replace("String should", "it should")
-        raise ConfigError(f"{place}: {first['input']!r} is not valid", f"{rule} ({about})") from None
+        found: dict[tuple[str, ...], ConfigError] = {}
+        for one in error.errors():
+            key, *inside = map(str, one["loc"])
+            items = tuple(filter(str.isdecimal, inside))
+            # Of several kinds of value that a key may have, the first one is named.
+            found.setdefault((key, *items), _config_error(model, one, where, key, items if is_strict else ()))
+        complaint = all_of([*found.values()])
+    raise complaint
+
+
+def _config_error(
+    model: type[BaseModel], one: ErrorDetails, where: Callable[[str], str], key: str, items: tuple[str, ...]
+) -> ConfigError:
+    """What pydantic says of one value. items: its place in a list, where the user has numbered them: not in a text."""
+    about, place = model.model_fields[key].description, ".".join([where(key), *items])
+    if one["type"] == "missing":
+        return ConfigError(f"{place}: missing", f"add it ({about})")
+    if one["type"] == "value_error":  # from a validator of ours, which writes "what; cure"
+        what, _, cure = str(one["ctx"]["error"]).rpartition("; ")
+        return ConfigError(f"{place}: {what}", cure)
+    rule = one["msg"].replace("Input should", "it should").replace("String should", "it should")
+    return ConfigError(f"{place}: {one['input']!r} is not valid", f"{rule} ({about})")
 
 
 def parse_yaml(text: str) -> object:

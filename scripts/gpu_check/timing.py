@@ -143,7 +143,7 @@ def _standby(run: Run, curve: MemoryCurve, before_mib: list[int]) -> Row:
 
 def _is_warm(run_dir: Path) -> bool:
     status = _status(run_dir)
-    if status is None or status.state in ("failed", "done"):
+    if status is None or status.state in ("failed", "stopped", "done"):
         return False
     is_ready = status.standbys > 0 and status.standby_state.startswith("ready") and status.state == "healthy"
     return is_ready and "it now imports" not in status.standby_state and status.protection == "on"

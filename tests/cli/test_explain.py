@@ -38,19 +38,36 @@ class FakePatches:
     )
 
 
-def test_every_patch_is_one_plain_line_in_a_pipe(
+def test_every_patch_is_named_with_its_reason_under_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ttprun.rank.bootstrap.patch_table", FakePatches)
 
     code = main(["explain"])
 
-    heading, first, second = capsys.readouterr().out.splitlines()[:3]
+    meaning, first, second, *_ = capsys.readouterr().out.split("\n\n")
+    name, *why = first.splitlines()
     assert code == 0
-    assert heading.split() == ["module", "attribute", "why"]
-    assert first.split()[:2] == ["torch.distributed", "init_process_group"]
-    assert "the backend [once] xxx" in first
-    assert second.split()[:2] == ["random", "seed"]
+    assert meaning.startswith("ttprun does not change your files: ")
+    assert meaning.count(". ") == 0
+    assert name == "torch.distributed: init_process_group"
+    assert " ".join(line.strip() for line in why) == FakePatches.PATCHES[0].why
+    assert second == "random: seed\n    to know the seed"
+
+
+@pytest.mark.parametrize(("columns", "most"), [("", 100), ("60", 60), ("300", 100)])
+def test_a_pipe_gets_lines_that_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str, most: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+
+    main(["explain"])
+
+    lines = capsys.readouterr().out.splitlines()
+    of_words = [line for line in lines if " " in line.strip()]  # a name is never broken
+    assert max(map(len, of_words)) <= most
+    assert max(map(len, lines)) <= 100
+    assert "torch.optim.optimizer: Optimizer.__init__" in lines
 
 
 def test_the_order_in_which_a_variable_is_judged_is_printed_from_the_place_that_decides_it(
@@ -58,9 +75,10 @@ def test_the_order_in_which_a_variable_is_judged_is_printed_from_the_place_that_
 ) -> None:
     main(["explain"])
 
-    said = capsys.readouterr().out.partition("How a variable is judged")[2].splitlines()[2:]
-    assert [line.split("  ")[0] for line in said] == [one.name for one in ORDER]
-    assert all(one.when in line and one.follows in line for one, line in zip(ORDER, said, strict=True))
+    said = capsys.readouterr().out.partition("When a rank is replaced")[2].split("\n\n")[1:]
+    assert [paragraph.splitlines()[0] for paragraph in said] == [one.name for one in ORDER]
+    told = [" ".join(paragraph.split()) for paragraph in said]
+    assert all(f"{one.when} → {one.follows}" in text for one, text in zip(ORDER, told, strict=True))
 
 
 @pytest.mark.parametrize(

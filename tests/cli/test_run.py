@@ -380,3 +380,37 @@ def test_what_an_elastic_job_lacks_is_refused_in_one_line_before_anything_starts
 
     assert code == 2
     assert what in capsys.readouterr().err
+
+
+def test_all_errors_of_files_options_and_torchruns_options_are_printed_a_line_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text("stanbys: 2\nlaunch: {nprocs: 2, tee: null, standalone: 1, max-restarts: many}")
+
+    code = main(["--config", "job.yaml", "--config", "no.yaml", "--keep-runs", "0", "train.py"])
+
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert [line.partition("; ")[0].removeprefix("ttprun: error: ") for line in lines] == [
+        "--config: there is no file 'no.yaml'",
+        "job.yaml: stanbys: unknown",
+        "job.yaml: launch: tee is None",
+        "--keep-runs: '0' is not valid",
+        "job.yaml: launch.nprocs: torchrun has no such option",
+        "job.yaml: launch.standalone: 1 is not valid",
+        "job.yaml: launch.max-restarts: argument --max-restarts/--max_restarts: invalid int value: 'many'",
+    ]
+    assert all("; " in line for line in lines)
+
+
+def test_all_values_of_torchruns_options_that_cannot_be_used_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    code = main(["--nnodes", "some", "--tee", "9", "--max-restarts", "-1", "train.py"])
+
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert [line.split(":")[2].strip() for line in lines] == ["--nnodes", "--tee", "--max-restarts"]

@@ -1,7 +1,9 @@
 """`ttprun status` on run directories written by hand."""
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +41,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 @pytest.mark.parametrize(
     ("state", "code"),
-    [("starting", 0), ("healthy", 0), ("done", 0), ("recovering", 1), ("restarting", 1), ("failed", 2)],
+    [("starting", 0), ("healthy", 0), ("done", 0), ("stopped", 0), ("recovering", 1), ("restarting", 1), ("failed", 2)],
 )
 def test_the_exit_code_says_whether_to_worry(run: RunDirectory, state: RunState, code: int) -> None:
     write_status(run.status, status_of(state))
@@ -129,6 +131,77 @@ def test_a_terminal_of_80_columns_shows_everything_in_colour(run: RunDirectory) 
     assert "\x1b[32mhealthy" in text
     assert "…" not in text
     assert "0.420" in text
+
+
+def shown_on_terminal(columns: int, **environment: str) -> str:
+    """What a terminal of that width gets of `ttprun status`, without colours."""
+    terminal, stdout = os.openpty()
+    plain = {name: value for name, value in os.environ.items() if name not in ("LC_ALL", "LC_CTYPE", "LANG")}
+    plain |= {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": str(columns)}
+    command = [sys.executable, "-m", "ttprun", "status"]
+    shown = b""
+    with subprocess.Popen(command, stdout=stdout, env=plain | environment) as child:
+        os.close(stdout)
+        with contextlib.suppress(OSError):  # what a terminal's side reads at the end
+            while read := os.read(terminal, 100_000):
+                shown += read
+    os.close(terminal)
+    assert child.returncode == 0
+    return re.sub("\x1b\\[[0-9;]*m", "", shown.decode())
+
+
+LARGE = tuple(
+    RankStatus(rank, rank, 4_190_000 + rank, "replaying", 123_456, "COMPUTING", 100.2, "on") for rank in (9, 10)
+)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+@pytest.mark.parametrize("nodes", [(), ("10.0.0.1", "10.0.0.2")], ids=["one node", "two nodes"])
+def test_a_narrow_terminal_shows_each_rank_on_a_line_with_its_pid_and_state(
+    run: RunDirectory, columns: int, nodes: tuple[str, ...]
+) -> None:
+    incidents = (INCIDENT, replace(INCIDENT, id=2, kind="memory-temporary", spawn_s=31.1, total_s=33.0))
+    status = replace(status_of("healthy"), ranks=LARGE, incidents=incidents, nodes=nodes)
+    write_status(run.status, status)
+    began_s = datetime.fromisoformat(status.started_at).timestamp()
+    run.history.write_text("".join(f"{began_s + second},{second}\n" for second in range(90)))
+
+    text = shown_on_terminal(columns, LANG="C.UTF-8")
+
+    lines = [line.rstrip("\r") for line in text.split("\n")]
+    cells = [line.replace("│", " ").split() for line in lines]
+    assert "…" not in text
+    assert max(map(len, lines)) <= columns
+    for rank in LARGE:
+        (found,) = (row for row in cells if str(rank.pid) in row)
+        assert {str(rank.rank), "replaying", "123456"} <= set(found)
+    assert any(row[:2] == ["2", "memory-temporary"] and "recovered" in row for row in cells)
+    assert any(row[0] == "2" and row[-1] == "33.0" for row in cells if row)  # of the phases
+    assert sum(line.startswith("steps/s ") and line.endswith("1, at most 1") for line in lines) == 1
+    assert any(line.startswith("  replay |") and line.endswith(" s") for line in lines)
+
+
+def test_the_bars_of_phases_are_on_one_scale_however_narrow_the_terminal_is() -> None:
+    slow = replace(INCIDENT, freeze_s=0.1, spawn_s=31.1, replay_s=1.4)
+
+    bars = {line.split()[0]: line.count("=") for line in draw_waterfall(slow, 60)}
+
+    assert max(map(len, draw_waterfall(slow, 60))) <= 60
+    assert bars["spawn"] > 15 * bars["replay"]
+
+
+@pytest.mark.parametrize("locale", [{"LANG": "C"}, {"LANG": "de_DE.UTF-8", "LC_ALL": "POSIX"}])
+def test_a_terminal_whose_locale_is_not_utf_8_gets_ascii(run: RunDirectory, locale: dict[str, str]) -> None:
+    status = status_of("healthy")
+    write_status(run.status, status)
+    began_s = datetime.fromisoformat(status.started_at).timestamp()
+    run.history.write_text("".join(f"{began_s + second},{step}\n" for second, step in enumerate((1, 1, 9, 13), 1)))
+
+    text = shown_on_terminal(80, **locale)
+
+    assert text.isascii()
+    assert "steps/s _#+ 4, at most 8" in text
+    assert "run r1 - healthy - generation" in text
 
 
 def test_ranks_that_are_away_are_reported_with_the_step_since_which_they_are(

@@ -40,7 +40,7 @@ def test_the_same_as_markdown_goes_to_standard_output(run_dir: str, capsys: pyte
     assert "Done after step 50 on 4 ranks, with 1 incident, 0 steps lost." in out
     assert "| productive: steps done for the first time | 38.0 | 63.3 % |" in out
     assert "| incidents, from the loss to the next step | 2.0 | 3.3 % |" in out
-    assert "| 0.000 | 0.100 | 0.300 | 0.900 | 0.200 | 0.300 | 0.500 | 2.000 |" in out
+    assert "| 0.000 | 0.100 | 0.200 | 0.900 | 0.200 | 0.300 | 0.500 | 2.000 |" in out
     assert "* not proved: cache (sqlite3.Connection): it is in a file" in out
 
 

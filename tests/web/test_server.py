@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -173,6 +174,7 @@ def test_a_page_is_shown_the_end_of_the_run_before_its_server_is_gone(run: RunDi
         ({"state": "recovering"}, 200, 503),
         ({"state": "failed"}, 503, 503),
         ({"state": "done"}, 200, 503),
+        ({"state": "stopped"}, 200, 503),
         ({"updated_at": "2020-01-01T00:00:00.000+00:00"}, 503, 503),
     ],
 )
@@ -227,6 +229,35 @@ def test_with_a_named_host_the_token_is_needed_and_a_browser_gets_it_as_a_cookie
     assert "HttpOnly" in cookie
     assert probe == (200, "ok\n")
     assert stat.S_IMODE(run.http_token.stat().st_mode) == 0o600
+
+
+def test_on_a_terminal_the_address_that_is_printed_works_when_it_is_clicked(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, stderr = os.openpty()
+    with closing(open(stderr, "w")) as shown, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", shown)
+        with serving("127.0.0.1:0", None, run) as url:
+            (address,) = re.findall(r"http://\S+", os.read(terminal, 10_000).decode())
+            client = Client(url)
+            clicked = client.get(address.removeprefix(url.rstrip("/")))[0]
+            cookie = client.headers["set-cookie"].partition(";")[0]
+            page = client.get(client.headers["location"], cookie=cookie)[0]
+    os.close(terminal)
+
+    assert address.startswith(f"{url}?token=")
+    assert (clicked, page) == (303, 200)
+    assert "token" not in url  # which the status of the job names
+
+
+def test_a_log_that_others_may_read_names_the_tokens_file_and_not_the_token(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving("127.0.0.1:0", None, run):
+        said = capsys.readouterr().err
+
+    assert str(run.http_token) in said
+    assert run.http_token.read_text() not in said
 
 
 def test_a_node_that_does_not_lead_redirects_to_the_one_that_leads_and_answers_probes_itself(

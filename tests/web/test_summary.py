@@ -71,6 +71,7 @@ def test_the_speed_is_that_of_the_last_minute_without_incidents_and_without_the_
         ({"state": "recovering"}, "Recovering: rank 1 was ended by signal 9 at boundary 40."),
         ({"state": "done"}, "Done after step 50 on 4 ranks, with 1 incident, 0 steps lost."),
         ({"state": "done", "incidents": ()}, "Done after step 50 on 4 ranks, without an incident."),
+        ({"state": "stopped", "exit_code": 130, "reason": "ended by SIGINT"}, "Stopped at step 50: ended by SIGINT."),
         ({"state": "failed", "exit_code": 1, "reason": "why"}, "Failed with exit code 1 at step 50: why."),
     ],
 )

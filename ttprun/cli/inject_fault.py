@@ -159,7 +159,7 @@ def check_run(directory: RunDirectory, fault: Fault) -> RunStatus:
     except (OSError, ValueError) as error:
         raise ConfigError(f"run '{directory.path}' cannot be read ({error})", "name another with --run") from None
     if status.has_ended:
-        ending = f"failed: {status.reason}" if status.reason else status.state
+        ending = f"{status.state}: {status.reason}" if status.reason else status.state
         raise ConfigError(f"run {status.run_id} has ended ({ending})", "name a running one with --run")
     if not config.allow_faults:
         raise ConfigError(f"run {status.run_id} does not allow faults", "start it with --allow-faults")

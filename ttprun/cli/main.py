@@ -7,7 +7,6 @@ Whatever does not begin with a command's name is `ttprun [options] script.py [sc
 from __future__ import annotations
 
 import atexit
-import codecs
 import contextlib
 import io
 import os
@@ -17,6 +16,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from ttprun import __version__, early_signals
+from ttprun.cli.alike import ALIKE
 from ttprun.cli.commands import COMMANDS, LAUNCHING
 from ttprun.errors import ConfigError
 
@@ -79,23 +79,6 @@ torchrun's options (the usual ones; 'ttprun run --help' lists all):
 """
 
 
-ALIKE = "ttprun.alike"  # an error handler of encodings
-_LOOK_ALIKE = {"·": "-", "–": "-", "—": "-", "×": "x", "→": "->", "←": "<-", "…": "...", "≤": "<=", "≥": ">=", "µ": "u"}
-_LOOK_ALIKE |= zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)
-
-
-def _replace(error: UnicodeError) -> tuple[str, int]:
-    """Write what looks alike where an encoding lacks a character, else its number."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    lacking = error.object[error.start : error.end]
-    shown = (_LOOK_ALIKE.get(one) or one.encode("ascii", "backslashreplace").decode() for one in lacking)
-    return "".join(shown), error.end
-
-
-codecs.register_error(ALIKE, _replace)
-
-
 def program() -> NoReturn:
     """The command `ttprun`: `main`, and the end of the process with the exit code that this returns.
 
@@ -148,7 +131,8 @@ def main(argv: list[str] | None = None) -> int:
             return run_command(arguments[0], function, arguments[1:])
         return run_script(arguments[1:] if arguments[0] == "run" else arguments)
     except ConfigError as error:
-        print(f"ttprun: error: {error}", file=sys.stderr)
+        for one in error.parts:
+            print(f"ttprun: error: {one}", file=sys.stderr)
         return USAGE_ERROR
     except early_signals.StoppedEarly as stopped:
         print(f"ttprun: {stopped.reason}", file=sys.stderr)

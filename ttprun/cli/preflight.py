@@ -28,7 +28,7 @@ from ttprun.chaos.faults import parse_fault
 from ttprun.cli.commands import COMMANDS
 from ttprun.config import Config
 from ttprun.config_sources import option_name
-from ttprun.errors import ConfigError, one_line, suggestion
+from ttprun.errors import Complaints, ConfigError, one_line, suggestion
 
 # Files that the agent holds open for each rank (its line, record, stack, pidfd, two buffers of a snapshot, logs), and
 # for itself.
@@ -37,7 +37,8 @@ FILES_OF_AGENT = 88
 
 
 def check_options(torchrun: Namespace) -> None:
-    """Check the values of torchrun's options by themselves. Raises ConfigError naming the option."""
+    """Check the values of torchrun's options by themselves. Raises ConfigError naming the option, or several."""
+    wrong = Complaints()
     for name, read in _READERS.items():
         if not hasattr(torchrun, name):
             continue
@@ -46,14 +47,17 @@ def check_options(torchrun: Namespace) -> None:
             read(value)
         except (ValueError, RuntimeError) as error:
             what = f"{option_name(name)}: '{value}' is not valid ({one_line(error)})"
-            raise ConfigError(what, "see 'ttprun run --help'") from None
+            wrong.add(ConfigError(what, "see 'ttprun run --help'"))
     for name, minimum in (("max_restarts", 0), ("node_rank", 0), ("shutdown_timeout", 0)):
         value = getattr(torchrun, name, None)
         if value is not None and value < minimum:
-            raise ConfigError(f"{option_name(name)}: {value} is below {minimum}", f"give {minimum} or more")
+            wrong.add(ConfigError(f"{option_name(name)}: {value} is below {minimum}", f"give {minimum} or more"))
     if not 0 < torchrun.monitor_interval < float("inf"):  # NaN neither
-        raise ConfigError(f"--monitor-interval: {torchrun.monitor_interval} is not an interval", "give seconds above 0")
-    check_rendezvous_backend(torchrun.rdzv_backend)
+        what = f"--monitor-interval: {torchrun.monitor_interval} is not an interval"
+        wrong.add(ConfigError(what, "give seconds above 0"))
+    with wrong.noted():
+        check_rendezvous_backend(torchrun.rdzv_backend)
+    wrong.raise_any()
 
 
 def check_host(torchrun: Namespace, config: Config) -> None:

@@ -32,9 +32,9 @@ from ttprun.cli.preflight import check_host, check_launch, check_options
 from ttprun.cli.script_config import take_script_config
 from ttprun.cli.torchrun_parser import SCRIPT, build_parser, launch_words, parse
 from ttprun.config import Config, LaunchValue
-from ttprun.config_sources import Origins, option_name, origins, read_config_file, resolve
+from ttprun.config_sources import ConfigSource, Origins, option_name, origins, read_config_file, resolve
 from ttprun.early_signals import StoppedEarly
-from ttprun.errors import ConfigError, one_line
+from ttprun.errors import Complaints, ConfigError, one_line
 from ttprun.observe import console
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory, node_name
@@ -130,7 +130,7 @@ def run(words: Sequence[str]) -> int:
         directory.discard()
         raise
     except StoppedEarly as stopped:
-        write_last_status(directory, stopped.exit_code, stopped.reason)
+        write_last_status(directory, stopped.exit_code, stopped.reason, is_stopped=True)
         raise
 
 
@@ -141,11 +141,21 @@ def read_command_line(words: Sequence[str]) -> Invocation:
     asked = asked_instead(first_look)
     names, options = take_options(first_look)
     sections, script_arguments = take_script_config(first_look.training_script_args)
-    files = [*map(read_config_file, names), *sections]
-    config = resolve(files, os.environ, options)
+    files: list[ConfigSource] = []
+    from_files: list[str] = []
+    wrong = Complaints()
+    for name in names:
+        with wrong.noted():
+            files.append(read_config_file(name))
+    files += sections
+    with wrong.noted():
+        config = resolve(files, os.environ, options)
+    for source in files:
+        with wrong.noted():
+            from_files += launch_words(parser, source)
+    wrong.raise_any()
     found = origins(files, os.environ, options, config)
     # Once more, with what the files say in front: later words win, as the command line must.
-    from_files = [word for source in files for word in launch_words(parser, source)]
     torchrun = parse(parser, [*from_files, *words])
     take_options(torchrun)
     torchrun.training_script_args = script_arguments

@@ -19,7 +19,7 @@ from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, read_status
 
 REFRESH_S = 0.5
-EXIT_CODES = {"starting": 0, "healthy": 0, "done": 0, "recovering": 1, "restarting": 1, "failed": 2}
+EXIT_CODES = {"starting": 0, "healthy": 0, "done": 0, "stopped": 0, "recovering": 1, "restarting": 1, "failed": 2}
 
 
 def status(
@@ -32,7 +32,7 @@ def status(
 
     Words such as generation, rung, boundary and standby are explained in 'ttprun guide glossary'.
 
-    Exit code: 0 healthy or done (or starting), 1 recovering, 2 failed.
+    Exit code: 0 healthy, done, or stopped by Ctrl-C or another signal (or starting), 1 recovering, 2 failed.
     """
     if schema:
         print(json.dumps(TypeAdapter(RunStatus).json_schema(), indent=2))

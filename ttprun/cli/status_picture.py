@@ -8,14 +8,22 @@ from datetime import UTC, datetime
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from ttprun.cli.terminal import new_table
+from ttprun.cli.terminal import fitting_table
 from ttprun.cli.waterfall import draw_waterfall
 from ttprun.observe.progress import format_bytes
+from ttprun.observe.spans import COLUMNS, seconds_of
 from ttprun.observe.status import CheckpointStatus, IncidentStatus, ResumeStatus, RunStatus, describe_protection
 
-STYLES = {"healthy": "green", "done": "green", "recovering": "yellow", "restarting": "yellow", "failed": "red"}
+STYLES = {"healthy": "green", "done": "green", "failed": "red"}
+STYLES |= dict.fromkeys(("recovering", "restarting", "stopped"), "yellow")
 _BARS = "▁▂▃▄▅▆▇█"
-PHASES = ("detect_s", "freeze_s", "spawn_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s", "total_s")
+_CURVE = 40  # characters of the curve of speeds, at most
+# What a narrow terminal does without, the first one first: never a rank, its pid and state, nor how an incident ended.
+_SPARE = {
+    "ranks": ("local", "protection", "last seen", "phase", "node", "step"),
+    "incidents": ("boundary", "steps lost", "rung", "ranks"),
+    "phases": ("detect", "reissue", "transfer", "rebuild", "freeze"),
+}
 
 
 def draw(console: Console, shown: RunStatus, speeds: Sequence[float] = ()) -> RenderableType:
@@ -25,20 +33,24 @@ def draw(console: Console, shown: RunStatus, speeds: Sequence[float] = ()) -> Re
     """
     parts: list[RenderableType] = [draw_headline(shown)]
     if speeds:
-        parts.append(Text(f"steps/s {draw_sparkline(speeds)} {speeds[-1]:.3g}, at most {max(speeds):.3g}"))
+        speed = f"{speeds[-1]:.3g}, at most {max(speeds):.3g}"
+        width = max(1, min(_CURVE, console.width - len(f"steps/s  {speed}")))
+        parts.append(Text(f"steps/s {draw_sparkline(speeds, width)} {speed}"))
     if shown.ranks:
         parts.append(draw_ranks(console, shown))
     if shown.incidents:
         parts += [Text("\nincidents"), draw_incidents(console, shown.incidents)]
         parts += [Text("\nseconds of each phase"), draw_phases(console, shown.incidents)]
         last = shown.incidents[-1]
-        parts += [Text(line) for line in (f"\nincident {last.id}, phase by phase", *draw_waterfall(last))]
+        parts += [
+            Text(line) for line in (f"\nincident {last.id}, phase by phase", *draw_waterfall(last, console.width))
+        ]
         for one in shown.incidents:
             parts += [Text(f"incident {one.id}: {sentence}") for sentence in sentences_of(one)]
     return Group(*parts)
 
 
-def draw_sparkline(values: Sequence[float], width: int = 40) -> str:
+def draw_sparkline(values: Sequence[float], width: int = _CURVE) -> str:
     """The newest of some numbers as a curve in a line of text, from zero to the highest."""
     shown = values[-width:]
     highest = max(shown)
@@ -127,36 +139,38 @@ def draw_ranks(console: Console, shown: RunStatus) -> RenderableType:
     first = ("node", "rank") if shown.nodes else ("rank", "local")
     numbers = (*first, "pid", "step", "last seen")
     columns = (*first, "pid", "state", "step", "phase", "last seen", "protection")
-    table = new_table(console, *columns, right=numbers)
     updated_at = datetime.fromisoformat(shown.updated_at)
     since_update_s = 0.0 if shown.has_ended else max(0.0, (datetime.now(UTC) - updated_at).total_seconds())
+    rows = []
     for rank in shown.ranks:
         seen = "-" if rank.last_seen_s is None else f"{rank.last_seen_s + since_update_s:.1f} s"
         names = (rank.node, rank.rank) if shown.nodes else (rank.rank, rank.local_rank)
         cells = (*names, rank.pid, rank.state, rank.step, rank.phase)
-        table.add_row(*map(_cell, cells), seen, rank.protection)
-    return table
+        rows.append((*map(_cell, cells), seen, rank.protection))
+    spare = [name for name in _SPARE["ranks"] if name in columns]
+    return fitting_table(console, columns, rows, numbers, spare)
 
 
 def draw_incidents(console: Console, incidents: tuple[IncidentStatus, ...]) -> RenderableType:
     """One line an incident: what happened and how it ended."""
     numbers = ("#", "boundary", "steps lost")
     columns = ("#", "kind", "ranks", "rung", "outcome", "boundary", "steps lost")
-    table = new_table(console, *columns, right=numbers)
+    rows = []
     for one in incidents:
         ranks = ",".join(map(str, one.ranks))
-        table.add_row(*map(_cell, (one.id, one.kind, ranks, one.rung, one.outcome, one.boundary, one.steps_lost)))
-    return table
+        rows.append([*map(_cell, (one.id, one.kind, ranks, one.rung, one.outcome, one.boundary, one.steps_lost))])
+    return fitting_table(console, columns, rows, numbers, _SPARE["incidents"])
 
 
 def draw_phases(console: Console, incidents: tuple[IncidentStatus, ...]) -> RenderableType:
-    """One line an incident: its number, and the seconds of each phase."""
-    names = tuple(phase.removesuffix("_s") for phase in PHASES)
+    """One line an incident: its number, and the seconds of each phase; they add up to the total."""
     # A narrow first heading: with it the table fits into 80 columns.
-    table = new_table(console, "#", *names, right=("#", *names))
+    columns = ("#", *COLUMNS)
+    rows = []
     for one in incidents:
-        table.add_row(str(one.id), *(_seconds(getattr(one, phase)) for phase in PHASES))
-    return table
+        took = seconds_of(one)
+        rows.append((str(one.id), *(_seconds(took.get(phase)) for phase in COLUMNS)))
+    return fitting_table(console, columns, rows, columns, _SPARE["phases"])
 
 
 def _seconds(value: float | None) -> str:

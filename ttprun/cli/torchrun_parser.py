@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 from ttprun.cli.options import add_options
 from ttprun.config import Config
 from ttprun.config_sources import ConfigSource, option_name
-from ttprun.errors import ConfigError, one_line, suggestion
+from ttprun.errors import Complaints, ConfigError, one_line, suggestion
 
 SCRIPT = ("training_script", "training_script_args")
 
@@ -87,10 +87,12 @@ def build_parser() -> RunParser:
 def parse(parser: RunParser, words: list[str]) -> Namespace:
     """Parse a command line. Raises ConfigError for whatever is wrong with it, with a suggestion for unknown options."""
     arguments, unknown = parser.parse_known_args(words)
-    if unknown:
-        name = unknown[0].split("=")[0]
-        known = [option_name(key) for key in (*torchrun_options(parser), *Config.model_fields)]
-        raise ConfigError(f"unknown option {name}", suggestion(name, known, "see 'ttprun run --help'"))
+    wrong = Complaints()
+    known = [option_name(key) for key in (*torchrun_options(parser), *Config.model_fields)] if unknown else []
+    for word in unknown:
+        name = word.split("=")[0]
+        wrong.add(ConfigError(f"unknown option {name}", suggestion(name, known, "see 'ttprun run --help'")))
+    wrong.raise_any()
     return arguments
 
 
@@ -106,29 +108,38 @@ def launch_words(parser: RunParser, source: ConfigSource) -> list[str]:
     An option with a PET_* variable is left out, since the variable is stronger. Raises ConfigError naming the file.
     """
     launch = source.values.get("launch", {})
-    assert isinstance(launch, Mapping)  # checked with the rest of the file
+    if not isinstance(launch, Mapping):
+        return []  # which is reported with the rest of the file
     options = torchrun_options(parser)
     words = []
-    for spelling, value in launch.items():
-        name = spelling.replace("-", "_")
-        where = f"{source.where('launch')}.{spelling}"
-        if name not in options:
-            cure = suggestion(name, options, "see 'ttprun run --help'")
-            raise ConfigError(f"{where}: torchrun has no such option", cure)
-        option = option_name(name)
-        if isinstance(options[name], bool) != isinstance(value, bool):
-            rule = "give true or false" if isinstance(options[name], bool) else "give a value, not true or false"
-            raise ConfigError(f"{where}: {value!r} is not valid", rule)
-        word = option if isinstance(value, bool) else f"{option}={_text(value)}"
-        if value is False:
-            continue
-        try:
-            parser.parse_args([word, "script"])
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error.what}", error.cure) from None
-        if "PET_" + name.upper() not in os.environ:
-            words.append(word)
+    wrong = Complaints()
+    for name, value in launch.items():
+        if not isinstance(value, bool | int | float | str | list):
+            continue  # as well
+        with wrong.noted():
+            key = str(name).replace("-", "_")
+            word = _launch_word(parser, options, f"{source.where('launch')}.{name}", key, value)
+            if value is not False and "PET_" + key.upper() not in os.environ:
+                words.append(word)
+    wrong.raise_any()
     return words
+
+
+def _launch_word(parser: RunParser, options: Mapping[str, object], where: str, name: str, value: object) -> str:
+    """One option of a file's `launch` as a word. Raises ConfigError."""
+    if name not in options:
+        raise ConfigError(f"{where}: torchrun has no such option", suggestion(name, options, "see 'ttprun run --help'"))
+    if isinstance(options[name], bool) != isinstance(value, bool):
+        rule = "give true or false" if isinstance(options[name], bool) else "give a value, not true or false"
+        raise ConfigError(f"{where}: {value!r} is not valid", rule)
+    word = option_name(name) if isinstance(value, bool) else f"{option_name(name)}={_text(value)}"
+    if value is False:
+        return word
+    try:
+        parser.parse_args([word, "script"])
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.what}", error.cure) from None
+    return word
 
 
 def _text(value: object) -> str:

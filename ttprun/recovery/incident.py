@@ -32,8 +32,8 @@ class Incident:
     opened_at_s   when the agent saw the first fault
     detect_s      from the first death until the agent saw it
     freeze_s      until the last survivor was quiesced
-    spawn_s       from the request for a process to its start
-    replay_s      until the last replacement had replayed
+    spawn_s       from the request for a process to its start, also while survivors are quiesced (`freeze_s`)
+    replay_s      from there, or from the last replacement's start if that was later, until the last one had replayed
     transfer_s    until the last replacement had its state
     rebuild_s     until all ranks were connected
     reissue_s     from there until all journals were issued again

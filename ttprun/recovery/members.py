@@ -44,6 +44,7 @@ class Member:
     has_joined          it has had a process group with others
     hindrance           why its current boundary (of a lost rank: its last) cannot be replayed, "" if it can
     spawn_asked_at_s    when a process was requested that has not started yet
+    started_at_s        when its process started
     is_without_node     its node is lost, and it has not got a process on another one yet
     has_orders          a replacement that has its orders; a new attempt needs a new process
     elastic             its declaration, if it can continue in a smaller group
@@ -61,6 +62,7 @@ class Member:
     has_joined: bool = False
     hindrance: str = ""
     spawn_asked_at_s: float | None = None
+    started_at_s: float | None = None
     is_without_node: bool = False
     has_orders: bool = False
     elastic: ElasticDeclared | None = None

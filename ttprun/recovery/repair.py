@@ -38,7 +38,8 @@ def note_process(job: Job, event: RankStarted) -> Job:
     if member.spawn_asked_at_s is not None and job.incident is not None:
         spawn_s = max(job.incident.spawn_s or 0.0, event.at_s - member.spawn_asked_at_s)
         job = job.with_incident(spawn_s=spawn_s)
-    return job.with_member(event.rank, pid=event.pid, spawn_asked_at_s=None, is_without_node=False)
+    changes = {"pid": event.pid, "spawn_asked_at_s": None, "started_at_s": event.at_s, "is_without_node": False}
+    return job.with_member(event.rank, **changes)
 
 
 def on_started(job: Job, event: RankStarted) -> Result:
@@ -142,7 +143,8 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
     job = job.with_member(event.rank, has_replayed=True)
     if job.count(MemberFlag.MUST_REPLAY):
         return job, ()
-    job = job.with_incident(replay_s=event.at_s - job.phase_since_s)
+    last_start_at_s = max((job.members[rank].started_at_s or 0.0 for rank in job.lost), default=0.0)
+    job = job.with_incident(replay_s=event.at_s - max(job.phase_since_s, last_start_at_s))
     orders = order_transfers(job, target)
     return enter(job, JobPhase.TRANSFERRING, event.at_s, (*orders, deadline_of(job, JobPhase.TRANSFERRING)))
 

@@ -13,10 +13,12 @@ import secrets
 import socket
 import stat
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlencode
 
 from ttprun.errors import ConfigError
 from ttprun.observe import console
@@ -55,14 +57,27 @@ def serving(http: str | None, token_file: str | None, run: RunDirectory, name: s
         listener = address.listen()
     except OSError as error:
         raise ConfigError(f"--http: cannot listen on '{http}' ({error.strerror or error})", _ANOTHER) from None
-    how = f" (read only, with the token in {token}: ?token=...)" if token else " (read only)"
     url = address.url(listener, name or socket.gethostname())
+    shown = _shown(url, token)
     try:
         with _running("the page", run, listener, *([str(token)] if token else [])):
-            console.say(f"{url} shows this run{how}", "INFO")
+            console.say(shown, "INFO")
             yield url
     except OSError as error:
         raise ConfigError(f"--http: its process cannot be started ({error.strerror})", "leave it out") from None
+
+
+def _shown(url: str, token_file: Path | None) -> str:
+    """What is said of the page: to a person an address that works when it is clicked, once and then by a cookie.
+
+    The token itself is written to a terminal only: what stderr goes to otherwise may be a log that others can read.
+    """
+    if token_file is None:
+        return f"{url} shows this run (read only)"
+    if not sys.stderr.isatty():
+        return f"{url} shows this run (read only, with the token in {token_file}: ?token=...)"
+    token = token_file.read_text(encoding="ascii").strip()
+    return f"{url}?{urlencode({'token': token})} shows this run (read only; give nobody this address: it has the token)"
 
 
 @contextlib.contextmanager

@@ -13,13 +13,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ttprun import __version__
-from ttprun.observe.spans import PHASES
+from ttprun.observe.spans import COLUMNS, seconds_of
 from ttprun.observe.status import RunStatus
 from ttprun.web.feed import Feed
 from ttprun.web.histogram import Histogram
 from ttprun.web.summary import Summary, unix_s
 
-STATES = ("starting", "healthy", "recovering", "restarting", "done", "failed")
+STATES = ("starting", "healthy", "recovering", "restarting", "done", "stopped", "failed")
 RANK_STATES = ("starting", "running", "replaying", "repairing", "lost", "finished", "away")
 _RECOVERY_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
@@ -103,12 +103,12 @@ def _of_incidents(status: RunStatus) -> Iterator[Metric]:
     lost = sum(one.steps_lost or 0 for one in status.incidents)
     yield CounterMetricFamily("ttprun_steps_lost", "Optimizer steps that had to be run again", value=lost)
     recovery = HistogramMetricFamily("ttprun_recovery_seconds", "Time of each phase of an incident", labels=("phase",))
-    for phase in (*PHASES, "total"):
+    took = [seconds_of(one) for one in status.incidents if one.outcome != "open"]
+    for phase in COLUMNS:
         histogram = Histogram(_RECOVERY_S)
-        for one in status.incidents:
-            took_s = getattr(one, f"{phase}_s")
-            if one.outcome != "open" and took_s is not None:
-                histogram.observe(took_s)
+        for known in took:
+            if phase in known:
+                histogram.observe(known[phase])
         recovery.add_metric((phase,), histogram.buckets(), histogram.sum)
     yield recovery
 

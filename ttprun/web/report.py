@@ -15,13 +15,12 @@ from ttprun.errors import ConfigError
 from ttprun.observe.events import read_events
 from ttprun.observe.history import Point, read_history
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.spans import PHASES
+from ttprun.observe.spans import COLUMNS, seconds_of
 from ttprun.observe.status import IncidentStatus, RunStatus, read_status
 from ttprun.web import page
 from ttprun.web.summary import REASONS, Summary, describe_rate, summarize, unix_s
 
 _EVENTS = 20_000  # of the log, the newest
-_PHASES = (*PHASES, "total")
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,8 @@ def _share(what: str, spent_s: float, wall_s: float) -> str:
 
 
 def _incident(one: IncidentStatus) -> list[str]:
-    took = ["–" if (value := getattr(one, f"{phase}_s")) is None else f"{value:.3f}" for phase in _PHASES]
+    known = seconds_of(one)
+    took = [f"{known[phase]:.3f}" if phase in known else "–" for phase in COLUMNS]
     ranks = ", ".join(map(str, one.ranks)) or "none"
     lost = "not counted" if one.steps_lost is None else f"{one.steps_lost}"
     return [
@@ -119,8 +119,8 @@ def _incident(one: IncidentStatus) -> list[str]:
         "",
         f"{one.reason}. Ranks lost: {ranks}; rung: {one.rung or 'none'}; boundary: {one.boundary}; steps lost: {lost}.",
         "",
-        f"| {' | '.join(_PHASES)} |",
-        "|" + "---:|" * len(_PHASES),
+        f"| {' | '.join(COLUMNS)} |",
+        "|" + "---:|" * len(COLUMNS),
         f"| {' | '.join(took)} |",
         "",
         *(f"* equal: {what}" for what in one.equal),

@@ -183,6 +183,8 @@ def sentence_of(status: RunStatus, rate: float | None) -> str:
             return f"{doing}{why}."
         case "done":
             return f"Done after step {status.step} on {ranks}{_incidents(status.incidents)}."
+        case "stopped":
+            return f"Stopped at step {status.step}{because}."
         case "failed":
             code = "" if status.exit_code is None else f" with exit code {status.exit_code}"
             return f"Failed{code} at step {status.step}{because}."

@@ -340,12 +340,13 @@ class Supervisor:
         for slot in self.node.here:
             slot.kill()
 
-    def stop(self, exit_code: int, reason: str = "", left_s: float = math.inf) -> str:
+    def stop(self, exit_code: int, reason: str = "", left_s: float = math.inf, is_stopped: bool = False) -> str:
         """End the thread, the standbys, and whatever a rank has left behind.
 
         exit_code   of the launcher
         reason      why the job has ended, as far as that was known before the last checkpoint was written
         left_s      seconds until the scheduler kills this process
+        is_stopped  a signal to a launcher has ended it
         returns     the reason for the operator
         """
         self._is_stopping = True
@@ -360,7 +361,7 @@ class Supervisor:
         self._control.close()
         self.parts.checkpoint_writer.end(is_done=exit_code == 0, left_s=left_s)
         reason = self._with_what_was_saved(reason)
-        self.parts.status.end(exit_code, reason)
+        self.parts.status.end(exit_code, reason, is_stopped)
         self.node.log("run_ended", exit_code=exit_code, reason=reason)
         return reason
 

@@ -76,8 +76,8 @@ def launch(
         logger.warning("nothing is repaired or saved, as under torchrun: %s", why_not)
     if why_not or not isinstance(entrypoint, str):
         # With --run-path torch runs the script in processes of its own making: nobody supervises them but torch.
-        code, reason = _run(launch_config, entrypoint, args)
-        write_last_status(run, code, reason)
+        code, reason, is_stopped = _run(launch_config, entrypoint, args)
+        write_last_status(run, code, reason, is_stopped)
         _say(reason)
         if outcomes is not None and not is_on_several:  # of several nodes nobody is known to lead
             outcomes.end(code, 0, reason)
@@ -202,18 +202,18 @@ def _supervise(
         module.LocalElasticAgent,
         partial(ReplacingAgent, supervisor, signals, meeting),
     )
-    code, reason = 1, "the launcher failed"
+    code, reason, is_stopped = 1, "the launcher failed", False
     is_by_itself = launch_config.rdzv_endpoint == ONE_NODE_ENDPOINT and launch_config.local_addr == ADDRESS
     try:
         supervisor.start()
         with stores_on_loopback() if is_by_itself else contextlib.nullcontext():
-            code, reason = _run(launch_config, entrypoint, args, supervisor, signals)
+            code, reason, is_stopped = _run(launch_config, entrypoint, args, supervisor, signals)
     except StoppedEarly as error:
-        code, reason = error.exit_code, error.reason
+        code, reason, is_stopped = error.exit_code, error.reason, True
     finally:
         module.LocalElasticAgent = torchs_own
         signals.is_over = True
-        reason = supervisor.stop(code, reason, signals.left_s())
+        reason = supervisor.stop(code, reason, signals.left_s(), is_stopped)
     node = supervisor.node
     goes_on = node.verdict is not None and node.verdict.kind == "leave"
     if goes_on or not node.is_concluded_elsewhere:  # once a job, not once a node
@@ -229,7 +229,8 @@ def _run(
     args: list[str],
     supervisor: Supervisor | None = None,
     signals: Signals | None = None,
-) -> tuple[int, str]:
+) -> tuple[int, str, bool]:
+    """Exit code, reason, and whether it was a signal to a launcher that has ended the job."""
     run = record(torch_launcher.elastic_launch(launch_config, entrypoint))
     try:
         if signals is not None:
@@ -239,16 +240,16 @@ def _run(
         verdict = supervisor.node.verdict if supervisor is not None else None
         reason = verdict.reason if verdict is not None else "a rank has failed"
         if supervisor is not None and supervisor.node.ended_by:  # the launcher of another node has got a signal
-            return exit_code_of(supervisor.node.ended_by), reason
+            return exit_code_of(supervisor.node.ended_by), reason, True
         if any(failure.pid for failure in error.failures.values()):
             # Else no rank of this node has failed: torch's summary would name one that the launcher has ended itself.
             console.say(str(error), "ERROR", prefix="")
         is_of_script = supervisor is not None and supervisor.node.first_failure.is_of_script
-        return _code_of(error, has_progress=verdict is None or verdict.has_progress or is_of_script), reason
+        return _code_of(error, has_progress=verdict is None or verdict.has_progress or is_of_script), reason, False
     except (RendezvousError, DistError) as error:
         where, why = launch_config.rdzv_endpoint, str(error.__cause__ or error).partition("\n")[0]
         reason = f"the agents cannot meet: the rendezvous ({launch_config.rdzv_backend} at {where}) has failed: {why}"
-        return SCRIPT_FAILED, reason
+        return SCRIPT_FAILED, reason, False
     except OSError as error:
         if supervisor is None or ReplacingAgent.has_started_ranks:
             raise
@@ -258,15 +259,15 @@ def _run(
         ) from None
     except SignalException as error:
         if supervisor is not None and supervisor.had_finished:
-            return 0, ""  # the signal has come too late to end anything: a restart would train it all again
+            return 0, "", False  # the signal has come too late to end anything: a restart would train it all again
         ended = supervisor.node.verdict if supervisor is not None else None
         reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"
         if supervisor is not None and ended is None and supervisor.why_not_saved:
             reason = f"{reason}; {supervisor.why_not_saved}"
-        return exit_code_of(error.sigval), reason
+        return exit_code_of(error.sigval), reason, True
     except KeyboardInterrupt:
-        return exit_code_of(signal.SIGINT), "ended by SIGINT"
-    return 0, ""
+        return exit_code_of(signal.SIGINT), "ended by SIGINT", True
+    return 0, "", False
 
 
 def _say(reason: str, goes_on: bool = False) -> None:

@@ -28,6 +28,7 @@ from ttprun.observe.status import (
     RunStatus,
     parse_status,
     read_status,
+    state_at_end,
     write_status,
 )
 from ttprun.protocol import node_orders
@@ -130,14 +131,13 @@ class StatusPublisher:
     def _waits_for(self) -> str:
         return self._spares.waited_for or self._membership.waits
 
-    def end(self, exit_code: int, reason: str) -> None:
+    def end(self, exit_code: int, reason: str, is_stopped: bool = False) -> None:
         """Write the last status of the run.
 
-        exit_code   of the launcher; 0: the run is done, else it has failed
-        reason      of a failure, a sentence
+        exit_code, is_stopped   as for `state_at_end`
+        reason                  why it has not come to its end, a sentence
         """
-        state: RunState = "done" if exit_code == 0 else "failed"
-        status = self._compose(state, exit_code, reason)
+        status = self._compose(state_at_end(exit_code, is_stopped), exit_code, reason)
         if exit_code == 0 and self._protection_in_run:  # what ranks mirror and snapshots hold ends with them
             status = replace(status, protection=self._protection_in_run)
         write_status(self._node.run.status, status)
@@ -326,12 +326,12 @@ def _protection_of_alone(job: Job) -> str:
     return "on"
 
 
-def write_last_status(run: RunDirectory, exit_code: int, reason: str) -> None:
+def write_last_status(run: RunDirectory, exit_code: int, reason: str, is_stopped: bool) -> None:
     """End the status of a run that had no supervisor.
 
-    exit_code   of the launcher; 0: the run is done, else it has failed
-    reason      of a failure, a sentence
+    exit_code, is_stopped   as for `state_at_end`
+    reason                  why it has not come to its end, a sentence
     """
     status = read_status(run.status)
-    state: RunState = "done" if exit_code == 0 else "failed"
+    state = state_at_end(exit_code, is_stopped)
     write_status(run.status, replace(status, state=state, exit_code=exit_code, reason=reason, updated_at=timestamp()))

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ttprun.chaos.faults import parse_fault
 from ttprun.config import Config, LaunchValue, Seconds
 from ttprun.config_sources import ConfigSource, resolve
-from ttprun.errors import ConfigError, suggestion
+from ttprun.errors import Complaints, ConfigError, suggestion
 from ttprun.yaml_files import read_yaml, validated
 
 Text = Annotated[str, Field(min_length=1)]
@@ -77,11 +77,17 @@ def read_scenario(name: str) -> Scenario:
 
 
 def _check(name: str, values: dict[str, object]) -> Scenario:
+    known = list(Scenario.model_fields)
+    wrong = Complaints()
     for key in values:
-        if key not in Scenario.model_fields:
-            known = list(Scenario.model_fields)
-            raise ConfigError(f"{name}: {key}: unknown", suggestion(key, known, f"use one of {', '.join(known)}"))
-    return validated(Scenario, values, lambda key: f"{name}: {key}", is_strict=True)
+        if key not in known:
+            cure = suggestion(key, known, f"use one of {', '.join(known)}")
+            wrong.add(ConfigError(f"{name}: {key}: unknown", cure))
+    with wrong.noted():
+        values_known = {key: value for key, value in values.items() if key in known}
+        scenario = validated(Scenario, values_known, lambda key: f"{name}: {key}", is_strict=True)
+    wrong.raise_any()
+    return scenario
 
 
 def _check_settings(name: str, scenario: Scenario) -> None:
