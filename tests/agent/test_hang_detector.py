@@ -41,9 +41,9 @@ stack.write_when_asked({stack_fd})
 heartbeat.start(Board({board_fd}, 1), 0)
 
 def stand_there():
+    print(threading.main_thread().ident, flush=True)
     {what}
 
-print(threading.main_thread().ident, flush=True)
 stand_there()
 """
 RUN = "while True: pass"
@@ -74,6 +74,14 @@ class Process:
             if time.monotonic() > give_up_at_s:
                 return False
         return True
+
+    def stop(self) -> None:
+        """Until it is: a thread that waits for a processor stops when it gets one."""
+        self.process.send_signal(signal.SIGSTOP)
+        give_up_at_s = time.monotonic() + LIMIT_S
+        while state_of(self.process.pid)[0] != "T":
+            assert time.monotonic() < give_up_at_s
+            time.sleep(0.01)
 
     def stack(self, is_stopped: bool = False) -> str:
         """The main thread's."""
@@ -132,8 +140,7 @@ def test_the_heartbeat_reports_what_the_main_thread_is_at(
 def test_a_stopped_process_shows_no_sign_and_proc_says_why(start: Callable[[str], Process]) -> None:
     process = start(RUN)
 
-    process.process.send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
+    process.stop()
 
     assert process.comes_to((False, False))
     assert state_of(process.process.pid)[0] == "T"
@@ -143,21 +150,21 @@ def test_a_stopped_process_shows_no_sign_and_proc_says_why(start: Callable[[str]
 def test_a_rank_writes_its_stack_whatever_its_main_thread_is_at(start: Callable[[str], Process], what: str) -> None:
     process = start(what)
 
-    first, second = process.stack(), process.stack()
+    texts = [process.stack() for _ in range(3)]
 
-    assert stacks.innermost_user_frame(first).endswith("in stand_there")
-    assert first == second
+    frames = [stacks.innermost_user_frame(text) for text in texts]
+    assert all(frame.endswith("in stand_there") for frame in frames), texts
+    assert [text.count("in stand_there") for text in texts] == [1, 1, 1]  # each is written over the one before
 
 
 def test_a_stopped_process_writes_its_stack_and_stops_again(start: Callable[[str], Process]) -> None:
     process = start(RUN)
-    process.process.send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
+    process.stop()
 
     stack = process.stack(is_stopped=True)
 
-    time.sleep(0.1)
     assert stacks.innermost_user_frame(stack).endswith("in stand_there")
+    assert process.comes_to((False, False))
     assert state_of(process.process.pid)[0] == "T"
 
 
@@ -169,7 +176,7 @@ def test_where_the_gil_can_be_had_the_thread_that_has_it_writes_so_that_no_frame
     """A signal handler that reads what other threads run has crashed ranks."""
     process = start(what)
     if is_stopped:
-        process.process.send_signal(signal.SIGSTOP)
+        process.stop()
 
     text = stacks.take(process.writer, is_stopped)
 
@@ -185,9 +192,7 @@ def test_the_main_thread_of_a_stopped_process_writes_not_one_that_may_have_no_ro
     process = start(f"{threads}\n    {HOLD_GIL}")
 
     for _ in range(5):
-        process.process.send_signal(signal.SIGSTOP)
-        while state_of(process.process.pid)[0] != "T":
-            time.sleep(0.01)
+        process.stop()
         text = stacks.take(process.writer, is_stopped=True)
 
         assert f"Current thread 0x{process.main_thread:016x}" in text
@@ -278,8 +283,7 @@ def test_py_spy_reports_the_stack_where_it_is_installed(
 ) -> None:
     process = start(what)
     if is_stopped:
-        process.process.send_signal(signal.SIGSTOP)
-        time.sleep(0.1)
+        process.stop()
 
     text = stacks.take(process.writer, is_stopped)
 

@@ -22,7 +22,7 @@ wait = pytest.importorskip("selenium.webdriver.support.ui", reason="no selenium"
 service = pytest.importorskip("selenium.webdriver.chrome.service", reason="no selenium")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium (Debian: chromium, chromium-driver)")
-LIMIT_S = 30
+LIMIT_S = 100
 QUIET = (
     "--headless=new",
     "--no-sandbox",
