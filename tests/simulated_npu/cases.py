@@ -433,7 +433,8 @@ print(len(found))
     environment = {**os.environ, "SIMULATED_NPU_NOISE": "1"}
     counts = []
     for more in ([], ["deterministic"]):
-        done = subprocess.run([sys.executable, "-c", code, *more], env=environment, capture_output=True, text=True)
+        command = [sys.executable, "-X", "faulthandler", "-c", code, *more]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         counts.append(int(done.stdout))
     return counts
