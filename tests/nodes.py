@@ -78,7 +78,7 @@ class Nodes:
     def __exit__(self, *_: object) -> None:
         assert self._guard.stdin is not None
         self._guard.stdin.close()
-        self._guard.wait(30)
+        self._guard.wait(60)
 
     def inside(self, number: int) -> list[str]:
         """What a command is preceded by to run on a node. Its own pid is that of the command."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 
-LIMIT_S = 40.0
+LIMIT_S = 100.0  # against hanging
 
 
 def becomes_ready(fd: int, limit_s: float = LIMIT_S) -> bool:

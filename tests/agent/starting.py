@@ -11,7 +11,7 @@ from tests.waits import becomes_ready
 from ttprun.agent.processes.rank_processes import Standby
 
 ROOT = str(Path(__file__).resolve().parents[2])
-LIMIT_S = 40.0
+LIMIT_S = 100.0
 
 
 def start_of(tmp_path: Path, *words: str, is_redirected: bool = False, entry: str = sys.executable) -> dict[str, Any]:

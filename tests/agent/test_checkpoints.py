@@ -26,7 +26,7 @@ from ttprun.recovery.replicas import Replicas
 from ttprun.state.draft import Draft
 from ttprun.state.store import CheckpointStore
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 class FakeNode:

@@ -7,7 +7,6 @@ import json
 import selectors
 import socket
 import stat
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.codec import decode
 from ttprun.protocol.requests import Accepted, Rejected
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 Ask = Callable[[bytes], Any]
 
 
@@ -50,16 +49,12 @@ class Agent:
             raise ValueError("that is no fault")
         return Accepted("done")
 
-    def serve(self) -> float:
-        """Answer all that is ready; returns the longest time in seconds that one call of ours has taken."""
-        longest_s = 0.0
+    def serve(self) -> None:
+        """Answer all that is ready."""
         while ready := self.selector.select(0.0):
             for key, _ in ready:
-                began_s = time.monotonic()
                 key.data()
-                longest_s = max(longest_s, time.monotonic() - began_s)
         self.socket.pass_time()
-        return longest_s
 
 
 @pytest.fixture
@@ -144,10 +139,11 @@ def test_clients_that_say_nothing_or_half_a_word_delay_nobody(run: RunDirectory,
     for client in silent[4:]:
         client.sendall(b'{"op": ')
 
-    longest_s = agent.serve()
+    agent.serve()
+    waits_s = [key.fileobj.gettimeout() for key in agent.selector.get_map().values()]  # type: ignore[union-attr]
 
+    assert waits_s == [0.0] * 9  # the listener's, and one for each client
     assert ask(line_of(run)) == Accepted("done")
-    assert longest_s < 1.0  # a silent client's limit is CLIENT_LIMIT_S: one wait for it would show
     for client in silent:
         client.close()
 
@@ -175,7 +171,7 @@ def test_who_does_not_take_its_answer_delays_nobody(run: RunDirectory, agent: Ag
     with connect(run) as client:
         client.sendall(line_of(run, op="x" * 60_000))
 
-        assert agent.serve() < 0.1
+        agent.serve()  # it returns: no wait is entered
 
     assert ask(line_of(run)) == Accepted("done")
 

@@ -27,7 +27,7 @@ def test_a23_a_command_that_names_no_host_at_first_is_waited_for(tmp_path: Path)
 
     assert waiting.is_alive()
     (tmp_path / "hosts").write_text("127.0.0.1:4\n")
-    waiting.join(10)
+    waiting.join(60)
 
     assert found.named == {"127.0.0.1": 2}
 

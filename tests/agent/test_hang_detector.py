@@ -30,18 +30,20 @@ from ttprun.recovery import Settings, new_job
 from ttprun.recovery.hangs import Hung, Way
 from ttprun.recovery.observations import Doing, Observation
 
+PERIOD_S = 0.02
+LIMIT_S = 60.0  # against one that hangs
 PROGRAM = """\
 import ctypes, os, sys, threading, time
 from ttprun.protocol.board import Board
 from ttprun.rank.process import heartbeat, stack
-heartbeat.EVERY_S = 0.02
+heartbeat.EVERY_S = {period_s}
 stack.write_when_asked({stack_fd})
 heartbeat.start(Board({board_fd}, 1), 0)
 
 def stand_there():
+    print(threading.main_thread().ident, flush=True)
     {what}
 
-print(threading.main_thread().ident, flush=True)
 stand_there()
 """
 RUN = "while True: pass"
@@ -67,15 +69,27 @@ class Process:
 
     def comes_to(self, signs: tuple[bool, bool]) -> bool:
         """Whether it shows these signs before long: on a busy machine it may not be at `what` yet."""
-        give_up_at_s = time.monotonic() + 10.0
+        give_up_at_s = time.monotonic() + LIMIT_S
         while self.signs() != signs:
             if time.monotonic() > give_up_at_s:
                 return False
         return True
 
+    def stop(self) -> None:
+        """Until it is: a thread that waits for a processor stops when it gets one."""
+        self.process.send_signal(signal.SIGSTOP)
+        give_up_at_s = time.monotonic() + LIMIT_S
+        while state_of(self.process.pid)[0] != "T":
+            assert time.monotonic() < give_up_at_s
+            time.sleep(0.01)
+
     def stack(self, is_stopped: bool = False) -> str:
         """The main thread's."""
-        return stacks.main_thread_of(stacks.take(self.process.pid, self.stack_fd, is_stopped), self.main_thread)
+        return stacks.main_thread_of(stacks.take(self.writer, is_stopped), self.main_thread)
+
+    @property
+    def writer(self) -> stacks.Writer:
+        return stacks.Writer(self.process.pid, self.stack_fd, self.board, 0)
 
 
 @pytest.fixture
@@ -87,7 +101,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Process]]:
         board_fd, board = Board.create(1)
         stack_fd = stacks.create()
         script = tmp_path / "stands.py"
-        script.write_text(PROGRAM.format(what=what, board_fd=board_fd, stack_fd=stack_fd))
+        script.write_text(PROGRAM.format(what=what, period_s=PERIOD_S, board_fd=board_fd, stack_fd=stack_fd))
         process = subprocess.Popen(
             [sys.executable, str(script)],
             pass_fds=(board_fd, stack_fd),
@@ -126,8 +140,7 @@ def test_the_heartbeat_reports_what_the_main_thread_is_at(
 def test_a_stopped_process_shows_no_sign_and_proc_says_why(start: Callable[[str], Process]) -> None:
     process = start(RUN)
 
-    process.process.send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
+    process.stop()
 
     assert process.comes_to((False, False))
     assert state_of(process.process.pid)[0] == "T"
@@ -137,22 +150,38 @@ def test_a_stopped_process_shows_no_sign_and_proc_says_why(start: Callable[[str]
 def test_a_rank_writes_its_stack_whatever_its_main_thread_is_at(start: Callable[[str], Process], what: str) -> None:
     process = start(what)
 
-    first, second = process.stack(), process.stack()
+    texts = [process.stack() for _ in range(3)]
 
-    assert stacks.innermost_user_frame(first).endswith("in stand_there")
-    assert first == second
+    frames = [stacks.innermost_user_frame(text) for text in texts]
+    assert all(frame.endswith("in stand_there") for frame in frames), texts
+    assert [text.count("in stand_there") for text in texts] == [1, 1, 1]  # each is written over the one before
 
 
 def test_a_stopped_process_writes_its_stack_and_stops_again(start: Callable[[str], Process]) -> None:
     process = start(RUN)
-    process.process.send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
+    process.stop()
 
     stack = process.stack(is_stopped=True)
 
-    time.sleep(0.1)
     assert stacks.innermost_user_frame(stack).endswith("in stand_there")
+    assert process.comes_to((False, False))
     assert state_of(process.process.pid)[0] == "T"
+
+
+@pytest.mark.parametrize("what", [RUN, SLEEP], ids=["runs bytecode", "waits in C"])
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+def test_where_the_gil_can_be_had_the_thread_that_has_it_writes_so_that_no_frame_changes_meanwhile(
+    start: Callable[[str], Process], what: str, is_stopped: bool
+) -> None:
+    """A signal handler that reads what other threads run has crashed ranks."""
+    process = start(what)
+    if is_stopped:
+        process.stop()
+
+    text = stacks.take(process.writer, is_stopped)
+
+    assert "heartbeat.py" in stacks.current_thread_of(text)
+    assert stacks.innermost_user_frame(stacks.main_thread_of(text, process.main_thread)).endswith("in stand_there")
 
 
 def test_the_main_thread_of_a_stopped_process_writes_not_one_that_may_have_no_room_for_it(
@@ -160,13 +189,11 @@ def test_the_main_thread_of_a_stopped_process_writes_not_one_that_may_have_no_ro
 ) -> None:
     """The kernel prefers the main thread, but not where all threads are stopped."""
     threads = "for _ in range(30): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
-    process = start(f"{threads}\n    time.sleep(60)")
+    process = start(f"{threads}\n    {HOLD_GIL}")
 
     for _ in range(5):
-        process.process.send_signal(signal.SIGSTOP)
-        while state_of(process.process.pid)[0] != "T":
-            time.sleep(0.01)
-        text = stacks.take(process.process.pid, process.stack_fd, is_stopped=True)
+        process.stop()
+        text = stacks.take(process.writer, is_stopped=True)
 
         assert f"Current thread 0x{process.main_thread:016x}" in text
 
@@ -177,13 +204,13 @@ def test_several_processes_write_their_stacks_at_once_and_one_that_catches_nothi
     ranks = [start(RUN), start(SLEEP)]
     stranger = subprocess.Popen(["sleep", "600"])
     try:
-        targets = [(rank.process.pid, rank.stack_fd) for rank in ranks] + [(stranger.pid, stacks.create())]
-        texts = stacks.ask_all(targets)
+        deaf = stacks.Writer(stranger.pid, stacks.create(), Board.create(1)[1], 0)
+        texts = stacks.ask_all([*(rank.writer for rank in ranks), deaf])
         assert stranger.poll() is None
     finally:
         stranger.kill()
         stranger.wait()
-        os.close(targets[-1][1])
+        os.close(deaf.fd)
 
     assert all(stacks.innermost_user_frame(text).endswith("in stand_there") for text in texts[:2])
     assert texts[2] == ""
@@ -205,7 +232,7 @@ def test_frames_of_imports_and_of_ttprun_are_left_out_of_a_stack_that_is_compare
 
 def test_a_crash_leaves_its_stack(start: Callable[[str], Process]) -> None:
     process = start(CRASH)
-    process.process.wait(10)
+    process.process.wait(LIMIT_S)
 
     stack = stacks.left_behind(process.stack_fd)
 
@@ -224,16 +251,16 @@ def test_a_forked_child_does_not_beat(start: Callable[[str], Process]) -> None:
 def test_a_process_with_a_heartbeat_ends_well(start: Callable[[str], Process]) -> None:
     process = start("time.sleep(0.05)")
 
-    assert process.process.wait(10) == 0
+    assert process.process.wait(LIMIT_S) == 0
 
 
 def test_the_heartbeat_costs_next_to_nothing(start: Callable[[str], Process]) -> None:
-    process = start("time.sleep(60)")
+    process = start(SLEEP)
     before = state_of(process.process.pid)[1]
 
-    time.sleep(1.0)  # fifty beats
+    time.sleep(50 * PERIOD_S)
 
-    assert state_of(process.process.pid)[1] - before <= 0.02
+    assert state_of(process.process.pid)[1] - before <= 25 * PERIOD_S  # 0.01 s if it sleeps between beats
 
 
 def test_frames_of_py_spy_are_read_too() -> None:
@@ -256,10 +283,9 @@ def test_py_spy_reports_the_stack_where_it_is_installed(
 ) -> None:
     process = start(what)
     if is_stopped:
-        process.process.send_signal(signal.SIGSTOP)
-        time.sleep(0.1)
+        process.stop()
 
-    text = stacks.take(process.process.pid, process.stack_fd, is_stopped)
+    text = stacks.take(process.writer, is_stopped)
 
     assert text.startswith(f"Process {process.process.pid}:")
     main = stacks.main_thread_of(text, process.main_thread)

@@ -40,7 +40,7 @@ def kept() -> Iterator[Kept]:
         os.close(fd)
     for thread in threading.enumerate():
         if thread.name == "ttprun-mirror-copies":
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -133,7 +133,7 @@ def test_a_node_that_is_lost_while_it_serves_is_an_error(kept: Kept) -> None:
         thread.start()
         with pytest.raises(OSError, match="ended before all had come"):
             fetch(where, files, MIB)
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -23,7 +22,7 @@ from ttprun.agent.cluster.rendezvous import NotMetError, Place, meet, own_addres
 from ttprun.errors import ConfigError
 from ttprun.protocol import node_orders, node_reports
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 def place(number: int, size: int = 2, **alike: str) -> Place:
@@ -128,7 +127,8 @@ def test_whoever_does_not_know_the_token_is_hung_up_on_and_disturbs_nobody(meet_
     assert isinstance(leader, Peers)
 
 
-def test_strangers_who_say_nothing_hold_up_nobody(meet_all: Meet) -> None:
+def test_strangers_who_say_nothing_hold_up_nobody(meet_all: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "LIMIT_S", 100 * LIMIT_S)  # a wait for one would not end in this test's time
     store = Store()
     strangers: list[socket.socket] = []
 
@@ -139,12 +139,10 @@ def test_strangers_who_say_nothing_hold_up_nobody(meet_all: Meet) -> None:
         meet_all(store, place(1))
 
     knocking = threading.Thread(target=knock, daemon=True)
-    began_s = time.monotonic()
     knocking.start()
     (leader,) = meet_all(store, place(0))
     knocking.join(LIMIT_S)
 
-    assert time.monotonic() - began_s < LIMIT_S / 2
     assert isinstance(leader, Peers)
     for sock in strangers:
         sock.close()

@@ -94,7 +94,7 @@ class Ranks:
     def say(self, number: int, message: Any) -> None:
         """The process that was begun as this one reports something, and it is read."""
         self.standbys.copies[number][1].send(message)
-        for key, _ in self.selector.select(timeout=10):
+        for key, _ in self.selector.select(timeout=60):
             key.data()
 
     def begin_all(self) -> None:
@@ -206,7 +206,7 @@ def test_a_set_up_that_ends_its_process_is_not_tried_again(begin: Callable[..., 
     ranks.look()
 
     ranks.standbys.copies[0][1].close()
-    for key, _ in ranks.selector.select(timeout=10):
+    for key, _ in ranks.selector.select(timeout=60):
         key.data()
 
     assert (ranks.look(), ranks.set_ups.state) == (1, "no set-up is run ahead: the set-up of rank 0 ends its process")

@@ -27,7 +27,7 @@ def held_bytes(fd: int) -> int:
 
 
 def test_files_have_their_memory_before_anything_is_written(files: list[int]) -> None:
-    shared_memory.take_ahead(files, 65 * MIB + 5).join(30)
+    shared_memory.take_ahead(files, 65 * MIB + 5).join(60)
 
     assert [held_bytes(fd) // MIB for fd in files] == [65, 65]
     assert [os.fstat(fd).st_size for fd in files] == [65 * MIB + 5] * 2
@@ -36,7 +36,7 @@ def test_files_have_their_memory_before_anything_is_written(files: list[int]) ->
 def test_where_there_is_not_enough_memory_nothing_is_taken(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "free_bytes", lambda: 3 * MIB)
 
-    shared_memory.take_ahead(files, 2 * MIB).join(30)
+    shared_memory.take_ahead(files, 2 * MIB).join(60)
 
     assert [held_bytes(fd) for fd in files] == [0, 0]
 
@@ -55,7 +55,7 @@ def test_files_that_are_closed_meanwhile_are_no_trouble() -> None:
 
     taking = shared_memory.take_ahead([fd], 130 * MIB)
     os.close(fd)
-    taking.join(30)
+    taking.join(60)
 
     assert not taking.is_alive()
     assert not [link for link in open_files() if "gone" in link]

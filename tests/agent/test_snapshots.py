@@ -463,7 +463,7 @@ def test_a_share_that_is_smaller_than_the_memory_which_is_taken_keeps_its_size(j
     one.look()
     for thread in threading.enumerate():
         if thread.name == "ttprun-memory":
-            thread.join(10)
+            thread.join(60)
 
     assert os.fstat(share).st_size == 4080
 

@@ -21,7 +21,7 @@ from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.channel import Channel
 
 ALIKE = {"ttprun": "1.0", "the script": "abc"}
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 class Lead:

@@ -211,7 +211,7 @@ def test_a_signal_between_two_groups_ends_the_job_at_once(
 
     ending = threading.Thread(target=supervisor.end, args=(signal.SIGTERM, 1.0, lambda: 60.0), daemon=True)
     ending.start()
-    ending.join(5.0)
+    ending.join(LIMIT_S)
 
     assert not ending.is_alive()
 

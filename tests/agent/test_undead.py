@@ -20,7 +20,7 @@ from ttprun.agent.processes import process_watch, stacks
 from ttprun.agent.processes.rank_processes import RankHandler
 from ttprun.protocol import node_orders
 
-AT_ONCE_S = 2.0  # on a busy machine; what is waited for elsewhere takes longer
+NOT_IN_TIME_S = 100 * LIMIT_S  # a wait of the loop for this would be seen: it does not come around
 
 
 @pytest.fixture
@@ -59,19 +59,17 @@ def hang(supervisor: Supervisor) -> None:  # noqa: F811
 
 
 def test_while_a_rank_does_not_die_the_loop_goes_round_and_another_rank_s_end_is_answered(
-    two_ranks: Supervisor,
+    two_ranks: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(process_watch, "DEATH_LIMIT_S", NOT_IN_TIME_S)
     frozen, other = two_ranks.node.slots
-    began_s = time.monotonic()
 
     hang(two_ranks)
     goes_round = comes_around(two_ranks)
     os.kill(other.pid, signal.SIGKILL)
     verdict = verdict_of(two_ranks)
-    took_s = time.monotonic() - began_s
 
     assert (goes_round, verdict) == (True, "fail")  # no restart is left
-    assert took_s < AT_ONCE_S
     assert frozen.handler.proc.poll() is None
 
 
@@ -97,13 +95,10 @@ def test_while_the_stack_of_a_rank_is_read_the_loop_goes_round(
     two_ranks: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A late rank is asked for its stack before it is killed; this one never answers."""
-    monkeypatch.setattr(stacks, "ANSWER_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(stacks, "_BOARD_LIMIT_S", NOT_IN_TIME_S)
     monkeypatch.setattr(hang_detector.HangDetector, "is_late", lambda *_: True)
     node, order = two_ranks.node, node_orders.Kill(0, "it is late")
-    began_s = time.monotonic()
 
     node.call(lambda: two_ranks.parts.actuator.carry_out(order))
-    goes_round = comes_around(two_ranks)
 
-    assert goes_round
-    assert time.monotonic() - began_s < AT_ONCE_S
+    assert comes_around(two_ranks)

@@ -23,7 +23,7 @@ def draws_of(rank: int, folder: Path) -> str:
     paths = {"PYTHONPATH": os.path.dirname(sitecustomize.__file__), "RANK": str(rank)}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(
-        command, env=os.environ | paths | order, capture_output=True, text=True, timeout=60, check=True
+        command, env=os.environ | paths | order, capture_output=True, text=True, timeout=100, check=True
     )
     return done.stdout
 

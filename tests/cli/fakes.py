@@ -58,11 +58,11 @@ class FakeAgent:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._thread.join(10)
+        self._thread.join(60)
         self._server.close()
 
     def _serve(self) -> None:
-        self._server.settimeout(10)
+        self._server.settimeout(60)
         connection, _ = self._server.accept()
         with connection, connection.makefile("rw", encoding="utf-8") as lines:
             self.requests.append(json.loads(lines.readline()))

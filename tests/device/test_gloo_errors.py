@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ttprun.device.errors import DeviceErrors, DeviceFault
 
-LIMIT = timedelta(seconds=0.3)
+LIMIT = timedelta(seconds=0.3)  # of an operation that never ends; to connect they have all the time they want
 TABLE = DeviceErrors({})
 
 
@@ -22,7 +22,7 @@ def connect() -> list[dist.ProcessGroupGloo]:
     groups: dict[int, dist.ProcessGroupGloo] = {}
 
     def make(rank: int) -> None:
-        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, LIMIT)
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=100))
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -39,7 +39,9 @@ def fault_of(operation: Callable[[], object]) -> DeviceFault:
 
 
 def reduce_alone(group: dist.ProcessGroupGloo) -> None:
-    group.allreduce([torch.ones(3)]).wait()
+    options = dist.AllreduceOptions()
+    options.timeout = LIMIT
+    group.allreduce([torch.ones(3)], options).wait()
 
 
 def test_a_peer_that_does_not_come_is_a_timeout_and_so_is_every_operation_after_it() -> None:

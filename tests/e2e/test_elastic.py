@@ -70,13 +70,13 @@ class Job:
 
     def finished(self) -> dict[str, Run]:
         """The runs of all launchers at their end."""
-        runs = {name: launch.finish(120) for name, launch in self.launches.items()}
+        runs = {name: launch.finish() for name, launch in self.launches.items()}
         for run in runs.values():
             assert_no_orphans(run)
         return runs
 
 
-def wait_until(is_so: Callable[[], bool], limit_s: float = 60.0) -> None:
+def wait_until(is_so: Callable[[], bool], limit_s: float = 180.0) -> None:
     ends_s = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < ends_s
@@ -191,7 +191,7 @@ def test_a14_hosts_that_the_discovery_command_names_replace_others_and_not_a_bit
         hosts.write_text("10.77.0.2\n10.77.0.3\n")
         wait_until(lambda: has_happened("resize_asked"))
         (tmp_path / "gate").touch()
-        runs = [launch.finish(120) for launch in launches]
+        runs = [launch.finish() for launch in launches]
 
     assert [run.exit_code for run in runs] == [143, 0, 0], runs[1].story()
     assert runs[1].status["nodes"] == ["10.77.0.2", "10.77.0.3"], runs[1].story()
@@ -232,7 +232,7 @@ def test_a8_a9_with_too_few_nodes_all_wait_and_continue_when_a_node_comes(
         wait_until(lambda: "more for a launcher to take its place" in json.loads(status.read_text())["reason"])
         came = start_gated(nodes, 2, tmp_path)
         (tmp_path / "gate").touch()
-        runs = [launches[leader].finish(120), came.finish(120)]
+        runs = [launches[leader].finish(), came.finish()]
 
     assert [run.exit_code for run in runs] == [0, 0], runs[0].story()
     assert [(one["rung"], one["steps_lost"]) for one in runs[0].incidents] == [("replace", 0)], runs[0].story()
@@ -246,7 +246,7 @@ def test_a8_when_no_node_comes_in_time_the_state_is_saved_and_the_job_may_be_sta
             launch.wait_for_line(0, "step 11 ")
         leader = leader_of(tmp_path)
         nodes.end_processes(1 - leader)
-        run = launches[leader].finish(60)
+        run = launches[leader].finish()
 
     assert run.exit_code == 143, run.story()
     assert "1 of at least 2 nodes are there" in run.output, run.story()

@@ -41,7 +41,7 @@ def test_parameters_that_are_sharded_are_dealt_out_again_when_a_node_comes_and_w
         launches[2].process.send_signal(signal.SIGUSR1)
         wait_for_resizes(tmp_path, 2)
         (tmp_path / f"gate{LEAVES_AT}").touch()
-        runs = [launch.finish(120) for launch in launches]
+        runs = [launch.finish() for launch in launches]
 
     leader = next(run for run in runs if run.status["is_leading"])
     assert [run.exit_code for run in runs] == [0, 0, 143], leader.story()
@@ -61,8 +61,8 @@ def test_a_lost_node_whose_shards_the_next_node_keeps_is_left_out_and_no_step_is
         lost = launches.pop()
         wait_until(lambda: any(is_healthy_with(2 * ranks, launch) for launch in launches))
         (tmp_path / f"gate{LEAVES_AT}").touch()
-        runs = [launch.finish(120) for launch in launches]
-        lost.finish(60)
+        runs = [launch.finish() for launch in launches]
+        lost.finish()
 
     leader = next(run for run in runs if run.status["is_leading"])
     assert [run.exit_code for run in runs] == [0, 0], leader.story()
@@ -79,7 +79,7 @@ def test_a_node_with_which_the_script_cannot_go_on_leaves_again_and_the_others_t
         wait_for_resizes(tmp_path, 1)
         for gate in (COMES_AT, LEAVES_AT):
             (tmp_path / f"gate{gate}").touch()
-        runs = [launch.finish(120) for launch in launches]
+        runs = [launch.finish() for launch in launches]
 
     leader = next(run for run in runs if run.status["is_leading"])
     assert [run.exit_code for run in runs[:2]] == [0, 0], leader.story()

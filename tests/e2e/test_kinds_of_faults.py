@@ -45,7 +45,7 @@ def exits(result: Run) -> list[tuple[int, int | None, int | None]]:
     return [(event["rank"], event["code"], event["signal"]) for event in found if event["code"] != 0]
 
 
-def wait_for_event(launch: Launch, name: str, limit_s: float = 60.0) -> dict[str, Any]:
+def wait_for_event(launch: Launch, name: str, limit_s: float = 180.0) -> dict[str, Any]:
     """Block until the run's log holds an event of that name, and return it."""
     assert launch.run_dir is not None
     log = launch.run_dir / "events.jsonl"
@@ -137,7 +137,7 @@ def test_a_stopped_rank_stays_stopped_until_its_time_is_over(
     assert_same_outcome(launch.finish(), undisturbed(WHILE_TRUE, 2))
 
 
-def until(look: Callable[[], str], wanted: str, limit_s: float = 2.0) -> str:
+def until(look: Callable[[], str], wanted: str, limit_s: float = 60.0) -> str:
     """Look until it is as wanted, at most `limit_s`; returns what was seen last."""
     give_up_at_s = time.monotonic() + limit_s
     while (seen := look()) != wanted and time.monotonic() < give_up_at_s:
@@ -161,8 +161,7 @@ def test_what_only_delays_a_rank_delays_all_and_changes_nothing(
 ) -> None:
     launch = start_ttprun(WHILE_TRUE, 2, faults=[fault])
 
-    wait_for_event(launch, "fault_injected")
-    struck_s = time.monotonic()
+    struck_s = wait_for_event(launch, "fault_injected")["at_s"]
     launch.wait_for_line(0, "iter 18:")
     took_s = time.monotonic() - struck_s
 
@@ -230,7 +229,7 @@ def test_a_killed_standby_is_replaced_and_nobody_notices(run_ttprun: RunTtprun, 
 def test_when_the_agent_is_killed_in_mid_step_no_process_is_left(start_ttprun: StartTtprun, moment: str) -> None:
     launch = start_ttprun(WHILE_TRUE, 2, faults=[f"agent-kill:{moment}"])
 
-    launch.process.wait(60)
+    launch.process.wait(180)
     result = launch.finish()
 
     assert result.exit_code == -9

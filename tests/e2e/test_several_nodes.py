@@ -28,7 +28,7 @@ def test_two_nodes_train_together_as_under_torchrun_and_are_protected(
     reference = undisturbed(PLAIN, 2 * ranks)
 
     launches = nodes(start_ttprun, rendezvous, ranks)
-    runs = [launch.finish(limit_s=45) for launch in launches]
+    runs = [launch.finish() for launch in launches]
 
     for run in runs:
         assert run.exit_code == 0, run.story()

@@ -19,7 +19,7 @@ from ttprun.protocol.to_rank import Freeze, Replay, Resume, Welcome
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.replay.recovery import Recovery
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

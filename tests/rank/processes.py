@@ -33,7 +33,7 @@ def _server() -> Any:
     return context
 
 
-def run_alone(function: Callable[..., Any], *args: Any, limit_s: float = 40.0) -> Any:
+def run_alone(function: Callable[..., Any], *args: Any, limit_s: float = 100.0) -> Any:
     """Call a module's function in a fresh process; returns what it returns.
 
     Raises AssertionError with the traceback of an exception there, or if it takes more than `limit_s` seconds.
@@ -47,7 +47,7 @@ def run_alone(function: Callable[..., Any], *args: Any, limit_s: float = 40.0) -
         assert ours.poll(limit_s), f"{function.__name__} has not ended within {limit_s:.0f} s"
         is_good, value = ours.recv()
     except EOFError:
-        process.join(5)
+        process.join(60)
         raise AssertionError(f"{function.__name__} has died with exit code {process.exitcode}") from None
     finally:
         process.kill()

@@ -24,7 +24,7 @@ from ttprun.rank.bootstrap.install import CHANNEL_VARIABLE
 from ttprun.rank.records.recorder import Recorder
 
 ROOT = str(Path(__file__).resolve().parents[2])
-LIMIT_S = 60
+LIMIT_S = 100
 
 
 @dataclass
@@ -86,7 +86,7 @@ def run_under_shim(
         os.close(record_fd)
         os.close(stack_fd)
     result.code = process.returncode
-    listener.join(1)
+    listener.join(LIMIT_S)
     ours.close()
     return result
 

@@ -23,7 +23,7 @@ from ttprun.rank.weights.replicated import NotRepairableError
 from ttprun.rank.weights.state_places import InDirectory
 from ttprun.rank.weights.state_transfer import serve_gradients, take_gradients
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def optimizer_with(*gradients: torch.Tensor | None) -> torch.optim.Optimizer:

@@ -59,7 +59,7 @@ def wait_on_another_thread(rank: int) -> Any:
     work = dist.all_reduce(x, async_op=True)
     thread = threading.Thread(target=work.wait)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     return x, thread.is_alive()
 
 
@@ -239,7 +239,7 @@ def rebuild_while_a_group_is_made(agent: FakeAgent) -> None:
 
 
 def test_a_rank_that_waits_in_new_group_when_the_connection_breaks_gets_its_group() -> None:
-    found = run_world(make_a_group, scenario=rebuild_while_a_group_is_made, limit_s=8.0)
+    found = run_world(make_a_group, scenario=rebuild_while_a_group_is_made)
 
     assert found == [[FLOAT, SUMS]] * 2
 

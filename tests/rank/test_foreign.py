@@ -115,7 +115,7 @@ def _seen_from_libraries() -> list[str]:
         stack.callback(lambda: found.append(look()[0]))
     thread = threading.Thread(target=lambda: found.append(look()[0]))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     inside_torch = os.path.join(os.path.dirname(torch.__file__), "nn", "modules", "container.py")
     return [*found, seen_from(LOOPS["for"], inside_torch)]
 

@@ -19,7 +19,7 @@ from ttprun.protocol.patience import MOST_TIMES
 from ttprun.rank.process import held_signals
 
 LIVES = -1  # in place of the signal that has ended a process
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 NUMBERS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["TERM", "USR1"])
 
 
@@ -88,11 +88,12 @@ def test_a_rank_that_is_signalled_together_with_the_launcher_lives_till_the_agen
 
 
 def ordered_first(number: int) -> list[int]:
+    held_signals.MOMENT_S = 10 * LIMIT_S  # what is held is not let go in this test's time
     rank = Rank()
     rank.let_end()
     lives = rank.ended_by(within_s=0.2)
     os.kill(rank.pid, number)
-    return [lives, rank.ended_by(within_s=held_signals.MOMENT_S)]
+    return [lives, rank.ended_by(LIMIT_S)]
 
 
 def test_a_rank_that_has_been_ordered_to_end_dies_of_the_signal_at_once() -> None:
@@ -175,10 +176,8 @@ def end_a_child() -> None:
         os._exit(0)
     os.read(ready_r, 1)
     os.kill(child, signal.SIGTERM)
-    began_s = time.monotonic()
     _, status = os.waitpid(child, 0)
-    is_at_once = time.monotonic() - began_s < held_signals.MOMENT_S / 2
-    os._exit(0 if os.WIFSIGNALED(status) and is_at_once else 1)
+    os._exit(0 if os.WIFSIGNALED(status) else 1)  # 1: it has lived till the end of its sleep
 
 
 def test_what_a_rank_forks_dies_of_its_signals_at_once() -> None:
@@ -186,6 +185,7 @@ def test_what_a_rank_forks_dies_of_its_signals_at_once() -> None:
 
 
 def end_of_a_rank_that_ends_a_child() -> int:
+    held_signals.MOMENT_S = 10 * LIMIT_S  # what is held is not let go in this test's time
     return Rank(end_a_child).ended_by(LIMIT_S)
 
 

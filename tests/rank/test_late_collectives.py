@@ -160,6 +160,6 @@ def step_until_an_error(rank: int, place: str, fails_at: list[int]) -> str:
 
 
 def test_an_error_that_stops_a_devices_queue_ends_the_scripts_run_since_work_is_lost_with_it(tmp_path: Any) -> None:
-    found = run_world(step_until_an_error, str(tmp_path / "store"), [3], is_begun=False, limit_s=10.0)
+    found = run_world(step_until_an_error, str(tmp_path / "store"), [3], is_begun=False)
 
     assert ["HCCS LINK ERROR" in error for error in found] == [True, True]

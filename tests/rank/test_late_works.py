@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -75,10 +74,9 @@ def test_a_wait_lasts_until_the_device_has_completed_the_operation() -> None:
     _, work, operation = issued()
     later(operation.complete)
 
-    begun_s = time.monotonic()
     work.wait()
 
-    assert time.monotonic() - begun_s > 0.04
+    assert operation.is_completed()
     assert work.is_success()
     assert operation.waits  # the caller's stream is ordered after it
 
@@ -121,7 +119,7 @@ def test_the_groups_of_a_device_are_aborted_at_the_same_time() -> None:
     of_groups = []
     for _ in range(2):
         link, _, _ = issued()
-        link.backend = SimpleNamespace(abort=lambda: together.wait(5.0))
+        link.backend = SimpleNamespace(abort=lambda: together.wait(60.0))
         of_groups.append(SimpleNamespace(all=[link]))
 
     links.cut_all(of_groups)  # type: ignore[arg-type]
@@ -160,7 +158,7 @@ def test_a_future_completes_when_the_device_does_and_not_before() -> None:
 
     assert not completed.wait(0.05)
     operation.complete()
-    assert completed.wait(5.0)
+    assert completed.wait(60.0)
 
 
 def test_a_future_of_an_operation_that_fails_late_has_its_error() -> None:

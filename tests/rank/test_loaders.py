@@ -238,7 +238,7 @@ def end_with_parent() -> None:
     install.die_with_parent(signal.SIGUSR1)
 
 
-def end_group(group: int, limit_s: float = 10.0) -> None:
+def end_group(group: int, limit_s: float = 60.0) -> None:
     """Wait until no process of a process group is left; those that are stopped are continued."""
     until_s = time.monotonic() + limit_s
     try:

@@ -30,7 +30,7 @@ from ttprun.rank.weights.mirror_slots import Part
 STATE, WHOLE = 3000, 5000  # bytes
 CELLS = (Field.MIRROR_0, Field.MIRROR_1)
 COPIES = (Field.MIRROR_COPY_0, Field.MIRROR_COPY_1)
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 class NotingLine(Line):

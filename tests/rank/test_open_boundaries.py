@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from ttprun.rank.session import Session
 from ttprun.rank.weights import open_boundaries
 from ttprun.rank.weights.open_boundaries import come_to, why_none_is_closed
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 AtBoundary = Callable[..., Session]
@@ -53,13 +52,13 @@ def at_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtBoundary]:
     ],
     ids=["nobody waits", "it stands at an open one", "it is not the first", "no step yet"],
 )
-def test_a_rank_goes_on_where_it_has_no_reason_to_wait(at_boundary: AtBoundary, stands: dict[str, Any]) -> None:
+def test_a_rank_goes_on_where_it_has_no_reason_to_wait(
+    at_boundary: AtBoundary, stands: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = at_boundary(**stands)
-    began_s = time.monotonic()
+    monkeypatch.setattr(session.changed, "wait", lambda limit_s: pytest.fail("it waits"))
 
     come_to(session, 11)
-
-    assert time.monotonic() - began_s < LIMIT_S / 2
 
 
 def test_an_open_boundary_is_noted_by_the_first_rank_alone(at_boundary: AtBoundary) -> None:
@@ -81,7 +80,7 @@ def test_a_rank_waits_before_an_open_boundary_until_it_is_not_wanted_any_more(at
     waits.join(0.2)
     waited = waits.is_alive()
     _tell(session, is_asked=False, is_holding=False)
-    waits.join(LIMIT_S / 2)
+    waits.join(LIMIT_S)
 
     assert waited
     assert not waits.is_alive()
@@ -99,7 +98,7 @@ def test_a_frozen_rank_waits_for_the_end_of_the_freeze_or_the_others_step_withou
     waits.join(0.5)
     waited = waits.is_alive()
     _tell(session, is_asked=False, is_holding=False)
-    waits.join(LIMIT_S / 2)
+    waits.join(LIMIT_S)
 
     assert waited
     assert not waits.is_alive()

@@ -17,7 +17,7 @@ from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.session import Session
 from ttprun.rank.step.commit_barrier import commit
 
-LIMIT_S = 5.0
+LIMIT_S = 60.0
 
 
 class FakeGroup:

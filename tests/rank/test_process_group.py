@@ -45,7 +45,7 @@ def other_pairs(rank: int, place: str) -> Any:
 
 
 def test_groups_that_are_made_after_others_were_destroyed_may_have_other_members(tmp_path: Any) -> None:
-    found = run_world(other_pairs, str(tmp_path / "again"), size=3, limit_s=20.0)
+    found = run_world(other_pairs, str(tmp_path / "again"), size=3)
 
     of_01, of_02 = [FLOAT, [30.0, 32.0, 34.0]], [FLOAT, [40.0, 42.0, 44.0]]
     assert [found[0][0], found[1][0]] == [of_01, of_01]
@@ -53,6 +53,6 @@ def test_groups_that_are_made_after_others_were_destroyed_may_have_other_members
 
 
 def test_a_script_may_destroy_its_groups_and_begin_again(tmp_path: Any) -> None:
-    found = run_world(destroy_and_begin_again, str(tmp_path / "again"), limit_s=8.0)
+    found = run_world(destroy_and_begin_again, str(tmp_path / "again"))
 
     assert found == [[[FLOAT, SUMS], [FLOAT, SUMS], 0, True]] * 2

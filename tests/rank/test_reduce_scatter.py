@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ttprun.rank.comm.journal import has_ended
 from ttprun.rank.comm.reduce_scatter import ReduceScatter, SpareMemory, is_for
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

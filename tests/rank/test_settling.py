@@ -15,7 +15,7 @@ from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
 from ttprun.rank.step.commit_barrier import commit
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 LOST, SURVIVOR = 0, 1
 
 

@@ -38,7 +38,7 @@ from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.pieces import assemble, pieces_of
 
 STEPS = 3
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 _worlds = count()
 ROWS = [("even", (12, 5), 0), ("uneven", (7, 3), 0), ("columns", (4, 12), 1), ("bias", (2,), 0)]
 

@@ -169,7 +169,7 @@ def test_what_is_new_and_what_follows_a_recovery_is_looked_at_in_full_and_the_re
         verifier.look(boundary, OPTIMIZER, None, are_new=boundary <= 2)
         if boundary == 7:
             verifier.prove_from(7)
-        assert verifier._is_idle.wait(5.0)
+        assert verifier._is_idle.wait(60.0)
 
     assert line.looks() == [(1, True), (2, True), (5, False), (8, True), (9, True), (10, False)]
 
@@ -195,30 +195,26 @@ def test_a_recovery_does_not_wait_for_an_answer_that_may_never_come() -> None:
     """It waits for the end of the step, in which a rank still waits for what was compared with the lost one."""
     session = make_session()
     session[Verifier].look(1, OPTIMIZER, None, are_new=True)
-    began_s = time.monotonic()
+    before = session[Verifier]._is_answered.is_set()
 
     Recovery(session).take(to_rank.Freeze(1, [0], [1], committed=1))
-    session[Verifier].await_answer()
     session.channel.close()
 
-    assert time.monotonic() - began_s < verification._ANSWER_LIMIT_S / 2
+    assert (before, session[Verifier]._is_answered.is_set()) == (False, True)
 
 
 def test_a_full_look_that_was_not_answered_in_time_is_the_last_one_that_is_waited_for(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification, "_ANSWER_LIMIT_S", 0.2)
+    waits_s: list[float] = []
     verifier = Verifier(line.rank, Journal(limit_bytes=1), every=5, nan_limit_s=None)
+    monkeypatch.setattr(verifier._is_answered, "wait", waits_s.append)  # it returns nothing: no answer
 
-    took_s = []
     for boundary in (1, 2, 3):
         verifier.look(boundary, OPTIMIZER, None, are_new=boundary <= 2)
-        began_s = time.monotonic()
         verifier.await_answer()
-        took_s.append(time.monotonic() - began_s)
 
-    assert took_s[0] >= 0.2
-    assert max(took_s[1:]) < 0.2
+    assert waits_s == [verification._ANSWER_LIMIT_S]
 
 
 def test_where_nobody_is_a_replica_of_anybody_nothing_is_looked_at() -> None:

@@ -35,7 +35,7 @@ from ttprun.rank.records.recorder import Recorder
 
 M = TypeVar("M")
 Scenario = Callable[["FakeAgent"], None]
-LIMIT_S = 25.0
+LIMIT_S = 100.0  # against hanging
 _FOR_EVER = 1 << 30  # a generation that does not end
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -290,16 +289,14 @@ def test_after_an_ecc_error_memory_counts_as_persistent_whoever_held_it() -> Non
 
 
 def test_a_stopped_device_ends_what_runs_and_refuses_all_else() -> None:
-    for _ in range(20):
-        busy()
-    began = time.monotonic()
+    results = [busy() for _ in range(20)]
 
     assert torch.npu.stop_device(0) == 0
-    assert time.monotonic() - began < 5
     with pytest.raises(RuntimeError, match="FORCE STOP"):
         torch.ones(1, device="npu")
     torch.npu.restart_device(0)
     assert torch.ones(2, device="npu").sum().item() == 2
+    assert results[-1][0, 0].item() != TOO_LONG**2  # it was not waited for
 
 
 def test_a_lost_device_fails_in_everything() -> None:
@@ -338,7 +335,7 @@ def failed_collective(folder: Path, **environment: str) -> subprocess.CompletedP
         env={**os.environ, "TORCH_HCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 
@@ -352,12 +349,13 @@ def test_the_watchdog_ends_the_process_of_a_failed_collective(tmp_path: Path) ->
 
 def test_the_watchdog_that_may_not_end_the_process_sleeps_and_a_destructor_waits_for_it(tmp_path: Path) -> None:
     handling = {"TORCH_HCCL_ASYNC_ERROR_HANDLING": "0"}
-    long = failed_collective(tmp_path, TORCH_HCCL_WAIT_TIMEOUT_DUMP_MILSEC="2500", **handling)
-    none = failed_collective(tmp_path, TORCH_HCCL_DUMP_ON_TIMEOUT="0", **handling)
+    long = failed_collective(tmp_path, TORCH_HCCL_WAIT_TIMEOUT_DUMP_MILSEC="3000", **handling)
+    never = {"TORCH_HCCL_DUMP_ON_TIMEOUT": "0", "TORCH_HCCL_WAIT_TIMEOUT_DUMP_MILSEC": "600000"}
+    none = failed_collective(tmp_path, **never, **handling)
 
     assert (long.returncode, none.returncode) == (0, 0), long.stderr + none.stderr
-    assert float(long.stdout) > 1
-    assert float(none.stdout) < 1
+    assert float(long.stdout) > 0.5
+    assert float(none.stdout) < 60  # which it would take unless it is switched off
 
 
 def test_sync_batch_norms_kernels_give_what_batch_norm_gives() -> None:
@@ -434,7 +432,8 @@ print(len(found))
 """
     counts = []
     for more in ([], ["deterministic"]):
-        done = subprocess.run([sys.executable, "-c", code, *more], capture_output=True, text=True)
+        command = [sys.executable, "-X", "faulthandler", "-c", code, *more]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         counts.append(int(done.stdout))
     return counts

@@ -21,7 +21,7 @@ from ttprun.web.kinds import USUAL
 from ttprun.web.notifier import MOST_WAITING, run_command
 from ttprun.web.notifying import notifying
 
-LIMIT_S = 30
+LIMIT_S = 100
 
 
 @pytest.fixture

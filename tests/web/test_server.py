@@ -28,7 +28,7 @@ from ttprun.observe.status import read_status, write_status
 from ttprun.web import companion
 from ttprun.web.companion import HEALTH_PORT_VARIABLE, answering_probes, serving
 
-LIMIT_S = 30
+LIMIT_S = 100
 
 
 class Client:

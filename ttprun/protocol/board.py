@@ -62,6 +62,7 @@ class Field:
     MIRROR_COPY_0 = 40  # what this rank keeps of the mirror of a rank of the node before, in its first slot
     MIRROR_COPY_1 = 41  # and in the second one
     MIRROR_COPY_BYTES = 42  # memory that both take
+    STACK_ASKED = 43  # when the agent asked this process for its stacks (ns), 0: it does not; the agent writes it
 
 
 # What the ranks and the agents of other nodes may see of a rank, in the order in which it is sent.

@@ -67,7 +67,7 @@ def test_an_event_that_is_set_wakes_the_thread_that_waits_for_it() -> None:
     thread.start()
 
     carry({"stop": lost}, {"stop": live})
-    thread.join(10)
+    thread.join(60)
 
     assert not thread.is_alive()
 

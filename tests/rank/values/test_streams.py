@@ -168,7 +168,7 @@ def test_a_queue_from_which_the_main_thread_takes_what_a_thread_gives_is_refused
     lost = user_values.EventWriter(answers)
     try:
         lost.add(1)
-        assert answers.get(timeout=10) == 1
+        assert answers.get(timeout=60) == 1
 
         assert is_refused({"answers": answers}, {"answers": queue.Queue()})
         (named,) = not_proved({"thread": lost.thread})

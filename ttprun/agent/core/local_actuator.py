@@ -225,7 +225,8 @@ class LocalActuator(NodeActuator):
                 node.domains.note("stacks", error)
                 kill("")
 
-            node.in_background(partial(stacks.take, slot.pid, slot.stack_fd, is_stopped=True), kill, kill_unseen)
+            writer = stacks.Writer(slot.pid, slot.stack_fd, node.board, slot.rank)
+            node.in_background(partial(stacks.take, writer, is_stopped=True), kill, kill_unseen)
         else:
             kill("")
 

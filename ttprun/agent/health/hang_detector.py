@@ -291,7 +291,7 @@ class HangDetector:
             target, take_others = Target.of(node, slot), stack_reports.take_all(node, without=slot.rank)
 
             def take() -> tuple[tuple[RankStack, ...], list[str]]:
-                text = stacks.take(target.pid, target.fd, observation.is_stopped)
+                text = stacks.take(target.writer, observation.is_stopped)
                 taken = (target.stack(text), *take_others())
                 return taken, stack_reports.flight_records([one.rank for one in taken], time.time() - hung.for_s)
 

@@ -1,6 +1,6 @@
 """The stacks of all ranks of this node: when somebody asks, and when a rank hangs. Nobody is stopped for it.
 
-Each rank writes its own stack, by a signal handler in C that needs no GIL (`ttprun.rank.process.stack`).
+Each rank writes its own stack (`ttprun.rank.process.stack`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLIGHT_RECORDS = "/tmp/nccl_trace_rank_"  # the default of torch
 
 
 def take_all(node: Node, without: int | None = None) -> Callable[[], tuple[RankStack, ...]]:
-    """A function that takes the stacks of this node's living ranks; it blocks, stacks.ANSWER_LIMIT_S at most.
+    """A function that takes the stacks of this node's living ranks; it blocks, two seconds at most.
 
     without   a rank that is left out: it may not answer
 
@@ -34,7 +34,7 @@ def take_all(node: Node, without: int | None = None) -> Callable[[], tuple[RankS
     targets = [Target.of(node, slot) for slot in slots if slot.rank != without]
 
     def take() -> tuple[RankStack, ...]:
-        texts = stacks.ask_all([(target.pid, target.fd) for target in targets])
+        texts = stacks.ask_all([target.writer for target in targets])
         return tuple(target.stack(text) for target, text in zip(targets, texts, strict=True))
 
     return take
@@ -44,21 +44,22 @@ def take_all(node: Node, without: int | None = None) -> Callable[[], tuple[RankS
 class Target:
     """A rank whose stack is taken, and what the board says of it at that moment.
 
-    fd            memfd into which it writes
+    writer        its process
     main_thread   ident of its main thread
     row           by board.Field
     """
 
     rank: int
     pid: int
-    fd: int
+    writer: stacks.Writer
     main_thread: int
     row: Sequence[int]
 
     @classmethod
     def of(cls, node: Node, slot: RankSlot) -> Target:
         """That of a rank slot."""
-        return cls(slot.rank, slot.pid, slot.stack_fd, slot.main_thread, node.board_row(slot))
+        writer = stacks.Writer(slot.pid, slot.stack_fd, node.board, slot.rank)
+        return cls(slot.rank, slot.pid, writer, slot.main_thread, node.board_row(slot))
 
     def stack(self, text: str) -> RankStack:
         """What is reported of it.

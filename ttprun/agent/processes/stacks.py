@@ -1,5 +1,6 @@
 """The Python stack of a rank that hangs or has crashed: from py-spy if it is installed, else the rank writes it itself.
 
+It is asked on the board first, and then by a signal (`ttprun.rank.process.stack` says why).
 A process that has been stopped is let go on for as long as it takes to write, some milliseconds. That is no danger: it
 is about to be killed, and a rank may be killed at any moment.
 """
@@ -17,12 +18,15 @@ import sys
 import sysconfig
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from ttprun.protocol.board import Board, Field
 from ttprun.rank.process.stack import SIGNAL
 
 PY_SPY_LIMIT_S = 4.0
-ANSWER_LIMIT_S = 1.0
+ANSWER_LIMIT_S = 1.0  # of a rank to the signal
+_BOARD_LIMIT_S = 0.5  # of a rank that can have the GIL
 _LOOK_AGAIN_S = 0.005
 _OURS = str(Path(__file__).resolve().parents[2])
 _LEFT_OUT = (_OURS + os.sep, "<frozen importlib")
@@ -37,28 +41,33 @@ def create() -> int:
     return os.memfd_create("ttprun-stack", os.MFD_CLOEXEC)
 
 
-def take(pid: int, fd: int, is_stopped: bool) -> str:
-    """The stacks of all threads of a living process, "" if they cannot be had. Blocks some seconds at most.
+@dataclass(frozen=True)
+class Writer:
+    """A process that writes its stacks when it is asked.
 
-    fd   the memfd into which the process writes when it is asked
+    fd           memfd into which it writes them
+    board, row   where it sees that it is asked
     """
-    return _spy(pid, is_stopped) or _ask(pid, fd, is_stopped)
+
+    pid: int
+    fd: int
+    board: Board
+    row: int
 
 
-def ask_all(targets: Sequence[tuple[int, int]]) -> list[str]:
-    """The stacks of several running processes, "" for one that does not answer. Blocks ANSWER_LIMIT_S at most.
+def take(writer: Writer, is_stopped: bool) -> str:
+    """The stacks of all threads of a living process, "" if they cannot be had. Blocks some seconds at most."""
+    return _spy(writer.pid, is_stopped) or _ask(writer, is_stopped)
 
-    targets   (pid, memfd) of each
-    """
-    asked = [fd for pid, fd in targets if _signal(pid, fd)]
-    give_up_at_s = time.monotonic() + ANSWER_LIMIT_S
-    sizes: list[int] = []
-    while time.monotonic() < give_up_at_s:
-        time.sleep(_LOOK_AGAIN_S)
-        before, sizes = sizes, [os.fstat(fd).st_size for fd in asked]
-        if sizes == before and all(sizes):
-            break
-    return [_read(fd) if fd in asked else "" for _, fd in targets]
+
+def ask_all(writers: Sequence[Writer]) -> list[str]:
+    """The stacks of several running processes, "" for one that does not answer. Blocks two seconds at most."""
+    for one in writers:
+        _ask_on_board(one)
+    _wait(writers, _BOARD_LIMIT_S)
+    signalled = [one for one in writers if not _has_answered(one) and _signal(one)]
+    _wait(signalled, ANSWER_LIMIT_S)
+    return [_read(one.fd) for one in writers]
 
 
 def of_the_user(text: str) -> str:
@@ -121,36 +130,54 @@ def _spy(pid: int, is_stopped: bool) -> str:
     return ""
 
 
-def _ask(pid: int, fd: int, is_stopped: bool) -> str:
+def _ask(writer: Writer, is_stopped: bool) -> str:
     with contextlib.suppress(OSError):
-        if not _signal(pid, fd):
-            return ""
+        _ask_on_board(writer)
         if is_stopped:
-            os.kill(pid, signal.SIGCONT)
-        give_up_at_s = time.monotonic() + ANSWER_LIMIT_S
-        before = -1
-        while time.monotonic() < give_up_at_s:
-            time.sleep(_LOOK_AGAIN_S)
-            size = os.fstat(fd).st_size
-            if size and size == before:
-                break
-            before = size
+            os.kill(writer.pid, signal.SIGCONT)
+        _wait([writer], _BOARD_LIMIT_S)
+        if not _has_answered(writer) and _signal(writer):
+            _wait([writer], ANSWER_LIMIT_S)
         if is_stopped:
-            os.kill(pid, signal.SIGSTOP)
-    return _read(fd)
+            os.kill(writer.pid, signal.SIGSTOP)
+    return _read(writer.fd)
 
 
-def _signal(pid: int, fd: int) -> bool:
+def _ask_on_board(writer: Writer) -> None:
+    with contextlib.suppress(OSError):
+        _clear(writer.fd)
+        writer.board.announce(writer.row, Field.STACK_ASKED, time.monotonic_ns())
+
+
+def _has_answered(writer: Writer) -> bool:
+    """Whether it has; if it has not, it is not to do so any more."""
+    writer.board.set(writer.row, Field.STACK_ASKED, 0)
+    return bool(os.fstat(writer.fd).st_size)
+
+
+def _wait(writers: Sequence[Writer], limit_s: float) -> None:
+    """Wait until all have written, and have written all of it."""
+    give_up_at_s = time.monotonic() + limit_s
+    sizes: list[int] = []
+    while writers and time.monotonic() < give_up_at_s:
+        time.sleep(_LOOK_AGAIN_S)
+        before, sizes = sizes, [os.fstat(one.fd).st_size for one in writers]
+        if sizes == before and all(sizes):
+            break
+
+
+def _signal(writer: Writer) -> bool:
     """Ask a process for its stack, if it is one that answers: the signal would end any other.
 
     Its main thread, which has a stack of its own for signals. Of a process that was stopped any thread may take a
     signal: a rank on a GPU crashed so, in a thread of a library whose stack has no room for it (H100, AMX registers).
     """
     with contextlib.suppress(OSError):
+        pid = writer.pid
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
         if caught and int(caught[1], 16) >> (SIGNAL - 1) & 1:
-            _clear(fd)
+            _clear(writer.fd)
             return bool(ctypes.CDLL(None).tgkill(pid, pid, SIGNAL) == 0)
     return False
 

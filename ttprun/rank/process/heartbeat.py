@@ -9,6 +9,8 @@ and no profiler or tracer sees it. The agent reads:
     only the pulse advances     the main thread is in a C call that has released the GIL (it waits, or it computes)
     neither advances            a thread holds the GIL, or the process is stopped (/proc shows which)
 
+Between two beats the thread writes the stacks of all threads whenever the agent asks for them (STACK_ASKED).
+
 The semaphore's memory stays mapped until the process is gone, so a call that is pending at its end does no harm.
 """
 
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable
 
 from ttprun.protocol.board import Board, Field
+from ttprun.rank.process import stack
 
 EVERY_S = 1.0
 _COUNT_MASK = 0x7FFFFFFF  # the semaphore's value; the bits above count waiters (none)
@@ -42,6 +45,7 @@ def _beat(board: Board, row: int, look: Callable[[], None]) -> None:
         add_pending_call = None
     semaphore = board.address_of(row, Field.MAIN_BEATS)
     asked = board.get(row, Field.MAIN_BEATS) & _COUNT_MASK
+    answered = 0
     while True:
         board.set(row, Field.PULSE_NS, time.monotonic_ns())
         # One at a time: a main thread in a long C call must not find a full queue of pending calls.
@@ -51,4 +55,15 @@ def _beat(board: Board, row: int, look: Callable[[], None]) -> None:
         if add_pending_call is not None and is_answered and add_pending_call(sem_post, semaphore) == 0:
             asked = (count + 1) & _COUNT_MASK
         look()
-        time.sleep(EVERY_S)
+        answered = _rest(board, row, answered, time.monotonic() + EVERY_S)
+
+
+def _rest(board: Board, row: int, answered: int, until_s: float) -> int:
+    """Sleep until then, and write the stacks when they are asked for; returns the newest request that was answered."""
+    while (left_s := until_s - time.monotonic()) > 0:
+        asked = board.get(row, Field.STACK_ASKED)
+        if asked not in (0, answered):
+            stack.write()
+            answered = asked
+        board.wait_for_change(row, Field.STACK_ASKED, asked, left_s)
+    return answered

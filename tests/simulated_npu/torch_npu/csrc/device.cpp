@@ -543,6 +543,12 @@ Device& device(int index) {
   return *g_devices[index];
 }
 
+std::vector<Device*> used_devices() {
+  std::vector<Device*> found;
+  for (auto& one : g_devices) if (one) found.push_back(one.load());
+  return found;
+}
+
 int current_device() { return t_device; }
 
 void set_current_device(int index) {

@@ -93,6 +93,7 @@ class Device {
   void restart(bool is_unchecked);
   int check_uce();
   int stops = 0;
+  std::atomic<bool> was_in_backward{false};        // work came from a backward pass
 
   Queue& queue(c10::StreamId id);
   c10::StreamId new_stream();
@@ -150,6 +151,8 @@ int device_count();
 // Raises if the process may not use devices: it was forked from one that has.
 Device& device(int index);
 bool is_initialized();
+// Those that this process has used.
+std::vector<Device*> used_devices();
 bool is_in_bad_fork();
 
 int current_device();

@@ -33,7 +33,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_initialized", &npu::is_initialized);
   m.def("is_in_bad_fork", &npu::is_in_bad_fork);
   m.def("default_generator", &npu::default_generator);
-  m.def("shutdown", &npu::shutdown, no_gil());
+  m.def("shutdown", [] {
+    if (npu::is_in_bad_fork()) return;
+    for (auto* device : npu::used_devices()) npu::settle_autograd(*device);
+    npu::shutdown();
+  }, no_gil());
   m.def("synchronize", [](int index) { npu::device(index).synchronize(); npu::device(index).check(); }, no_gil());
   m.def("state", [](int index) { return static_cast<int>(npu::device(index).state()); });
   m.def("check", [](int index) { npu::device(index).check(); });

@@ -9,12 +9,14 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 #include <cmath>
 #include <cstring>
 #include <map>
 #include <random>
 #include <set>
+#include <thread>
 
 namespace npu {
 namespace {
@@ -615,6 +617,7 @@ Tensor as_host(const Tensor& tensor) {
 
 void launch(Device& of, std::function<void()> run, std::vector<Held> reads) {
   of.check();
+  if (torch::autograd::get_current_graph_task_id() != -1) of.was_in_backward = true;
   Task task;
   task.run = std::move(run);
   task.reads = std::move(reads);
@@ -625,6 +628,20 @@ void finish(Device& of) {
   check_capture("a copy to the host");
   queue_of(current_stream(of.index)).drain();
   of.check();
+}
+
+void settle_autograd(Device& of) {
+  if (!of.was_in_backward || of.state() != RUN || is_capturing()) return;
+  auto is_done = std::make_shared<Mark>();
+  std::thread([index = of.index, is_done] {
+    try {
+      const auto options = at::TensorOptions().device(c10::Device(NPU, static_cast<c10::DeviceIndex>(index))).requires_grad(true);
+      at::ones({1}, options).sum().backward();  // its nodes hold nothing of Python's
+    } catch (const std::exception&) {  // the device has failed meanwhile
+    }
+    is_done->set();
+  }).detach();
+  is_done->wait_for(std::chrono::seconds(1));
 }
 
 bool is_pinned(const void* ptr) {

@@ -16,6 +16,10 @@ void finish(Device& device);
 // Of a device; makes no device of it.
 const at::Generator& default_generator(int index);
 bool is_pinned(const void* ptr);
+// Wait a second at most until the device's thread of autograd has let go of its last backward, which it may hold a moment
+// longer than the caller of that waits. What it frees may be Python's: if the interpreter ends while it waits for the GIL
+// in a destructor, Python ends the thread there, and C++ the process (std::terminate).
+void settle_autograd(Device& device);
 // Bytes of the devices' memory that were copied to the host's so far, and in how many copies.
 std::pair<int64_t, int64_t> copied_to_host();
 
