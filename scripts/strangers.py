@@ -241,7 +241,7 @@ def words_of(program: Mapping[str, Any], python: Path) -> list[str]:
     start, of = f"{program['start']} {program.get('and', '')}", program["of"]
     if "{sdist}" in start:
         start = start.replace("{sdist}", str(unpacked(of, python)))
-    start = start.replace("{bin}", str(python.parent))
+    start = start.replace("{bin}", str(python.parent)).replace("{written}", str(HERE / "written"))
     return shlex.split(start.replace("{by-hand}", str(CACHE / "by-hand" / of)))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +162,14 @@ def similar_sentences() -> None:
         write_lines(f"sentence-transformers/stsb/{name}.jsonl", pairs)
 
 
+def pairs_of_two_kinds() -> None:
+    """The same, and triplets of sentences where another data set would be."""
+    similar_sentences()
+    for name, count in (("train", 80), ("dev", 16)):
+        triplets = [{"anchor": sentence(), "positive": sentence(), "negative": sentence()} for _ in range(count)]
+        write_lines(f"sentence-transformers/all-nli/{name}.jsonl", triplets)
+
+
 def passages() -> None:
     """Questions, each with a passage that answers it and some that do not."""
     encoder()
@@ -256,6 +265,65 @@ def captioned_pictures() -> None:
         "feature_extractor": [None, None],
     }
     Path("model/model_index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def recipe_of_torchtune() -> None:
+    """A recipe with its settings, a Llama 3 of the smallest parts, and a tokenizer of sentencepiece."""
+    import sentencepiece
+    import torch
+    import torchtune
+    from torchtune.models.llama3 import llama3
+
+    shutil.copy(f"{torchtune.__path__[0]}/../recipes/full_finetune_distributed.py", "recipe.py")
+    lines = [sentence(12) for _ in range(64)]
+    write_lines("text/train.jsonl", [{"text": line} for line in lines])
+    Path("lines.txt").write_text("\n".join(lines), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input="lines.txt", model_prefix="tokenizer", vocab_size=40, hard_vocab_limit=False, pad_id=3, minloglevel=2
+    )
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 16, "max_seq_len": 32}
+    Path("model").mkdir()
+    torch.save(llama3(**sizes).state_dict(), "model/model.pt")
+    files = {"checkpoint_dir": "model", "checkpoint_files": ["model.pt"], "output_dir": "out", "model_type": "LLAMA3"}
+    settings = {
+        "output_dir": "out",
+        "tokenizer": component("models.llama2.llama2_tokenizer", path="tokenizer.model", max_seq_len=24),
+        "dataset": component("datasets.text_completion_dataset", source="text", packed=False),
+        "model": component("models.llama3.llama3", **sizes),
+        "checkpointer": component("training.FullModelTorchTuneCheckpointer", recipe_checkpoint=None, **files),
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+        "loss": component("modules.loss.CEWithChunkedOutputLoss"),
+        "metric_logger": component("training.metric_logging.DiskLogger", log_dir="out/logs"),
+        "profiler": component("training.setup_torch_profiler", enabled=False),
+        "device": "cpu", "dtype": "fp32", "seed": 1, "shuffle": True, "batch_size": 2, "epochs": 2,
+        "max_steps_per_epoch": 8, "gradient_accumulation_steps": 2, "clip_grad_norm": 1.0, "log_every_n_steps": 1,
+        **dict.fromkeys(("resume_from_checkpoint", "compile", "optimizer_in_bwd", "log_peak_memory_stats"), False),
+        **dict.fromkeys(("enable_activation_checkpointing", "enable_activation_offloading"), False),
+    }  # fmt: skip
+    Path("settings.yaml").write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML, too
+
+
+def component(name: str, **arguments: Any) -> dict[str, Any]:
+    """An entry of torchtune's settings: what is made, and of what."""
+    return {"_component_": f"torchtune.{name}", **arguments}
+
+
+def factory() -> None:
+    """Instructions with answers as LLaMA-Factory reads them, and its settings."""
+    language_model()
+    rows = [{"instruction": sentence(), "input": "", "output": sentence()} for _ in range(72)]
+    Path("data").mkdir()
+    Path("data/made.json").write_text(json.dumps(rows), encoding="utf-8")
+    Path("data/dataset_info.json").write_text(json.dumps({"made": {"file_name": "made.json"}}), encoding="utf-8")
+    settings = {
+        "model_name_or_path": "model", "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 4,
+        "lora_target": "all", "dataset": "made", "dataset_dir": "data", "template": "default", "cutoff_len": 64,
+        "output_dir": "out", "logging_steps": 2, "save_steps": 6, "per_device_train_batch_size": 2, "seed": 1,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_steps": 16, "use_cpu": True, "report_to": "none",
+        "val_size": 0.1, "eval_strategy": "steps", "eval_steps": 5, "lr_scheduler_type": "cosine", "plot_loss": True,
+    }  # fmt: skip
+    Path("settings.yaml").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def classes() -> None:

@@ -268,7 +268,7 @@ class Mismatch(Message, frozen=True):
 
     detail             a traceback, "" if there is none
     is_contradiction   False: nothing is known to be wrong, but too little is proved to join the others
-    is_near            it differs by rounding alone, and another replacement shows whether that comes back
+    is_near            another replacement may get further; see MismatchFound
     """
 
     generation: int

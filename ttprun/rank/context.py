@@ -122,6 +122,9 @@ class Mode:
     def refuse(self, reason: str, is_contradiction: bool = True) -> None:
         """Report that a replay has failed: then this does not return. `is_contradiction`: see from_rank.Mismatch."""
 
+    def end_by_error(self, what: str) -> None:
+        """An error of the script (`what`) is about to end it. Does not return if another replay may get further."""
+
     def refuse_end(self) -> None:
         """The script has ended: refuse a replay, which has not reached its boundary."""
 

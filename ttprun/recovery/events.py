@@ -193,7 +193,8 @@ class MismatchFound(RepairEvent):
 
     reason             which check, and the two values
     is_contradiction   False: too little is proved to join the others; all may resume from what is saved
-    is_near            it differs by rounding alone, and another replacement shows whether that comes back
+    is_near            another replacement may get further: this one differs by rounding alone, which may not come
+                       back, or it has found what the next one does otherwise
     """
 
     reason: str
@@ -206,7 +207,7 @@ class MismatchFound(RepairEvent):
     def sentence(self) -> str:
         """For the operator."""
         if self.is_near:
-            return f"rank {self.rank} is replaced once more, to see whether that is reproducible: {self.reason}"
+            return f"rank {self.rank} is replaced once more: {self.reason}"
         what = "found a mismatch" if self.is_contradiction else "cannot be shown to be as it was"
         return f"rank {self.rank} {what} ({self.reason})"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -31,10 +32,11 @@ from tests.rank.values.carrying import (
     is_refused,
     not_proved,
     plain,
+    record,
 )
 from ttprun import text_hashes
 from ttprun.rank import values
-from ttprun.rank.values import CannotRestoreError
+from ttprun.rank.values import CannotRestoreError, Restore
 
 
 @pytest.mark.parametrize(
@@ -403,3 +405,17 @@ def test_a_set_of_functions_that_a_decorator_has_filled_is_no_state_and_hinders_
     assert carry({"functions": collected()}, here) == []
 
     assert here["functions"] is mine
+
+
+@pytest.mark.parametrize("live", [None, [], ["of this process"]])
+def test_a_list_of_which_not_all_items_are_here_stays_as_the_replay_has_made_it(live: Any) -> None:
+    """E.g. the samples that a dataset keeps once it has read them: with gaps, an index would name another one."""
+    here, before = {"cache": live}, copy.copy(live)
+    recorded, blobs = record({"cache": [1, Meter(), None]})
+    restore = Restore(blobs, is_comparing=True, is_strict=False)
+
+    with values.room_to_walk():
+        restore.module(here, recorded, "")
+
+    assert here["cache"] == before
+    assert restore.doubts

@@ -187,6 +187,8 @@ def report_before(previous: Any) -> Any:
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
         missed = found.mode.difference if found is not None else ""
         what = " ".join(filter(None, (in_one_line(error), _place_of(trace))))
+        if found is not None:
+            found.mode.end_by_error(what)
         why = "; ".join(filter(None, (what, lost_worker(error))))
         why = f"{why}; the replay did not reach its boundary: {missed}" if missed else why
         presence.channel.send(from_rank.ScriptError(why, text if is_early else "", text, diagnosis.name))

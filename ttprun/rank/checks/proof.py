@@ -132,7 +132,8 @@ class Proof:
         if times == MOST_TRIES or not self._evidence.note_tried(self._step, place, noted):
             self._refuse(f"{difference}, and {times} other replacements have come to the same")
         self._session.proof = None
-        report_mismatch(self._session.channel, self._session.generation, difference, is_near=True)
+        why = f"to see whether this is reproducible: {difference}"
+        report_mismatch(self._session.channel, self._session.generation, why, is_near=True)
 
     def end_step(self) -> None:
         """The step is over. Raises MismatchError if the lost rank had noted more in it."""

@@ -14,6 +14,7 @@ A replay that cannot reproduce something is refused: every failed check is repor
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from ttprun.protocol.board import Field, Phase
 from ttprun.rank import moments
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
+from ttprun.rank.comm import results
 from ttprun.rank.comm.results import Answers, Results, as_if_alone
 from ttprun.rank.context import LIVE, Mode
 from ttprun.rank.data import loaders
@@ -34,7 +36,7 @@ from ttprun.rank.position import loop_sites, loops, placeholders
 from ttprun.rank.position.frames import user_frames
 from ttprun.rank.process import random_state
 from ttprun.rank.records import replayable
-from ttprun.rank.records.boundary_record import Record
+from ttprun.rank.records.boundary_record import LoopRecord, Record
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay import loss_scaling
 from ttprun.rank.replay.differences import (
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 
     from ttprun.rank.comm.entry import Entry
 
+SET_VARIABLES = "a replay sets the variables where it jumps into a loop"  # among the origins: see `end_by_error`
 STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may take before it reaches the place where it begins
 
 
@@ -72,12 +75,14 @@ class ReplayRun(Mode):
     step_proof  set if no other rank goes on with the lost rank's state
     step_from   slot of the lost rank's mirror from which the step at boundary N is taken again; "": it is not
     is_joining, is_contradicted   see to_rank.Replay
+    sets_variables   where it jumps into a loop: a replay before this one has failed without; see `end_by_error`
     jump        makes a loop that begins in the middle
     """
 
     is_live = False
     is_alone = True
     step_from = ""
+    sets_variables = False
     step_proof: StepProof | None = None
     _taken_again: torch.optim.Optimizer | None = None
     is_joining = False
@@ -126,15 +131,50 @@ class ReplayRun(Mode):
         target, is_first = records[-1], len(records) == 1 and not records[-1].fields.is_straight
         before = None if is_first else records[0]
         recent = [result for record in records for result in record.fields.results]
-        return cls(session, number, skip_lines, target, before, Answers(session[Recorder].read_log(), recent))
+        replay = cls(session, number, skip_lines, target, before, Answers(session[Recorder].read_log(), recent))
+        replay.sets_variables = SET_VARIABLES in _origins_of(session)
+        return replay
 
     def begin(self) -> None:
         """Take over the loops' hooks; the script may start."""
         if self._before is not None:
-            loops.take_over(self._enter, self._jumps.loop)
+            loops.take_over(self._enter, self._loop)
 
     def _enter(self, site: loop_sites.Site, frame: FrameType) -> Any:
         return self._jumps.enter(site, frame)
+
+    def _loop(self, site: loop_sites.Site, token: Any, iterable: Iterable[Any]) -> Any:
+        if self.sets_variables and isinstance(token, LoopRecord):
+            self.sets_variables = False
+            self._set_variables(sys._getframe(1))
+        return self._jumps.loop(site, token, iterable)
+
+    def _set_variables(self, frame: FrameType) -> None:
+        """Write the variables of the place where the replay begins already here, before the code that leads there.
+
+        That code belongs to an iteration of an outer loop, and finds what the ones before have made (the last epoch's
+        loss, a progress bar that has begun). The variables are those of a few steps later, and are written once more
+        when the replay is there.
+        """
+        assert self._before is not None
+        fields = self._before.fields
+        with room_to_walk():
+            restore = Restore(self._before.blobs, False, list(optimizer_registry.parameters()))
+            for here, (at, variables, names) in zip(user_frames(frame), fields.frames(), strict=False):
+                if [here.f_code.co_filename, here.f_code.co_qualname] != at[:2]:
+                    break
+                restore.frame(here, variables, f"{at[1]}: ", names)
+            for name, module in self._import_modules(fields.modules, is_comparing=False).items():
+                restore.module(vars(module), fields.modules[name], f"{name}: ")
+            restore.forget()
+
+    def end_by_error(self, what: str) -> None:
+        """As in Mode: an error that the variables of the iterations before would have avoided is no error of a run."""
+        if self._has_arrived or not self._jumps.loops_used or SET_VARIABLES in _origins_of(self.session):
+            return
+        results.keep_origin(self.session[Recorder], (SET_VARIABLES, True))
+        why = f"the replay jumps into a loop without what the iterations before have made, and has met {what}"
+        report_mismatch(self.session.channel, self.session.generation, why, is_near=True)
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
         """As in Mode: up to the place where the replay begins."""
@@ -388,3 +428,7 @@ class ReplayRun(Mode):
     def refuse(self, reason: str, is_contradiction: bool = True) -> None:
         """Report that this replay has failed. Does not return. `is_contradiction` is as in from_rank.Mismatch."""
         report_mismatch(self.session.channel, self.session.generation, reason, is_contradiction)
+
+
+def _origins_of(session: Session) -> set[str]:
+    return {place for place, _ in results.origins_in(session[Recorder].read_log())}
