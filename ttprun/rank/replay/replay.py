@@ -287,7 +287,7 @@ class ReplayRun(Mode):
             with restore.strictly():
                 for user_frame, around in zip(frames, fields.loops, strict=True):
                     for loop, recorded in zip(loops.of_frame(user_frame), around, strict=True):
-                        restore_loop(restore, loop, recorded)
+                        restore_loop(restore, loop, recorded.over)
             for name, module in modules.items():
                 restore.module(vars(module), fields.modules[name], f"{name}: ")
             with restore.strictly():

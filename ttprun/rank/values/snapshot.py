@@ -221,10 +221,13 @@ class Snapshot:
 
     def loop(self, loop: loops.Loop) -> LoopRecord:
         """An active loop, with what it iterates over if its position does not determine that."""
+        return loop.record(self.over(loop))
+
+    def over(self, loop: loops.Loop) -> Any:
+        """The node of what an active loop iterates over; None if its position determines that."""
         over = iterables.over(loop)
         is_within = type(over) is tuple
-        node = TupleNode([self._around_loader(items) for items in over]) if is_within else self.node(over, 0)
-        return loop.record(node)
+        return TupleNode([self._around_loader(items) for items in over]) if is_within else self.node(over, 0)
 
     def _around_loader(self, items: Any) -> Any:
         if type(items) is itertools.cycle and id(items) not in self.numbers:
