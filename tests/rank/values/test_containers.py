@@ -31,9 +31,11 @@ from tests.rank.values.carrying import (
     is_refused,
     not_proved,
     plain,
+    record,
 )
 from ttprun import text_hashes
 from ttprun.rank import values
+from ttprun.rank.records.nodes import RefusedNode
 from ttprun.rank.values import CannotRestoreError
 
 
@@ -403,3 +405,19 @@ def test_a_set_of_functions_that_a_decorator_has_filled_is_no_state_and_hinders_
     assert carry({"functions": collected()}, here) == []
 
     assert here["functions"] is mine
+
+
+def test_such_a_set_hinders_nothing_where_two_variables_hold_it() -> None:
+    mine, theirs = collected(), collected()
+
+    assert carry({"functions": theirs, "of": {"package": theirs}}, {"functions": mine, "of": {"package": mine}}) == []
+
+
+def test_what_cannot_be_recorded_is_named_in_each_variable_that_holds_it() -> None:
+    """In the first of them it may not matter: one that the script sets again before it reads it."""
+    changing = {Point(1, 2), Point(3, 4)}
+
+    recorded, _ = record({"dead": changing, "alive": [changing]})
+
+    nodes = [recorded["dead"], *recorded["alive"].items]
+    assert [type(node) for node in nodes] == [RefusedNode, RefusedNode]

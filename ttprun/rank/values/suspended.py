@@ -13,7 +13,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from ttprun.rank.position import iterables, loops
+from ttprun.rank.position import iterables, library_loops, loops
 from ttprun.rank.position.variables import variables_of
 from ttprun.rank.position.whose import is_script_code
 from ttprun.rank.records.nodes import Node, RefusedNode, SameNode, SuspendedNode, TupleNode
@@ -43,6 +43,11 @@ def _is_expression(value: types.GeneratorType[Any, Any, Any]) -> bool:
     return value.gi_code.co_name == "<genexpr>"
 
 
+def _why_hidden(value: types.GeneratorType[Any, Any, Any]) -> str:
+    follows = "" if _is_expression(value) else library_loops.what_follows_of(value.gi_frame)
+    return f"is the generator {value.__qualname__}, {follows or 'which does not show the positions of its loops'}"
+
+
 def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, Any], depth: int) -> Any:
     """A generator, of the user's or of a library's."""
     frame = value.gi_frame
@@ -58,7 +63,7 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
             inner = iterables.inside_library(variables.get(_FIRST))
         snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom, *(inner or ())))
     elif _hides_position(value):
-        return RefusedNode(f"is the generator {value.__qualname__}, which does not show the positions of its loops")
+        return RefusedNode(_why_hidden(value))
     for loop in active:
         loop.note_suspended()
     snapshot.generator_loops += [loop.record() for loop in active]
