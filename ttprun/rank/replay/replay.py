@@ -298,7 +298,7 @@ class ReplayRun(Mode):
                 returned = restore.value(returned, fields.returned, "the closure's result")
         except CannotRestoreError as error:
             self.refuse(str(error))
-        self._findings.weigh(restore.doubts, restore.unrecorded, self.is_joining)
+        self._findings.weigh(restore, self.is_joining)
         random_state.restore(fields.rng)
         loaders.count_on(fields.loaders_made)
         return restore, returned
