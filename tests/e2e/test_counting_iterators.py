@@ -17,9 +17,10 @@ EXACT = [
     ("object", 13),
     ("no loader", 13),
     ("accumulated", 4),  # of several batches a step, from a generator that counts for itself
+    ("nested", 15),  # in a generator that runs over another one, which has begun anew
     ("slice", 24),  # in the loader's second round
 ]
-RESUMED = ("track", "chain", "accumulated", "slice")
+RESUMED = ("track", "chain", "accumulated", "nested", "slice")
 
 
 @pytest.mark.parametrize(("manner", "step"), EXACT)
@@ -28,6 +29,16 @@ def test_a_replacement_counts_on_where_the_lost_rank_had_counted_to(
 ) -> None:
     args = ["--manner", manner]
     run = run_ttprun(SCRIPT, 2, faults=[f"kill:rank=1,step={step},phase=backward"], script_args=args)
+
+    assert_only_replaced(run)
+    assert_same_outcome(run, undisturbed(SCRIPT, 2, args))
+
+
+def test_a_generator_inside_a_generator_counts_on_also_where_no_loss_would_show_it(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    args = ["--manner", "nested"]
+    run = run_ttprun(SCRIPT, 2, faults=["kill:rank=1,step=15,phase=after_step"], script_args=args)
 
     assert_only_replaced(run)
     assert_same_outcome(run, undisturbed(SCRIPT, 2, args))

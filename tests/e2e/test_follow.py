@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import PLAIN, SCRIPTS, Run, assert_only_replaced, assert_same_outcome
+from tests.e2e.harness import PLAIN, SCRIPTS, Run, RunTtprun, assert_only_replaced, assert_same_outcome
 
 FRAMEWORK = """
 class Trainer:
@@ -67,6 +67,40 @@ def test_a_rank_that_trains_in_a_followed_framework_is_replaced_and_its_log_hold
     assert_same_outcome(result, undisturbed(PLAIN, 2))
     lines = (result.folder / "log1.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == [str(number + 1) for number in range(40)]
+
+
+STREAMS = """
+def repeated(make):
+    taken = 0
+    while True:
+        for batch in make():
+            taken += 1
+            yield {**batch, "weight": batch["weight"] + 0.001 * taken}
+"""
+
+
+def test_batches_from_a_library_s_generator_that_an_earlier_run_has_met_go_on_in_a_replacement(
+    run_ttprun: RunTtprun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training loop is the script's own; that generator is a variable, and no loop runs over it."""
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "their_streams.py").write_text(STREAMS)
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own, call = "nested = repeated(first, 13)", "nested = their_streams.repeated(lambda: weighted(first, 13))"
+    text = (SCRIPTS / "counting_iterators.py").read_text()
+    script = tmp_path / "takes_from_a_library.py"
+    script.write_text(text.replace(own, call).replace("import torch\n", "import their_streams\nimport torch\n"))
+    args, kill = ["--manner", "nested"], "kill:rank=1,step=15,phase=after_step"
+
+    first = run_ttprun(str(script), 2, script_args=args)
+    second = run_ttprun(str(script), 2, faults=[kill], script_args=args)
+
+    said = "the generator repeated, whose loop is met for the first time: its file is followed from the next run on"
+    assert said in " ".join(first.output.split()), first.story()
+    assert_only_replaced(second)
+    assert_same_outcome(second, first)
 
 
 def cut(script: str) -> tuple[str, str, str]:

@@ -38,3 +38,15 @@ def test_a_rank_that_logs_through_a_queue_and_a_thread_is_replaced(
     assert_same_outcome(result, undisturbed("writes_beside.py", 2))
     lines = (result.folder / "out" / "events-1.txt").read_text().splitlines()
     assert lines[-1].startswith("loss 29")
+
+
+def test_what_only_an_evaluation_has_made_is_made_again_or_named_and_costs_no_restart(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
+) -> None:
+    """Lost between two steps: no loss would show what the objects do; the replay has passed over all evaluations."""
+    result = run_ttprun("evaluates_with_locks.py", 2, faults=["kill:rank=1,step=19,phase=after_step"])
+
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed("evaluates_with_locks.py", 2))
+    (named,) = [name for name in result.incidents[0]["not_proved"] if "evaluation" in name]
+    assert "FileLock, is not in the replacement" in named, result.story()

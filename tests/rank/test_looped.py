@@ -140,7 +140,7 @@ def carry(lost: loops.Loop, here: loops.Loop) -> list[str]:
     snapshot = Snapshot({}, iterables.followed([lost]))
     fields = msgspec.msgpack.decode(values.pack(snapshot.loop(lost)), type=LoopRecord)
     restore = Restore(as_the_recorder_writes_them(snapshot.blobs), is_comparing=True)
-    restore_loop(restore, here, fields)
+    restore_loop(restore, here, fields.over)
     return restore.doubts
 
 

@@ -45,6 +45,12 @@ class BareInbox(queue.SimpleQueue):  # type: ignore[type-arg]
     __slots__ = ()
 
 
+class Holder:
+    """Lets go of something when it goes."""
+
+    def __del__(self) -> None: ...
+
+
 @dataclass
 class State:
     step: int = 0

@@ -1,6 +1,7 @@
 """One loop over a DataLoader by way of something that counts for itself: a library's generator, a chain, an object."""
 
 import argparse
+import functools
 import hashlib
 import itertools
 from operator import itemgetter
@@ -26,7 +27,19 @@ def weighted(loader, most):
         seen.append(len(seen))
         if len(seen) > most:
             return
-        yield {"x": x, "y": y, "weight": 1 + 0.01 * sum(seen)}
+        batch = {"x": x, "y": y, "weight": 1 + 0.01 * sum(seen)}
+        yield batch
+
+
+def repeated(loader, most):
+    while True:
+        for batch in weighted(loader, most):
+            yield batch
+
+
+def asked(batches, count):
+    for _ in range(count):
+        yield next(batches)
 
 
 class Limited:
@@ -82,6 +95,7 @@ def main():
     data = TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
     first = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=True))
     second = DataLoader(data, batch_size=10, sampler=DistributedSampler(data, shuffle=True))
+    nested = repeated(first, 13)
     manners = {
         "track": lambda: numbered(track(enumerate(first), total=20, disable=True)),
         "chain": lambda: numbered(itertools.chain(enumerate(second), enumerate(first))),
@@ -90,6 +104,7 @@ def main():
         "object": lambda: Limited(first, 18),
         "no loader": lambda: map(itemgetter(1), enumerate(sliced(data, 18))),
         "cycle": lambda: map(weighed, zip(range(26), itertools.cycle(first))),
+        "nested": functools.partial(asked, nested, 18),
         "slice": lambda: track(numbered(enumerate(itertools.islice(again_and_again(first), 26))), disable=True),
     }
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1)))

@@ -51,19 +51,31 @@ def test_a_name_that_the_lost_rank_has_deleted_is_not_in_the_replacement() -> No
 
 
 def test_what_the_replacement_has_not_made_and_cannot_make_is_refused_with_its_name() -> None:
-    with pytest.raises(
-        CannotRestoreError, match="writer is a Logger in the lost rank, cannot be recorded, and is not set"
-    ):
+    with pytest.raises(CannotRestoreError, match="writer, a Logger, is not in the replacement"):
         carry({"writer": logging.getLogger("x")}, {})
 
 
-def test_on_the_way_to_the_boundary_what_does_not_fit_is_left_as_it_is() -> None:
+def test_what_has_no_state_and_was_not_made_is_named_and_what_holds_it_is_no_doubt() -> None:
+    """The locks of an evaluation that the replay has passed over."""
+    recorded, blobs = record({"locks": [threading.Lock()], "by_name": {"log": logging.getLogger("x")}, "best": 3})
+    restore = Restore(blobs, is_comparing=True, is_strict=False)
+    here: Scope = {"locks": None, "by_name": {}, "best": 0}
+
+    restore.module(here, recorded, "")
+
+    assert here == {"locks": [], "by_name": {}, "best": 3}
+    assert restore.doubts == []
+    assert [name.partition(",")[0] for name in restore.named] == ["locks[0]", "by_name['log']"]
+
+
+def test_on_the_way_to_the_boundary_what_cannot_be_made_again_is_left_as_it_is() -> None:
     recorded, blobs = record({"step": 7, "writer": logging.getLogger("x"), "meter": Meter(), "data": big(1.0)})
     here: Scope = {"step": 1, "data": None}
 
     Restore(blobs, is_comparing=False).module(here, recorded, "")
 
-    assert here == {"step": 7, "data": None}
+    assert here.keys() == {"step", "data", "meter"}
+    assert (here["step"], here["data"], vars(here["meter"])) == (7, None, vars(Meter()))
 
 
 REPRODUCED: dict[str, Callable[[], Any]] = {

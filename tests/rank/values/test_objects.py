@@ -35,6 +35,7 @@ from tests.rank import user_values
 from tests.rank.user_values import (
     Bare,
     FrozenState,
+    Holder,
     Meter,
     NamedCounts,
     SlotsNamedTwice,
@@ -84,9 +85,23 @@ def test_an_object_of_another_class_is_refused_with_its_name() -> None:
         carry({"best": State()}, {"best": Meter()})
 
 
-def test_an_object_that_the_replacement_has_not_made_is_refused() -> None:
-    with pytest.raises(CannotRestoreError, match="meter is a Meter"):
-        carry({"meter": Meter()}, {"meter": None})
+@pytest.mark.parametrize("here", [{"meter": None, "same": None}, {}], ids=["None", "not set"])
+def test_an_object_that_the_replacement_has_not_made_is_made_again_from_its_attributes(here: Scope) -> None:
+    """An evaluation makes it when it first has a result, say, which the replay has passed over."""
+    lost = Meter()
+    lost.update(3.0)
+
+    carry({"meter": lost, "same": [lost]}, here)
+
+    assert (type(here["meter"]), vars(here["meter"])) == (Meter, vars(lost))
+    assert here["same"] == [here["meter"]]
+
+
+def test_an_object_that_is_more_than_its_attributes_is_not_made_again() -> None:
+    with pytest.raises(
+        CannotRestoreError, match="owner is a Holder in the lost rank, and the replacement has a NoneType"
+    ):
+        carry({"owner": Holder()}, {"owner": None})
 
 
 @pytest.mark.parametrize(

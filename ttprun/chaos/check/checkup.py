@@ -96,8 +96,8 @@ class _Checkup:
         """All of it."""
         report = self._report
         undisturbed = self._launch("undisturbed", [], f"{self._checked.steps} steps, undisturbed")
-        if remembered.NEXT_RUN in undisturbed.protection:
-            undisturbed = self._launch("followed", [], "a library's training loop was met, and is followed now: again")
+        if undisturbed.says(remembered.NEXT_RUN):
+            undisturbed = self._launch("followed", [], "a library's loop was met, and is followed now: again")
         self._look_for_problem(undisturbed, "undisturbed")
         if not report.problem or undisturbed.twin.exit_code:
             self._compare_with_torchrun(undisturbed)

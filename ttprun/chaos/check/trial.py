@@ -69,6 +69,11 @@ class Trial:
         """As in the status; "" if there is none."""
         return self.twin.status.protection if self.twin.status is not None else ""
 
+    def says(self, text: str) -> bool:
+        """Whether its status says this of its protection, or of what is not proved."""
+        status = self.twin.status
+        return status is not None and any(text in said for said in (status.protection, *status.not_proved))
+
 
 class Trials:
     """Runs launches, one after the other: all in a copy with the same path, so that nothing differs by its name.

@@ -50,7 +50,7 @@ UNCHANGED = Judgement(
 NO_STATE = Judgement(
     "no state by nature",
     "loggers, progress bars, locks, parsers, data that is read by index: they only have effects, or do not change",
-    "only the type is compared",
+    "only the type is compared; one that the replacement has not made is named with the incident",
     lambda node, is_dead: isinstance(node, SameNode | EffectNode | ClosedNode),
 )
 NAMED = Judgement(

@@ -1,4 +1,5 @@
-"""Loops around an optimizer step in code that is not the user's, e.g. a framework's training loop.
+"""Loops in code that is not the user's: around an optimizer step (a framework's training loop), or in a suspended
+generator that the script takes batches from.
 
 Such a loop is not followed, so its position and variables are unknown. Foreign code that only forwards a step (a
 wrapped optimizer, a context manager) need not be followed.
@@ -6,6 +7,7 @@ wrapped optimizer, a context manager) need not be followed.
 
 from __future__ import annotations
 
+import functools
 import os
 import sysconfig
 from types import FrameType
@@ -59,6 +61,25 @@ def _what_follows(modules: dict[str, str]) -> str:
     )
 
 
+def what_follows_of(frame: FrameType | None) -> str:
+    """What becomes of a generator of foreign code that is suspended in a loop: "whose loop ..."; "" if it has none.
+
+    frame   the generator's; None: it has ended
+    """
+    if frame is None or not _is_foreign(frame) or not _is_in_loop(frame):
+        return ""
+    return _what_follows_of(str(frame.f_globals.get("__name__")), frame.f_code.co_filename)
+
+
+@functools.cache  # asked at each step
+def _what_follows_of(module: str, filename: str) -> str:
+    return f"whose loop {_what_follows({module: filename}).removeprefix('which ')}"
+
+
+def _is_in_loop(frame: FrameType) -> bool:
+    return control_flow.instruction_at(frame.f_code, frame.f_lasti) in control_flow.looping(frame.f_code)
+
+
 def loop_around(frame: FrameType | None) -> tuple[str, dict[str, str]]:
     """The outermost active loop in foreign code.
 
@@ -71,7 +92,7 @@ def loop_around(frame: FrameType | None) -> tuple[str, dict[str, str]]:
         if _is_foreign(frame):
             module = str(frame.f_globals.get("__name__"))
             modules.append((module, code.co_filename))
-            if control_flow.instruction_at(code, frame.f_lasti) in control_flow.looping(code):
+            if _is_in_loop(frame):
                 found = f"{code.co_qualname} ({code.co_filename})"
                 packages.add(_package_of(module))
         frame = frame.f_back
@@ -85,8 +106,7 @@ def is_called_in_a_loop(frame: FrameType, outer: FrameType) -> bool:
     """
     between = frame.f_back
     while between is not None and between is not outer:
-        code = between.f_code
-        if control_flow.instruction_at(code, between.f_lasti) in control_flow.looping(code):
+        if _is_in_loop(between):
             return True
         between = between.f_back
     return False

@@ -279,12 +279,16 @@ class IteratorNode(ObjectOfKind, frozen=True, gc=False, tag="i"):
 
 
 class SuspendedNode(NumberedNode, frozen=True, gc=False, tag="G"):
-    """A generator: its instruction and the positions of its loops, its variables, what it yields from."""
+    """A generator: its instruction and the positions of its loops, its variables, what it yields from.
+
+    overs   of each of its active loops: what it runs over, if its position does not determine that
+    """
 
     where: str
     place: list[int]
     variables: Named
     inner: Node
+    overs: Nodes = []
 
 
 class RandomNode(ObjectOfKind, frozen=True, gc=False, tag="g"):

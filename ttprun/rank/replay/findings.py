@@ -8,6 +8,7 @@ from ttprun.rank.checks import proof
 from ttprun.rank.process import random_state
 from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.session import Session
+from ttprun.rank.values import Restore
 
 _MOST_DOUBTS = 5  # that are named
 
@@ -61,12 +62,14 @@ class Findings:
             )
         self.not_proved.append(f"{difference}; they were set to the lost rank's")
 
-    def weigh(self, doubts: list[str], unrecorded: list[str], is_joining: bool) -> None:
+    def weigh(self, restore: Restore, is_joining: bool) -> None:
         """Variables are not the lost rank's: refuse them, or leave it to the evidence of the next step.
 
-        doubts, unrecorded   see Restore
-        is_joining           see to_rank.Replay
+        restore      has compared them
+        is_joining   see to_rank.Replay
         """
+        doubts, unrecorded = restore.doubts, restore.unrecorded
+        self.not_proved += [name for name in restore.named if name not in self.not_proved]
         if not (doubts or unrecorded):
             return
         shown = "; ".join([*doubts, *unrecorded][:_MOST_DOUBTS])

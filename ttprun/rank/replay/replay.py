@@ -327,7 +327,7 @@ class ReplayRun(Mode):
             with restore.strictly():
                 for user_frame, around in zip(frames, fields.loops, strict=True):
                     for loop, recorded in zip(loops.of_frame(user_frame), around, strict=True):
-                        restore_loop(restore, loop, recorded)
+                        restore_loop(restore, loop, recorded.over)
             for name, module in modules.items():
                 restore.module(vars(module), fields.modules[name], f"{name}: ")
             with restore.strictly():
@@ -338,7 +338,7 @@ class ReplayRun(Mode):
                 returned = restore.value(returned, fields.returned, "the closure's result")
         except CannotRestoreError as error:
             self.refuse(str(error))
-        self._findings.weigh(restore.doubts, restore.unrecorded, self.is_joining)
+        self._findings.weigh(restore, self.is_joining)
         random_state.restore(fields.rng)
         loaders.count_on(fields.loaders_made)
         return restore, returned

@@ -37,7 +37,7 @@ from ttprun.rank.records.packing import listed
 from ttprun.rank.values.long_items import MAX_ITEMS, MIN_ITEMS, KeptItems, kept_items, objects_in
 from ttprun.rank.values.nodes import MISSING, is_settled, look_up, look_up_type, name_of
 from ttprun.rank.values.objects import restore_attributes
-from ttprun.rank.values.restore import Restore, unlike
+from ttprun.rank.values.restore import Restore, has_no_state, unlike
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.weights import optimizer_registry
 
@@ -339,7 +339,7 @@ def restore_dict(restore: Restore, live: Any, node: DictNode, name: str) -> Any:
         key = restore.value(have[index] if index < len(have) else MISSING, key_node, f"a key of {name}")
         value = restore.value(old.get(key, MISSING), value_node, f"{name}[{key!r}]")
         if value is MISSING or key is MISSING:
-            if restore.is_comparing:
+            if restore.is_comparing and not (key is not MISSING and has_no_state(value_node)):
                 restore.refuse(live, f"{name} holds objects that are not in the replacement and cannot be recorded")
             continue
         new[key] = value

@@ -6,7 +6,7 @@ import re
 
 # What it is -> what to do. The first that is found.
 _CURES = (
-    ("read by next|is a cycle that gathers", ""),  # it is said there
+    ("read by next|is a cycle that gathers|followed", ""),  # it is said there
     ("position", "run over it by a `for` loop of your own, or count its items and take them by index"),
     ("another thread or process|shared with", "have it done before the optimizer steps, and keep the result"),
     ("container of|tuple of", "keep it in an array or a tensor"),

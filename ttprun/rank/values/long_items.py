@@ -191,7 +191,8 @@ class KeptItems:
         self.objects += new
         if is_long:
             self.first, _next = _next, _next + len(new)
-        self.numbers.update((id(value), self.first + walk.numbers[id(value)]) for value in new)
+        numbered = ((id(value), walk.numbers[id(value)]) for value in new)
+        self.numbers.update((key, self.first + number) for key, number in numbered if number is not None)
         return nodes
 
 

@@ -27,6 +27,8 @@ def record_not_proved(snapshot: Snapshot, value: Any, why: str = UNTOLD) -> NotP
 
 def restore_by_type(restore: Restore, live: Any, node: NotProvedNode | EffectNode, name: str) -> Any:
     """Keep what the replay has made, if it has the same type."""
+    if isinstance(node, EffectNode) and (live is MISSING or live is None):
+        return restore.leave_out(live, node, name)
     if live is MISSING or name_of(type(live)) != node.kind:
         return restore.refuse(live, unlike(name, node.kind, live))
     return live

@@ -40,6 +40,12 @@ def is_of_user(kind: type) -> bool:
     return is_state(kind)
 
 
+# Methods of a class by which pickle makes its objects in another way, or by which they let go of what they own.
+_SAY_MORE = {
+    "__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__",
+    "__del__",
+}  # fmt: skip
+
 # Of objects of these classes some attributes are left to the replay; see `leave_out`.
 _LEFT_OUT: list[tuple[type, frozenset[str]]] = []
 
@@ -112,11 +118,33 @@ def restore_object(restore: Restore, live: Any, node: ObjectNode, name: str) -> 
     kind, attributes = node.kind, node.attributes
     if name_of(type(live)) != kind and (made := made_when_needed(kind, attributes)) is not MISSING:
         live = made
+    if (live is MISSING or live is None) and (found := look_up_type(kind, object)) and _is_made_by_pickle(found):
+        return _made_again(restore, live, found, node, name)
     if name_of(type(live)) != kind or issubclass(type(live), type):
         return restore.refuse(live, unlike(name, kind, live))
     if restore.claim_or_refuse(node.number, live, name):
         restore_attributes(restore, live, attributes, name, keep=left_out(type(live)))
     return live
+
+
+def _made_again(restore: Restore, live: Any, kind: type, node: ObjectNode, name: str) -> Any:
+    """An object that the replay has not made, as pickle would make it."""
+    made: Any = object.__new__(kind)
+    restore.claim(node.number, made)
+    restore_attributes(restore, made, node.attributes, name)
+    if restore.is_comparing and attributes_of(made).keys() != node.attributes.keys():
+        return restore.refuse(live, unlike(name, node.kind, live))
+    if not is_of_user(kind):  # its constructor may have noted it somewhere in its package
+        restore.note_made(made, name)
+    return made
+
+
+@of_types
+def _is_made_by_pickle(kind: type) -> bool:
+    """Whether the objects of a class are their attributes: it says nothing else to pickle, and owns nothing."""
+    own = (dictionary_of_class(base).keys() & _SAY_MORE for base in bases_of(kind) if base is not object)
+    is_whole = left_out(kind) <= (frozenset() if is_of_user(kind) else PROCESS_LOCAL)
+    return is_whole and not any(own)
 
 
 def restore_attributes(

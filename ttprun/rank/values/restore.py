@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ttprun.rank import fail_open
-from ttprun.rank.position.judgement import DEAD, judge
+from ttprun.rank.position.judgement import DEAD, NO_STATE, judge
 from ttprun.rank.position.variables import set_local, unset_local, variables_of
-from ttprun.rank.records.nodes import AnyNode, Node, ReferenceNode, RefusedNode, SameNode
+from ttprun.rank.records.nodes import AnyNode, EffectNode, Node, ReferenceNode, RefusedNode, SameNode
 from ttprun.rank.records.packing import listed, unpack_named
 from ttprun.rank.values.cures import not_recorded
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, name_of, short_name
@@ -50,6 +50,7 @@ class Restore:
     taken           their addresses
     doubts          variables that do not match, each with the difference; a dead one (position/liveness.py) is none
     unrecorded      the same of variables that the lost rank could not record, which it has named
+    named           what the replay has not made, in words: it has no state, or was made again from its attributes
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Restore:
     ) -> None:
         self.doubts: list[str] = []
         self.unrecorded: list[str] = []
+        self.named: list[str] = []
         self.stepped = stepped
         self.is_comparing = is_comparing
         self._is_strict = is_strict
@@ -199,7 +201,7 @@ class Restore:
             else node
             for i, node in enumerate(listed(nodes))
         ]
-        if any(value is MISSING for value in values):
+        if any(value is MISSING and not has_no_state(node) for value, node in zip(values, listed(nodes), strict=True)):
             self.refuse(live, f"{name} holds objects that are not in the replacement and cannot be recorded")
         return [value for value in values if value is not MISSING]
 
@@ -229,6 +231,24 @@ class Restore:
         """
         if self.is_comparing and not self._is_dead and not condition:
             self.doubts.append(f"{name} {what}")
+
+    def leave_out(self, live: Any, node: SameNode | EffectNode, name: str) -> Any:
+        """What has no state by nature, and the replay has not made, stays as it is: returns `live`.
+
+        An evaluation makes such a thing, say, which the replay has passed over. All ranks would come to the same if
+        they went back. It is named.
+        """
+        if self.is_comparing and not self._is_dead:
+            why = f"{name}, a {short_name(node.kind)}, is not in the replacement, which has not run what makes it"
+            if self._is_strict:
+                raise CannotRestoreError(why)
+            self.named.append(why)
+        return live
+
+    def note_made(self, live: Any, name: str) -> None:
+        """An object was made as pickle would, without its constructor."""
+        if not self._is_dead:
+            self.named.append(f"{name}, a {kind_of(live)}, was made again from its attributes, without its constructor")
 
     def refuse(self, live: Any, why: str, is_unrecorded: bool = False) -> Any:
         """This value does not match: `live` stays, or CannotRestoreError is raised.
@@ -265,8 +285,15 @@ def unlike(name: str, kind: str, live: Any, what: str = "") -> str:
     return f"{name} is {what or f'a {short_name(kind)}'} in the lost rank, and the replacement has {here}"
 
 
+def has_no_state(node: Node) -> bool:
+    """Whether what a node stands for has no state by nature."""
+    return isinstance(node, SameNode | EffectNode) and judge(node) is NO_STATE
+
+
 def restore_same(restore: Restore, live: Any, node: SameNode, name: str) -> Any:
     """Compare what the replay must have reproduced; nothing is written."""
+    if has_no_state(node) and (live is MISSING or live is None):
+        return restore.leave_out(live, node, name)
     if live is MISSING:
         return restore.refuse(
             live, f"{name} is a {short_name(node.kind)} in the lost rank, cannot be recorded, and is not set here"

@@ -42,6 +42,7 @@ _HIDDEN = """
     __warningregistry__ __class__ __conditional_annotations__ __annotate__
 """
 HIDDEN = frozenset(_HIDDEN.split())
+_NOT_DEFINED = (RefusedNode, SameNode)
 FIXED = ""  # the name of the packed nodes, in a scope's record, that are the same at each boundary
 
 # Makes the node of a value, as its type needs it: record_... with these three arguments.
@@ -157,7 +158,7 @@ class Snapshot:
     not_proved types of the objects met that can change and are not recorded
     computed   tensors met that were computed with gradients, except views of what optimizers update
     generator_loops   active loops in suspended generators of the user's
-    numbers    number of each object met so far, by its id
+    numbers    number of each object met so far, by its id; None of one that no node defines
     rows       the same, of the objects in each container that holds very many
     storages   number of the tensor, or large array, with which a storage was recorded, by the storage's address
     memories   (address, end, number) of each small numpy array with memory of its own
@@ -175,7 +176,7 @@ class Snapshot:
         self.not_proved: list[str] = []
         self.computed: list[torch.Tensor] = []
         self.generator_loops: list[LoopRecord] = []
-        self.numbers: dict[int, int] = {}
+        self.numbers: dict[int, int | None] = {}
         self.rows: list[dict[int, int]] = []
         self.storages: dict[int, int] = {}
         self.memories: list[tuple[int, int, int]] = []
@@ -221,10 +222,13 @@ class Snapshot:
 
     def loop(self, loop: loops.Loop) -> LoopRecord:
         """An active loop, with what it iterates over if its position does not determine that."""
+        return loop.record(self.over(loop))
+
+    def over(self, loop: loops.Loop) -> Any:
+        """The node of what an active loop iterates over; None if its position determines that."""
         over = iterables.over(loop)
         is_within = type(over) is tuple
-        node = TupleNode([self._around_loader(items) for items in over]) if is_within else self.node(over, 0)
-        return loop.record(node)
+        return TupleNode([self._around_loader(items) for items in over]) if is_within else self.node(over, 0)
 
     def _around_loader(self, items: Any) -> Any:
         if type(items) is itertools.cycle and id(items) not in self.numbers:
@@ -260,10 +264,13 @@ class Snapshot:
         if depth > MAX_DEPTH:
             return self._not_proved(kind, f"it is nested more than {MAX_DEPTH} deep")
         try:
-            return handler(self, value, depth)
+            made = handler(self, value, depth)
         except Exception as error:  # e.g. another thread is changing it: record the others
             fail_open.raise_if_meant(error)
-            return RefusedNode(f"raised {type(error).__name__} when it was read: {str(error)[:_MOST_LETTERS]}")
+            made = RefusedNode(f"raised {type(error).__name__} when it was read: {str(error)[:_MOST_LETTERS]}")
+        if type(made) in _NOT_DEFINED and id(value) in self.numbers:
+            self.numbers[id(value)] = None  # where it is met again it is judged by that place: here it may be dead
+        return made
 
     def _not_proved(self, kind: type, why: str) -> NotProvedNode:
         self.not_proved.append(name_of(kind))

@@ -13,11 +13,10 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from ttprun.rank.position import iterables, loops
+from ttprun.rank.position import iterables, library_loops, loops
 from ttprun.rank.position.variables import variables_of
 from ttprun.rank.position.whose import is_script_code
-from ttprun.rank.records.boundary_record import LoopRecord
-from ttprun.rank.records.nodes import RefusedNode, SameNode, SuspendedNode, TupleNode
+from ttprun.rank.records.nodes import Node, RefusedNode, SameNode, SuspendedNode, TupleNode
 from ttprun.rank.values.nodes import MISSING, name_of
 from ttprun.rank.values.restore import Restore, kind_of, unlike
 from ttprun.rank.values.snapshot import Snapshot
@@ -44,6 +43,11 @@ def _is_expression(value: types.GeneratorType[Any, Any, Any]) -> bool:
     return value.gi_code.co_name == "<genexpr>"
 
 
+def _why_hidden(value: types.GeneratorType[Any, Any, Any]) -> str:
+    follows = "" if _is_expression(value) else library_loops.what_follows_of(value.gi_frame)
+    return f"is the generator {value.__qualname__}, {follows or 'which does not show the positions of its loops'}"
+
+
 def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, Any], depth: int) -> Any:
     """A generator, of the user's or of a library's."""
     frame = value.gi_frame
@@ -59,14 +63,16 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
             inner = iterables.inside_library(variables.get(_FIRST))
         snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom, *(inner or ())))
     elif _hides_position(value):
-        return RefusedNode(f"is the generator {value.__qualname__}, which does not show the positions of its loops")
+        return RefusedNode(_why_hidden(value))
     for loop in active:
         loop.note_suspended()
-    snapshot.generator_loops += [snapshot.loop(loop) for loop in active]
+    snapshot.generator_loops += [loop.record() for loop in active]
     if inner is not None:
         variables = {name: variable for name, variable in variables.items() if name != _FIRST}
     within = snapshot.node(value.gi_yieldfrom or inner or None, depth + 1)
-    return SuspendedNode(number, _where(value), _stands_at(value), snapshot.variables(variables), within)
+    nodes = snapshot.variables(variables)
+    overs = list(map(snapshot.over, active))
+    return SuspendedNode(number, _where(value), _stands_at(value), nodes, within, overs)
 
 
 def restore_generator(restore: Restore, live: Any, node: SuspendedNode, name: str) -> Any:
@@ -87,21 +93,28 @@ def restore_generator(restore: Restore, live: Any, node: SuspendedNode, name: st
         if restore.value(MISSING if old is None else old, node.inner, f"{name}/") not in (old, None):
             return restore.refuse(live, f"{name} takes from another iterator than in the lost rank")
         restore.frame(frame, node.variables, f"{name}/")
+        _restore_loops(restore, frame, node, name)
     return live
 
 
-def restore_loop(restore: Restore, loop: loops.Loop, record: LoopRecord) -> None:
+def _restore_loops(restore: Restore, frame: types.FrameType, node: SuspendedNode, name: str) -> None:
+    """Write what the active loops of a generator, which stands where the lost rank's does, iterate over."""
+    for loop, over in zip(loops.of_frame(frame), node.overs, strict=False):
+        restore_loop(restore, loop, over, f"{name}/")
+
+
+def restore_loop(restore: Restore, loop: loops.Loop, node: Node, where: str = "") -> None:
     """Write what an active loop iterates over.
 
-    loop     of the replacement, at the recorded place
-    record   of the lost rank's
+    loop    of the replacement, at the recorded place
+    node    of what the lost rank's iterates over
+    where   goes before the loop's place in a reason
     """
-    live, node = iterables.over(loop), record.over
-    is_within = type(live) is tuple or isinstance(node, TupleNode)
-    if is_within:
-        _put_in_place(restore, live or (), node.items if isinstance(node, TupleNode) else [], f"{loop.site.key}: ")
+    live, name = iterables.over(loop), f"{where}{loop.site.key}: "
+    if type(live) is tuple or isinstance(node, TupleNode):
+        _put_in_place(restore, live or (), node.items if isinstance(node, TupleNode) else [], name)
     else:
-        restore.value(live, node, f"{loop.site.key}: {kind_of(live)}")
+        restore.value(live, node, f"{name}{kind_of(live)}")
 
 
 def _put_in_place(restore: Restore, live: Sequence[Any], nodes: list[Any], name: str) -> None:
