@@ -171,9 +171,10 @@ def test_a_stopped_process_writes_its_stack_and_stops_again(start: Callable[[str
 @pytest.mark.parametrize("what", [RUN, SLEEP], ids=["runs bytecode", "waits in C"])
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
 def test_where_the_gil_can_be_had_the_thread_that_has_it_writes_so_that_no_frame_changes_meanwhile(
-    start: Callable[[str], Process], what: str, is_stopped: bool
+    start: Callable[[str], Process], what: str, is_stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal handler that reads what other threads run has crashed ranks."""
+    monkeypatch.setattr(stacks, "_BOARD_LIMIT_S", LIMIT_S)  # on a busy machine it has the GIL late
     process = start(what)
     if is_stopped:
         process.stop()
@@ -190,12 +191,16 @@ def test_the_main_thread_of_a_stopped_process_writes_not_one_that_may_have_no_ro
     """The kernel prefers the main thread, but not where all threads are stopped."""
     threads = "for _ in range(30): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
     process = start(f"{threads}\n    {HOLD_GIL}")
+    mark = f"Current thread 0x{process.main_thread:016x}"
+    give_up_at_s = time.monotonic() + LIMIT_S
+    while mark not in stacks.take(process.writer, is_stopped=False):  # it does not hold the GIL yet
+        assert time.monotonic() < give_up_at_s
 
     for _ in range(5):
         process.stop()
         text = stacks.take(process.writer, is_stopped=True)
 
-        assert f"Current thread 0x{process.main_thread:016x}" in text
+        assert mark in text
 
 
 def test_several_processes_write_their_stacks_at_once_and_one_that_catches_nothing_is_left_alone(

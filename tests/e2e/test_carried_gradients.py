@@ -1,4 +1,4 @@
-"""A backward that adds to gradients that a step has used: they are kept, and a replacement has them.
+"""A backward that adds to gradients that a step has used, or a log of them: a replacement has them.
 
 In carried_gradients.py the boundaries of a GAN lie after each of its two steps, the discriminator's first.
 """
@@ -23,6 +23,8 @@ CASES = [
     ("by-hand", "kill:rank=1,step=6,phase=collective"),
     ("damped", "kill:rank=1,step=6,phase=forward"),
     ("late", "kill:rank=1,step=9,phase=backward"),
+    ("logged", "kill:rank=1,step=6,phase=backward"),
+    ("logged", "kill:rank=0,step=7,phase=in_step"),
 ]
 
 

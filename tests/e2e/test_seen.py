@@ -108,6 +108,52 @@ def test_a_script_that_hands_over_to_another_process_is_said_not_to_be_protected
     assert result.exit_code == 137
 
 
+STARTS_RANKS = """
+import os, sys
+from pathlib import Path
+
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+
+def train(rank):
+    meeting = f"file://{os.getcwd()}/out/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_over = torch.zeros(1)
+    while not is_over:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        is_over.fill_(Path("out/may-end").exists())
+        dist.all_reduce(is_over, op=dist.ReduceOp.MIN)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    Path("out").mkdir(exist_ok=True)
+    mp.start_processes(train, nprocs=2, start_method=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_script_that_starts_its_ranks_itself_is_said_not_to_be_protected(
+    start_ttprun: Callable[..., Launch], tmp_path: Path, method: str
+) -> None:
+    script = tmp_path / "starts_ranks.py"
+    script.write_text(STARTS_RANKS)
+
+    launch = start_ttprun(str(script), 1, script_args=[method])
+    launch.wait_for_event("rank_unprotected", limit_s=180, rank=0)
+    (launch.folder / "out" / "may-end").touch()
+    result = launch.finish()
+
+    assert result.exit_code == 0, result.story()
+    assert result.output.count("it has started the ranks itself") == 1, result.story()
+    assert "as torch.multiprocessing.spawn does" in result.output, result.story()
+    assert result.status["protection"].startswith("off: rank 0"), result.story()
+
+
 KEEPS_A_HISTORY = """
 import torch, torch.distributed as dist
 

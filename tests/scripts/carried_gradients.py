@@ -6,6 +6,7 @@
 --what by-hand  the same; gradients are averaged by hand, in the order of the parameters
 --what damped   never zeroed; the script scales them by hand after each step
 --what late     zeroed in the first steps, and damped from then on
+--what logged   dropped at the beginning of each iteration; their norm is logged after the step
 """
 
 import argparse
@@ -42,6 +43,16 @@ def average(model):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= world
+
+
+def damp(model):
+    scale(model, 0.9)
+
+
+def scale(model, factor):
+    """Not called by the loop itself, whose code does not show what becomes of the gradients."""
+    for parameter in model.parameters():
+        parameter.grad *= factor
 
 
 def finish(*models):
@@ -97,15 +108,32 @@ def train_without_zeroing():
             average(model)
         optimizer.step()
         if args.what == "damped" or (args.what == "late" and step >= LATE):
-            for parameter in model.parameters():
-                parameter.grad *= 0.9
+            damp(model)
         elif args.what == "late":
             optimizer.zero_grad(set_to_none=False)
         print(f"[rank {rank}] step {step} loss {loss.item()!r}", flush=True)
     finish(model)
 
 
+def train_and_log():
+    model = mlp(8, 1)
+    trained, optimizer = DDP(model), torch.optim.SGD(model.parameters(), 1e-2)
+    torch.manual_seed(10 + rank)
+    norms = []
+    for step in range(args.steps):
+        optimizer.zero_grad()
+        x = torch.randn(16, 8)
+        (trained(x) - x.sin().sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        norms.append(sum(parameter.grad.norm() for parameter in model.parameters()).item())
+        print(f"[rank {rank}] step {step} norm {norms[-1]!r}", flush=True)
+    print(f"[rank {rank}] norms {norms}")
+    finish(model)
+
+
 if args.what == "gan":
     train_gan()
+elif args.what == "logged":
+    train_and_log()
 else:
     train_without_zeroing()

@@ -40,7 +40,7 @@ class UnhookedRanks:
         self._images[slot.pid] = unhooked.image_of(slot.pid)
 
     def look(self) -> None:
-        """Look if it is time to, and report what is certain. Costs nothing once all ranks have been heard."""
+        """Look if it is time to, and report what is certain. Costs nothing once all ranks have taken a step."""
         now = time.monotonic()
         if now < self._next_s or not self._node.is_python:
             return
@@ -73,6 +73,12 @@ class UnhookedRanks:
                 self._report(slot, why)
         elif slot.is_present and not slot.is_protected:
             self._look_for_children(slot)
+        elif (
+            slot.is_present
+            and not self._node.board.get(slot.rank, Field.APPLIED)
+            and (why := unhooked.why_in_ranks_of_its_own(slot.pid))
+        ):
+            self._report(slot, why)
 
     @staticmethod
     def _is_ours(slot: RankSlot) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 from ttprun.rank.process.after_import import is_overdue
 
 _LIBRARIES = (b"/libtorch_cpu.so", b"/libtorch.so", b"/libtorch_python.so")
 IMPORT_CPU_S = 20.0  # no import of torch takes as much of the processor, however long it takes
+_LISTENING = "0A"  # in /proc/net/tcp
 _WITH_VALUE = "WXcm"  # options of Python that take the rest of the word as a value
 _SKIPPING = {"E": "ignores PYTHONPATH", "I": "ignores PYTHONPATH", "S": "runs no sitecustomize"}
 
@@ -39,6 +40,24 @@ def why_in_child(pid: int) -> str:
     )
 
 
+def why_in_ranks_of_its_own(pid: int) -> str:
+    """Why a process that has torch, and has taken no step, is unprotected; "" if it may still train itself.
+
+    Children of it are ranks: one has torch and listens, as each member of a process group does. DataLoader workers,
+    downloads and processes that prepare data do not.
+    """
+    if has_connection(pid):
+        return ""
+    inherited = _sockets(pid)
+    child = next((one for one in descendants(pid) if has_torch(one) and _listens(one, inherited)), None)
+    if child is None:
+        return ""
+    return (
+        f"it has started the ranks itself ({command_of(child)}), as torch.multiprocessing.spawn does, and children of "
+        "ranks are not hooked: leave that call out, and have ttprun start them (ttprun guide migrate)"
+    )
+
+
 def has_torch(pid: int) -> bool:
     """Whether a process has torch's libraries loaded; False if there is no such process."""
     try:
@@ -55,16 +74,33 @@ def seems_to_train(pid: int) -> bool:
 
 def has_connection(pid: int) -> bool:
     """Whether a process holds a TCP socket, as each rank of a process group does."""
+    held = _sockets(pid)
+    return any(inode in held for _, inode in _tcp(pid))
+
+
+def _listens(pid: int, inherited: Set[str]) -> bool:
+    """Whether a process listens on a TCP socket that is not one of these."""
+    held = _sockets(pid) - inherited
+    return any(state == _LISTENING and inode in held for state, inode in _tcp(pid))
+
+
+def _sockets(pid: int) -> set[str]:
+    """What a process holds open, as /proc names it."""
     held = set()
     with contextlib.suppress(OSError):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 held.add(os.readlink(fd))
+    return held
+
+
+def _tcp(pid: int) -> Iterator[tuple[str, str]]:
+    """(state, name as in `_sockets`) of each TCP socket in a process's network."""
+    with contextlib.suppress(OSError):
         for table in ("tcp", "tcp6"):
-            rows = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-            if any(f"socket:[{row.split()[9]}]" in held for row in rows):
-                return True
-    return False
+            for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                cells = row.split()
+                yield cells[3], f"socket:[{cells[9]}]"
 
 
 def cpu_s(pid: int) -> float:

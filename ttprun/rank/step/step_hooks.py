@@ -31,6 +31,7 @@ from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.process_group import groups_of
 from ttprun.rank.effects import origins, output
+from ttprun.rank.position.read_gradients import are_read_after
 from ttprun.rank.position.variables import variables_of
 from ttprun.rank.process.unseen import unseen
 from ttprun.rank.records.boundary_record import BoundaryRecord
@@ -221,7 +222,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
         return
     moments.reached_step_end()
     session.updates.end()
-    gradients.watch(optimizer)
+    gradients.watch(optimizer, partial(are_read_after, fail_open.caller()))
     if session.is_recorded():
         _note_weights(session)
         if session.is_alone():

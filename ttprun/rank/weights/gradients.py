@@ -134,8 +134,13 @@ def _is_scaled_to_zero(gradient: torch.Tensor) -> bool:
     return found.is_floating_point() and bool(found.signbit().any())
 
 
-def watch(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer has taken a step: in its first ones, watch what becomes of a gradient."""
+def watch(optimizer: torch.optim.Optimizer, are_read: Callable[[], bool] = lambda: False) -> None:
+    """The optimizer has taken a step: in its first ones, watch what becomes of a gradient.
+
+    are_read   whether the script may read gradients before the next backward; asked at its first step
+    """
+    if optimizer not in _steps_watched and are_read():
+        kept_gradients.note_read(optimizer)
     for one in _watched:
         one.look_after_backward()
     kept_gradients.note_step(optimizer)

@@ -2,9 +2,10 @@
 
 Nearly every script zeroes gradients before it uses them again, so they are not recorded. In two kinds of scripts a
 backward adds to old ones: a GAN's generator learns through the discriminator, whose are zeroed afterwards; and
-some scripts never call zero_grad(). The first steps show whose gradients these are (`gradients.watch`). They are copied
-after each step of their optimizer. For as long as nothing else has changed them, the copies belong to the optimizer's
-state (`replicated.rows`), and reach mirrors, snapshots, checkpoints and replacements with it.
+some scripts never call zero_grad(). The first steps show whose gradients these are (`gradients.watch`). Others read
+them after the step, for a log of their norm: their code shows it (`note_read`). They are copied after each step of
+their optimizer. For as long as nothing else has changed them, the copies belong to the optimizer's state
+(`replicated.rows`), and reach mirrors, snapshots, checkpoints and replacements with it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class _Kept:
 
 
 _added_to: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_read: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _kept: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Kept]] = weakref.WeakKeyDictionary()
 
 
@@ -55,6 +57,12 @@ _for_now = _ForNow()
 
 def note_added_to(optimizer: torch.optim.Optimizer) -> None:
     """A backward adds to what a step of this optimizer has used: keep its gradients from its next step on."""
+    _added_to.add(optimizer)
+
+
+def note_read(optimizer: torch.optim.Optimizer) -> None:
+    """The script reads this optimizer's gradients between its step and the next backward: they are kept as well."""
+    _read.add(optimizer)
     _added_to.add(optimizer)
 
 
@@ -110,6 +118,8 @@ def kept_for_now(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def note_dropped(optimizer: torch.optim.Optimizer) -> None:
     """The first backward after its step has found no gradients: nothing adds to them."""
+    if optimizer in _read:
+        return
     _added_to.discard(optimizer)
     _kept.pop(optimizer, None)
 
@@ -175,4 +185,5 @@ def put_back(optimizer: torch.optim.Optimizer) -> bool:
 def forget() -> None:
     """The run of the script is over."""
     _added_to.clear()
+    _read.clear()
     _kept.clear()

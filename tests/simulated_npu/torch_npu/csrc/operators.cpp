@@ -635,8 +635,8 @@ void settle_autograd(Device& of) {
   auto is_done = std::make_shared<Mark>();
   std::thread([index = of.index, is_done] {
     try {
-      const auto options = at::TensorOptions().device(c10::Device(NPU, static_cast<c10::DeviceIndex>(index))).requires_grad(true);
-      at::ones({1}, options).sum().backward();  // its nodes hold nothing of Python's
+      auto leaf = at::ones({1}, at::TensorOptions().device(c10::Device(NPU, static_cast<c10::DeviceIndex>(index))));
+      leaf.set_requires_grad(true).sum().backward();  // its nodes hold nothing of Python's
     } catch (const std::exception&) {  // the device has failed meanwhile
     }
     is_done->set();
