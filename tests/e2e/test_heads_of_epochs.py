@@ -15,3 +15,13 @@ def test_a_rank_is_replaced_though_its_epoch_begins_with_what_the_ones_before_ha
     assert_only_replaced(result, incidents=2)
     assert_same_outcome(result, undisturbed(HEADS, 2))
     assert "is replaced once more: the replay jumps into a loop" in result.status["incidents"][0]["reason"]
+
+
+def test_an_epoch_that_begins_with_what_no_replay_can_make_ends_the_job_with_the_scripts_error(
+    run_ttprun: RunTtprun,
+) -> None:
+    result = run_ttprun(HEADS, 2, faults=["kill:rank=1,step=10,phase=backward"], script_args=["--keep-objects"])
+
+    (incident,) = result.incidents
+    assert incident["outcome"] == "failed", result.story()
+    assert "IndexError: list index out of range" in incident["reason"]

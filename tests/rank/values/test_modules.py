@@ -440,3 +440,15 @@ def test_a_function_in_a_module_that_holds_the_module_is_walked_over_once(monkey
     record({"model": model})
 
     assert len(made) == 1
+
+
+def test_the_mode_of_a_compiled_part_comes_back() -> None:
+    lost, live = (
+        torch.nn.Sequential(torch.compile(torch.nn.Dropout(0.5), backend="eager"), torch.nn.Linear(2, 2)) for _ in "ab"
+    )
+    lost.eval()
+
+    doubts = carry({"model": lost}, {"model": live})
+
+    assert not doubts
+    assert [part.training for part in live.modules()] == [False] * 4

@@ -11,6 +11,7 @@ from functools import cached_property
 from types import FrameType
 from typing import Any
 
+from ttprun.rank.data import loaders
 from ttprun.rank.position import loop_sites, loops
 from ttprun.rank.position.frames import place, user_frames
 from ttprun.rank.process import random_state
@@ -116,7 +117,10 @@ class Jumps:
         """The record of the lost rank's iterator over the loader of this name, None if it had none."""
         left = [(i, it) for i, it in enumerate(self._before.fields.loaders) if i not in self._iterators_used]
         same_name = [(i, it) for i, it in left if it["name"] == name]
-        same_place = [(i, it) for i, it in left if it["name"][0] == name[0]]
+        # A loader that each epoch makes anew has another number here. One that was made here is not this one, but made
+        # beside it (training and validation in one call), and is iterated over later.
+        made_here = loaders.made().get(name[0], 0)
+        same_place = [(i, it) for i, it in left if it["name"][0] == name[0] and it["name"][1] > made_here]
         chosen = same_name[-1:] or (same_place if len(same_place) == 1 else [])
         for index, iterator in chosen:
             self._iterators_used.add(index)

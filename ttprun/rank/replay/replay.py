@@ -169,8 +169,12 @@ class ReplayRun(Mode):
             restore.forget()
 
     def end_by_error(self, what: str) -> None:
-        """As in Mode: an error that the variables of the iterations before would have avoided is no error of a run."""
-        if self._has_arrived or not self._jumps.loops_used or SET_VARIABLES in _origins_of(self.session):
+        """As in Mode: an error that the variables of the iterations before would have avoided is no error of a run.
+
+        Only if others go on: where all resume from a stored state, each attempt begins with that state's own log.
+        """
+        is_on_the_way = not self._has_arrived and self._jumps.loops_used
+        if not (is_on_the_way and self.is_joining) or SET_VARIABLES in _origins_of(self.session):
             return
         results.keep_origin(self.session[Recorder], (SET_VARIABLES, True))
         why = f"the replay jumps into a loop without what the iterations before have made, and has met {what}"

@@ -168,7 +168,9 @@ class _Layout:
             return {}
         without = left_out_by_framework(type(part))
         own = [name for name in part.__dict__ if name not in _INTERNALS and not name.startswith(_COMPOSABLE)]
-        names = ["training"] if _is_of(part, _WRAPPERS) else [name for name in own if name not in without]
+        if _is_of(part, _WRAPPERS):
+            own = [name for name in own if name == "training"]  # torch.compile's asks the module in it, a further part
+        names = [name for name in own if name not in without]
         made = _made_by_itself(type(part)) if _is_of(part, _CONSTANT) else ()
         lively = self.lively.get(path, set())
         found, moving = {}, []
