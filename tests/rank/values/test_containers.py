@@ -36,12 +36,8 @@ from tests.rank.values.carrying import (
 )
 from ttprun import text_hashes
 from ttprun.rank import values
-<<<<<<< HEAD
-from ttprun.rank.values import CannotRestoreError, Restore
-=======
 from ttprun.rank.records.nodes import RefusedNode
-from ttprun.rank.values import CannotRestoreError
->>>>>>> eight
+from ttprun.rank.values import CannotRestoreError, Restore
 
 
 @pytest.mark.parametrize(
@@ -412,7 +408,6 @@ def test_a_set_of_functions_that_a_decorator_has_filled_is_no_state_and_hinders_
     assert here["functions"] is mine
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("live", [None, [], ["of this process"]])
 def test_a_list_of_which_not_all_items_are_here_stays_as_the_replay_has_made_it(live: Any) -> None:
     """E.g. the samples that a dataset keeps once it has read them: with gaps, an index would name another one."""
@@ -425,7 +420,8 @@ def test_a_list_of_which_not_all_items_are_here_stays_as_the_replay_has_made_it(
 
     assert here["cache"] == before
     assert restore.doubts
-=======
+
+
 def test_such_a_set_hinders_nothing_where_two_variables_hold_it() -> None:
     mine, theirs = collected(), collected()
 
@@ -440,4 +436,3 @@ def test_what_cannot_be_recorded_is_named_in_each_variable_that_holds_it() -> No
 
     nodes = [recorded["dead"], *recorded["alive"].items]
     assert [type(node) for node in nodes] == [RefusedNode, RefusedNode]
->>>>>>> eight
