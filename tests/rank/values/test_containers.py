@@ -408,11 +408,18 @@ def test_a_set_of_functions_that_a_decorator_has_filled_is_no_state_and_hinders_
     assert here["functions"] is mine
 
 
+class Owner(Meter):
+    """What only its constructor makes."""
+
+    def __del__(self) -> None:
+        self.values.clear()
+
+
 @pytest.mark.parametrize("live", [None, [], ["of this process"]])
 def test_a_list_of_which_not_all_items_are_here_stays_as_the_replay_has_made_it(live: Any) -> None:
     """E.g. the samples that a dataset keeps once it has read them: with gaps, an index would name another one."""
     here, before = {"cache": live}, copy.copy(live)
-    recorded, blobs = record({"cache": [1, Meter(), None]})
+    recorded, blobs = record({"cache": [1, Owner(), None]})
     restore = Restore(blobs, is_comparing=True, is_strict=False)
 
     with values.room_to_walk():
