@@ -6,6 +6,7 @@ import pytest
 
 from tests.e2e.harness import RunTtprun, Undisturbed, assert_only_replaced, assert_same_outcome
 
+OWN_LOOP = "sweep_own.py"  # 2 trainings of 12 steps
 SCRIPT = "sweep.py"  # 3 trainings of 12 steps
 
 
@@ -24,3 +25,13 @@ def test_a_rank_that_is_lost_in_any_training_of_a_librarys_sweep_is_replaced_and
 
     assert_only_replaced(result)
     assert_same_outcome(result, undisturbed(SCRIPT, 2))
+
+
+def test_a_rank_that_is_lost_in_the_second_training_of_a_scripts_own_sweep_is_replaced_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    """Its replay passes over the first training, and so over the groups that this has made and destroyed."""
+    result = run_ttprun(OWN_LOOP, 2, faults=["kill:rank=1,step=17,phase=backward", "kill:rank=0,step=20,phase=forward"])
+
+    assert_only_replaced(result, incidents=2)
+    assert_same_outcome(result, undisturbed(OWN_LOOP, 2))

@@ -7,6 +7,7 @@ backend, but that costs no protection: nothing is communicated over it, so nothi
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -162,7 +163,7 @@ def wrap_new_group(original: Any) -> Any:
     ) -> Any:
         backends, why_not = (dict(world.backends), "") if backend is None else _chosen(backend, None)
         if set(backends.values()) == {_FAKE}:
-            _note_made(fail_open.caller())
+            _note_made(fail_open.caller(), world)
             return original(ranks, timeout, backend, *args, **kwargs)
         if why_not or (session.framework is not None and backends != GLOO_ALONE):
             if session.framework is None:
@@ -170,7 +171,7 @@ def wrap_new_group(original: Any) -> Any:
             return original(ranks, timeout, backend, *args, **kwargs)
         if session[Exchange].is_given_up:
             return original(ranks, timeout, backend, *args, **kwargs)
-        _note_made(fail_open.caller())
+        _note_made(fail_open.caller(), world)
         shown = c10d._world.pg_map[world][0] if backend is None else backend
         others = {name: value for name, value in kwargs.items() if name != "device_id"}
         return _make_managed(
@@ -204,8 +205,14 @@ def wrap_split_group(original: Any) -> Any:
     return split_group
 
 
-def _note_made(frame: FrameType) -> None:
-    made_inside.note("a process group was made", "make all groups before the loop", lambda: True, frame)
+def _note_made(frame: FrameType, world: ManagedGroup) -> None:
+    """A group was made. While the group of all ranks exists, the names of later ones count it, destroyed or not."""
+    of_all = weakref.ref(world)
+
+    def is_counted() -> bool:
+        return of_all() is not None and of_all() is dist.group.WORLD
+
+    made_inside.note("a process group was made", "make all groups before the loop", is_counted, frame)
 
 
 def _chosen(backend: Any, device_id: Any) -> tuple[dict[str, str], str]:

@@ -11,6 +11,7 @@ connections.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -95,9 +96,9 @@ class ManagedGroup(SeenByTorch):
         self.session = session
         self._name = name
         # A script may destroy its groups and make new ones: torch reuses the names then, maybe for other ranks.
-        of_these = f"{name} of {','.join(map(str, ranks))}"
-        session.groups_made[of_these] += 1
-        key = f"{of_these}#{session.groups_made[of_these]}"
+        self._of_these = f"{name} of {','.join(map(str, ranks))}"
+        session.groups_made[self._of_these] += 1
+        key = self._key_of(session.groups_made)
         self.number = session.groups_count = session.groups_count + 1
         self.is_made = False
         self.buckets = Buckets(self)
@@ -111,6 +112,14 @@ class ManagedGroup(SeenByTorch):
         self.links = Links(session, member, backends)
         session.groups[name] = self
         living.add(self)
+
+    def _key_of(self, made: Mapping[str, int]) -> str:
+        return f"{self._of_these}#{made[self._of_these]}"
+
+    def count_as(self, made: Mapping[str, int]) -> None:
+        """It is the newest of its name and ranks, of which so many were made; it has no connection yet."""
+        if self._of_these in made:
+            self.links.member = dataclasses.replace(self.links.member, key=self._key_of(made))
 
     def described(self) -> from_rank.Group:
         """Its members, and the dimension of the mesh that has made it: torch's meshes describe it as mesh_NAME."""

@@ -79,6 +79,7 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     rng              states of the global random generators
     loaders          of each iterator over a DataLoader in use: see data/loaders.py
     loaders_made     how many loaders were made at each place of the script
+    groups_made      how many process groups of each name and ranks were made
     results          of the small collectives of the step that ends here: see comm/results.py
     rebuilt          of each wrapped model, whether it has rebuilt its buckets
     files            [path, bytes written] of each file that is open for writing
@@ -114,6 +115,7 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     not_proved: list[str] = []
     dead: list[list[str]] = []
     loaders_made: dict[str, int] = {}
+    groups_made: dict[str, int] = {}
     held: bytes = b""
     is_draining: bool = False
     stepping: int | None = None

@@ -17,6 +17,7 @@ import importlib
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from ttprun.rank import moments
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
 from ttprun.rank.comm import results
+from ttprun.rank.comm.process_group import groups_of
 from ttprun.rank.comm.results import Answers, Results, as_if_alone
 from ttprun.rank.context import LIVE, Mode
 from ttprun.rank.data import loaders
@@ -379,6 +381,11 @@ class ReplayRun(Mode):
                 f"a replay of this script has differed from the run, and the rank had left no loss of step "
                 f"{self.boundary} that would show whether this one does"
             )
+        if self.is_joining and (made := self._target.fields.groups_made):
+            # A replay passes over trainings that have ended, and the groups that they have made and destroyed.
+            for group in groups_of(session):
+                group.count_as(made)
+            session.groups_made = Counter(made)
         moments.reached("replay")
         self._findings.report()
         session.channel.send(from_rank.Replayed(session.generation, self.boundary, self.setup_s))
