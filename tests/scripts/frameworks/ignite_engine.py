@@ -16,6 +16,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--save", action="store_true")
 parser.add_argument("--supervised", action="store_true", help="ignite's own create_supervised_trainer")
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--over-training", action="store_true", help="evaluate over the training data, too; set_epoch")
 args = parser.parse_args()
 
 
@@ -23,7 +25,9 @@ def training(local_rank):
     manual_seed(3)
     x = torch.randn(160, 10)
     y = (x[:, :3].sum(dim=1) > 0).long()
-    train_loader = idist.auto_dataloader(TensorDataset(x[:120], y[:120]), batch_size=12, shuffle=True)
+    train_loader = idist.auto_dataloader(
+        TensorDataset(x[:120], y[:120]), batch_size=12, shuffle=True, num_workers=args.workers
+    )
     val_loader = idist.auto_dataloader(TensorDataset(x[120:], y[120:]), batch_size=10, shuffle=False)
     model = idist.auto_model(nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2)))
     optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -71,6 +75,16 @@ def training(local_rank):
     def evaluate(engine):
         found = evaluator.run(val_loader).metrics
         print(f"epoch {engine.state.epoch} {found}", flush=True)
+
+    if args.over_training:
+
+        @trainer.on(Events.EPOCH_STARTED)
+        def shuffle(engine):
+            train_loader.sampler.set_epoch(engine.state.epoch - 1)
+
+        @trainer.on(Events.STARTED | Events.EPOCH_COMPLETED)
+        def evaluate_training(engine):
+            print(f"epoch {engine.state.epoch} training {evaluator.run(train_loader).metrics}", flush=True)
 
     stopping = EarlyStopping(3, lambda engine: engine.state.metrics["accuracy"], trainer)
     evaluator.add_event_handler(Events.COMPLETED, stopping)

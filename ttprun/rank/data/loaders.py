@@ -1,5 +1,8 @@
 """Positions of DataLoader iterators, and making an iterator in a replay that begins there.
 
+The set-up may have run over the same loader already (an evaluation of the untrained model). A replay does so again, as
+in a run: the record of an iterator says where in the script such earlier ones were made.
+
 An iterator's state is: the random states with which it was made (they determine the shuffle and the workers' seeds),
 the sampler's epoch, and the number of batches that it has yielded. A replay makes it with the same states and lets the
 sampler skip those batches, without loading them. Without workers the sampler begins only with the first batch: what has
@@ -37,6 +40,9 @@ _iterators: list[weakref.ref[Any]] = []  # a WeakSet's emptiness check takes ten
 _made: Counter[str] = Counter()
 _each: dict[tuple[Any, ...], int] = {}  # loader's name: batches between two boundaries
 _order = itertools.count()
+_earlier: dict[tuple[Any, ...], list[str]] = {}  # loader's name: where iterators were made that ended before any step
+_MOST_EARLIER = 64  # of one loader
+_has_stepped = False
 _draining = 0  # number of next boundaries whose steps train on batches of an iterator that has ended
 
 
@@ -112,9 +118,18 @@ def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
         "name": name,
         "lead": 0,
         "each": _each.get(tuple(name), 0),
+        "place": _note_made(name),
         "source": rest_of_epoch.source_of(loader),
         "rest": None,
     }
+
+
+def _note_made(name: list[Any]) -> str:
+    """Where in the script an iterator over the loader of this name is made; remembered up to the first step."""
+    place, known = location_key(), _earlier.setdefault(tuple(name), [])
+    if not _has_stepped and len(known) < _MOST_EARLIER:
+        known.append(place)
+    return place
 
 
 @unseen
@@ -161,6 +176,7 @@ def _register(iterator: Any, began: dict[str, Any]) -> None:
 
 
 def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -> Any:
+    global _has_stepped
     _put_back(loader, recorded)
     skip = max(0, recorded["yielded"] - max(1, recorded["lead"]))
     is_iterable = loader._dataset_kind == torch_dataloader._DatasetKind.Iterable
@@ -186,7 +202,9 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
         for _ in range(skip):
             next(iterator)
     iterator._num_yielded = skip
-    began = ("name", "rng", "epochs", "generators", "held", "first", "lead", "each", "source", "rest")
+    began = ("name", "rng", "epochs", "generators", "held", "first", "lead", "each", "source", "rest", "place")
+    _earlier[tuple(recorded["name"])] = recorded.get("earlier", [])
+    _has_stepped = True
     if recorded["each"]:
         _each[tuple(recorded["name"])] = recorded["each"]
     _register(iterator, {key: recorded.get(key) for key in began} | {"workers": own_workers})
@@ -237,7 +255,7 @@ def wrap_next_index(original: Any) -> Any:
 
 def forget() -> None:
     """The run of the script is over: end its workers, and start the names again."""
-    global _order, _draining
+    global _order, _draining, _has_stepped
     for iterator in _alive():
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
@@ -247,6 +265,8 @@ def forget() -> None:
     _draining = 0
     workers.will_make(None)
     _each.clear()
+    _earlier.clear()
+    _has_stepped = False
     Skipping.batches, Skipping.before_first, Skipping.stream = 0, None, None
 
 
@@ -261,7 +281,8 @@ def _record_of(iterator: Any) -> dict[str, Any]:
     batch = batches.fingerprints(iterator._ttprun_batch)
     ahead = fetched_ahead(began["lead"], began["each"])
     fetched = _fetched(iterator, batch, ahead) if ahead else []
-    return dict(began, yielded=iterator._num_yielded, batch=batch, ahead=fetched)
+    earlier = _earlier.get(tuple(began["name"]), [])
+    return dict(began, yielded=iterator._num_yielded, batch=batch, ahead=fetched, earlier=earlier)
 
 
 def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | None:
@@ -317,9 +338,15 @@ def note_boundary() -> bool:
     returns   whether the step trains on a batch of an iterator that has ended: the script has read ahead, and no record
               contains the batches that it holds
     """
-    global _draining
+    global _draining, _has_stepped
     is_draining = _draining > 0
     _draining -= is_draining
+    if not _has_stepped:
+        _has_stepped = True
+        alive = _alive()
+        for began in (alive[number]._ttprun for number in range(len(alive)) if _is_under_way(alive, number)):
+            if began["place"] in (known := _earlier.get(tuple(began["name"]), [])):
+                known.remove(began["place"])
     if not _iterators:
         return is_draining
     for iterator in _alive():

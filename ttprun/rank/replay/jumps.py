@@ -13,7 +13,7 @@ from typing import Any
 
 from ttprun.rank.data import loaders
 from ttprun.rank.position import loop_sites, loops
-from ttprun.rank.position.frames import place, user_frames
+from ttprun.rank.position.frames import location_key, place, user_frames
 from ttprun.rank.process import random_state
 from ttprun.rank.records.boundary_record import LoopRecord, Record
 
@@ -42,6 +42,7 @@ class Jumps:
         self.entered: Counter[str] = Counter()
         self.loops_used: set[int] = set()
         self._iterators_used: set[int] = set()
+        self._made_earlier: Counter[tuple[str, str]] = Counter()
         self._skipped: Counter[str] = Counter()  # by loop, how often it was skipped
 
     @cached_property
@@ -123,10 +124,21 @@ class Jumps:
         same_place = [(i, it) for i, it in left if it["name"][0] == name[0] and it["name"][1] > made_here]
         chosen = same_name[-1:] or (same_place if len(same_place) == 1 else [])
         for index, iterator in chosen:
+            if self._is_of_set_up(iterator):
+                return None
             self._iterators_used.add(index)
             found: dict[str, Any] = iterator
             return found
         return None
+
+    def _is_of_set_up(self, recorded: dict[str, Any]) -> bool:
+        """Whether an iterator that is made now is one that had ended before the lost rank's first step."""
+        here = location_key()
+        key = (str(recorded["name"]), here)
+        if here == recorded.get("place") or self._made_earlier[key] >= recorded.get("earlier", []).count(here):
+            return False
+        self._made_earlier[key] += 1
+        return True
 
 
 def sites_of(record: Record) -> frozenset[str]:
