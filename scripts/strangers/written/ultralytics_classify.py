@@ -1,4 +1,4 @@
-"""A classifier of ultralytics in DDP (`yolo classify train device=0,1`), whose set-up of DDP knows devices alone."""
+"""A classifier of ultralytics in DDP (`yolo classify train device=0,1`), whose set-up and end know devices alone."""
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ class OnTheCpu(ClassificationTrainer):
     def _setup_ddp(self):
         dist.init_process_group("gloo")
         self.device = torch.device("cpu")
+
+    def final_eval(self):
+        """Of the best weights, on a device."""
 
 
 if __name__ == "__main__":
