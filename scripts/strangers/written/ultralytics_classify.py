@@ -26,8 +26,8 @@ if __name__ == "__main__":
     trainer = OnTheCpu(
         overrides={
             "model": "yolo11n-cls.yaml", "data": "pictures", "imgsz": 32, "epochs": 4, "batch": 8, "nbs": 8,
-            "workers": 0, "device": "cpu", "amp": False, "plots": False, "pretrained": False, "project": "out", "seed": 1,
-            "optimizer": "AdamW", "lr0": 1e-3, "warmup_epochs": 1,
+            "workers": 0, "device": "cpu", "amp": False, "plots": False, "pretrained": False, "project": "out",
+            "seed": 1, "optimizer": "AdamW", "lr0": 1e-3, "warmup_epochs": 1,
         }
     )  # fmt: skip
     trainer.world_size = 2
