@@ -267,6 +267,13 @@ def captioned_pictures() -> None:
     Path("model/model_index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
+def texts() -> None:
+    """Sentences to complete, and a BERT for them."""
+    encoder()
+    for name, count in (("train", 48), ("validation", 10)):
+        write_lines(f"text/{name}.jsonl", [{"text": sentence(16)} for _ in range(count)])
+
+
 def recipe_of_torchtune() -> None:
     """A recipe with its settings, a Llama 3 of the smallest parts, and a tokenizer of sentencepiece."""
     import sentencepiece
