@@ -79,6 +79,6 @@ def test_a_rendezvous_store_that_cannot_be_reached_is_one_line_and_no_traceback(
     code = launch()
 
     last = capfd.readouterr().err.splitlines()[-1]
-    assert code == 1
+    assert code == 143, "it may be started again: the script has not failed"
     assert last.startswith("ttprun: the job has ended: the agents cannot meet: ")
     assert last.endswith("has failed: the client socket has timed out")

@@ -158,6 +158,23 @@ def test_if_a_node_does_not_come_all_know_that_they_have_not_met(
     assert [type(answer) for answer in answers] == [NotMetError] * 2
 
 
+def test_a_node_waits_for_the_name_of_one_that_is_not_placed_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up = socket.getaddrinfo
+    answers = iter([socket.gaierror(socket.EAI_NONAME, "Name or service not known")] * 2)
+
+    def look_up(host: str, port: int, **how: Any) -> Any:
+        for answer in answers:
+            raise answer
+        return looked_up("127.0.0.1", port, **how)
+
+    monkeypatch.setattr(rendezvous, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+    with pytest.raises(OSError, match="not known"):
+        own_address(None, "train-node-0-0.train:29400")
+    assert own_address(None, "train-node-0-0.train:29400", LIMIT_S) == "127.0.0.1"
+
+
 def test_a_node_is_known_by_the_address_with_which_it_reaches_the_rendezvous() -> None:
     assert own_address(None, "127.0.0.1:29400") == "127.0.0.1"
     assert own_address("localhost", "10.0.0.1:29400") == "127.0.0.1"

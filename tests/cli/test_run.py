@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -103,12 +104,70 @@ def test_what_is_no_rank_of_ours_is_not_repaired_and_that_is_said(flag: str) -> 
 def test_one_node_without_an_address_meets_itself_on_a_free_port_as_under_torchrun(
     line: list[str], backend: str, endpoint: str
 ) -> None:
-    torchrun = read_command_line([*line, "train.py"]).torchrun
-
-    fill_rendezvous(torchrun)
+    torchrun = rendezvous_of(line)
 
     assert (torchrun.rdzv_backend, torchrun.rdzv_endpoint) == (backend, endpoint)
     assert torchrun.master_port == (29501 if "29501" in line else 29500)
+
+
+def rendezvous_of(line: list[str]) -> Namespace:
+    """torchrun's options as they are after the rendezvous is filled in."""
+    invocation = read_command_line([*line, "train.py"])
+    fill_rendezvous(invocation.torchrun, invocation.launch_origins)
+    return invocation.torchrun
+
+
+KUBEFLOW = {
+    "PET_NNODES": "3",
+    "PET_NPROC_PER_NODE": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "train-node-0-0.train",
+    "PET_MASTER_PORT": "29400",
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "rank", "conf"),
+    [
+        ([], "0", "is_host=1,read_timeout=600"),
+        (["--nnodes", "2:3"], "1", "is_host=0,read_timeout=600"),
+        (["--rdzv-conf", "read_timeout=9"], "1", "is_host=0,read_timeout=600,read_timeout=9"),
+        (["--rdzv-id", "job"], None, "read_timeout=600"),
+    ],
+)
+def test_the_variables_of_kubeflow_mean_a_rendezvous_that_takes_in_who_comes_later(
+    monkeypatch: pytest.MonkeyPatch, line: list[str], rank: str | None, conf: str
+) -> None:
+    for name, value in (KUBEFLOW | {"PET_NODE_RANK": rank}).items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+
+    torchrun = rendezvous_of(line)
+
+    assert (torchrun.rdzv_backend, torchrun.rdzv_endpoint) == ("c10d", "train-node-0-0.train:29400")
+    assert (torchrun.rdzv_conf, torchrun.node_rank) == (conf, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "backend", "endpoint"),
+    [
+        (["--rdzv-backend", "static"], "static", ""),
+        (["--master-addr", "other"], "static", ""),
+        (["--rdzv-endpoint", "other:1"], "static", "other:1"),
+        (["--nnodes", "1"], "static", ""),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "other:1"], "c10d", "other:1"),
+    ],
+)
+def test_what_is_named_beside_the_variables_of_kubeflow_is_what_torchrun_makes_of_it(
+    monkeypatch: pytest.MonkeyPatch, line: list[str], backend: str, endpoint: str
+) -> None:
+    for name, value in KUBEFLOW.items():
+        monkeypatch.setenv(name, value)
+
+    torchrun = rendezvous_of(line)
+
+    assert (torchrun.rdzv_backend, torchrun.rdzv_endpoint) == (backend, endpoint)
+    assert (torchrun.rdzv_conf, torchrun.node_rank) == ("", 1)
 
 
 def test_the_agent_gets_torchs_own_reading_and_the_run_directory_says_what_was_asked(

@@ -104,7 +104,7 @@ def read_command_line(words: Sequence[str]) -> tuple[Namespace, CheckTarget]:
     launch = read_launch([*options, *words[at:]])
     torchrun, config = launch.torchrun, launch.config
     check_options(torchrun)
-    fill_rendezvous(torchrun)
+    fill_rendezvous(torchrun, launch.launch_origins)
     check_host(torchrun, config)
     if own.steps < FEWEST_STEPS:
         raise ConfigError(f"--steps: {own.steps} are too few", f"give {FEWEST_STEPS} or more")

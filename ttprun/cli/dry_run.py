@@ -105,7 +105,7 @@ def dry_run(invocation: Invocation) -> int:
 
     torchrun, config = invocation.torchrun, invocation.config
     check_options(torchrun)
-    fill_rendezvous(torchrun)
+    fill_rendezvous(torchrun, invocation.launch_origins)
     check_host(torchrun, config)
     logs, torchrun.log_dir = torchrun.log_dir, tempfile.mkdtemp(prefix="ttprun-dry-run-")  # torch makes the directory
     try:

@@ -82,7 +82,7 @@ def run(words: Sequence[str]) -> int:
         return print_config(invocation) if "print_config" in invocation.asked else dry_run(invocation)
     torchrun, config = invocation.torchrun, invocation.config
     check_options(torchrun)
-    fill_rendezvous(torchrun)
+    fill_rendezvous(torchrun, invocation.launch_origins)
     check_host(torchrun, config)
     assert config.run_id is not None
     console.use(config.log_format, config.run_id)
@@ -207,8 +207,14 @@ def new_run_id() -> str:
     return f"{datetime.now():%Y%m%d-%H%M%S}-{token_hex(2)}"
 
 
-def fill_rendezvous(torchrun: Namespace) -> None:
-    """Fill in what `torch.distributed.run.run` does before `config_from_args`: one node finds a free port by itself."""
+def fill_rendezvous(torchrun: Namespace, launch_origins: Mapping[str, str]) -> None:
+    """Fill in what `torch.distributed.run.run` does before `config_from_args`: one node finds a free port by itself.
+
+    Of several nodes whose scheduler sets the variables of a static rendezvous, as Kubeflow does, the first one serves
+    a c10d store there: a static rendezvous takes in nobody later, so that no lost node could be replaced.
+
+    launch_origins   where the options have their values from; `--rdzv-backend static` stays what it is
+    """
     _, max_nodes = parse_min_max_nnodes(torchrun.nnodes)
     has_no_address = torchrun.rdzv_backend == "static" and not torchrun.rdzv_endpoint and torchrun.master_port is None
     if torchrun.standalone or (has_no_address and max_nodes == 1):
@@ -219,6 +225,15 @@ def fill_rendezvous(torchrun: Namespace) -> None:
         torchrun.rdzv_id = str(uuid.uuid4())
     if torchrun.master_port is None:
         torchrun.master_port = MASTER_PORT
+    is_of_scheduler = launch_origins.get("master_addr") == "PET_MASTER_ADDR" and "rdzv_backend" not in launch_origins
+    if is_of_scheduler and torchrun.rdzv_backend == "static" and not torchrun.rdzv_endpoint and max_nodes > 1:
+        torchrun.rdzv_backend = "c10d"
+        torchrun.rdzv_endpoint = f"{torchrun.master_addr}:{torchrun.master_port}"
+        host = f"is_host={int(torchrun.node_rank == 0)}," if "node_rank" in launch_origins else ""
+        # Nodes wait for the first one as long as in a static rendezvous, not c10d's minute. What the user names comes
+        # later, and wins.
+        torchrun.rdzv_conf = f"{host}read_timeout=600,{torchrun.rdzv_conf}".rstrip(",")
+        torchrun.node_rank = 0  # torch warns that c10d does not use it
 
 
 def launch_arguments(

@@ -217,18 +217,27 @@ def _connect(place: Place, where: dict[str, Any], limit_s: float, listener: List
     return Peers(place.number, address, place.ranks, links, names, place.size, pool, place.master)
 
 
-def own_address(named: str | None, endpoint: str) -> str:
+def own_address(named: str | None, endpoint: str, limit_s: float = 0.0) -> str:
     """The address by which the other nodes reach this one.
 
     named      --local-addr
     endpoint   of the rendezvous, host:port: what we reach it by is good for the others too
+    limit_s    for the endpoint's name to become known: a pod has none before it is placed on a machine
 
-    Raises OSError if the endpoint's name is not known.
+    Blocks for `limit_s` at most. Raises OSError if the endpoint's name is not known.
     """
     if named:
         return socket.gethostbyname(named)
     host, _, port = endpoint.rpartition(":")
-    found = socket.getaddrinfo(host or "localhost", int(port or 0), type=socket.SOCK_DGRAM)
+    ends_s = time.monotonic() + limit_s
+    while True:
+        try:
+            found = socket.getaddrinfo(host or "localhost", int(port or 0), type=socket.SOCK_DGRAM)
+            break
+        except socket.gaierror:
+            if time.monotonic() >= ends_s:
+                raise
+        time.sleep(_LOOK_AGAIN_S)
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as sock:
         sock.connect(address)  # sends nothing

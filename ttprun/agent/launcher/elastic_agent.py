@@ -21,7 +21,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.regroup import meet_again
@@ -255,7 +255,12 @@ class ReplacingAgent(LocalElasticAgent):
             if isinstance(taken, Taken | Regroup):
                 return taken
             if taken is not None and taken.kind not in ("restart", "resize", "leave"):
-                raise SystemExit(0)
+                if taken.kind == "done":
+                    raise SystemExit(0)
+                # A scheduler that starts the others again must not take this one for done.
+                self.supervisor.node.end_by(taken.ended_by)
+                self.supervisor.node.hear_conclusion(Verdict(taken.kind, taken.reason, taken.has_progress))
+                raise ChildFailedError(worker_group.spec.role, {0: ProcessFailure(0, 0, taken.exit_code, "")})
             ends_s = time.monotonic() + _NO_JOB_LIMIT_S
         return None
 

@@ -136,9 +136,14 @@ def _how_it_runs(config: Config, launch_config: torch_launcher.LaunchConfig, spa
             "samples are dealt out again; a lost rank is replaced on its node; tried with gloo on CPUs, never with "
             "NCCL or HCCL"
         )
+    lost = (
+        f"the ranks of a lost node on a spare one ({spares}) or on one that comes within {config.node_wait_s:g} s "
+        "(--node-wait-s)"
+    )
+    if launch_config.rdzv_backend == "static":
+        lost = "those of a lost node are not: a static rendezvous takes in nobody later (--rdzv-backend c10d does)"
     return (
-        f"{nodes} nodes: a lost rank is replaced on its node; the ranks of a lost node on a spare one ({spares}) or on "
-        f"one that comes within {config.node_wait_s:g} s (--node-wait-s), else all restart (--max-restarts "
+        f"{nodes} nodes: a lost rank is replaced on its node; {lost}, else all restart (--max-restarts "
         f"{launch_config.max_restarts}); no snapshots, and checkpoints only in a --save-dir that all nodes share; "
         "tried with gloo on CPUs, never with NCCL or HCCL"
     )
@@ -158,9 +163,10 @@ def why_not_over_nodes(launch_config: torch_launcher.LaunchConfig, is_python: bo
 def _meeting_of(config: Config, launch_config: torch_launcher.LaunchConfig, args: list[str], page: str) -> Meeting:
     """What the agents of the nodes report to each other. Raises ConfigError if this node does not find its address."""
     try:
-        address = own_address(launch_config.local_addr, launch_config.rdzv_endpoint)
+        limit_s = float(launch_config.rdzv_configs.get("read_timeout", 0.0))  # torch would wait as long
+        address = own_address(launch_config.local_addr, launch_config.rdzv_endpoint, limit_s)
         address_for_ranks(address)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"the address of this node is not known: {error}",
             "name it (--local-addr), and the ranks' interface if it is another one (GLOO_SOCKET_IFNAME)",
@@ -249,7 +255,7 @@ def _run(
     except (RendezvousError, DistError) as error:
         where, why = launch_config.rdzv_endpoint, str(error.__cause__ or error).partition("\n")[0]
         reason = f"the agents cannot meet: the rendezvous ({launch_config.rdzv_backend} at {where}) has failed: {why}"
-        return SCRIPT_FAILED, reason, False
+        return exit_code_of(signal.SIGTERM), reason, False  # the script has not failed: it may be started again
     except OSError as error:
         if supervisor is None or ReplacingAgent.has_started_ranks:
             raise
