@@ -100,6 +100,7 @@ def test_a_rank_that_reads_a_stream_or_a_stateful_loader_in_workers_is_replaced_
         slow("--save: kill:rank=1,step=10,phase=validation"),
         slow("--save: kill:rank=0,step=10,phase=checkpoint"),
         slow("--save --supervised: kill:rank=0,step=25,phase=backward"),
+        slow("--over-training --workers 1: kill:rank=1,step=12,phase=after_step"),
     ],
 )
 def test_a_rank_of_an_engine_of_ignite_is_replaced_and_its_checkpoints_and_metrics_are_the_same(
