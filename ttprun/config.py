@@ -288,24 +288,24 @@ class Config(BaseModel):
         return self.freeze_timeout_s + self.persist_timeout_s if self.on_nan == "stop" else None
 
     def without_repair(self) -> Config:
-        """The same, but no rank is repaired: a failure restarts the whole group, if that is not switched off too."""
+        """This configuration with no rank repaired: a failure restarts the whole group, unless that is off too."""
         return self.model_copy(update={"rungs": [rung for rung in self.rungs if rung == "restart"]})
 
     def for_frameworks(self) -> Config:
-        """The same where a framework recovers by callbacks: what is replayed, recorded or compared is off."""
+        """This configuration for a framework that recovers by callbacks: no replay, record or comparison."""
         rungs = [rung for rung in self.rungs if rung != "rewind"]
         return self.model_copy(update={"rungs": rungs, "resume": "off", "snapshot_every": "never", "verify_every": 0})
 
     def for_several_nodes(self) -> Config:
-        """The same on several nodes, where there are no snapshots yet."""
+        """This configuration on several nodes, where there are no snapshots yet."""
         rungs = [rung for rung in self.rungs if rung in ("reconnect", "rerun", "replace", "restart", "persist")]
         return self.model_copy(update={"rungs": rungs, "snapshot_every": "never"})
 
     def for_one_rank(self) -> Config:
-        """The same for a job without peers: what is lost can only come from what the rank itself has kept."""
+        """This configuration for a job without peers: a lost state can only come from what the rank has kept."""
         needs_peers = ("reconnect", "rerun", "resize")
         return self.model_copy(update={"rungs": [rung for rung in self.rungs if rung not in needs_peers]})
 
     def to_yaml(self) -> str:
-        """The same configuration as a file for `--config`."""
+        """This configuration as a file for `--config`."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)

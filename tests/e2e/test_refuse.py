@@ -1,4 +1,4 @@
-"""What cannot be proved is refused: each check of design.md §4.5, made to fail on purpose."""
+"""What cannot be proved is refused: each check of a replay, made to fail on purpose."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Invocation:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run a script on all ranks; blocks until the job ends, and returns the exit code (design.md §9).
+    """Run a script on all ranks; blocks until the job ends, and returns the exit code (`ttprun guide operating`).
 
     Raises ConfigError before anything is started.
     """

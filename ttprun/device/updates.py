@@ -56,6 +56,6 @@ class UpdateTimes:
         return error_us > max(start, end) or start <= error_us <= end
 
     def is_repairable_by(self, text: str) -> bool:
-        """The same for an error's message. A time in the future is another clock's, and proves nothing."""
+        """Whether the memory that an error's message dates can be repaired. A time in the future proves nothing."""
         error_us = error_time_us(text)
         return error_us is not None and error_us <= self.clock_us() and self.can_repair(error_us)

@@ -186,7 +186,7 @@ class Outcome:
             self._mine_of[number], self._last_of[own] = own, number
 
     def pair_parts(self, last: ModuleNode, mine: ModuleNode) -> None:
-        """The same for all parts and tensors of modules that have the same ones."""
+        """Combine all parts and tensors of modules that have the same ones."""
         for offset in range(1 + count_of_parts(mine)):
             self._mine_of.setdefault(last.number + offset, mine.number + offset)
             self._last_of.setdefault(mine.number + offset, last.number + offset)

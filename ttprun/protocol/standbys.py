@@ -112,7 +112,7 @@ class PreloadPlan(Message, frozen=True):
         return sum(bool(file) for _, file, _ in self.modules)
 
     def without(self, refused: dict[str, str]) -> PreloadPlan:
-        """The same without some modules, and without what lies inside of them."""
+        """The plan without some modules, and without what lies inside them."""
 
         def is_refused(name: str) -> bool:
             parts = name.split(".")

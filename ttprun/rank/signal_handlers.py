@@ -131,7 +131,7 @@ def gate(function: F) -> F:
 
 
 def gate_from_c(function: F) -> F:
-    """The same for a function that C code calls, which could not pass on an exception of a handler."""
+    """Make a function that C code calls a gate: it could not pass on an exception of a handler."""
     gated: F = _gate(function, True)
     return gated
 

@@ -218,7 +218,7 @@ class FailJob(Action):
     """End all ranks; the job has failed.
 
     reason         for the operator
-    has_progress   False if the same fault comes back again and again (exit code 93 of design.md §9)
+    has_progress   False if the same fault comes back again and again (exit code 93)
     """
 
     reason: str

@@ -289,15 +289,15 @@ class Job:
         return [tuple(members) for members in found.values()]
 
     def with_member(self, rank: int, **changes: Any) -> Job:
-        """The same job with one member changed."""
+        """The job with one member changed."""
         return self.with_members(changed(self.members[rank], **changes))
 
     def with_members(self, *members: Member) -> Job:
-        """The same job with some members exchanged."""
+        """The job with some members exchanged."""
         return changed(self, members=self.members.with_changed(members))
 
     def with_incident(self, **changes: Any) -> Job:
-        """The same job with its open incident changed, if there is one."""
+        """The job with its open incident changed, if there is one."""
         return self if self.incident is None else replace(self, incident=replace(self.incident, **changes))
 
 

@@ -93,7 +93,7 @@ class Member:
         )
 
     def with_answers_forgotten(self) -> Member:
-        """The same process at the beginning of another attempt."""
+        """The member, whose process is as it was, at the beginning of another attempt."""
         if not self.has_answers:
             return self
         return Member(
@@ -195,7 +195,7 @@ class Members:
         return cls(chunks, counts)
 
     def with_changed(self, members: Iterable[Member]) -> Members:
-        """The same with some members exchanged."""
+        """All members, some of them exchanged."""
         chunks, counts = list(self._chunks), self.counts.copy()
         for member in members:
             number, place = divmod(member.rank, CHUNK)
@@ -209,7 +209,7 @@ class Members:
         return Members(tuple(chunks), counts)
 
     def with_each(self, change: Callable[[Member], Member]) -> Members:
-        """The same with each member changed."""
+        """All members, each of them changed."""
         changed = (after for before in self if (after := change(before)) is not before)
         return self.with_changed(changed)
 

@@ -45,7 +45,7 @@ class Replicas:
         return {**self.differing, **self.shards}
 
     def of(self, rank: int) -> tuple[int, ...]:
-        """The same for all ranks that have always held what this one held, and for no other rank."""
+        """A key that is equal for ranks that have always held what this one held, and for no other rank."""
         return tuple(owners[rank] for owners in (*self.differing.values(), *self.shards.values()))
 
     def peers(self, rank: int, among: Iterable[int]) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class Replicas:
         return f"no single rank holds all that rank {rank} held ({in_short(self.all_names)})"
 
     def why_no_sources(self, ranks: Iterable[int], among: Collection[int]) -> str:
-        """The same for several ranks, none of which is among the others: the first reason; "" if there is none."""
+        """The first reason why one of several ranks, none of them `among`, finds no source; "" if there is none."""
         held = frozenset(map(self.of, among)) if self.compared_at is not None else frozenset()
         return next((self.why_no_source(rank, among) for rank in ranks if self.of(rank) not in held), "")
 

@@ -94,7 +94,7 @@ def groups_by_kind(job: Job, rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def groups_left(job: Job, rank: int) -> tuple[tuple[int, ...], ...]:
-    """The same of those that are not away."""
+    """The data-parallel groups of a rank, without the ranks that are away."""
     return tuple(tuple(one for one in group if one not in job.away) for group in groups_by_kind(job, rank))
 
 

@@ -74,7 +74,7 @@ def as_html(run: Run) -> str:
 
 
 def as_markdown(run: Run) -> str:
-    """The same in short, for a ticket."""
+    """A run in some lines of Markdown, for a ticket."""
     status, summary = run.status, run.summary
     lines = [f"# Run {status.run_id}", "", summary.sentence, ""]
     lines += [

@@ -137,7 +137,7 @@ class Supervisor:
         return done.result(_START_LIMIT_S)
 
     def begin_resized_group(self, group: NewGroup, peers: Peers, order: meeting.Regroup) -> None:
-        """The same for a group that starts again on other nodes; the number of ranks is another one from now on.
+        """A group starts again on other nodes; the number of ranks is another one from now on.
 
         peers   the agents of the new group's nodes
         order   by which the leader has started it

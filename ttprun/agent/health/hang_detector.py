@@ -373,7 +373,7 @@ class HangDetector:
         return [observation for observation in found if observation is not None]
 
     def _seen_elsewhere(self, slot: RankSlot, known: Elsewhere) -> tuple[str, float]:
-        """The same of a rank on another node; nothing if its agent has not been heard of late."""
+        """State and processor time of a rank on another node; nothing if its agent has not been heard of late."""
         peers = self._node.peers
         is_fresh = peers.unheard_s(peers.node_of(slot.rank)) < _STALE_S
         return (known.state, known.cpu_s) if is_fresh else ("", 0.0)

@@ -209,7 +209,7 @@ class StatusPublisher:
         return tuple(known.get(number, "") for number in range(peers.size)) if known else ()
 
     def _protection(self) -> str:
-        """The same for all nodes; the agent of the node that leads knows it."""
+        """Whether the whole job is protected; the agent of the node that leads knows it."""
         node = self._node
         if node.peers.is_follower:
             return f"not known here: the whole job is in the status of {node.peers.leaders_name}, whose agent leads"

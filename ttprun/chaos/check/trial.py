@@ -102,7 +102,7 @@ class Trials:
         return self._end(twin, copy)
 
     def run_by_torchrun(self, name: str, steps_of_rank: Mapping[int, int]) -> Trial:
-        """The same under plain torchrun: nothing is in its ranks but the plain observer.
+        """Run the script under plain torchrun: nothing is in its ranks but the plain observer.
 
         steps_of_rank  after which a rank leaves, if not after those that are wanted
         """

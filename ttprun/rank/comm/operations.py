@@ -50,7 +50,7 @@ SAME_FOR_ALL = frozenset(
 EXCHANGING = frozenset({"alltoall", "alltoall_base", "all_to_all_single"})
 # None of these completes anywhere before all members have issued it.
 OF_ALL_MEMBERS = GATHERING | {"allreduce", "allreduce_coalesced", "allgather", "barrier"}
-# The same for point-to-point operations, which are not repaired.
+# Which argument of a point-to-point operation is sent, and which received; these are not repaired.
 POINT_TO_POINT: dict[str, tuple[int | None, int | None]] = {
     "send": (0, None),
     "recv": (None, 0),
@@ -70,7 +70,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def with_tensors_replaced(value: Any, replacement: dict[int, torch.Tensor]) -> Any:
-    """The same argument with other tensors; `replacement` is keyed by id()."""
+    """An argument with other tensors in the places of its own; `replacement` is keyed by id()."""
     if isinstance(value, torch.Tensor):
         return replacement[id(value)]
     if isinstance(value, list):

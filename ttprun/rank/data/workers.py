@@ -56,7 +56,7 @@ class _Loop:
 
 
 class _Followed:
-    """The same in a worker that is not forked from the rank: torch's own, followed."""
+    """The loop of a worker that is not forked from the rank: torch's own, followed."""
 
     def __init__(self, key: tuple[int, int], skip: int, recorder: Any, slot_bytes: int, run_dir: str) -> None:
         self._making = Making(key, skip)

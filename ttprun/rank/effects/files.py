@@ -257,7 +257,7 @@ def positions() -> list[list[Any]]:
 
 
 def positions_again(recorded: list[list[Any]]) -> list[list[Any]]:
-    """The same while another run's files are muted: their recorded positions, and the ends of all other files."""
+    """Positions of open files while another run's are muted: as recorded of those, and the ends of all others."""
     where = dict(map(tuple, recorded))
     return [[path, where.get(path, os.path.getsize(path))] for path, opened in _open_files()]
 

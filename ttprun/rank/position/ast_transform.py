@@ -99,7 +99,7 @@ def compile_followed(source: bytes, filename: str, is_script: bool = False) -> C
 
 
 def compile_named(source: bytes, filename: str) -> CodeType:
-    """The same for a module that is followed by its name: it is large, and the same in each run, so kept on disk."""
+    """Compile a module that is followed by its name: it is large, and equal in each run, so kept on disk."""
     followed[filename] = source
     kept = compiled_cache.KeptCode(source, filename, how=__file__)
     known = kept.read()

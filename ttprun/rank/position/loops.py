@@ -205,7 +205,7 @@ class Jump(Loop):
 
 
 class JumpToNewEnd(Jump):
-    """The same in a run that resumes with other arguments: a range may end elsewhere now."""
+    """A jump in a run that resumes with other arguments: a range may end elsewhere now."""
 
     __slots__ = ()
 

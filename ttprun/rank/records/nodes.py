@@ -27,7 +27,7 @@ class NumberedNode(AnyNode, frozen=True, gc=False):
 
 
 class ObjectOfKind(NumberedNode, frozen=True, gc=False):
-    """The same, of a type."""
+    """An object that can be shared or changed, with the name of its type."""
 
     kind: str
 

@@ -51,9 +51,7 @@ from ttprun.rank.weights.snapshots import SnapshotPart
 _running: torch.optim.Optimizer | None = None
 _boundary = 0  # to which the running step leads
 _closure: closures.ClosureWatch | None = None  # of the running step
-_AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(
-    len
-).__code__  # torch's wrapper of `step`, which calls the hooks
+_AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(len).__code__  # torch's wrapper of `step`: it calls the hooks
 signal_handlers.Now.around_steps = _AROUND_STEPS
 
 

@@ -90,7 +90,7 @@ def _place_of(value: types.FunctionType) -> PlainNode | SameNode:
 
 
 def restore_function(restore: Restore, live: Any, node: FunctionNode, name: str) -> Any:
-    """The same function of the replacement's, with the lost rank's state."""
+    """The replacement's function, with the lost rank's state."""
     where, cells = node.where, node.cells
     if not isinstance(live, types.FunctionType) or _where(live) != where:
         return restore.refuse(live, unlike(name, "builtins:function", live, f"the function {where}"))
@@ -143,7 +143,7 @@ def record_partial(snapshot: Snapshot, value: functools.partial[Any], depth: int
 
 
 def restore_partial(restore: Restore, live: Any, node: PartialNode, name: str) -> Any:
-    """The same one if nothing has changed, else a new one."""
+    """The replacement's functools.partial if nothing has changed, else a new one."""
     is_here = type(live) is functools.partial
     old = (live.func, live.args, live.keywords) if is_here else (MISSING, MISSING, MISSING)
     new = [

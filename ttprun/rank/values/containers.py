@@ -171,7 +171,7 @@ def record_tuple(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 
 def restore_tuple(restore: Restore, live: Any, node: TupleNode, name: str) -> Any:
-    """The same one if nothing has changed, else a new one."""
+    """The replacement's tuple if nothing has changed, else a new one."""
     kind: Any = tuple if node.kind is None else look_up_type(node.kind, tuple)
     if kind is None and node.kind is not None:
         kind = type(live) if name_of(type(live)) == node.kind else None
@@ -287,7 +287,7 @@ def _has_the_same(have: list[Any], items: list[Any]) -> bool:
 
 
 def restore_frozenset(restore: Restore, live: Any, node: FrozensetNode, name: str) -> Any:
-    """The same one if nothing has changed, else a new one; as `restore_set`."""
+    """The replacement's frozenset if nothing has changed, else a new one; as `restore_set`."""
     kind: Any = frozenset if node.kind is None else look_up_type(node.kind, frozenset)
     items = restore.items([], node.items, name)
     if kind is None:

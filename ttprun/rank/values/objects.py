@@ -186,7 +186,7 @@ def record_value_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 
 def restore_value_object(restore: Restore, live: Any, node: ValueObjectNode, name: str) -> Any:
-    """The same object if it has the same fields, else a new one."""
+    """The replacement's object if it has the same fields, else a new one."""
     kind = type(live) if name_of(type(live)) == node.kind else look_up_type(node.kind, object)
     if kind is None or not is_frozen(kind):
         return restore.refuse(live, unlike(name, node.kind, live))

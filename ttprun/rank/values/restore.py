@@ -164,7 +164,7 @@ class Restore:
         return storage
 
     def claim_or_refuse(self, number: int, value: Any, name: str) -> bool:
-        """The same where there is no other candidate. Refuses if `value` is the counterpart of another one already.
+        """Claim the only candidate. Refuses if `value` is the counterpart of another object already.
 
         number   of the object in the record
         name     as for `value`

@@ -303,7 +303,7 @@ class Snapshot:
         }
 
     def lasting_attributes(self, scope: dict[str, Any], depth: int, without: frozenset[str]) -> dict[str, Any]:
-        """The same for the object's own dictionary, which is not walked again while it is unchanged.
+        """Nodes of an object's own dictionary, which is not walked again while it is unchanged.
 
         scope            the object's own __dict__, known by its id
         depth, without   as for `attributes`; the same frozenset each time

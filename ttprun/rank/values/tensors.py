@@ -1,13 +1,12 @@
 """Tensors in variables.
 
 Small ones are recorded with their storage, so that what shared memory in the lost rank shares it again. The contents
-are bytes, or [index of a blob], or the
-number of the tensor that came with the storage. `layout` is [stride, offset, bytes of the storage], None for a tensor
-that is all of its storage, False for a small part of a large one or of a large numpy array. Such a part alone has a
-place: [[stride, offset, bytes of the storage, conjugated, negated], how many numbers before the first part of that
-storage has its own, whether that is a part of an array, whether the whole is known to change]. A leaf that is learnt
-alone has a gradient: its bytes, None if there is none, False if it has another form. Those that optimizers update come
-from a peer; only which of them it is is recorded. Large ones: see large.py.
+are bytes, or [index of a blob], or the number of the tensor that came with the storage. `layout` is [stride, offset,
+bytes of the storage], None for a tensor that is all of its storage, False for a small part of a large one or of a large
+numpy array. Such a part alone has a place: [[stride, offset, bytes of the storage, conjugated, negated], how many
+numbers before the first part of that storage has its own, whether that is a part of an array, whether the whole is
+known to change]. A leaf that is learnt alone has a gradient: its bytes, None if there is none, False if it has another
+form. Those that optimizers update come from a peer; only which of them it is is recorded. Large ones: see large.py.
 """
 
 from __future__ import annotations

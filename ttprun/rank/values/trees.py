@@ -288,15 +288,15 @@ class Comparison:
         return bool(first == last)
 
     def are_same(self, first: list[Node], last: list[Node]) -> bool:
-        """The same for lists."""
+        """Whether two lists of nodes stand for the same."""
         return len(first) == len(last) and all(map(self.is_same, first, last))
 
     def are_same_named(self, first: dict[str, Node], last: dict[str, Node]) -> bool:
-        """The same for nodes by name."""
+        """Whether nodes by name stand for the same."""
         return first.keys() == last.keys() and all(self.is_same(first[name], last[name]) for name in first)
 
     def is_same_tensor(self, first: Any, last: Any) -> bool:
-        """The same for tensors whose elements were recorded, and for large arrays that change."""
+        """Whether two tensors whose elements were recorded are equal, or two large arrays that change."""
         skip = ("number", "contents", "blob")
         if any(getattr(first, name) != getattr(last, name) for name in first.__struct_fields__ if name not in skip):
             return False

@@ -208,7 +208,7 @@ def load(header: list[Any], files: list[str], differing: Differing = NONE_DIFFER
 
 
 def _load_parts(header: list[Any], files: list[str]) -> None:
-    """The same for sharded tensors: each rank reads its parts, from any of the files."""
+    """Load sharded tensors: each rank reads its parts, from any of the files."""
     from ttprun.state.resharding import load as load_resharded
 
     targets: dict[str, torch.Tensor] = {}

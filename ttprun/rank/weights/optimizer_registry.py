@@ -256,7 +256,7 @@ def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
 
 
 def newest() -> Stepped:
-    """The same at the newest boundary; now if there was none."""
+    """What the optimizers updated at the newest boundary; what they update now if there was none."""
     return _stepped or stepped(optimizers())
 
 
