@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Iterator
+from configparser import ConfigParser
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,15 @@ def test_a_pytorchjob_has_a_fixed_number_of_nodes_and_goes_by_the_exit_code() ->
     assert "nProcPerNode" not in spec["elasticPolicy"]  # deprecated since 1.7
     assert spec["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "ExitCode"  # 1-127: permanent
     assert max(SCRIPT_FAILED, USAGE, DO_NOT_RESTART) < 128 <= PREEMPTED
+
+
+def test_systemd_starts_again_what_may_be_and_saving_ends_before_it_kills() -> None:
+    unit = ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(CONFIGS.parent / "systemd" / "ttprun.service")
+    service = unit["Service"]
+
+    assert service["Restart"] == "on-failure"
+    final = {SCRIPT_FAILED, USAGE, DO_NOT_RESTART, exit_code_of(signal.SIGINT)}
+    assert {int(code) for code in service["RestartPreventExitStatus"].split()} == final
+    assert service["Environment"] == f"TTPRUN_GRACE_S={service['TimeoutStopSec']}"

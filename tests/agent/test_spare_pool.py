@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,3 +223,21 @@ def test_a_launcher_knows_by_the_rendezvous_store_how_many_came_before_and_where
     assert RendezvousKeys(store, "job 8").arrive() == 1
     assert rendezvous_keys.announced() == {"address": "10.0.0.1", "port": 1, "token": "t"}
     assert RendezvousKeys(store, "job 8").announced() is None
+
+
+def test_where_a_group_is_stands_in_the_save_directory_if_the_store_is_lost_with_its_node(tmp_path: Path) -> None:
+    class LostStore:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("the store is lost")
+
+    file = tmp_path / "leader-train.json"
+    where = {"address": "10.0.0.1", "port": 7, "token": "secret", "seen": ""}
+    keys = RendezvousKeys(LostStore(), "none", str(file))
+
+    assert keys.written() is None
+    with pytest.raises(RuntimeError, match="the store is lost"):
+        keys.announce(where)
+    assert keys.written() == where
+    assert file.stat().st_mode & 0o077 == 0, "it has the token"
+    assert list(tmp_path.iterdir()) == [file]
+    assert RendezvousKeys(LostStore(), "none").written() is None

@@ -90,7 +90,25 @@ def test_a_pod_that_comes_back_with_its_index_takes_its_place_and_no_step_is_los
     assert leader.incidents[0]["steps_lost"] == 0, leader.story()
 
 
-def test_without_the_first_pod_the_other_saves_and_both_go_on_when_it_is_started_again(
+def test_the_first_pod_comes_back_and_finds_the_job_though_the_store_was_lost_with_it(
+    start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    pods = Pods(start_ttprun, tmp_path, "--node-wait-s", "120", "--run-id", "train")
+    pods.start_at_gate()
+    lost = pods.status(0)["node"]
+
+    pods.kill(0)
+    pods.start(0)
+    runs = pods.finish()
+
+    assert_trained_as(undisturbed(GATED, 2), runs)
+    leader = next(run for run in runs if run.status["is_leading"])
+    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [lost])]
+    assert leader.incidents[0]["steps_lost"] == 0, leader.story()
+    assert not list(tmp_path.glob("save/leader-*")), "what a job that has ended leaves"
+
+
+def test_without_a_name_the_first_pod_does_not_find_the_job_which_saves_and_both_go_on_in_another_start(
     start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     pods = Pods(start_ttprun, tmp_path, "--node-wait-s", "1")

@@ -26,7 +26,7 @@ TOPICS = {
     "how-it-works": "what happens when a rank dies, and what is proved before training goes on",
     "support": "what a lost rank costs, row by row, with the tests that prove it and when they were green",
     "limits": "what is covered, what is not, and what a fault costs then",
-    "operating": "runs, signals, exit codes, Slurm, Kubernetes, what the status says",
+    "operating": "runs, signals, exit codes, Slurm, Kubernetes, Ray, what the status says",
     "monitoring": "the page of a run, metrics, reports",
     "checkpoints": "saved state, snapshots, resuming, another number of ranks",
     "fault-drills": "break a job on purpose and compare it with an undisturbed one",

@@ -77,6 +77,14 @@ def wait_for_slots(
     return found
 
 
+def is_reached(where: Mapping[str, Any]) -> bool:
+    """Whether somebody listens where a spare pool was. Blocks _POOL_LIMIT_S at most."""
+    with contextlib.suppress(OSError):
+        socket.create_connection((where["address"], where["port"]), timeout=_POOL_LIMIT_S).close()
+        return True
+    return False
+
+
 class _Waiting:
     """A launcher that waits.
 

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ttprun.protocol import meeting
@@ -258,15 +259,18 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 class RendezvousKeys:
-    """Where launchers learn of a job that runs: keys in the rendezvous store that all its groups share.
+    """Where launchers learn of a job that runs: keys in the rendezvous store that all its groups share, and a file.
 
     store    of the rendezvous
     run_id   of the job (--rdzv-id)
+    file     in the save directory; "": there is none. The store is lost with its node, and whoever comes back to serve
+             it again would find nobody, and start the job a second time
     """
 
-    def __init__(self, store: Any, run_id: str) -> None:
+    def __init__(self, store: Any, run_id: str, file: str = "") -> None:
         self._store = store
         self._run_id = run_id
+        self._file = file
 
     def arrive(self) -> int:
         """This launcher is there; returns how many have come before it and with it. Raises what the store does."""
@@ -274,8 +278,22 @@ class RendezvousKeys:
         return number
 
     def announce(self, where: Mapping[str, Any]) -> None:
-        """Name the spare pool of a group that starts."""
-        self._store.set(f"{_POOL}/{self._run_id}", json.dumps(dict(where)))
+        """Name the spare pool of a group that starts. Raises what the store does."""
+        text = json.dumps(dict(where))
+        if self._file:
+            with contextlib.suppress(OSError):
+                draft = Path(f"{self._file}-{secrets.token_hex(4)}")
+                draft.touch(mode=0o600)  # it has the token
+                draft.write_text(text, encoding="utf-8")
+                draft.replace(self._file)
+        self._store.set(f"{_POOL}/{self._run_id}", text)
+
+    def written(self) -> dict[str, Any] | None:
+        """Where a spare pool is or was, according to the file."""
+        with contextlib.suppress(OSError, ValueError):
+            where: dict[str, Any] = json.loads(Path(self._file or "/nowhere").read_text(encoding="utf-8"))
+            return where
+        return None
 
     def announced(self) -> dict[str, Any] | None:
         """Where the newest spare pool is, if any was announced."""

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.regroup import meet_again
 from ttprun.agent.cluster.rendezvous import KNOWN, NotMetError, Place, meet
-from ttprun.agent.cluster.spare_launcher import Taken, wait_for_slots
+from ttprun.agent.cluster.spare_launcher import Taken, is_reached, wait_for_slots
 from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.new_group import NewGroup
@@ -52,6 +52,7 @@ class Meeting:
 
     address, alike, save_dir, page   as in `rendezvous.Place`
     seen_file    who sees it shares the save directory
+    leader_file  names the agent that leads; "": there is none
     nodes        that train
     is_elastic   nodes may join and leave
     begin_to_lead   called when a group starts that this node's agent leads
@@ -61,6 +62,7 @@ class Meeting:
     alike: Mapping[str, str] = field(default_factory=dict)
     save_dir: str = ""
     seen_file: str = ""
+    leader_file: str = ""
     nodes: int = 1
     is_elastic: bool = False
     page: str = ""
@@ -229,12 +231,16 @@ class ReplacingAgent(LocalElasticAgent):
         """None: this kind of rendezvous has no store that all its groups share."""
         handler: Any = worker_group.spec.rdzv_handler
         store = getattr(handler, "_store", None)
-        return None if store is None else RendezvousKeys(store, handler.get_run_id())
+        return None if store is None else RendezvousKeys(store, handler.get_run_id(), self.meeting.leader_file)
 
     def _wait_for_slots(self, worker_group: WorkerGroup) -> Taken | Regroup | None:
         """Slots of a lost node, or of a group that grows; None: the job has room for one more, or nobody runs it."""
         rendezvous_keys = self._rendezvous_keys(worker_group)
-        if rendezvous_keys is None or rendezvous_keys.arrive() <= self.meeting.nodes:
+        if rendezvous_keys is None:
+            return None
+        is_one_too_many = rendezvous_keys.arrive() > self.meeting.nodes
+        where = rendezvous_keys.written()
+        if not is_one_too_many and (where is None or not is_reached(where)):
             return None
         self.supervisor.prepare_standbys()
         if self.meeting.is_elastic:  # all wait for its ranks when it joins
@@ -242,7 +248,7 @@ class ReplacingAgent(LocalElasticAgent):
         tried: set[str] = set()
         ends_s = time.monotonic() + _NO_JOB_LIMIT_S
         while time.monotonic() < ends_s:
-            where = rendezvous_keys.announced()
+            where = rendezvous_keys.announced() if is_one_too_many else rendezvous_keys.written()
             if where is None or where["token"] in tried:
                 time.sleep(_LOOK_AGAIN_S)
                 continue

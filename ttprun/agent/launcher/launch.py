@@ -101,7 +101,8 @@ def launch(
         if outcomes is not None:
             outcomes.begin()
 
-    meeting = replace(meeting, begin_to_lead=begin_to_lead)
+    leader_file = str(outcomes.path.with_name(f"leader-{config.run_id}.json")) if outcomes and is_on_several else ""
+    meeting = replace(meeting, begin_to_lead=begin_to_lead, leader_file=leader_file)
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
     if is_python and store.save_dir.parent != run.path and not is_on_several:
         store.lock(config.run_id or "")  # whoever has it could add and remove checkpoints while one is chosen
@@ -226,6 +227,8 @@ def _supervise(
         _say(reason, goes_on)
     if outcomes is not None and not node.peers.is_follower and ReplacingAgent.has_started_ranks and not goes_on:
         outcomes.end(code, supervisor.parts.status.step, reason)
+        with contextlib.suppress(OSError):  # also if there is none
+            os.unlink(meeting.leader_file)
     return code
 
 
