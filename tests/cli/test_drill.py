@@ -106,12 +106,14 @@ def test_a_dry_run_shows_both_commands_and_starts_nothing(scenario: str, capsys:
     assert "--fault kill:rank=1,step=5" in out
 
 
-def test_a_bad_scenario_is_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_error_of_a_bad_scenario_is_one_line_and_the_code_is_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "s.yaml").write_text("scrip: train.py\n")
 
     code = main(["drill", str(tmp_path / "s.yaml")])
 
-    error = capsys.readouterr().err
+    errors = capsys.readouterr().err.splitlines()
     assert code == 2
-    assert error.endswith("scrip: unknown; did you mean 'script'?\n")
-    assert error.count("\n") == 1
+    assert errors[0].endswith("scrip: unknown; did you mean 'script'?")
+    assert all(error.startswith("ttprun: error: ") for error in errors)

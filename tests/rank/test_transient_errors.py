@@ -64,7 +64,7 @@ class FakePresence:
     """As much of a Presence as is asked before the script's run is left."""
 
     def __init__(self, options: Options) -> None:
-        self.welcome = SimpleNamespace(options=options)
+        self.welcome = SimpleNamespace(options=options, is_replacement=False)
         self.channel = Notes()
 
 

@@ -15,6 +15,7 @@ from ttprun.rank.position.control_flow import flow_of, instruction_at
 from ttprun.rank.position.frames import user_frames
 from ttprun.rank.position.variables import variables_of
 from ttprun.rank.position.whose import is_script_code
+from ttprun.rank.process.looks import bases_of, dictionary_of_class
 
 _READING = frozenset({"grad", "clip_grad_norm_", "get_total_norm"})
 _ENDING = frozenset({"backward", "manual_backward", "zero_grad"})  # what comes after these reads other gradients
@@ -57,16 +58,20 @@ def _names_at(known: Mapping[str, Any], operation: str, value: Any) -> frozenset
     if isinstance(value, CodeType):
         return _names_in(value)
     if operation in _OF_OBJECT:
-        return frozenset({value}) | _names_of(getattr(type(known.get("self")), value, None))
+        return frozenset({value}) | _names_of(_method_of(type(known.get("self")), value))
     if operation in _BY_NAME:
         return _names_of(known.get(value))
     return frozenset()
 
 
+def _method_of(kind: type, name: str) -> Any:
+    return next((found[name] for base in bases_of(kind) if name in (found := dictionary_of_class(base))), None)
+
+
 def _names_of(function: Any) -> frozenset[str]:
-    if isinstance(function, MethodType):
+    if type(function) is MethodType:
         function = function.__func__
-    if not isinstance(function, FunctionType) or not is_script_code(function.__code__.co_filename):
+    if type(function) is not FunctionType or not is_script_code(function.__code__.co_filename):
         return frozenset()
     return _names_in(function.__code__)
 

@@ -194,6 +194,7 @@ class Restore:
         live    the container's items here, in order; fewer or more are no error
         nodes   a list of nodes, or the same packed
         name    of the container
+        returns   those that are here; see `are_all_here`
         """
         values = [
             self.value(live[i] if i < len(live) else MISSING, node, f"{name}[{i}]")
@@ -204,6 +205,11 @@ class Restore:
         if any(value is MISSING and not has_no_state(node) for value, node in zip(values, listed(nodes), strict=True)):
             self.refuse(live, f"{name} holds objects that are not in the replacement and cannot be recorded")
         return [value for value in values if value is not MISSING]
+
+    @staticmethod
+    def are_all_here(items: list[Any], nodes: Any) -> bool:
+        """Whether no item of `items` is missing, but for what has no state."""
+        return len(items) == len(listed(nodes)) or len(items) == sum(not has_no_state(node) for node in listed(nodes))
 
     def blob(self, index: int) -> memoryview:
         """The bytes of one blob."""
