@@ -177,7 +177,7 @@ def _set_keys(environment: Mapping[str, str]) -> dict[str, str]:
 def _check_names(environment: Mapping[str, str]) -> None:
     """Raises ConfigError if a variable sets what only a file can hold."""
     wrong = Complaints()
-    for key in set(FILE_ONLY).intersection(_set_keys(environment)):
+    for key in sorted(FILE_ONLY & _set_keys(environment).keys()):
         of_torchrun = "set torchrun's own, such as PET_NPROC_PER_NODE"
         cure = of_torchrun if key == "launch" else f"write {key} in a file, and name it with --config"
         wrong.add(ConfigError(f"{VARIABLE_PREFIX}{key.upper()} is not a variable of ttprun", cure))

@@ -17,6 +17,7 @@ from tests.e2e.references import References  # noqa: E402
 from tests.turns import ORDINARY, function_of  # noqa: E402
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, also where this file was named as an argument
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark everything in this folder; as slow what slow.txt lists, as smoke what smoke.txt does. A new test runs.
 

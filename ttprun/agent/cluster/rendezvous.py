@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -31,6 +32,7 @@ from ttprun.protocol.channel import Channel
 LIMIT_S = 60.0  # the agents come out of the same rendezvous
 _FOLLOWER_LIMIT_S = LIMIT_S + 15.0  # by then the leader has said why not
 _LOOK_AGAIN_S = 0.5
+logger = logging.getLogger(__name__)
 CLOCK_LIMIT_S = 60.0  # checkpoints and logs of several nodes are put in order by their times
 _LEADER, _OFF = "ttprun/leader", "ttprun/off"
 KNOWN = {kind.__name__: kind for kind in (*get_args(node_reports.OfFollower), *get_args(node_orders.OfLeader))}
@@ -229,7 +231,7 @@ def own_address(named: str | None, endpoint: str, limit_s: float = 0.0) -> str:
     if named:
         return socket.gethostbyname(named)
     host, _, port = endpoint.rpartition(":")
-    ends_s = time.monotonic() + limit_s
+    ends_s, has_said_so = time.monotonic() + limit_s, False
     while True:
         try:
             found = socket.getaddrinfo(host or "localhost", int(port or 0), type=socket.SOCK_DGRAM)
@@ -237,6 +239,9 @@ def own_address(named: str | None, endpoint: str, limit_s: float = 0.0) -> str:
         except socket.gaierror:
             if time.monotonic() >= ends_s:
                 raise
+        if not has_said_so:
+            has_said_so = True
+            logger.warning("waiting for the name %s to become known (limit: %.0f s)", host, limit_s)
         time.sleep(_LOOK_AGAIN_S)
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as sock:

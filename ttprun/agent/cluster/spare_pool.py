@@ -290,9 +290,12 @@ class RendezvousKeys:
 
     def written(self) -> dict[str, Any] | None:
         """Where a spare pool is or was, according to the file."""
+        if not self._file:
+            return None
         with contextlib.suppress(OSError, ValueError):
-            where: dict[str, Any] = json.loads(Path(self._file or "/nowhere").read_text(encoding="utf-8"))
-            return where
+            where = json.loads(Path(self._file).read_text(encoding="utf-8"))
+            if isinstance(where, dict) and {"address", "port", "token"} <= where.keys():
+                return where
         return None
 
     def announced(self) -> dict[str, Any] | None:

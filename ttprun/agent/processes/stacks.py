@@ -65,7 +65,7 @@ def ask_all(writers: Sequence[Writer]) -> list[str]:
     for one in writers:
         _ask_on_board(one)
     _wait(writers, _BOARD_LIMIT_S)
-    signalled = [one for one in writers if not _has_answered(one) and _signal(one)]
+    signalled = [one for one in writers if not _end_asking(one) and _signal(one)]
     _wait(signalled, ANSWER_LIMIT_S)
     return [_read(one.fd) for one in writers]
 
@@ -136,7 +136,7 @@ def _ask(writer: Writer, is_stopped: bool) -> str:
         if is_stopped:
             os.kill(writer.pid, signal.SIGCONT)
         _wait([writer], _BOARD_LIMIT_S)
-        if not _has_answered(writer) and _signal(writer):
+        if not _end_asking(writer) and _signal(writer):
             _wait([writer], ANSWER_LIMIT_S)
         if is_stopped:
             os.kill(writer.pid, signal.SIGSTOP)
@@ -149,8 +149,8 @@ def _ask_on_board(writer: Writer) -> None:
         writer.board.announce(writer.row, Field.STACK_ASKED, time.monotonic_ns())
 
 
-def _has_answered(writer: Writer) -> bool:
-    """Whether it has; if it has not, it is not to do so any more."""
+def _end_asking(writer: Writer) -> bool:
+    """Take the request back; returns whether it was answered."""
     writer.board.set(writer.row, Field.STACK_ASKED, 0)
     return bool(os.fstat(writer.fd).st_size)
 

@@ -151,9 +151,7 @@ def restore_list(restore: Restore, live: Any, node: ListNode | DequeNode, name: 
     if target is MISSING:
         return live
     items = restore.items(_held(live, base), node.items, name)
-    if not restore.are_all_here(
-        items, node.items
-    ):  # some objects are not here: better the replay's own than one with gaps
+    if not restore.are_all_here(items, node.items):  # better the replay's own than one with gaps
         return live
     if isinstance(node, DequeNode):
         deque.__init__(target, items, node.max_length)

@@ -191,9 +191,9 @@ class Restore:
     def items(self, live: Any, nodes: Any, name: str) -> list[Any]:
         """Values of a container's items, each set over its counterpart in `live`.
 
-        live    the container's items here, in order; fewer or more are no error
-        nodes   a list of nodes, or the same packed
-        name    of the container
+        live      the container's items here, in order; fewer or more are no error
+        nodes     a list of nodes, or the same packed
+        name      of the container
         returns   those that are here; see `are_all_here`
         """
         values = [
