@@ -42,6 +42,7 @@ def test_every_patch_is_named_with_its_reason_under_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ttprun.rank.bootstrap.patch_table", FakePatches)
+    monkeypatch.setenv("COLUMNS", "100")
 
     code = main(["explain"])
 
