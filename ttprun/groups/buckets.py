@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ttprun.groups import nans
 from ttprun.groups.journal import Journal
 from ttprun.groups.operations import with_tensors_replaced
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import bytes_of
-from ttprun.rank.checks import verification
 from ttprun.tensors import optimizer_registry
-from ttprun.tensors.replicated import NotRepairableError
 
 if TYPE_CHECKING:
     from ttprun.groups.entry import Entry
@@ -305,9 +305,9 @@ class Buckets:
             self._unseen.append(entry)
             return
         for unseen in self._unseen:
-            verification.look_for_nan(unseen)
+            nans.look_for_nan(unseen)
         self._unseen.clear()
-        verification.look_for_nan(entry)
+        nans.look_for_nan(entry)
 
     def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """As Bucket.parts; [] if `flat` is not a known bucket's."""

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from ttprun.capture.records.evidence import INPUT, sampled
+from ttprun.capture.records.evidence import INPUT
 from ttprun.groups.entry import Entry
 from ttprun.groups.journal import SMALL_RESULT_BYTES, Journal
 from ttprun.groups.work import ManagedWork
 from ttprun.introspect import moments
 from ttprun.introspect.frames import calls_key
+from ttprun.introspect.samples import sampled
 from ttprun.protocol.board import OPERATION_NAMES
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import report_mismatch

@@ -44,14 +44,13 @@ from ttprun.groups.results import Results, place_of
 from ttprun.groups.seen_by_torch import SeenByTorch
 from ttprun.groups.transports import TRANSPORTS, GroupMember
 from ttprun.groups.work import ManagedWork, Refused
-from ttprun.introspect import fail_open, moments, signal_handlers
+from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
 from ttprun.introspect.frames import location_key
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES, Phase
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.session import Session
-from ttprun.tensors import sharded
 from ttprun.tensors.mirror import Mirror
 
 signal_handlers.Now.is_in_engine = lambda: torch._C._current_graph_task_id() != -1
@@ -234,8 +233,8 @@ class ManagedGroup(SeenByTorch):
             and not is_apart
             and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
         )
-        entry.is_passing = op in GATHERING and outputs[0].is_cpu and sharded.is_gathering()
-        entry.is_borrowed = entry.is_passing and op in REDUCING and sharded.is_lending()
+        entry.is_passing = op in GATHERING and outputs[0].is_cpu and distributed_tensors.is_gathering()
+        entry.is_borrowed = entry.is_passing and op in REDUCING and distributed_tensors.is_lending()
         if is_small and not entry.is_passing:
             entry.place = place_of(op, outputs, location_key())
         if is_skipped or session.mode.is_alone:

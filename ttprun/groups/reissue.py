@@ -14,10 +14,10 @@ from ttprun.groups.journal import SMALL_RESULT_BYTES, Journal
 from ttprun.groups.messages import Message
 from ttprun.groups.operations import OPERATIONS, tensors_in, with_tensors_replaced
 from ttprun.groups.work import Delivered
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.rank.session import Session
 from ttprun.tensors.mirror import Mirror
-from ttprun.tensors.replicated import NotRepairableError
 
 
 @torch.no_grad()  # on the recovery thread, as the script does in its own: outputs may be parameters

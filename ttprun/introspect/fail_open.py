@@ -233,3 +233,7 @@ def _place_of(error: BaseException) -> str:
             found = f" (ttprun{path[len(_HERE) :]}:{trace.tb_lineno})"
         trace = trace.tb_next
     return found
+
+
+class NotRepairableError(RuntimeError):
+    """An optimizer holds something that another rank cannot load; the message names it."""

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of, unpack
@@ -27,8 +29,6 @@ from ttprun.tensors.mirror_slots import Layout, Part, Slot, Stored, lay_out
 from ttprun.tensors.own_state import forms_of, held_now
 from ttprun.tensors.post_step_weights import KeptWeights
 from ttprun.tensors.reduced_parts import ReducedParts
-from ttprun.tensors.replicated import NotRepairableError
-from ttprun.tensors.sharded import local_of
 
 if TYPE_CHECKING:
     from ttprun.rank.session import Session

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ttprun.introspect.distributed_tensors import local_of
 from ttprun.protocol.mirrors import Held
 from ttprun.tensors import replicated, sharded
-from ttprun.tensors.sharded import local_of
 from ttprun.tensors.shared_memory import Memory
 
 _ALIGNED = 64  # bytes

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import xxhash
 
-from ttprun.capture.position import made_inside, script_end
+from ttprun.capture.position import made_inside
 from ttprun.device import accelerator
-from ttprun.introspect import fail_open
+from ttprun.introspect import fail_open, parameter_groups, script_end
+from ttprun.introspect.distributed_tensors import are_any, local_of
 from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.rank.session import current
-from ttprun.tensors import last_hook, parameter_groups
-from ttprun.tensors.sharded import are_any, local_of
+from ttprun.tensors import last_hook
 
 _optimizers: list[Callable[[], Any]] = []  # weak references, or what gives the remains of one
 _wrapped_models: list[weakref.ref[Any]] = []

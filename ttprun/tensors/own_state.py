@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 import torch
 
+from ttprun.introspect import fail_open
 from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import plain
 from ttprun.protocol import from_rank
@@ -180,7 +181,7 @@ def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
     """A layout for the optimizers' tensors, and these in its order. Raises NotRepairableError, ValueError."""
     header, parts = replicated.describe()
     if any(part.place is not None for part in parts):
-        raise replicated.NotRepairableError("its parameters are sharded, and those are kept in snapshots only")
+        raise fail_open.NotRepairableError("its parameters are sharded, and those are kept in snapshots only")
     tensors = {part.key: part.tensor for part in parts}
     packed, ordered = lay_out(tensors, {"format": "pt", HEADER: json.dumps(header)})
     at, offset_of = len(packed), {}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
+from ttprun.introspect import fail_open
 from ttprun.protocol.board import LEADER, ROW_FIELDS, Board, Field, Phase
 from ttprun.protocol.snapshots import SnapshotSize, SnapshotTaken
 from ttprun.tensors import checkpoint_shards, replicated
@@ -61,7 +62,7 @@ class SnapshotPart:
     def report_size(self, channel: Channel) -> None:
         """After the first step: an estimate of each rank's copy, so that the agent can prepare the memory."""
         if self._is_leader:
-            with contextlib.suppress(replicated.NotRepairableError):  # reported when a snapshot is taken
+            with contextlib.suppress(fail_open.NotRepairableError):  # reported when a snapshot is taken
                 channel.send(SnapshotSize(self._whole_bytes() // self._board.n_ranks))
 
     def agree(self, channel: Channel, boundary: int, is_open: bool) -> None:
@@ -94,7 +95,7 @@ class SnapshotPart:
         try:
             needed = self._whole_bytes()
             held = self._buffers[number % len(self._buffers)][1].held_bytes() * self._board.n_ranks
-        except (replicated.NotRepairableError, OSError):
+        except (fail_open.NotRepairableError, OSError):
             return ""  # reported when the snapshot is taken
         free = free_bytes()
         if free is None or needed - held <= free:

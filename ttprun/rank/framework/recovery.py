@@ -28,6 +28,7 @@ from ttprun.groups.journal import Journal
 from ttprun.groups.links import cut_all
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect import moments
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
@@ -42,7 +43,6 @@ from ttprun.rank.replay import freezing
 from ttprun.rank.replay.recovery import JoinsTraining, Ordered, Recovery
 from ttprun.rank.session import Session
 from ttprun.tensors import state_places, state_transfer
-from ttprun.tensors.replicated import NotRepairableError
 
 LOADS = (RepairType.RT_LOAD_CKPT, RepairType.RT_LOAD_REBUILD)
 REBUILDS = (RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_LOAD_REBUILD)

@@ -30,7 +30,7 @@ from ttprun.capture.values.trees import name_of_blob
 from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
-from ttprun.introspect import fail_open, moments, signal_handlers
+from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
 from ttprun.introspect.unseen import unseen
 from ttprun.introspect.variables import variables_of
 from ttprun.protocol.board import LEADER, Field, Phase
@@ -278,7 +278,7 @@ def _look_at_state(session: Session) -> None:
     if session.is_recorded():
         try:
             replicated.describe()
-        except replicated.NotRepairableError as error:
+        except fail_open.NotRepairableError as error:
             session.give_up_protection(f"{error}, and another rank cannot load that")
 
 
@@ -356,7 +356,7 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
         return elsewhere
     if session.has_stepped:
         return sharded.why_not_at_rest(optimizer) if optimizer_registry.are_sharded() else ""
-    if not sharded.are_any(optimizer_registry.parameters()):
+    if not distributed_tensors.are_any(optimizer_registry.parameters()):
         return ""
     why_not = sharded.why_not_held(optimizer_registry.stepped_tensors())
     return why_not or sharded.why_not_at_rest(optimizer)
