@@ -1,4 +1,4 @@
-"""Samples of tensors: a digest by which two processes compare them, and elements by which rounding is told from a difference.
+"""Samples of tensors: a digest by which two processes compare them, and elements by which rounding is recognised.
 
 Begin with `sampled`.
 """

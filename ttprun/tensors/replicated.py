@@ -21,9 +21,9 @@ from ttprun.introspect import distributed_tensors, parameter_groups
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import content_of
-from ttprun.rank.session import current
 from ttprun.state.chunks import Chunk
 from ttprun.tensors import kept_gradients, optimizer_registry, sharded
+from ttprun.tensors.host import current
 from ttprun.tensors.kept_gradients import GRADIENT
 from ttprun.tensors.post_step_weights import KeptWeights
 

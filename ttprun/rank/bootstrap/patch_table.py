@@ -135,7 +135,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             f"torch.distributed.checkpoint._async_{kind}_executor",
             f"_{kind.capitalize()}BasedAsyncCheckpointExecutor.execute_save",
-            "capture.values.saves:wrap_execute_save",
+            "groups.saves:wrap_execute_save",
             "to know which checkpoints dcp.async_save has not finished; in a replay, to save nothing",
             "imported",
         )

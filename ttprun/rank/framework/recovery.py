@@ -168,7 +168,7 @@ class CallbackRecovery(Recovery):
             if not entry.is_done:
                 entry.settle(RuntimeError(f"{FORCE_STOP}. A recovery has begun (ttprun)"))
         session[Journal].clear()
-        session.groups_made.clear()
+        session.made.by_ranks.clear()
 
     def _signatures(self) -> dict[str, GroupJournal]:
         """By group: its ranks. What was issued is not issued again."""
@@ -233,7 +233,7 @@ class CallbackRecovery(Recovery):
                 framework.handlers.clean(False)
             framework.note_cleaned()
         for name in order.groups:
-            if (group := session.groups.get(name)) is not None:
+            if (group := session.made.living.get(name)) is not None:
                 group.links.connect_in(session.generation)
                 group.links.is_joined = True
         with self._calling():

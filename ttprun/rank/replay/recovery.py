@@ -221,7 +221,7 @@ class Recovery:
 
     def _carry_out(self, order: Ordered) -> None:
         session = self._session
-        on_device.enter()
+        on_device.enter(self._session)
         match order:
             case to_rank.Freeze():
                 self._freeze(order)

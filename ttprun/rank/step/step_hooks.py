@@ -149,7 +149,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         report_mismatch(session.channel, session.generation, gradients.CARRIED)
     if gradients.were_carried(optimizer):
         session.give_up_protection(gradients.CARRIED)
-    if not session.groups:
+    if not session.made.living:
         hindrances.look_without_group(session)
     if session.is_recorded():
         pending.wait_for_all(session, session.applied + 1)
@@ -161,7 +161,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         session[Alignment].arrive(session, boundary, optimizer)
         if not session.trains_alone:
             stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-            are_new = session[Holdings].are_new(stepped, optimizer, session.groups_count)
+            are_new = session[Holdings].are_new(stepped, optimizer, session.made.count)
             if are_new and len(stepped.counts) > 1:
                 _collect_dropped()
                 session[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
@@ -253,7 +253,7 @@ def pass_boundary(session: Session) -> None:
     """The boundary is passed: the step has run to its end, or begins, if it is a collective one."""
     with session.lock:
         session.applied += 1
-        session.pass_groups()
+        session.made.pass_boundary()
         session.is_applying = False
         session.row[Field.APPLIED] = session.applied
         session.row[Field.MEETINGS] = 0
