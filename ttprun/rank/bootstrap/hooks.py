@@ -45,7 +45,7 @@ from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
 from ttprun.rank.step.training import Training
-from ttprun.tensors import last_hook, optimizer_registry
+from ttprun.tensors import optimizer_registry
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
@@ -65,7 +65,7 @@ def install(presence: Presence) -> None:
     if origins.why_not():
         presence.channel.send(from_rank.Note(origins.why_not()))
     before_step = fail_open.hook("the hook before Optimizer.step", step_hooks.before_step)
-    register_optimizer_step_pre_hook(last_hook.after_all_others(before_step))
+    register_optimizer_step_pre_hook(optimizer_registry.after_all_others(before_step))
     register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", step_hooks.after_step))
     output.count_lines()
     trackers.follow()

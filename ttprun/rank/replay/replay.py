@@ -51,7 +51,7 @@ from ttprun.rank.replay.findings import Findings
 from ttprun.rank.replay.jumps import Jumps
 from ttprun.rank.replay.step_proof import StepProof
 from ttprun.rank.session import Session
-from ttprun.tensors import gradients, kept_gradients, mirror, open_boundaries, optimizer_registry
+from ttprun.tensors import gradients, mirror, open_boundaries, optimizer_registry
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.post_step_weights import KeptWeights
 
@@ -392,7 +392,7 @@ class ReplayRun(Mode):
         self._order_buckets()
         if not is_before_step:
             if self._taken_again is not None:
-                kept_gradients.note_step(self._taken_again)
+                gradients.note_step(self._taken_again)
             gradients.poison(
                 optimizer_registry.optimizers(),
                 lambda: report_mismatch(session.channel, session.generation, gradients.CARRIED),
