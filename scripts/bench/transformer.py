@@ -1,4 +1,4 @@
-"""A small transformer trained as people write it: DataLoader, DistributedSampler, scheduler, clipping, a list of losses.
+"""A transformer trained as people write it: DataLoader, DistributedSampler, scheduler, clipping, a list of losses.
 
 torchrun --nproc-per-node 2 transformer.py --size large --held lists --samples 4000 --steps 110
 

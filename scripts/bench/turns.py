@@ -1,9 +1,9 @@
 """A script under torchrun and under ttprun at once, in turns of some steps each.
 
-A machine's load changes from minute to minute, and a framework takes long to start. So both jobs live all the time, and
-each waits while the other one trains a block of steps: a pair of blocks lies seconds apart. What is done so many times a
-second, rather than a step, looks cheaper so, as half of the time is spent waiting. LOOPS are the scripts. Begin with
-measure_pairs().
+A machine's load changes from minute to minute, and a framework takes long to start. So both jobs live all the time,
+and each waits while the other one trains a block of steps: a pair of blocks lies seconds apart. What is done so many
+times a second, rather than a step, looks cheaper so, as half of the time is spent waiting. LOOPS are the scripts. Begin
+with measure_pairs().
 """
 
 from __future__ import annotations
