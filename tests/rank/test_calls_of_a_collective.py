@@ -20,10 +20,10 @@ from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import ManagedGroup
-from ttprun.rank import session as sessions
+from ttprun.introspect import host
 from ttprun.rank.session import Session
 
-PLAIN = 78  # an all-reduce of which the journal keeps a copy; 172 before these were counted
+PLAIN = 82  # an all-reduce of which the journal keeps a copy; 172 before these were counted
 WITH_EVIDENCE = 56  # more, where its input is noted
 STEP = 5
 FLOATS = 64 << 10
@@ -53,9 +53,9 @@ class Link:
 def session() -> Iterator[Session]:
     made = make_session()
     made.applied = STEP
-    sessions.begin(made)
+    host.begin(made)
     yield made
-    sessions.end()
+    host.end()
     made.channel.close()
 
 

@@ -29,7 +29,6 @@ from ttprun.groups.journal import Journal
 from ttprun.groups.operations import with_tensors_replaced
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import bytes_of
-from ttprun.tensors import optimizer_registry
 
 if TYPE_CHECKING:
     from ttprun.groups.entry import Entry
@@ -325,8 +324,9 @@ class Buckets:
             bucket.is_used = False
         if self._is_to_look:
             self._is_to_look = False
-            for model in optimizer_registry.wrapped_models():
-                if model.process_group is self._group() and self._looks.get(model, 0) < _LOOKS:
+            group: Any = self._group()
+            for model in group.session.training.wrapped_models():
+                if model.process_group is group and self._looks.get(model, 0) < _LOOKS:
                     self._look_at(model)
 
     def _look_at(self, model: Any) -> None:

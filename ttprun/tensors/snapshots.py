@@ -20,14 +20,12 @@ from ttprun.introspect import fail_open
 from ttprun.protocol.board import LEADER, ROW_FIELDS, Board, Field, Phase
 from ttprun.protocol.snapshots import SnapshotSize, SnapshotTaken
 from ttprun.tensors import checkpoint_shards, replicated
-from ttprun.tensors.free_memory import free_bytes
+from ttprun.tensors.memory import Memory, free_bytes
 from ttprun.tensors.open_boundaries import MOST_PUT_OFF
-from ttprun.tensors.shared_memory import Memory
 
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
-    from ttprun.rank.context import Exporting
-    from ttprun.rank.session import Session
+    from ttprun.tensors.host import Exporting, Host
 
 # Read in each step.
 _ASKED = LEADER * ROW_FIELDS + Field.SNAPSHOT_ASKED
@@ -111,7 +109,7 @@ class SnapshotPart:
         """Whether all ranks take a snapshot of `boundary`; valid when all have recorded it."""
         return self._board.cells[_TAKEN_AT] == boundary
 
-    def take(self, session: Session, boundary: int, frame: FrameType) -> None:
+    def take(self, session: Host, boundary: int, frame: FrameType) -> None:
         """Copy this rank's part of the boundary that it has just reached, and report to the agent. Raises nothing.
 
         frame   innermost of the main thread's: its variables name the models

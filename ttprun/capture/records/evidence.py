@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from ttprun.introspect.samples import SAMPLE_BYTES, sampled
+from ttprun.introspect.tensor_bytes import SAMPLE_BYTES, sampled
 
 ENTRIES = 256  # of one step; later ones are not noted
 ALWAYS = 4  # inputs of a group's collectives of one kind, from which on not all of a step are noted

@@ -121,7 +121,7 @@ class Verifier:
             return
         self._looked = boundary, weakref.ref(optimizer)
         session = current()
-        groups = [] if session is None else [group.described() for group in session.groups.values()]
+        groups = [] if session is None else [group.described() for group in session.made.living.values()]
         size = optimizer_registry.weights_bytes()
         self._is_answered.clear()
         self._asked_at = boundary

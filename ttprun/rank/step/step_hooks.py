@@ -31,8 +31,8 @@ from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
+from ttprun.introspect.frames import variables_of
 from ttprun.introspect.unseen import unseen
-from ttprun.introspect.variables import variables_of
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.rehearsal import Rehearsal
@@ -42,7 +42,7 @@ from ttprun.rank.session import Session, current
 from ttprun.rank.step import closures, for_standbys, hindrances, pending
 from ttprun.rank.step.boundary import describe
 from ttprun.rank.step.commit_barrier import commit
-from ttprun.tensors import gradients, open_boundaries, optimizer_registry, replicated, sharded, shared_backwards
+from ttprun.tensors import gradients, open_boundaries, optimizer_registry, replicated, sharded
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
@@ -149,7 +149,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         report_mismatch(session.channel, session.generation, gradients.CARRIED)
     if gradients.were_carried(optimizer):
         session.give_up_protection(gradients.CARRIED)
-    if not session.groups:
+    if not session.made.living:
         hindrances.look_without_group(session)
     if session.is_recorded():
         pending.wait_for_all(session, session.applied + 1)
@@ -161,7 +161,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         session[Alignment].arrive(session, boundary, optimizer)
         if not session.trains_alone:
             stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-            are_new = session[Holdings].are_new(stepped, optimizer, session.groups_count)
+            are_new = session[Holdings].are_new(stepped, optimizer, session.made.count)
             if are_new and len(stepped.counts) > 1:
                 _collect_dropped()
                 session[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
@@ -253,7 +253,7 @@ def pass_boundary(session: Session) -> None:
     """The boundary is passed: the step has run to its end, or begins, if it is a collective one."""
     with session.lock:
         session.applied += 1
-        session.pass_groups()
+        session.made.pass_boundary()
         session.is_applying = False
         session.row[Field.APPLIED] = session.applied
         session.row[Field.MEETINGS] = 0
@@ -285,7 +285,7 @@ def _look_at_state(session: Session) -> None:
 def _write_record(
     session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
 ) -> bool:
-    is_open = shared_backwards.look(optimizer)
+    is_open = open_boundaries.look(optimizer)
     is_open = is_open or open_boundaries.is_in_backward()
     session[OwnState].is_apt = False
     try:
