@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ttprun.capture.data import loaders, rest_of_epoch
 from ttprun.capture.effects import files
 from ttprun.capture.position import loops
+from ttprun.capture.recording import tree_of
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.nodes import NumpyRandomNode, RandomNode
 from ttprun.capture.records.recorder import Recorder
@@ -147,7 +148,7 @@ class Adapted(ReplayRun):
         session = self.session
         fields, tensors, _ = boundary.describe(session, self.boundary, frame, returned)
         head, own_loaders = pack(fields), fields.loaders
-        mine = boundary.tree_of(head, tensors)
+        mine = tree_of(head, tensors)
         session[Recorder].write_first(self.boundary, head, tensors)
         self._take_closest(mine, fields.rng)
         found = [it["ahead"] for it in self._target.fields.loaders]
