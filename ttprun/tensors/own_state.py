@@ -24,8 +24,8 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.state.tensor_file import lay_out
 from ttprun.tensors import replicated
-from ttprun.tensors.free_memory import free_bytes
-from ttprun.tensors.shared_memory import Memory
+from ttprun.tensors.memory import free_bytes
+from ttprun.tensors.memory import Memory
 
 if TYPE_CHECKING:
     from ttprun.tensors.host import Exporting, Host
