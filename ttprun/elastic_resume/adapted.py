@@ -23,6 +23,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ttprun.capture.data import loaders, rest_of_epoch
 from ttprun.capture.effects import files
+from ttprun.capture.merging.merge import Merge
+from ttprun.capture.merging.outcome import state_of
+from ttprun.capture.merging.touched import spoil
 from ttprun.capture.position import loops
 from ttprun.capture.recording import tree_of
 from ttprun.capture.records.boundary_record import Record
@@ -32,9 +35,6 @@ from ttprun.capture.replay.differences import difference_of_place
 from ttprun.capture.values import CannotRestoreError, Tree, pack
 from ttprun.elastic_resume.derive import Derived, states_in
 from ttprun.elastic_resume.donors import MOST, OldRank, closest
-from ttprun.elastic_resume.merge import Merge
-from ttprun.elastic_resume.outcome import state_of
-from ttprun.elastic_resume.touched import spoil
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Answers
 from ttprun.introspect.random_state import RngState

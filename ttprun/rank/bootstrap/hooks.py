@@ -14,10 +14,12 @@ from typing import NoReturn
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ttprun.capture import framework_patches
 from ttprun.capture.data import workers
 from ttprun.capture.effects import append_dedup, file_answers, origins, output, trackers
 from ttprun.capture.position import loops, torch_compile
 from ttprun.capture.records.recorder import Recorder
+from ttprun.capture.rehearsal import Rehearsal
 from ttprun.chaos import observer, strikes
 from ttprun.elastic_resume.adapted import Adapted, log_of
 from ttprun.groups import groups, results
@@ -28,12 +30,11 @@ from ttprun.introspect import fail_open, moments, random_state
 from ttprun.introspect.host import begin, leave_in_children
 from ttprun.protocol import from_rank, patience, standbys, to_rank
 from ttprun.protocol.board import Board, Phase
-from ttprun.rank.bootstrap import framework_patches, patches, reset
+from ttprun.rank.bootstrap import patches, reset
 from ttprun.rank.bootstrap.ahead import Ahead, has_children
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.proof import Proof
-from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.replay import resuming

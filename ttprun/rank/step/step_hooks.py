@@ -26,6 +26,7 @@ from ttprun.capture.effects import origins, output
 from ttprun.capture.position.read_gradients import are_read_after
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
+from ttprun.capture.rehearsal import Rehearsal
 from ttprun.capture.values.trees import name_of_blob
 from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
@@ -35,7 +36,6 @@ from ttprun.introspect.unseen import unseen
 from ttprun.introspect.variables import variables_of
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.session import Session, current
