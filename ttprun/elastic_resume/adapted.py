@@ -27,7 +27,7 @@ from ttprun.capture.merging.merge import Merge
 from ttprun.capture.merging.outcome import state_of
 from ttprun.capture.merging.touched import spoil
 from ttprun.capture.position import loops
-from ttprun.capture.recording import tree_of
+from ttprun.capture.recording import look, tree_of
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.nodes import NumpyRandomNode, RandomNode
 from ttprun.capture.records.recorder import Recorder
@@ -110,7 +110,7 @@ class Adapted(ReplayRun):
             return
         self._forward.remove()
         try:
-            self._before_first_step = boundary.look(sys._getframe(1))
+            self._before_first_step = look(sys._getframe(1), boundary.steps_now())
         except Exception as error:  # it must not end the script's own step
             self.refuse(f"the variables before the first step cannot be read: {error!r}")
 

@@ -87,6 +87,7 @@ class Replay:
         self.has_arrived = before is None
         self.is_at_target = False
         self._steps_passed = 0
+        self._steps_left_out = 0  # by a GradScaler
         self.difference = ""
         self.output = Diverted(host)
         self.findings = Findings(host, self.refuse, self.is_decisive, is_strict)
@@ -219,6 +220,15 @@ class Replay:
     def record_of(self, number: int) -> Record:
         """The record of a boundary on the way. Raises KeyError."""
         return self.target if number == self.boundary else replayable.read_record(self._host[Recorder], number)
+
+    def leaves_step_out(self, frame: FrameType) -> bool:
+        """Whether a GradScaler has left out the lost rank's step at this place: it is not the next boundary's."""
+        if not self.has_arrived:
+            return False
+        if not self.difference_from(self.record_of(self.passed + 1), frame):
+            return False
+        self._steps_left_out += 1
+        return self._steps_left_out <= STEPS_TO_LOOK_FOR
 
     def arrive(self, boundary: int) -> None:
         """The script is where the replay begins: from here on loops are followed as in a run."""

@@ -15,10 +15,10 @@ from collections import Counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ttprun.capture.effects.effects import Effects
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.recorder import Recorder
-from ttprun.capture.replay.replay import STEPS_TO_LOOK_FOR, Replay
-from ttprun.groups import results
+from ttprun.capture.replay.replay import Replay
 from ttprun.groups.process_group import groups_of
 from ttprun.groups.results import Answers, Results, as_if_alone
 from ttprun.introspect import moments
@@ -71,7 +71,6 @@ class ReplayRun(Replay, Mode):
         self.setup_s: float | None = None
         self._began_s = time.monotonic()
         self._answers = answers
-        self._steps_left_out = 0  # by a GradScaler
 
     @classmethod
     def of_lost(cls, session: Session, number: int, skip_lines: tuple[int, int]) -> ReplayRun:
@@ -96,7 +95,7 @@ class ReplayRun(Replay, Mode):
         is_on_the_way = not self.has_arrived and self.jumps.loops_used
         if not (is_on_the_way and self.is_joining) or SET_VARIABLES in _origins_of(self.session):
             return
-        results.keep_origin(self.session[Recorder], (SET_VARIABLES, True))
+        Effects(self.session[Recorder]).keep_origin(SET_VARIABLES, True)
         why = f"the replay jumps into a loop without what the iterations before have made, and has met {what}"
         report_mismatch(self.session.channel, self.session.generation, why, is_near=True)
 
@@ -137,15 +136,6 @@ class ReplayRun(Replay, Mode):
         if is_before_step:
             self._go_live(is_before_step=True)
         return is_before_step
-
-    def leaves_step_out(self, frame: FrameType) -> bool:
-        """Whether a GradScaler has left out the lost rank's step at this place: it is not the next boundary's."""
-        if not self.has_arrived:
-            return False
-        if not self.difference_from(self.record_of(self.passed + 1), frame):
-            return False
-        self._steps_left_out += 1
-        return self._steps_left_out <= STEPS_TO_LOOK_FOR
 
     def _note_setup(self) -> None:
         if self.setup_s is None:
@@ -221,4 +211,4 @@ class ReplayRun(Replay, Mode):
 
 
 def _origins_of(session: Session) -> set[str]:
-    return {place for place, _ in results.origins_in(session[Recorder].read_log())}
+    return {place for place, _ in Effects(session[Recorder]).drawn()}

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ttprun.capture.effects import file_answers, files
+from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position import loop_sites
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.recorder import Recorder
-from ttprun.capture.replay.jumps import sites_of
 from ttprun.groups.results import Answers
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
@@ -77,16 +76,14 @@ class SetUp(ReplayRun):
         before = replay.before
         if before is None:
             return "the replay begins at the first boundary"
-        if self.jumps.entered.keys() & sites_of(before):
+        if self.jumps.entered.keys() & replay.jumps.sites:
             return "a loop of the set-up trains by now"
         if self._made & _loaders_of(before):
             return "a loader of the set-up is trained with by now"
         if any(replay._answers.has_newer(place, replay.newest_step) for place in self._asked):
             return "a collective of the set-up was issued again since"
-        if file_answers.are_newer(replay.newest_step):
-            return "the set-up's questions to the file system were asked again since"
-        if files.were_moved():
-            return "a file of the set-up was renamed since"
+        if why_not := Effects.why_set_up_again(replay.newest_step):
+            return why_not
         for place in self._asked:
             replay._answers.pass_over(place)
         return ""

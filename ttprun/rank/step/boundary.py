@@ -12,7 +12,6 @@ import torch
 
 from ttprun.capture import recording
 from ttprun.capture.records.boundary_record import BoundaryRecord
-from ttprun.capture.values import Tree
 from ttprun.groups.results import Results
 from ttprun.rank.session import Session
 from ttprun.tensors import optimizer_registry
@@ -48,8 +47,8 @@ def describe(
     return recording.describe(session, boundary, frame, steps, beside, returned)
 
 
-def look(frame: FrameType) -> Tree:
-    """The user's variables between two boundaries; see capture/recording.py."""
+def steps_now() -> recording.Steps:
+    """The optimizers between two boundaries."""
     living = optimizer_registry.optimizers()
     stepped = optimizer_registry.stepped(living)
-    return recording.look(frame, recording.Steps(living, stepped.storages, stepped.counts, None))
+    return recording.Steps(living, stepped.storages, stepped.counts, None)
