@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
 from tests.rank.scripts import run_under_shim
+from ttprun.introspect.patching import replacement_for
 from ttprun.protocol import from_rank
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.bootstrap.patch_table import PATCHES, Patch
-from ttprun.rank.bootstrap.patches import replacement_for
 
 BY_NAME = {f"{patch.module}.{patch.attribute}": patch for patch in PATCHES}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -49,6 +49,25 @@ class Training(Protocol):
 
     def weights(self) -> Sequence[torch.Tensor]:
         """The parameters of all optimizers, at the newest boundary."""
+
+
+class Optimizers(Protocol):
+    """The script's optimizers, all in the order in which it has made them; a module may be one."""
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All living ones."""
+
+    def number_of(self, optimizer: Any) -> int | None:
+        """Its place among these; None if it is not among them."""
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Their parameters now; one in two optimizers comes twice."""
+
+    def stepped_tensors(self) -> list[torch.Tensor]:
+        """What they update now: all parameters, then all state, which an optimizer has from its first step on."""
+
+    def counts_now(self) -> list[list[int]]:
+        """Of each: numbers of its parameters and of its state tensors."""
 
 
 class Host(Protocol):

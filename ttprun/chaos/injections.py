@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ttprun.agent.processes.standbys import Standbys
 from ttprun.chaos.schedule import PlannedStrike, strikes
 
-
 _STALL_S = 2.0
 _SIGNALS = {
     "kill": signal.SIGKILL,

@@ -21,8 +21,8 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from ttprun import text_hashes
+from ttprun.capture import early
 from ttprun.capture.data.lost_worker import lost_worker
-from ttprun.capture.effects import file_answers, file_system, origins
 from ttprun.capture.position import ast_transform
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
@@ -113,9 +113,7 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
         _presence.may_start.wait()  # until the agent's order; at its deadline the agent kills this process
     patches.apply_early(welcome.options.mindio)
     if not welcome.options.mindio:
-        origins.listen()
-        file_answers.listen()
-        file_system.watch()
+        early.listen()
     after_import("torch", take_over)
     if welcome.is_replacement and (welcome.had_torch or isinstance(_presence.order, to_rank.Replay | mindio.Prepare)):
         # With torch imported first, the setup gets what the lost rank drew before it imported torch, and nothing that a

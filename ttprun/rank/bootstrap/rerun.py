@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttprun.capture.effects.output import Diverted
+from ttprun.capture.script import run
 from ttprun.device import registry
 from ttprun.device.errors import DeviceFault, Diagnosis, diagnosis_of, in_one_line
 from ttprun.device.interface import Device, DeviceFailedError, MemoryCheck, refined
@@ -30,7 +31,6 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.rank.bootstrap import hooks, reset
 from ttprun.rank.bootstrap.presence import Presence, diagnose
-from ttprun.rank.bootstrap.script import run
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.session import Session, current
 from ttprun.tensors.holdings import Holdings

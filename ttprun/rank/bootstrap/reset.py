@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from ttprun import frameworks
-from ttprun.capture import values
-from ttprun.capture.data import loaders
-from ttprun.capture.effects import files, os_entropy
-from ttprun.capture.position import ast_transform, loops, made_inside
+from ttprun.capture import hooks as capture
+from ttprun.capture.effects import os_entropy
+from ttprun.capture.effects.effects import Effects
+from ttprun.capture.position import ast_transform
 from ttprun.groups import saves
 from ttprun.groups.journal import Journal, has_ended
 from ttprun.groups.links import run_together
@@ -161,7 +161,7 @@ def _is_in_user_code(frame: Any) -> bool:
 
 def clear(error: BaseException) -> None:
     """Forget a run of the script that an error has ended; its connections are cut already."""
-    files.forget()
+    Effects.close_files()
     _leave_process_groups()
     _clear_frames(error)
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
@@ -170,9 +170,8 @@ def clear(error: BaseException) -> None:
         atexit.unregister(function)
     _registered.clear()
     of_steps = (step_hooks, optimizer_registry, distributed_tensors, gradients, open_boundaries)
-    for room in (*of_steps, loaders, values, saves, made_inside):
+    for room in (*of_steps, capture, saves):
         room.forget()
-    loops.give_back()
     _empty_shared_states()
     _forget_modules()
     gc.collect()

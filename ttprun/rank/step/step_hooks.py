@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from ttprun.capture import values
-from ttprun.capture.effects import origins, output
+from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position.read_gradients import are_read_after
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
+from ttprun.capture.rehearsal import Rehearsal
 from ttprun.capture.values.trees import name_of_blob
 from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
@@ -35,7 +36,6 @@ from ttprun.introspect.frames import variables_of
 from ttprun.introspect.unseen import unseen
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.session import Session, current
@@ -266,7 +266,7 @@ def _end_step(session: Session) -> None:
     session.touch(Phase.COMPUTING)
     if not session.has_stepped:
         session.has_stepped = True
-        origins.end()
+        Effects.end_set_up()
         _look_at_state(session)
         for_standbys.report(session)
         if not session.unprotected:
@@ -351,7 +351,7 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
     """Why this rank's state could not be restored from records, other ranks and snapshots; "" if it could."""
     if not session.has_stepped and (why_not := hindrances.why_shards_unknown(optimizer)):
         return why_not
-    elsewhere = output.why_not_counted()
+    elsewhere = Effects.why_not_counted()
     if elsewhere:
         return elsewhere
     if session.has_stepped:

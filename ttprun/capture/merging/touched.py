@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ttprun.capture.merging.outcome import MODULES, are_of_a_kind
 from ttprun.capture.records.nodes import (
     PARTS,
     AnyNode,
@@ -22,7 +23,6 @@ from ttprun.capture.records.nodes import (
 )
 from ttprun.capture.records.packing import unpack_description
 from ttprun.capture.values.trees import Comparison, Tree, is_same_scalar, number_of
-from ttprun.elastic_resume.outcome import MODULES, are_of_a_kind
 
 _IN_ORDER = (Part.NODES, Part.ITEMS)
 # Replaces a node of the first record, so that it counts as changed.

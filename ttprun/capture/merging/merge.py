@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ttprun.capture.merging.outcome import MODULES, Outcome, are_of_a_kind
 from ttprun.capture.records.nodes import (
     PARTS,
     ActivationNode,
@@ -37,7 +38,6 @@ from ttprun.capture.records.packing import listed, pack, unpack_description
 from ttprun.capture.values.large_data import tensor_of
 from ttprun.capture.values.nodes import MISSING, CannotRestoreError
 from ttprun.capture.values.trees import Comparison, Tree, all_attributes, is_same_scalar, number_of
-from ttprun.elastic_resume.outcome import MODULES, Outcome, are_of_a_kind
 
 _IN_ORDER = (Part.NODES, Part.ITEMS)
 

@@ -7,10 +7,10 @@ from types import FrameType
 from typing import Any
 
 from ttprun.capture.data import loaders
+from ttprun.capture.host import Optimizers
 from ttprun.capture.position import loops
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.introspect.frames import place, user_frames
-from ttprun.tensors import optimizer_registry
 
 
 def difference_of_place(record: BoundaryRecord, frame: FrameType, is_before_target: bool = False) -> str:
@@ -35,12 +35,11 @@ def difference_of_place(record: BoundaryRecord, frame: FrameType, is_before_targ
     return ""
 
 
-def difference_of_stepping(record: BoundaryRecord, optimizer: Any) -> str:
+def difference_of_stepping(record: BoundaryRecord, number: int | None) -> str:
     """Another optimizer than in a record is about to step at the same place: e.g. several do in a hook of the backward.
 
-    optimizer   about to step; None: it is not known
+    number   of the one that is about to step; None: it is not known
     """
-    number = optimizer_registry.number_of(optimizer)
     if None in (number, record.stepping) or number == record.stepping:
         return ""
     return f"optimizer {number} steps there, in the lost rank it was optimizer {record.stepping}"
@@ -72,9 +71,9 @@ def difference_of_batches(record: BoundaryRecord, before: BoundaryRecord | None,
     return ""
 
 
-def difference_of_optimizers(record: BoundaryRecord) -> str:
+def difference_of_optimizers(record: BoundaryRecord, optimizers: Optimizers) -> str:
     """How the script's optimizers differ from a record's in their parameters, "" if they do not."""
-    found = [parameters for parameters, _ in optimizer_registry.counts_now()]
+    found = [parameters for parameters, _ in optimizers.counts_now()]
     before = [parameters for parameters, _ in record.stepped]
     if len(found) != len(before):
         return f"the script has made {len(found)} optimizers in the replay, {len(before)} before"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ttprun.capture.host import Host
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.values import Restore
 from ttprun.introspect import random_state
-from ttprun.rank.checks import proof
-from ttprun.rank.session import Session
 
 _MOST_DOUBTS = 5  # that are named
 
@@ -20,17 +19,20 @@ class Findings:
     not_proved   what may be other than it was for the lost rank
     """
 
-    def __init__(self, session: Session, boundary: int, refuse: Callable[..., None]) -> None:
-        """`refuse` is that of the replay, which is to reach this boundary."""
-        self._session = session
-        self._boundary = boundary
+    def __init__(
+        self, host: Host, refuse: Callable[..., None], is_decisive: Callable[[], bool], is_strict: bool
+    ) -> None:
+        """The methods are those of the replay; is_strict: what is not the lost rank's is refused in any case."""
+        self._host = host
         self._refuse = refuse
+        self._is_decisive = is_decisive
+        self._is_strict = is_strict
         self.equal: list[str] = []
         self.not_proved: list[str] = []
 
     def report(self) -> None:
         """The boundary is reached."""
-        proof.report(self._session, self.equal, self.not_proved)
+        self._host.training.report(self.equal, self.not_proved)
 
     def note_equal(self, record: Record) -> None:
         """The target's place is equal, with its loops and batches: note that for the report."""
@@ -44,8 +46,8 @@ class Findings:
         """Compare the random states after a step that began with the lost rank's.
 
         They differ if that step depends on something that is not recorded, or if the weights, which are not the lost
-        rank's yet, decide how many numbers are drawn. The evidence of the next step (proof.py) separates these two
-        cases, if there is any.
+        rank's yet, decide how many numbers are drawn. The evidence of the next step separates these two cases, if
+        there is any.
         """
         here = random_state.capture()
         names = sorted(here.keys() & record.fields.rng.keys())
@@ -55,7 +57,7 @@ class Findings:
             self.equal.append(f"random states ({', '.join(names)}) on arriving {at}")
             return
         difference = f"the replay has other random states ({', '.join(differing)}) than the lost rank {at}"
-        if not proof.is_decisive(self._session, self._boundary):
+        if not self._is_decisive():
             self._refuse(
                 f"the script cannot be replayed: {difference}: its draws depend on something that is not recorded, or "
                 "on the weights; and the lost rank has left no evidence of the next step"
@@ -73,9 +75,9 @@ class Findings:
         if not (doubts or unrecorded):
             return
         shown = "; ".join([*doubts, *unrecorded][:_MOST_DOUBTS])
-        if self._session.options.is_strict:
+        if self._is_strict:
             self._refuse(f"the script cannot be replayed: {shown}")
-        if is_joining and not proof.is_decisive(self._session, self._boundary):
+        if is_joining and not self._is_decisive():
             self._refuse(
                 f"{shown}; and the lost rank had left no loss of its step that would show whether this matters",
                 is_contradiction=False,
