@@ -30,7 +30,7 @@ from ttprun.state.pieces import assemble, pieces_of
 from ttprun.tensors import checkpoint_shards, replicated, sharded, state_transfer
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.optimizer_registry import forget, optimizers, stepped, stepped_tensors, wrap_optimizer_init
-from ttprun.tensors.state_places import InDirectory
+from ttprun.tensors.state_transfer import InDirectory
 
 STEPS = 3
 LIMIT_S = 60.0

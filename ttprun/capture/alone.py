@@ -33,7 +33,7 @@ from ttprun.capture.values.trees import Comparison
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.introspect import fail_open, patching, whose
 from ttprun.introspect.host import begin, end, leave_in_children
-from ttprun.introspect.parameter_groups import all_of
+from ttprun.introspect.models import all_of
 from ttprun.introspect.tensor_bytes import bytes_of, places
 from ttprun.protocol.board import Board, Phase
 

@@ -40,7 +40,7 @@ class Field:
     MEETINGS = 10  # collectives of the whole world, and connecting to it, since the newest boundary
     PULSE_NS = 11  # time.monotonic_ns() of the heartbeat's thread: it got the GIL
     MAIN_BEATS = 12  # heartbeats that the main thread has answered: it runs bytecode; a semaphore (four cells)
-    LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.process.life_lock`
+    LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.process.heartbeat`
     SNAPSHOT_ASKED = 22  # leader: number of the requested snapshot; the agent writes it
     SNAPSHOT_NUMBER = 23  # leader: number of the snapshot that is taken at SNAPSHOT_AT
     SNAPSHOT_AT = 24  # leader: the boundary at which all ranks take it

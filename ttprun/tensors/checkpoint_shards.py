@@ -20,18 +20,17 @@ import xxhash
 from msgspec.structs import replace
 
 from ttprun.introspect import distributed_tensors, fail_open
-from ttprun.introspect.frames import SCALARS, user_frames
+from ttprun.introspect.frames import SCALARS, user_frames, variables_of
 from ttprun.introspect.looks import dictionary_of, is_a, module_of_class
-from ttprun.introspect.module_parts import parts_of, tables_of
-from ttprun.introspect.variables import variables_of
+from ttprun.introspect.models import parts_of, tables_of
 from ttprun.protocol.snapshots import Share
 from ttprun.state.chunks import OWNER
 from ttprun.state.files import write_file
 from ttprun.state.pieces import CannotReshardError
 from ttprun.state.tensor_file import chunks, lay_out, metadata_of
 from ttprun.tensors import optimizer_registry, replicated, sharded
-from ttprun.tensors.replicated import Part, parameter_of
 from ttprun.tensors.memory import Memory
+from ttprun.tensors.replicated import Part, parameter_of
 
 _MOST_MODULES = 16
 BOTH_KINDS = "some parameters are DTensors, and others differ between the ranks: both together are not stored yet"

@@ -25,10 +25,9 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of, unpack
 from ttprun.tensors import optimizer_registry, replicated, sharded
-from ttprun.tensors.mirror_slots import Layout, Part, Slot, Stored, lay_out
+from ttprun.tensors.mirror_slots import Layout, Part, ReducedParts, Slot, Stored, lay_out
 from ttprun.tensors.own_state import forms_of, held_now
 from ttprun.tensors.post_step_weights import KeptWeights
-from ttprun.tensors.reduced_parts import ReducedParts
 
 if TYPE_CHECKING:
     from ttprun.tensors.host import Host

@@ -14,8 +14,7 @@ import torch
 
 from ttprun import torch_versions
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
-from ttprun.introspect.module_parts import parts_of
-from ttprun.introspect.parameter_groups import shown_to
+from ttprun.introspect.models import parts_of, shown_to
 from ttprun.state.chunks import Chunk
 
 

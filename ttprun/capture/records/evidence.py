@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from ttprun.introspect.samples import SAMPLE_BYTES, sampled
+from ttprun.introspect.tensor_bytes import SAMPLE_BYTES, sampled
 
 ENTRIES = 256  # of one step; later ones are not noted
 _HEAD = struct.Struct("<qq")  # step, entries

@@ -98,7 +98,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.distributed.fsdp._flat_param",
         "FlatParamHandle.__init__",
-        "introspect.original_parameters:wrap_init",
+        "introspect.distributed_tensors:wrap_init",
         "to know which part of FSDP1's flat parameters is whose",
         "imported",
     ),

@@ -30,7 +30,7 @@ from ttprun.rank.context import LIVE, Mode
 from ttprun.rank.replay import loss_scaling
 from ttprun.rank.replay.step_proof import StepProof
 from ttprun.rank.session import Session
-from ttprun.tensors import gradients, kept_gradients, mirror, open_boundaries, optimizer_registry
+from ttprun.tensors import gradients, mirror, open_boundaries, optimizer_registry
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.post_step_weights import KeptWeights
 
@@ -174,7 +174,7 @@ class ReplayRun(Replay, Mode):
         self._order_buckets()
         if not is_before_step:
             if self._taken_again is not None:
-                kept_gradients.note_step(self._taken_again)
+                gradients.note_step(self._taken_again)
             gradients.poison(
                 optimizer_registry.optimizers(),
                 lambda: report_mismatch(session.channel, session.generation, gradients.CARRIED),

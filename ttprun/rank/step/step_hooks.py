@@ -32,8 +32,8 @@ from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
+from ttprun.introspect.frames import variables_of
 from ttprun.introspect.unseen import unseen
-from ttprun.introspect.variables import variables_of
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import report_mismatch
@@ -42,7 +42,7 @@ from ttprun.rank.session import Session, current
 from ttprun.rank.step import closures, for_standbys, hindrances, pending
 from ttprun.rank.step.boundary import describe
 from ttprun.rank.step.commit_barrier import commit
-from ttprun.tensors import gradients, open_boundaries, optimizer_registry, replicated, sharded, shared_backwards
+from ttprun.tensors import gradients, open_boundaries, optimizer_registry, replicated, sharded
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
@@ -285,7 +285,7 @@ def _look_at_state(session: Session) -> None:
 def _write_record(
     session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
 ) -> bool:
-    is_open = shared_backwards.look(optimizer)
+    is_open = open_boundaries.look(optimizer)
     is_open = is_open or open_boundaries.is_in_backward()
     session[OwnState].is_apt = False
     try:

@@ -6,20 +6,149 @@ ports leads to which rank (`publish`), since the accepting end of a connection c
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ttprun.introspect.tensor_bytes import bytes_of
+
+if TYPE_CHECKING:
+    from ttprun.groups.buckets import Buckets
+
+
 import contextlib
 import ctypes
 import json
 import os
 import socket
 import struct
+import sys
 import threading
 from collections import defaultdict
-from typing import Any
 
 from ttprun.chaos.faults import Fault
 from ttprun.groups.connection import Connection, Exchange
 from ttprun.groups.process_group import groups_of
+from ttprun.introspect.distributed_tensors import local_of
 from ttprun.rank.session import Session
+from ttprun.tensors import optimizer_registry
+
+# Wrong numbers on purpose: a NaN in a gradient, a flipped bit in a parameter. As with defective memory, no version
+# counter changes.
+
+
+_REDUCING = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+)
+
+
+def put_nan(op: str, inputs: Any, buckets: Iterable[Buckets] = ()) -> str:
+    """Make the middle element of the first floating tensor NaN, if these are gradients; returns what was done, or "".
+
+    inputs    the operation's argument: a tensor, or nested lists of tensors
+    buckets   known buckets of DDP, whose gradient becomes NaN too, as after a real backward pass
+    """
+    if op not in _REDUCING:
+        return ""
+    for index, tensor in enumerate(_tensors_in(inputs)):
+        if tensor.is_floating_point() and tensor.numel() and _is_gradient(tensor):
+            flat = tensor.detach().view(-1)
+            at = flat.numel() // 2
+            flat.numpy()[at] = float("nan")
+            for gradient, place in [part for known in buckets for part in known.parts(flat)]:
+                gradient.numpy()[place.isnan().numpy()] = float("nan")
+            return f"element {at} of {flat.numel()} in tensor {index} of {op}"
+    return ""
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _is_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is reduced during backward (DDP's buckets), or is the gradient of an optimizer's parameter."""
+    from ttprun.tensors import optimizer_registry
+
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    gradients = (
+        parameter.grad
+        for optimizer in optimizer_registry.optimizers()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    return any(gradient is not None and gradient.data_ptr() == tensor.data_ptr() for gradient in gradients)
+
+
+def flip_bit(seed: int) -> str:
+    """Flip one bit of one parameter that an optimizer holds; returns which. Raises ValueError if there is none."""
+    from ttprun.tensors import optimizer_registry
+
+    drawn = random.Random(seed)
+    parameters = [
+        (f"optimizer {number}, group {group_number}, parameter {index}", parameter)
+        for number, optimizer in enumerate(optimizer_registry.optimizers())
+        for group_number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if parameter.numel() and parameter.is_contiguous()
+    ]
+    if not parameters:
+        raise ValueError("no optimizer holds a parameter yet")
+    name, parameter = drawn.choice(parameters)
+    raw = bytes_of(parameter)
+    at, bit = drawn.randrange(len(raw)), drawn.randrange(8)
+    raw[at] ^= 1 << bit
+    return f"bit {bit} of byte {at} in {name}"
+
+
+# A simulated device that fails on purpose (`tests/simulated_npu`), in memory that holds the script's own tensors.
+#
+# The device raises its errors itself, when it meets what has failed.
+
+
+def break_device(kind: str) -> str:
+    """Break this process's device; returns what was done. Raises ValueError if that cannot be done."""
+    breaking: Any = sys.modules.get("torch_npu.breaking")
+    if breaking is None:
+        raise ValueError(
+            "only the simulated NPU can be broken on purpose: run with --device npu (ttprun guide devices)"
+        )
+    if kind == "link":
+        breaking.fail_next_collective()
+        return "simulated device; its next collective fails"
+    if kind == "device-lost":
+        breaking.lose_device()
+        return "simulated device; it no longer answers"
+    held = (local_of(tensor) for tensor in optimizer_registry.stepped_tensors() if tensor.device.type == "npu")
+    failed = [tensor for tensor in held if tensor.untyped_storage().nbytes()]
+    if not failed:
+        raise ValueError("no optimizer holds a parameter on the device yet")
+    if kind == "uce-fatal":
+        breaking.fail_memory_of_library()
+        return "simulated device; memory that belongs to no tensor fails in the next collective"
+    if kind == "uce-low":
+        activation = failed[0].detach().clone()
+        breaking.fail_memory(activation)
+        activation.add_(1)  # read, and then given back
+        return f"simulated device; memory of an activation ({activation.nbytes} bytes) fails"
+    for tensor in failed:
+        breaking.fail_memory(tensor, breaking.State.UCE_EXIT if kind == "uce-high" else breaking.State.HBM_ECC_EXIT)
+    size = sum(tensor.nbytes for tensor in failed)
+    return f"simulated device; {len(failed)} tensors ({size} bytes) hold garbage, and fail when they are read"
+
 
 SLOW_BYTES_PER_S = 256 << 10
 _PEER_LIMIT_S = 5.0
