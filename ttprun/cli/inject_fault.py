@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ttprun.chaos.faults import KINDS, PHASES, RANDOM, Fault, check_word, parse_fault, phases_of
-from ttprun.chaos.injections import PlannedStrike, strikes
+from ttprun.chaos.schedule import PlannedStrike, strikes
 from ttprun.cli.control import ask
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config_sources import read_config_file, resolve

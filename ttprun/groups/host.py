@@ -93,11 +93,12 @@ class Life:
 class Training:
     """The training that the groups serve; of one that knows nothing, unless a subclass does."""
 
-    def note_input(self, name: str, inputs: Sequence[torch.Tensor], op: str) -> bool:
+    def note_input(self, name: str, inputs: Sequence[torch.Tensor], op: str, is_one_of_many: bool = False) -> bool:
         """An operation is about to be issued; returns whether its inputs equal a lost rank's to rounding alone.
 
         name     of the group and operation, or of the message; the same in all processes of this rank
         inputs   that this rank gives: dense, any dtype, shape and device
+        is_one_of_many  a step may have hundreds: not all need be compared
 
         May raise what ends a replacement that comes to something else.
         """
