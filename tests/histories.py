@@ -328,7 +328,7 @@ def allowed_ends(history: History) -> tuple[str, ...]:
     """The rows of the table that a history may end in."""
     is_long = any(spell.kind == "cut" and spell.for_s > 5.0 for spell in history.spells)
     if not is_long and history.killed != "launcher":
-        return ("repaired",) if history.killed else ("undisturbed",)
+        return ("repaired", "undisturbed") if history.killed else ("undisturbed",)  # no rank is on a spare node
     if history.is_requeued:
         return "undisturbed", "repaired", "done later"
     return "undisturbed", "repaired", "ended"
