@@ -268,6 +268,11 @@ def keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    retransmit_soon(sock)
+
+
+def retransmit_soon(sock: socket.socket) -> None:
+    """Have the kernel try again every second: else it may be silent for seconds after a network is there again."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _RETRANSMIT_MS)
 
