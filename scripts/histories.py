@@ -80,9 +80,17 @@ def run(asked: argparse.Namespace, numbers: list[int]) -> int:
     print(f"{len(told)} histories in {took_s} s: {dict(ends)}; {len(bad)} wrong (left in {keep})")
     if asked.json:
         result = {"machine": _machine(), "seed": asked.seed, "histories": len(told), "took_s": took_s}
-        found = result | {"ends": dict(ends), "told": sorted(told, key=lambda one: one["history"]["number"])}
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+        head = json.dumps(result | {"wrong": len(bad), "ends": dict(ends)}, indent=1).removesuffix("\n}")
+        lines = [json.dumps(_kept(one)) for one in sorted(told, key=lambda one: one["history"]["number"])]
+        asked.json.write_text(f'{head},\n "told": [\n' + ",\n".join(lines) + "\n]}\n")
     return 1 if bad or len(told) < len(numbers) else 0
+
+
+def _kept(one: dict[str, Any]) -> dict[str, Any]:
+    """Of a history, what is written: the seed draws the rest again."""
+    drawn = histories.draw(one["history"]["seed"], one["history"]["number"])
+    names = ["end", "problems", "exit_codes", "lost", "dropped", "took_s"]
+    return {"what": str(drawn)} | {name: one[name] for name in names}
 
 
 def _show(one: dict[str, Any], count: int, of: int) -> None:
@@ -116,6 +124,9 @@ def _machine() -> dict[str, Any]:
 
     return {
         "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short=9", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True
+        ).stdout.strip(),
         "cpus": os.cpu_count(),
         "load": [round(one, 2) for one in os.getloadavg()],
         "torch": torch.__version__,

@@ -11,8 +11,10 @@ import pytest
 
 from tests.agent.test_spare_pool import LIMIT_S, Lead
 from tests.nodes import free_port
+from ttprun.agent.cluster import moved_store
 from ttprun.agent.cluster.moved_store import JobFinder, MovedStore
 from ttprun.agent.cluster.spare_pool import RendezvousKeys, read_where, write_where
+from ttprun.protocol import meeting
 
 LOST = "127.0.0.9"  # nobody listens there
 
@@ -116,3 +118,17 @@ def test_a_launcher_that_comes_while_the_job_ends_waits_for_that_and_then_starts
         lead.peers.close(lead.selector)
 
         assert answer.result(LIMIT_S) == ""
+
+
+def test_it_also_waits_until_the_store_of_the_job_that_has_ended_is_gone(
+    lead: Lead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([meeting.Concluded("restart", "the job is ending", True, 0), None, None, None])
+    there, looks = iter([True, True, False]), []
+    monkeypatch.setattr(JobFinder, "find", lambda self: "")
+    monkeypatch.setattr(JobFinder, "_ask_leader", lambda self: next(answers))
+    monkeypatch.setattr(moved_store, "_has_job", lambda *where: looks.append(where) or next(there))
+    monkeypatch.setattr(moved_store, "_LOOK_AGAIN_S", 0.0)
+
+    assert finder("", port=7).find_at_start() == ""
+    assert looks == [(LOST, 7, "job")] * 3

@@ -439,6 +439,32 @@ def test_who_comes_after_the_node_with_the_store_was_lost_finds_the_job(
     assert_same_weights(runs, undisturbed(GATED, 2))
 
 
+def test_a_launcher_that_comes_while_the_job_saves_its_state_waits_and_takes_part_in_the_next_start(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    options = ["--save-dir", str(tmp_path / "save"), "--run-id", "job"]
+    with Nodes(2) as nodes:
+        launches = [start_gated(nodes, number, tmp_path, size="2", options=options) for number in range(2)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+        stopped, lead = rank_pid(launches[1]), leading(launches)
+        os.kill(stopped, signal.SIGSTOP)  # so that saving takes as long as the test needs
+        launches[0].process.send_signal(signal.SIGTERM)
+        launches[lead].wait_for_event("phase_changed", after="PERSISTING")
+
+        came = start_gated(nodes, 0, tmp_path / "again", size="2", gate=tmp_path, options=options)
+        came.wait_for_output("the job is ending: this launcher waits for that, and then starts it again")
+        (tmp_path / "gate").touch()
+        os.kill(stopped, signal.SIGCONT)
+        before = [launch.finish() for launch in launches]
+        again = start_gated(nodes, 1, tmp_path / "again", size="2", gate=tmp_path, options=options)
+        _, runs = finished([came, again])
+
+    assert [run.exit_code for run in before] == [143, 143], before[0].story()
+    assert {run.status["resume"]["outcome"] for run in runs} == {"recovered"}, runs[0].story()
+    assert_same_weights(runs, undisturbed(GATED, 2))
+
+
 def test_if_the_leader_is_lost_while_a_rank_of_another_node_is_repaired_both_are_repaired_anew(
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

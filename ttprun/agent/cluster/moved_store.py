@@ -91,17 +91,25 @@ class JobFinder:
 
         Blocks while the job saves its state and ends, and for LATE_LIMIT_S if neither it nor the store can be reached.
         """
-        is_told, ends_s = False, time.monotonic() + LATE_LIMIT_S
+        has_ended, ends_s = False, time.monotonic() + LATE_LIMIT_S
         while not (found := self.find()):
-            is_ending = isinstance(self._ask_leader(), meeting.Concluded)
-            if is_ending and not is_told:
-                logger.warning("the job is ending: this launcher waits for that, and then starts it again")
-                is_told = True
-            is_late = time.monotonic() > ends_s or self._is_host or _answers(self._host, self._port)
-            if not is_ending and is_late:
+            if isinstance(self._ask_leader(), meeting.Concluded):
+                if not has_ended:
+                    logger.warning("the job is ending: this launcher waits for that, and then starts it again")
+                has_ended, ends_s = True, time.monotonic() + LATE_LIMIT_S
+            elif time.monotonic() > ends_s or not self._is_awaited(has_ended):
                 return ""
             time.sleep(_LOOK_AGAIN_S)
         return found
+
+    def _is_awaited(self, has_ended: bool) -> bool:
+        """Whether the rendezvous is not to be entered yet.
+
+        has_ended   the job was here, and its launchers are leaving: the store of the one that had it goes last
+        """
+        if has_ended and _has_job(self._host, self._port, self._run_id):
+            return True
+        return not self._is_host and not _answers(self._host, self._port)
 
     def find(self) -> str:
         """host:port of the store that the agent that leads serves; "": none is known, or can be reached."""
