@@ -16,7 +16,7 @@ from ttprun.observe.console import LogFormat
 from ttprun.state.interval import parse_interval
 from ttprun.state.memory_share import parse_memory
 from ttprun.web.address import parse_address
-from ttprun.web.kinds import USUAL, Kind
+from ttprun.web.companion import USUAL, Kind
 
 # One path component, since it names a directory: no slash, no leading dot or dash.
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from tests.rank.fakes import make_session
-from ttprun.rank import session as sessions
-from ttprun.rank.comm.connection import Exchange
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.process_group import ManagedGroup
-from ttprun.rank.comm.results import Results
+from ttprun.groups.connection import Exchange
+from ttprun.groups.journal import Journal
+from ttprun.groups.process_group import ManagedGroup
+from ttprun.groups.results import Results
+from ttprun.introspect import host
 
 A_STEP = 50  # collectives
 STEPS = 60
@@ -46,7 +46,7 @@ class Link:
 def least_us(size_bytes: int) -> float:
     """The least time of an all-reduce of so many bytes, with its wait, among some steps."""
     session = make_session()
-    sessions.begin(session)
+    host.begin(session)
     group = ManagedGroup(session, session[Exchange], "world", [0, 1], 0, timedelta(seconds=5))
     link: Any = Link()
     group.links._by_type = {"cpu": link}

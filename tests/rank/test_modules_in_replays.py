@@ -9,15 +9,16 @@ from typing import Any
 
 from tests.rank.fakes import FakeChannel, make_session
 from tests.rank.processes import run_alone
+from ttprun.capture.position import ast_transform
+from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.values import pack
+from ttprun.groups.results import Answers
+from ttprun.introspect import whose
 from ttprun.protocol import from_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank.checks.replay_guard import MismatchError
-from ttprun.rank.comm.results import Answers
-from ttprun.rank.position import ast_transform, whose
-from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.step import boundary
-from ttprun.rank.values import pack
 
 # The first epoch ended with a validation; the replacement comes straight to a later one.
 SCRIPT = """
@@ -59,7 +60,7 @@ def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tupl
             made.append((pack(fields), [bytes(blob.numpy()) for blob in blobs]))
         else:
             known = Record.of(record[0], b"".join(record[1]))
-            ReplayRun(session, 1, (0, 0), known, None, Answers({}, [])).before_step(frame)
+            ReplayRun(session, (0, 0), known, None, Answers({}, [])).before_step(frame)
 
     scope: dict[str, Any] = {"__name__": "script", "train": train, "is_lost": record is None}
     exec(ast_transform.compile_followed(SCRIPT.encode(), f"{directory}/script.py"), scope)

@@ -14,17 +14,17 @@ from torch.utils.data import DataLoader
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
 from tests.rank.records import record_of
+from ttprun.capture.data import loaders
+from ttprun.capture.records.boundary_record import Record
+from ttprun.groups.results import Answers
+from ttprun.introspect import whose
 from ttprun.protocol import from_rank
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.checks import replay_guard
-from ttprun.rank.comm.results import Answers
-from ttprun.rank.data import loaders
-from ttprun.rank.position import whose
-from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
-from ttprun.rank.weights.post_step_weights import KeptWeights
+from ttprun.tensors.post_step_weights import KeptWeights
 
 
 def _batches_of_a_loader_that_cannot_be_recorded() -> tuple[list[int], str]:
@@ -53,7 +53,7 @@ def _before_step(note: Callable[[int], None]) -> tuple[Session, torch.optim.Opti
     session = make_session()
     become(session)
     session[KeptWeights].note = note  # type: ignore[method-assign]
-    session.groups["a group"] = None  # type: ignore[assignment]  # without one nothing is recorded
+    session.made.living["a group"] = None  # type: ignore[assignment]  # without one nothing is recorded
     return session, torch.optim.SGD([torch.ones(2, requires_grad=True)])
 
 
@@ -96,11 +96,11 @@ def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(replay_guard, "_KILL_LIMIT_S", 0.0)
     session = make_session(str(tmp_path))
     target: Any = Record(record_of(2), [])
-    replay = ReplayRun(session, 2, (0, 0), target, None, Answers((), ()))
+    replay = ReplayRun(session, (0, 0), target, None, Answers((), ()))
 
     with pytest.raises(replay_guard.MismatchError):
         replay.before_step(sys._getframe())
-    replay._output.end(0, 0)
+    replay.output.end(0, 0)
 
     (mismatch,) = session.channel.sent  # type: ignore[attr-defined]
     assert isinstance(mismatch, from_rank.Mismatch)

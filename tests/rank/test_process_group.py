@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from tests.rank.collectives import FLOAT, SUMS, ours, plain
 from tests.rank.worlds import run_world
-from ttprun.rank.comm.process_group import ManagedGroup
+from ttprun.groups.process_group import ManagedGroup
 from ttprun.rank.session import current
 
 
 def destroy_and_begin_again(rank: int, place: str) -> Any:
-    from ttprun.rank.comm import journal
+    from ttprun.groups import journal
 
     journal.PATIENCE_S = 0.5
     group = dist.new_group([0, 1])
@@ -22,7 +22,7 @@ def destroy_and_begin_again(rank: int, place: str) -> Any:
     dist.destroy_process_group(group)
     dist.destroy_process_group()
     session = current()
-    left = None if session is None else len(session.groups)
+    left = None if session is None else len(session.made.living)
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
     y = ours(rank)
     dist.all_reduce(y)

@@ -40,7 +40,7 @@ class Field:
     MEETINGS = 10  # collectives of the whole world, and connecting to it, since the newest boundary
     PULSE_NS = 11  # time.monotonic_ns() of the heartbeat's thread: it got the GIL
     MAIN_BEATS = 12  # heartbeats that the main thread has answered: it runs bytecode; a semaphore (four cells)
-    LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.process.life_lock`
+    LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.process.heartbeat`
     SNAPSHOT_ASKED = 22  # leader: number of the requested snapshot; the agent writes it
     SNAPSHOT_NUMBER = 23  # leader: number of the snapshot that is taken at SNAPSHOT_AT
     SNAPSHOT_AT = 24  # leader: the boundary at which all ranks take it
@@ -48,9 +48,9 @@ class Field:
     PAUSE_AT = 26  # leader: the boundary after which all ranks wait
     ENDED_BY = 27  # leader: the signal that the agent sends to all ranks to end them; the agent writes it
     QUIESCE_ASKED = 28  # leader: 1 while the agent waits for a boundary that is not open; the agent writes it
-    OPEN_AT = 29  # leader: the newest open boundary (`ttprun.rank.weights.open_boundaries`), 0: none so far
+    OPEN_AT = 29  # leader: the newest open boundary (`ttprun.tensors.open_boundaries`), 0: none so far
     END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
-    OWN_STATE = 31  # of a rank alone: of which boundary it keeps its state, and where (`ttprun.rank.weights.own_state`)
+    OWN_STATE = 31  # of a rank alone: of which boundary it keeps its state, and where (`ttprun.tensors.own_state`)
     ALL_NODES_AT = 32  # of a node's first rank: what all nodes have recorded (`ttprun.rank.step.inter_node_commit`)
     MIRROR_0 = 33  # what this rank's mirror holds in its first slot, see `ttprun.protocol.mirrors`
     MIRROR_1 = 34  # and in the second one
@@ -58,7 +58,7 @@ class Field:
     AGENT_NS = 36  # leader: time.monotonic_ns() when the agent's supervisor last came by; the agent writes it
     ENDED = 37  # 1: the script has come to its end, exit handlers included, and its process stays for the others
     STEPPED = 39  # the newest boundary whose optimizer step has run to its end
-    REHEARSED = 38  # the newest boundary whose record was read back, see `ttprun.rank.checks.rehearsal`; 0: none so far
+    REHEARSED = 38  # the newest boundary whose record was read back, see `ttprun.capture.rehearsal`; 0: none so far
     MIRROR_COPY_0 = 40  # what this rank keeps of the mirror of a rank of the node before, in its first slot
     MIRROR_COPY_1 = 41  # and in the second one
     MIRROR_COPY_BYTES = 42  # memory that both take

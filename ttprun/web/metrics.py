@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ttprun import __version__
-from ttprun.observe.spans import COLUMNS, seconds_of
+from ttprun.observe.events import COLUMNS, seconds_of
 from ttprun.observe.status import RunStatus
 from ttprun.web.feed import Feed
 from ttprun.web.histogram import Histogram

@@ -19,8 +19,7 @@ from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.agent.report.busy_shares import BusyShares
 from ttprun.errors import in_short
-from ttprun.observe.events import timestamp
-from ttprun.observe.history import History
+from ttprun.observe.events import History, timestamp
 from ttprun.observe.run_directory import RunDirectory, replace_file
 from ttprun.observe.status import (
     RankStatus,

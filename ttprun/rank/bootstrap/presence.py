@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from ttprun.chaos import damage
 from ttprun.device.errors import DeviceErrors, DeviceFault, Diagnosis, diagnosis_of, is_out_of_memory
+from ttprun.introspect.fail_open import session_now
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.channel import Channel, Message
 from ttprun.protocol.codec import Refused
 from ttprun.rank.bootstrap import unhooked
-from ttprun.rank.fail_open import session_now
-from ttprun.rank.process import held_signals, life_lock
+from ttprun.rank.process import heartbeat, held_signals
 
 if TYPE_CHECKING:
     from ttprun.rank.bootstrap.ahead import Ahead
@@ -63,7 +63,7 @@ class Presence:
     def greet(self, board: Board) -> None:
         """This process is the rank from now on; main thread only."""
         with contextlib.suppress(AttributeError):  # a C library without such locks
-            life_lock.hold(board, self.welcome.rank)
+            heartbeat.hold(board, self.welcome.rank)
         self.channel.send(from_rank.Present(os.getpid(), threading.main_thread().ident or 0))
 
     def hand_over(self, heir: Callable[[Message], None], begin_in: Callable[[int], None]) -> None:

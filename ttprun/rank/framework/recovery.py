@@ -24,15 +24,16 @@ from msgspec.structs import asdict
 
 from ttprun.device import accelerator
 from ttprun.device.interface import DeviceFailedError
+from ttprun.groups.journal import Journal
+from ttprun.groups.links import cut_all
+from ttprun.groups.process_group import groups_of
+from ttprun.introspect import moments
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.mindio import RepairType
-from ttprun.rank import moments
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.links import cut_all
-from ttprun.rank.comm.process_group import groups_of
 from ttprun.rank.framework import randomness, scheduler
 from ttprun.rank.framework.codes import RET_NO_REBUILD, ReportState
 from ttprun.rank.framework.errors import FORCE_STOP
@@ -41,8 +42,7 @@ from ttprun.rank.framework.handlers import Size
 from ttprun.rank.replay import freezing
 from ttprun.rank.replay.recovery import JoinsTraining, Ordered, Recovery
 from ttprun.rank.session import Session
-from ttprun.rank.weights import state_places, state_transfer
-from ttprun.rank.weights.replicated import NotRepairableError
+from ttprun.tensors import state_transfer
 
 LOADS = (RepairType.RT_LOAD_CKPT, RepairType.RT_LOAD_REBUILD)
 REBUILDS = (RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_LOAD_REBUILD)
@@ -168,7 +168,7 @@ class CallbackRecovery(Recovery):
             if not entry.is_done:
                 entry.settle(RuntimeError(f"{FORCE_STOP}. A recovery has begun (ttprun)"))
         session[Journal].clear()
-        session.groups_made.clear()
+        session.made.by_ranks.clear()
 
     def _signatures(self) -> dict[str, GroupJournal]:
         """By group: its ranks. What was issued is not issued again."""
@@ -233,7 +233,7 @@ class CallbackRecovery(Recovery):
                 framework.handlers.clean(False)
             framework.note_cleaned()
         for name in order.groups:
-            if (group := session.groups.get(name)) is not None:
+            if (group := session.made.living.get(name)) is not None:
                 group.links.connect_in(session.generation)
                 group.links.is_joined = True
         with self._calling():
@@ -246,11 +246,11 @@ class CallbackRecovery(Recovery):
         if kind is RepairType.RT_SEND:
             name = f"state-{session.generation}-{session.rank}.sock"
             state_transfer.serve(
-                state_places.InDirectory(session.run_dir, name), len(part.dst), limit_s, self._check_overtaken
+                state_transfer.InDirectory(session.run_dir, name), len(part.dst), limit_s, self._check_overtaken
             )
         elif kind in RECEIVES:
             for source in part.src:
-                place = state_places.InDirectory(session.run_dir, f"state-{session.generation}-{source}.sock")
+                place = state_transfer.InDirectory(session.run_dir, f"state-{session.generation}-{source}.sock")
                 state_transfer.fetch(place, limit_s, self._check_overtaken)
         elif kind in LOADS:
             raise NotRepairableError("a checkpoint must be loaded, and no repair handler is registered")

@@ -17,24 +17,23 @@ import traceback
 from typing import Any, NamedTuple
 
 from ttprun.device.interface import DeviceFailedError
+from ttprun.groups import on_device
+from ttprun.groups.connection import Exchange, GenerationOverError
+from ttprun.groups.entry import Entry
+from ttprun.groups.journal import REPORT_AFTER_S, Journal
+from ttprun.groups.links import abort_all, cut_all
+from ttprun.groups.process_group import living
+from ttprun.introspect import fail_open, moments
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.channel import Message
-from ttprun.rank import moments
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.comm import on_device
-from ttprun.rank.comm.connection import Exchange, GenerationOverError
-from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import REPORT_AFTER_S, Journal
-from ttprun.rank.comm.links import abort_all, cut_all
-from ttprun.rank.comm.process_group import living
-from ttprun.rank.process import open_files
+from ttprun.rank.process import heartbeat
 from ttprun.rank.replay import freezing, repairing, resuming
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
-from ttprun.rank.weights import replicated
-from ttprun.rank.weights.mirror import Mirror
-from ttprun.rank.weights.snapshots import SnapshotPart
+from ttprun.tensors.mirror import Mirror
+from ttprun.tensors.snapshots import SnapshotPart
 
 _DOING: dict[type, str] = {
     to_rank.Freeze: "stopped",
@@ -196,7 +195,7 @@ class Recovery:
     def _answer(self, order: Ordered) -> None:
         session = self._session
         try:
-            with open_files.with_room():
+            with heartbeat.with_room():
                 self._carry_out(order)
         except (OvertakenError, GenerationOverError):
             return
@@ -207,7 +206,7 @@ class Recovery:
                 return
             if session.framework is None and on_device.has_failed(session, error):
                 on_device.give_up_process(session, DeviceFailedError(str(error)))
-            is_refusal = isinstance(error, replicated.NotRepairableError)
+            is_refusal = isinstance(error, fail_open.NotRepairableError)
             if isinstance(order, _OF_CONNECTIONS) and isinstance(error, RuntimeError | OSError) and not is_refusal:
                 # These errors only mean that another rank is lost or a connection has broken.
                 if not self._is_overtaken_soon(order.generation):
@@ -222,7 +221,7 @@ class Recovery:
 
     def _carry_out(self, order: Ordered) -> None:
         session = self._session
-        on_device.enter()
+        on_device.enter(self._session)
         match order:
             case to_rank.Freeze():
                 self._freeze(order)

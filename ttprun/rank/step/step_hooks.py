@@ -21,32 +21,33 @@ from typing import Any
 
 import torch
 
+from ttprun.capture import values
+from ttprun.capture.effects.effects import Effects
+from ttprun.capture.position.read_gradients import are_read_after
+from ttprun.capture.records.boundary_record import BoundaryRecord
+from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
+from ttprun.capture.rehearsal import Rehearsal
+from ttprun.capture.values.trees import name_of_blob
 from ttprun.device import accelerator
+from ttprun.groups.journal import Journal
+from ttprun.groups.process_group import groups_of
+from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
+from ttprun.introspect.frames import variables_of
+from ttprun.introspect.unseen import unseen
 from ttprun.protocol.board import LEADER, Field, Phase
-from ttprun.rank import fail_open, moments, signal_handlers, values
 from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.process_group import groups_of
-from ttprun.rank.effects import origins, output
-from ttprun.rank.position.read_gradients import are_read_after
-from ttprun.rank.position.variables import variables_of
-from ttprun.rank.process.unseen import unseen
-from ttprun.rank.records.boundary_record import BoundaryRecord
-from ttprun.rank.records.recorder import Recorder, RecordTooLargeError
 from ttprun.rank.session import Session, current
 from ttprun.rank.step import closures, for_standbys, hindrances, pending
 from ttprun.rank.step.boundary import describe
 from ttprun.rank.step.commit_barrier import commit
-from ttprun.rank.values.trees import name_of_blob
-from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, replicated, sharded, shared_backwards
-from ttprun.rank.weights.holdings import Holdings
-from ttprun.rank.weights.mirror import Mirror
-from ttprun.rank.weights.own_state import OwnState
-from ttprun.rank.weights.post_step_weights import KeptWeights
-from ttprun.rank.weights.snapshots import SnapshotPart
+from ttprun.tensors import gradients, open_boundaries, optimizer_registry, replicated, sharded
+from ttprun.tensors.holdings import Holdings
+from ttprun.tensors.mirror import Mirror
+from ttprun.tensors.own_state import OwnState
+from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.snapshots import SnapshotPart
 
 _running: torch.optim.Optimizer | None = None
 _boundary = 0  # to which the running step leads
@@ -148,7 +149,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         report_mismatch(session.channel, session.generation, gradients.CARRIED)
     if gradients.were_carried(optimizer):
         session.give_up_protection(gradients.CARRIED)
-    if not session.groups:
+    if not session.made.living:
         hindrances.look_without_group(session)
     if session.is_recorded():
         pending.wait_for_all(session, session.applied + 1)
@@ -160,7 +161,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         session[Alignment].arrive(session, boundary, optimizer)
         if not session.trains_alone:
             stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-            are_new = session[Holdings].are_new(stepped, optimizer, session.groups_count)
+            are_new = session[Holdings].are_new(stepped, optimizer, session.made.count)
             if are_new and len(stepped.counts) > 1:
                 _collect_dropped()
                 session[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
@@ -252,7 +253,7 @@ def pass_boundary(session: Session) -> None:
     """The boundary is passed: the step has run to its end, or begins, if it is a collective one."""
     with session.lock:
         session.applied += 1
-        session.pass_groups()
+        session.made.pass_boundary()
         session.is_applying = False
         session.row[Field.APPLIED] = session.applied
         session.row[Field.MEETINGS] = 0
@@ -265,7 +266,7 @@ def _end_step(session: Session) -> None:
     session.touch(Phase.COMPUTING)
     if not session.has_stepped:
         session.has_stepped = True
-        origins.end()
+        Effects.end_set_up()
         _look_at_state(session)
         for_standbys.report(session)
         if not session.unprotected:
@@ -277,14 +278,14 @@ def _look_at_state(session: Session) -> None:
     if session.is_recorded():
         try:
             replicated.describe()
-        except replicated.NotRepairableError as error:
+        except fail_open.NotRepairableError as error:
             session.give_up_protection(f"{error}, and another rank cannot load that")
 
 
 def _write_record(
     session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
 ) -> bool:
-    is_open = shared_backwards.look(optimizer)
+    is_open = open_boundaries.look(optimizer)
     is_open = is_open or open_boundaries.is_in_backward()
     session[OwnState].is_apt = False
     try:
@@ -350,12 +351,12 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
     """Why this rank's state could not be restored from records, other ranks and snapshots; "" if it could."""
     if not session.has_stepped and (why_not := hindrances.why_shards_unknown(optimizer)):
         return why_not
-    elsewhere = output.why_not_counted()
+    elsewhere = Effects.why_not_counted()
     if elsewhere:
         return elsewhere
     if session.has_stepped:
         return sharded.why_not_at_rest(optimizer) if optimizer_registry.are_sharded() else ""
-    if not sharded.are_any(optimizer_registry.parameters()):
+    if not distributed_tensors.are_any(optimizer_registry.parameters()):
         return ""
     why_not = sharded.why_not_held(optimizer_registry.stepped_tensors())
     return why_not or sharded.why_not_at_rest(optimizer)

@@ -1,0 +1,196 @@
+"""Combine nodes of two runs' records in one record: they get its numbers, and each object is defined once.
+
+In the outcome the objects of the new run have higher numbers than those of the old one. Objects at the same place in
+both runs become one object, with the new run's number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from ttprun.capture.records.nodes import (
+    PARTS,
+    ActivationNode,
+    AnyNode,
+    ChangedDataNode,
+    DataNode,
+    DictNode,
+    FileNode,
+    ModuleNode,
+    Node,
+    Number,
+    NumpyRandomNode,
+    Part,
+    RandomNode,
+    ReferenceNode,
+    ShardedNode,
+    TensorNode,
+    WeightNode,
+    WrapperNode,
+)
+from ttprun.capture.records.packing import listed
+from ttprun.capture.values.nodes import MISSING, CannotRestoreError
+from ttprun.capture.values.trees import LISTS, Tree, count_of_parts, number_of
+
+MODULES = (ModuleNode, WrapperNode)
+
+
+def are_of_a_kind(one: Node, other: Node) -> bool:
+    """Whether two nodes are of one type, or both of modules, wrapped or not."""
+    if not isinstance(one, AnyNode) or not isinstance(other, AnyNode):
+        return False
+    return type(one) is type(other) or (isinstance(one, MODULES) and isinstance(other, MODULES))
+
+
+def state_of(node: RandomNode | NumpyRandomNode) -> list[Any]:
+    """Kind and state of a random generator."""
+    return [node.kind, node.state] if isinstance(node, RandomNode) else ["numpy", node.state]
+
+
+class Outcome:
+    """The outcome while it is made, part by part.
+
+    last, mine    records of the old run and of the new one
+    is_resized    the new run has another number of ranks
+
+    defined       numbers of the outcome whose object has been defined
+    generators    random generators whose state comes from the old run: number in the outcome -> kind and state
+    """
+
+    def __init__(self, last: Tree, mine: Tree, is_resized: bool) -> None:
+        self._last, self._mine = last, mine
+        self._is_resized = is_resized
+        self._shift = 1 + max(last.definitions, default=0)  # from a number in mine to that of the outcome
+        self._mine_of: dict[int, int] = {}  # number in the last record -> number in mine
+        self._last_of: dict[int, int] = {}
+        self.defined: set[int] = set()
+        self.generators: dict[int, list[Any]] = {}
+
+    def of_last(self, node: Node, mine: Node = MISSING) -> Node:
+        """A node of the old run's last record, to replace `mine`. Raises CannotRestoreError."""
+        if not isinstance(node, AnyNode):
+            return node
+        if isinstance(node, ReferenceNode):
+            outcome = self.outcome_of_last(node.number)
+            found = self._last.resolve(node)
+            if outcome in self.defined or found is node:
+                return ReferenceNode(outcome)
+            node = found
+        mine = self._mine.resolve(mine)
+        number = number_of(node)
+        if number is not None:
+            if self.outcome_of_last(number) in self.defined:
+                return ReferenceNode(self.outcome_of_last(number))
+            self.pair(node, mine)
+            self.define(self.outcome_of_last(number), node)
+        if isinstance(node, DataNode):
+            return ActivationNode(node.shape)
+        if isinstance(node, ShardedNode) and self._is_resized:
+            return ActivationNode(node.layout[0])
+        if isinstance(node, FileNode) and self._is_resized:
+            raise CannotRestoreError(
+                "the script reads a file by itself in its steps, and it is unknown how the ranks divide the rest of it"
+            )
+        if isinstance(node, WeightNode):
+            weight = self._last.weight(node.index)
+            index = None if weight is None else self._mine.index_of(weight)
+            if index is None:
+                raise CannotRestoreError("a variable holds an optimizer's state of a weight")
+            return replace(node, index=index)
+        if isinstance(node, RandomNode | NumpyRandomNode):
+            self.generators[self.outcome_of_last(node.number)] = state_of(node)
+        return self.copied(node, is_mine=False, beside=mine)
+
+    def of_mine(self, node: Node) -> Node:
+        """A node of the new run's record, left as it is."""
+        if not isinstance(node, AnyNode):
+            return node
+        if isinstance(node, ReferenceNode):
+            found = self._mine.resolve(node)
+            if self.outcome_of_mine(node.number) in self.defined or found is node:
+                return ReferenceNode(self.outcome_of_mine(node.number))
+            node = found
+        number = number_of(node)
+        if number is not None:
+            outcome = self.outcome_of_mine(number)
+            if outcome in self.defined:
+                return ReferenceNode(outcome)
+            self.define(outcome, node)
+        return self.copied(node, is_mine=True)
+
+    def copied(self, node: Any, is_mine: bool, beside: Node = MISSING) -> Any:
+        """A node with the outcome's numbers; its parts are of the same record.
+
+        beside   the new run's node at the place of a node of the old one
+        """
+        outcome = self.outcome_of_mine if is_mine else self.outcome_of_last
+        has_counterparts = type(beside) is type(node)
+        if has_counterparts and isinstance(node, DictNode):
+            has_counterparts = listed(beside.keys) == listed(node.keys)
+
+        def one(part: Node, counterpart: Node) -> Node:
+            return self.of_mine(part) if is_mine else self.of_last(part, counterpart)
+
+        def some(found: list[Node], counterparts: list[Node]) -> list[Node]:
+            return [one(p, counterparts[i] if i < len(counterparts) else MISSING) for i, p in enumerate(found)]
+
+        made: dict[str, Any] = {}
+        for name, part in PARTS[type(node)].items():
+            held, other = getattr(node, name), getattr(beside, name) if has_counterparts else None
+            if part is Part.NUMBER:
+                made[name] = outcome(held)
+            elif part is Part.NODE:
+                made[name] = one(held, other if has_counterparts else MISSING)
+            elif part in LISTS:
+                is_in_order = has_counterparts and part is not Part.UNORDERED
+                made[name] = some(listed(held), listed(other) if is_in_order and other is not None else [])
+            elif part is Part.NAMED:
+                made[name] = {key: one(p, (other or {}).get(key, MISSING)) for key, p in held.items()}
+            else:
+                made[name] = [{key: one(p, MISSING) for key, p in group.items()} for group in held]
+        shift = len(self._last.blobs) if is_mine else 0
+        if isinstance(node, ChangedDataNode):
+            made["blob"] = node.blob + shift
+        elif isinstance(node, TensorNode) and isinstance(node.contents, list):
+            made["contents"] = [node.contents[0] + shift]
+        elif isinstance(node, TensorNode) and isinstance(node.contents, int):
+            made["contents"] = outcome(node.contents)
+        elif isinstance(node, ModuleNode):
+            made["first_blob"] = node.first_blob + shift
+            made["attributes"] = {
+                path: {name: one(p, MISSING) for name, p in nodes.items()} for path, nodes in node.attributes.items()
+            }
+        return replace(node, **made)
+
+    # Numbers.
+
+    def outcome_of_mine(self, number: int) -> Number:
+        """The number in the outcome of an object of the new run."""
+        return Number(number + self._shift)
+
+    def outcome_of_last(self, number: int) -> Number:
+        """The number in the outcome of an object of the old run."""
+        mine = self._mine_of.get(number)
+        return Number(number) if mine is None else self.outcome_of_mine(mine)
+
+    def pair(self, last: Node, mine: Node) -> None:
+        """Combine an object of the old run and one of the new run that are at the same place."""
+        if not are_of_a_kind(last, mine):
+            return
+        number, own = number_of(last), number_of(mine)
+        if number is None or own is None or number in self.defined:
+            return
+        if number not in self._mine_of and own not in self._last_of:
+            self._mine_of[number], self._last_of[own] = own, number
+
+    def pair_parts(self, last: ModuleNode, mine: ModuleNode) -> None:
+        """Combine all parts and tensors of modules that have the same ones."""
+        for offset in range(1 + count_of_parts(mine)):
+            self._mine_of.setdefault(last.number + offset, mine.number + offset)
+            self._last_of.setdefault(mine.number + offset, last.number + offset)
+
+    def define(self, outcome: int, node: Node) -> None:
+        """An object, with all parts of a module, is defined in the outcome from now on."""
+        self.defined.update(range(outcome, outcome + 1 + count_of_parts(node)))

@@ -1,0 +1,225 @@
+"""A tensor's elements as bytes, in place, to be hashed, recorded and sent.
+
+What is large and on a device is hashed there: see `content_of`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy
+import torch
+import xxhash
+
+from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.looks import is_a
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a contiguous CPU tensor without conjugate or negative bit; itself if it is one."""
+    if tensor.is_contiguous() and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; of a sparse one, the elements that it holds."""
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Bytes of its elements, and of a sparse one's indices."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a strided tensor, in order; shares the memory of a contiguous CPU tensor.
+
+    Without tensor.numpy(), after which torch does not allow the storage to be resized any more, as FSDP does.
+    """
+    flat = plain(tensor.detach()).contiguous()
+    if not flat.numel():
+        return memoryview(b"")
+    buffer: Any = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
+    buffer.holds = flat
+    array: Any = numpy.frombuffer(buffer, numpy.uint8)
+    return memoryview(array)
+
+
+FOLDED_FROM = 256 << 10  # bytes
+_ROW = 8192  # words
+_BLOCK = 512 * _ROW  # words that are multiplied at once: 32 MiB, twice
+_WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; of longer ones their halves, and so on
+
+
+def content_of(tensor: torch.Tensor) -> memoryview:
+    """Bytes to hash instead of a strided tensor's elements: these, or for a large one on a device its `folded` rows.
+
+    Two ranks that compare hashes have the tensor on devices of the same kind.
+    """
+    return bytes_of(tensor if tensor.is_cpu or tensor.nbytes < FOLDED_FROM else folded(tensor))
+
+
+def folded(tensor: torch.Tensor) -> torch.Tensor:
+    """The sums of each row of _ROW words of a tensor, each word times an odd number of its own, modulo 2**64.
+
+    tensor   any strided tensor; its elements are read in order
+    returns  int64, on the same device
+
+    Sums of integers are the same in any order. Two different rows have the same sum by a chance of 2**-32 at the most:
+    that of multilinear hashing (Carter and Wegman). Nothing is kept on the device, whose memory may fail.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
+    factors = _factors().to(flat.device)
+    sums = []
+    for start in range(0, words.numel(), _BLOCK):
+        block = words[start : start + _BLOCK]
+        rest = block.numel() % _ROW
+        if whole := block.numel() - rest:
+            sums.append((block[:whole].view(-1, _ROW).to(torch.int64) * factors).sum(1))
+        if rest:
+            sums.append((block[whole:].to(torch.int64) * factors[:rest]).sum().view(1))
+    return torch.cat(sums) if sums else words.to(torch.int64)
+
+
+@cache
+def _factors() -> torch.Tensor:
+    """Odd numbers of 64 bits, the same everywhere (splitmix64)."""
+    with numpy.errstate(over="ignore"):
+        mixed = numpy.arange(1, _ROW + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
+        for shift, by in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            mixed = (mixed ^ (mixed >> numpy.uint64(shift))) * numpy.uint64(by)
+    return torch.from_numpy((mixed | numpy.uint64(1)).view(numpy.int64))
+
+
+def places(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Index in the sequence by the address of each tensor's storage, and of its first element.
+
+    If tensors share a storage (parts of one flat buffer), its address maps to the first of them.
+
+    tensors   any dtype, shape and device; of a DTensor the part that this rank holds counts
+    """
+    held = list(map(local_of, tensors))
+    found: dict[int, int] = {}
+    for at in ([one.untyped_storage().data_ptr() for one in held], [one.data_ptr() for one in held]):
+        for index, address in enumerate(at):
+            found.setdefault(address, index)
+    return found
+
+
+# Samples of tensors: a digest by which two processes compare them, and elements by which rounding is recognised.
+
+
+SAMPLE_BYTES = 512
+
+
+WHOLE_BYTES = 64 << 10  # a tensor up to this size is hashed whole; of a larger one, LINES lines
+
+
+LINES = 64
+
+
+LINE_BYTES = 64  # a cache line
+
+
+_WORD_BYTES = 16  # the longest element; lines and their starts are multiples of it
+
+
+_SAMPLED_BYTES = 8  # whole elements of each floating dtype
+
+
+_ROUNDING = 4096  # units in the last place of the largest element
+
+
+_MOST_ROUNDING = 0.05  # of the largest element
+
+
+_MOST_TENSORS = 32  # of a batch, a loss or a collective
+
+
+def sampled(tensors: Sequence[torch.Tensor], salt: int) -> tuple[int, bytes]:
+    """(digest of the tensors, or of parts of large ones; bytes of some elements of those of the first one's dtype).
+
+    tensors   dense, any dtype, shape and device; those after the first _MOST_TENSORS are left out
+    salt      selects the parts: others in each step, the same in each process
+    """
+    state = xxhash.xxh3_64()
+    sample = b""
+    room = SAMPLE_BYTES // min(len(tensors), _MOST_TENSORS) // _SAMPLED_BYTES * _SAMPLED_BYTES if tensors else 0
+    for tensor in tensors[:_MOST_TENSORS]:
+        if tensor.is_cpu or tensor.nbytes <= WHOLE_BYTES or not tensor.is_contiguous():
+            view = _memory(tensor)
+            part = view if len(view) <= WHOLE_BYTES else _lines(view, salt)
+        else:
+            part = _lines_on_device(tensor, salt)
+        state.update(part)
+        if tensor.dtype == tensors[0].dtype:
+            sample += _spread(part, room)
+    return state.intdigest(), sample
+
+
+def _spread(part: Any, room: int) -> bytes:
+    """At most `room` bytes of whole elements, from all of it."""
+    if len(part) <= room:
+        return bytes(part)
+    words = numpy.frombuffer(part, numpy.uint64, len(part) // _SAMPLED_BYTES)
+    return words[:: -(-len(words) * _SAMPLED_BYTES // room)].tobytes()
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """As `bytes_of`, quicker; only valid while the tensor lives."""
+    if tensor.is_cpu and tensor.nbytes and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return bytes_of(tensor)
+
+
+def _place_of_lines(size: int, salt: int) -> tuple[int, int]:
+    """(bytes from one line to the next, where each begins)."""
+    stride = size // LINES // _WORD_BYTES * _WORD_BYTES
+    return stride, salt * LINE_BYTES % (stride - LINE_BYTES + 1) // _WORD_BYTES * _WORD_BYTES
+
+
+def _lines_on_device(tensor: torch.Tensor, salt: int) -> memoryview:
+    """As `_lines`, of which alone are copied to the CPU."""
+    stride, at = _place_of_lines(tensor.nbytes, salt)
+    flat = tensor.detach().view(-1).view(torch.uint8)[: LINES * stride]
+    return _in_order(numpy.frombuffer(bytes_of(flat.view(LINES, stride)[:, at : at + LINE_BYTES]), numpy.uint8))
+
+
+def _lines(view: Any, salt: int) -> memoryview:
+    """Lines spread over the whole view, the first words of each before the rest."""
+    stride, at = _place_of_lines(len(view), salt)
+    array: Any = numpy.frombuffer(view, numpy.uint8, LINES * stride).reshape(LINES, stride)
+    return _in_order(array[:, at : at + LINE_BYTES])
+
+
+def _in_order(lines: Any) -> memoryview:
+    lines = lines.reshape(LINES, LINE_BYTES)
+    words = SAMPLE_BYTES // LINES
+    return memoryview(lines[:, :words].tobytes() + lines[:, words:].tobytes())
+
+
+def comparable(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The dense tensors among some values."""
+    return [one for one in values if is_a(one, torch.Tensor) and one.layout is torch.strided and not one.is_meta]
+
+
+def is_close(one: bytes, other: bytes, dtype: torch.dtype) -> bool:
+    """Whether two samples differ by rounding alone, as sums of several threads do.
+
+    one, other   bytes of the same elements of both tensors
+    dtype        of both; only floating ones can be close
+    """
+    if not (dtype.is_floating_point and one) or len(one) != len(other) or len(one) % dtype.itemsize:
+        return False
+    here, there = (torch.frombuffer(bytearray(sample), dtype=dtype).double() for sample in (one, other))
+    largest = max(here.abs().max().item(), there.abs().max().item())
+    return bool(((here - there).abs() <= min(_ROUNDING * torch.finfo(dtype).eps, _MOST_ROUNDING) * largest).all())
