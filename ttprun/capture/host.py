@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ttprun.introspect import host
+from ttprun.introspect.costs import Costs
 from ttprun.protocol.board import Board, Phase
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Host(Protocol):
     rank         by which its files and lines are distinguished
     applied      number of the newest boundary
     generation   how often the job has been recovered
+    costs        what we take of a step
     is_over      the script has ended with an exception
     address      of this node; "": all ranks are on one node
     row          this rank's fields on the board
@@ -105,6 +107,8 @@ class Host(Protocol):
     def is_over(self) -> bool: ...
     @property
     def mode(self) -> Life: ...
+    @property
+    def costs(self) -> Costs: ...
     @property
     def training(self) -> Training: ...
     def __getitem__(self, kind: type[_T]) -> _T: ...

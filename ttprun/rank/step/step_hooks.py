@@ -32,8 +32,10 @@ from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
+from ttprun.introspect.costs import CHECKS, COPIES, RECORD, measured
 from ttprun.introspect.frames import variables_of
 from ttprun.introspect.unseen import unseen
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import report_mismatch
@@ -142,6 +144,9 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
             session.touch(Phase.STEPPING)
         signal_handlers.Now.is_stepping = True
         return returned
+    costs = session.costs
+    costs.begin(session.applied + 1, _is_on_device)
+    since = costs.now() if costs.is_on else 0
     moments.reached("before_step")
     if accelerator.is_capturing():
         session.give_up_protection("the script captures its optimizer's step in a graph of the device: use it outside")
@@ -166,6 +171,8 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
                 _collect_dropped()
                 session[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
             session[Verifier].look(boundary, optimizer, frame, are_new)
+        if since:
+            costs.add(CHECKS, since)
         if _write_record(session, boundary, frame, optimizer, returned):
             commit(session, boundary)
     for group in groups_of(session):
@@ -201,6 +208,10 @@ def _check_given_results(session: Session) -> None:
             report_mismatch(session.channel, session.generation, reason)
 
 
+def _is_on_device() -> bool:
+    return accelerator.in_use() is not None
+
+
 @unseen
 def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Global post-hook of Optimizer.step: it has run to its end.
@@ -220,6 +231,8 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
         session.mode.after_step()
         return
     moments.reached_step_end()
+    costs = session.costs
+    since = costs.now() if costs.is_on else 0
     session.updates.end()
     gradients.watch(optimizer, partial(are_read_after, fail_open.caller()))
     if session.is_recorded():
@@ -237,7 +250,20 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
         pass_boundary(session)
     _end_step(session)
     session[Verifier].stop_if_divergent()
+    if since:
+        costs.add(COPIES, since)
+        _report_cost(session)
     moments.reached("after_step")
+
+
+def _report_cost(session: Session) -> None:
+    """Say once, for the rank that speaks for all, that protection takes more than its budget."""
+    if session.rank or session.is_over_budget:
+        return
+    over = session.costs.over(session.options.overhead_budget)
+    if over:
+        session.is_over_budget = True
+        session.channel.send(from_rank.Note(over))
 
 
 def _note_weights(session: Session) -> None:
@@ -282,6 +308,7 @@ def _look_at_state(session: Session) -> None:
             session.give_up_protection(f"{error}, and another rank cannot load that")
 
 
+@measured(RECORD)
 def _write_record(
     session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
 ) -> bool:
