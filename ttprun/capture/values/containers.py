@@ -38,8 +38,8 @@ from ttprun.capture.values.long_items import MAX_ITEMS, MIN_ITEMS, KeptItems, ke
 from ttprun.capture.values.nodes import MISSING, is_settled, look_up, look_up_type, name_of
 from ttprun.capture.values.objects import restore_attributes
 from ttprun.capture.values.restore import Restore, has_no_state, unlike
-from ttprun.capture.values.snapshot import Snapshot
-from ttprun.introspect.looks import attributes_of, base_of, is_a, length_of
+from ttprun.capture.values.snapshot import Snapshot, traces
+from ttprun.introspect.looks import attributes_of, base_of, dictionary_of, is_a, length_of, slots_of
 
 _OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt one does not get back: a dict keeps it"
 Handler = Callable[[Snapshot, Any, int], Any]
@@ -76,7 +76,12 @@ def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: 
     """Nodes of items; remembered ones if they are many and unchanged."""
     if len(items) < MIN_ITEMS:
         return snapshot.items(items, depth)
-    return kept_items(snapshot, value, items, which) or snapshot.items(list(items), depth)
+    kept = kept_items(snapshot, value, items, which)
+    if kept is None:
+        return snapshot.items(list(items), depth)
+    if kept.numbers:
+        snapshot.trace.open += 1
+    return kept
 
 
 def _packed(found: list[Node] | KeptItems) -> Any:
@@ -116,6 +121,7 @@ def record_sequence(base: type) -> Handler:
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = snapshot.number(value)
+        snapshot.trace.container(value)
         items = value if type(value) is list else list(iterate(value))
         found = _items(snapshot, value, items, depth)
         if len(items) > MAX_ITEMS:
@@ -126,7 +132,7 @@ def record_sequence(base: type) -> Handler:
         kind, attributes = _own(snapshot, value, None, depth)
         return DequeNode(number, nodes, kind, attributes, _max_length_of(value))
 
-    return handle
+    return traces(handle)
 
 
 def _made(restore: Restore, live: Any, number: int, kind_name: str | None, base: type, name: str) -> Any:
@@ -162,8 +168,11 @@ def restore_list(restore: Restore, live: Any, node: ListNode | DequeNode, name: 
     return target
 
 
+@traces
 def record_tuple(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A tuple; with the type of a named tuple."""
+    if type(value) is not tuple and (dictionary_of(value) is not None or slots_of(type(value))):
+        snapshot.trace.open += 1
     items = snapshot.items(value if type(value) is tuple else tuple(tuple.__iter__(value)), depth)
     if len(items) > MAX_ITEMS:
         return RefusedNode(f"is a tuple of {len(items)} items")
@@ -196,6 +205,7 @@ def _ids(snapshot: Snapshot, items: Iterable[Any], depth: int) -> list[Node] | N
     first = next(iter(items), None)
     if type(first) is not int or first < _LOWEST_ID:
         return None
+    snapshot.trace.open += 1
     carrier = host.current()
     weights = {id(one): one for one in ([] if carrier is None else carrier.training.weights())}
 
@@ -221,6 +231,8 @@ def record_set(exact: Any) -> Handler:
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = snapshot.number(value) if exact is set else Number(0)
+        if type(value) is not frozenset:
+            snapshot.trace.container(value)
         items = list(exact.__iter__(value))
         if all(type(item) is types.FunctionType or is_a(item, type) for item in items) and not all(
             map(_has_name, items)
@@ -236,7 +248,7 @@ def record_set(exact: Any) -> Handler:
         kinds = sorted(name_of(type(item)) for item in items)
         return SameNode(name_of(type(value)), f"{len(kinds)} of {', '.join(kinds)}")
 
-    return handle
+    return traces(handle)
 
 
 def _has_name(item: Any) -> bool:
@@ -301,9 +313,11 @@ def restore_frozenset(restore: Restore, live: Any, node: FrozensetNode, name: st
     return made
 
 
+@traces
 def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A dictionary: keys and values, in order."""
     number = snapshot.number(value)
+    snapshot.trace.container(value)
     all_keys: Any
     all_values: Any
     if type(value) is dict and len(value) >= MIN_ITEMS:

@@ -240,4 +240,4 @@ def _recorded_or_compared(record: Handler, compared: Handler) -> Handler:
     return handle
 
 
-choose_with(handler_for, fixed=(callables.record_named, callables.record_function))
+choose_with(handler_for)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ttprun.capture.records.nodes import DictNode, ListNode, Node, Number, ReferenceNode, TupleNode, WeightNode
 from ttprun.capture.records.packing import listed, pack
+from ttprun.capture.values.kept import lasting_numbers
 from ttprun.capture.values.nodes import SETTLED, is_settled
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.capture.values.unchanged import Remembered, Unchanged, begins_with
@@ -30,7 +31,6 @@ MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
 MANY_ROWS = 4096  # objects in a container, above which they are not added to those that a walk has met
 WALKS = 16  # boundaries for which a container that has changed, or cannot be kept, is walked over before another try
 _MAY_BE_KEPT = (bytes, tuple, list, dict, Tensor, PurePath, enum.Enum, FunctionType)
-_next = 1 << 24  # number of the next object in rows; above all numbers of a snapshot
 
 
 class _Walk(Snapshot):
@@ -46,10 +46,7 @@ class _Walk(Snapshot):
         self.is_relative = is_relative
 
     def number(self, value: Any) -> Number:
-        global _next
-        number = len(self.alive)
-        if not self.is_relative:
-            number, _next = _next, _next + 1
+        number = len(self.alive) if self.is_relative else lasting_numbers(1)
         self.numbers[id(value)] = number
         self.alive.append(value)
         return Number(number)
@@ -178,7 +175,6 @@ class KeptItems:
         return True
 
     def _rows(self, container: Any, added: list[Any], is_long: bool) -> list[Any] | None:
-        global _next
         walk = self._walk = self._walk or _Walk(is_long)
         begin = len(walk.alive)
         if any(type(item) is FunctionType and is_script_code(item.__code__.co_filename) for item in added):
@@ -190,7 +186,7 @@ class KeptItems:
         self._inner.add(new)
         self.objects += new
         if is_long:
-            self.first, _next = _next, _next + len(new)
+            self.first = lasting_numbers(len(new))
         numbered = ((id(value), walk.numbers[id(value)]) for value in new)
         self.numbers.update((key, self.first + number) for key, number in numbered if number is not None)
         return nodes

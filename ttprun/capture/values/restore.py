@@ -17,10 +17,10 @@ import torch
 
 from ttprun.capture.position.judgement import DEAD, NO_STATE, judge
 from ttprun.capture.records.nodes import AnyNode, EffectNode, Node, ReferenceNode, RefusedNode, SameNode
-from ttprun.capture.records.packing import listed, unpack_named
+from ttprun.capture.records.packing import listed
 from ttprun.capture.values.cures import not_recorded
 from ttprun.capture.values.nodes import MISSING, CannotRestoreError, name_of, short_name
-from ttprun.capture.values.snapshot import FIXED, Snapshot, is_hidden
+from ttprun.capture.values.snapshot import Snapshot, is_hidden, with_fixed
 from ttprun.introspect import fail_open
 from ttprun.introspect.tensor_bytes import places
 from ttprun.introspect.variables import set_local, unset_local, variables_of
@@ -107,8 +107,7 @@ class Restore:
         self, scope: Mapping[str, Any], recorded: dict[str, Any], where: str, dead: Container[str] = frozenset()
     ) -> tuple[dict[str, Any], list[str]]:
         """What to write, and what to delete."""
-        nodes = dict(recorded)
-        nodes.update(unpack_named(nodes.pop(FIXED).packed) if FIXED in nodes else {})
+        nodes = with_fixed(recorded)
         written = {}
         for name, node in nodes.items():
             live = scope.get(name, MISSING)

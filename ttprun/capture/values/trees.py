@@ -29,10 +29,10 @@ from ttprun.capture.records.nodes import (
     TensorNode,
     WeightNode,
 )
-from ttprun.capture.records.packing import listed, unpack_description, unpack_named
+from ttprun.capture.records.packing import listed, unpack_description
 from ttprun.capture.values.large_data import tensor_of
 from ttprun.capture.values.nodes import MISSING
-from ttprun.capture.values.snapshot import FIXED
+from ttprun.capture.values.snapshot import with_fixed
 
 LISTS = (Part.NODES, Part.ITEMS, Part.UNORDERED)
 
@@ -170,12 +170,6 @@ class Tree:
         if not is_parameter or optimizer >= len(counts) or index >= counts[optimizer][0]:
             return None
         return int(sum(parameters for parameters, _ in counts[:optimizer])) + index
-
-
-def with_fixed(scope: dict[str, Any]) -> dict[str, Any]:
-    """A scope's nodes, including the packed ones that are the same at each boundary."""
-    found = {name: node for name, node in scope.items() if name != FIXED}
-    return (unpack_named(scope[FIXED].packed) if FIXED in scope else {}) | found
 
 
 def name_of_blob(fields: ScriptState, index: int) -> str:

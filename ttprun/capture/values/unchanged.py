@@ -9,6 +9,7 @@ boundary.
 from __future__ import annotations
 
 import ctypes
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
 from operator import is_
@@ -95,19 +96,32 @@ class Unchanged:
         self._dictionaries: list[dict[Any, Any]] = []
         self._versions: list[int] = []
         self._contents: list[list[Any]] = []
-        self._lists: list[list[Any]] = []
+        self._lists: list[Any] = []
         self._lengths: list[int] = []
         self._items: list[Any] = []
         self._long: list[tuple[list[Any], list[Any]]] = []  # lists compared by their memory, with what they held
         self.add(containers)
 
-    def add(self, containers: Iterable[list[Any] | dict[Any, Any]]) -> None:
-        """Add containers with their current contents."""
+    @classmethod
+    def joined(cls, parts: Iterable[Unchanged]) -> Unchanged:
+        """Those of several, with the contents that are known of them."""
+        made = cls()
+        for part in parts:
+            for name in cls.__slots__:
+                getattr(made, name).extend(getattr(part, name))
+        return made
+
+    def add(self, containers: Iterable[Any]) -> None:
+        """Add lists, dictionaries, sets or deques with their current contents."""
         for one in containers:
             if isinstance(one, dict):
                 self._dictionaries.append(one)
                 self._versions.append(version_of(one))
                 self._contents.append([*one, *one.values()])
+                if type(one) is OrderedDict:  # items that change places are not counted
+                    self._lists.append(one)
+                    self._lengths.append(len(one))
+                    self._items += one
             elif len(one) >= _LONG and type(one) is list and HAVE_ADDRESSES:
                 self._long.append((one, one.copy()))
             else:
