@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import OrderedDict, deque
@@ -56,6 +57,9 @@ def _config() -> Any:
         kind=Bare,
         rows=[{"id": number} for number in range(5)],
         letters=list("abcdefghijklmnopqrstuvwxyz"),
+        table=[{"id": number, "tokens": [number]} for number in range(20)],
+        registry=type("Registry", (), {"__module__": user_values.__name__, "table": {"a": [1]}, "look": _config}),
+        part=functools.partial(dict, [("a", 1)], b=[2]),
     )
 
 
@@ -97,6 +101,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a row": lambda config: config.rows[3].update(id=7),
     "a row that is another one": lambda config: config.rows.__setitem__(3, {"id": 3.0}),
     "an attribute of a class": lambda config: setattr(config.kind, "calls", 1),
+    "a row of a long list": lambda config: config.table[13]["tokens"].append(0),
+    "a row added to a long list": lambda config: config.table.append({}),
+    "a table of a class": lambda config: config.registry.table["a"].append(2),
+    "a class's table that is another one": lambda config: setattr(config.registry, "table", {"a": [1, 2]}),
+    "a table in place of a method": lambda config: setattr(config.registry, "look", [1]),
+    "an argument of a partial": lambda config: config.part.keywords["b"].append(3),
     "an attribute of a function": lambda config: setattr(config.call, "calls", 1),
 }  # fmt: skip
 
@@ -141,8 +151,9 @@ def afresh(scope: Scope) -> Any:
     return record(scope)
 
 
-@pytest.mark.parametrize("has_versions", [True, False], ids=["versions", "no versions"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "has_versions"), [*((place, True) for place in PLACES), ("an object with a tensor", False)]
+)
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_change_deep_in_what_was_kept_is_in_the_next_record(
     change: str, place: str, has_versions: bool, monkeypatch: pytest.MonkeyPatch

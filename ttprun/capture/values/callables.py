@@ -8,6 +8,7 @@ is written. A class of the user's may hold counters and tables; those are attrib
 from __future__ import annotations
 
 import functools
+import gc
 import types
 from operator import is_
 from typing import Any
@@ -65,7 +66,7 @@ def record_function(snapshot: Snapshot, value: types.FunctionType, depth: int) -
     if not value.__closure__ and not value.__dict__ and all(type(item) in SETTLED for item in defaults):
         node = record_named(snapshot, value, depth)
         if isinstance(node, PlainNode):
-            snapshot.trace.watched.append(value)
+            snapshot.trace.objects.append((value, value.__dict__))
             return node
     snapshot.trace.open += 1
     number = snapshot.number(value)
@@ -143,6 +144,7 @@ def restore_method(restore: Restore, live: Any, node: MethodNode, name: str) -> 
     return restore.refuse(live, unlike(name, "builtins:method", live, f"the method {node.name}"))
 
 
+@traces
 def record_partial(snapshot: Snapshot, value: functools.partial[Any], depth: int) -> Any:
     """functools.partial: function, arguments, keywords."""
     number = snapshot.number(value)
@@ -196,7 +198,6 @@ def _unbound(item: Any) -> Any:
     return item.__func__ if type(item) in (staticmethod, classmethod) else item
 
 
-_NONE = frozenset[str]()
 _classes: Remembered[tuple[list[Any], dict[str, Any]]] = Remembered()  # (all that a class holds, its attributes)
 
 
@@ -205,7 +206,8 @@ def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
     """A class of the user's, whose attributes may be counters and tables; other classes are recorded by name."""
     if not is_of_user(value):
         return record_named(snapshot, value, depth)
-    scope = dictionary_of_class(value)
+    scope: dict[str, Any] = gc.get_referents(dictionary_of_class(value))[0]
+    snapshot.trace.contents.append(scope)
     held = [*scope, *scope.values()]
     known = _classes.get(value)
     if known is None or len(known[0]) != len(held) or not all(map(is_, held, known[0])):
@@ -213,11 +215,9 @@ def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
         _classes.keep(value, known)
     found = known[1]
     if not found:
-        snapshot.trace.watched.append(value)
         return _without_attributes(snapshot, value, depth)
-    snapshot.trace.open += 1
-    number = snapshot.number_of_owner(value, found, _NONE)
-    return ClassNode(number, name_of(value), snapshot.lasting_attributes(found, depth, _NONE))
+    names = snapshot.names_of(found)
+    return ClassNode(snapshot.number(value, names), name_of(value), snapshot.lasting_attributes(names, found, depth))
 
 
 def _without_attributes(snapshot: Snapshot, value: type, depth: int) -> Any:

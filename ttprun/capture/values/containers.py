@@ -34,7 +34,7 @@ from ttprun.capture.records.nodes import (
     WeightNode,
 )
 from ttprun.capture.records.packing import listed
-from ttprun.capture.values.long_items import MAX_ITEMS, MIN_ITEMS, KeptItems, kept_items, objects_in
+from ttprun.capture.values.long_items import MANY_ROWS, MAX_ITEMS, MIN_ITEMS, KeptItems, kept_items, objects_in
 from ttprun.capture.values.nodes import MISSING, is_settled, look_up, look_up_type, name_of
 from ttprun.capture.values.objects import restore_attributes
 from ttprun.capture.values.restore import Restore, has_no_state, unlike
@@ -77,15 +77,18 @@ def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: 
     if len(items) < MIN_ITEMS:
         return snapshot.items(items, depth)
     kept = kept_items(snapshot, value, items, which)
-    if kept is None:
-        return snapshot.items(list(items), depth)
-    if kept.numbers:
-        snapshot.trace.open += 1
-    return kept
+    if len(items) > MANY_ROWS or (kept is not None and len(kept.objects) > MANY_ROWS):
+        snapshot.trace.open += 1  # what is in it is looked at here
+    elif kept is not None and kept.objects:
+        snapshot.trace.contents += kept.objects
+        snapshot.alive += kept.objects
+    return kept or snapshot.items(list(items), depth)
 
 
-def _packed(found: list[Node] | KeptItems) -> Any:
-    return found if isinstance(found, list) else found.packed
+def _packed(snapshot: Snapshot, found: list[Node] | KeptItems) -> Any:
+    if isinstance(found, list):
+        return found
+    return bytes(found.packed) if snapshot.is_keeping else found.packed
 
 
 def _long(value: Any, length: int, *parts: list[Node] | KeptItems) -> LongNode | RefusedNode:
@@ -121,12 +124,12 @@ def record_sequence(base: type) -> Handler:
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = snapshot.number(value)
-        snapshot.trace.container(value)
+        snapshot.trace.contents.append(value)
         items = value if type(value) is list else list(iterate(value))
         found = _items(snapshot, value, items, depth)
         if len(items) > MAX_ITEMS:
             return _long(value, len(items), found)
-        nodes = _packed(found)
+        nodes = _packed(snapshot, found)
         if base is list:
             return ListNode(number, nodes, *_own(snapshot, value, list, depth))
         kind, attributes = _own(snapshot, value, None, depth)
@@ -232,7 +235,7 @@ def record_set(exact: Any) -> Handler:
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = snapshot.number(value) if exact is set else Number(0)
         if type(value) is not frozenset:
-            snapshot.trace.container(value)
+            snapshot.trace.contents.append(value)
         items = list(exact.__iter__(value))
         if all(type(item) is types.FunctionType or is_a(item, type) for item in items) and not all(
             map(_has_name, items)
@@ -317,7 +320,7 @@ def restore_frozenset(restore: Restore, live: Any, node: FrozensetNode, name: st
 def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A dictionary: keys and values, in order."""
     number = snapshot.number(value)
-    snapshot.trace.container(value)
+    snapshot.trace.contents.append(value)
     all_keys: Any
     all_values: Any
     if type(value) is dict and len(value) >= MIN_ITEMS:
@@ -336,7 +339,7 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
         of_values = _items(snapshot, value, all_values, depth, 1)
         if len(all_keys) > MAX_ITEMS:
             return _long(value, len(all_keys), of_keys, of_values)
-        keys, values = _packed(of_keys), _packed(of_values)
+        keys, values = _packed(snapshot, of_keys), _packed(snapshot, of_values)
     return DictNode(number, keys, values, *_own(snapshot, value, dict, depth))
 
 

@@ -17,14 +17,13 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import is_
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from ttprun.capture.records.nodes import FixedNode
 from ttprun.capture.records.packing import pack
 from ttprun.capture.values.nodes import SETTLED
 from ttprun.capture.values.unchanged import ARE_COUNTED, Unchanged, version_of
-from ttprun.introspect.looks import dictionary_getter, dictionary_of, dictionary_of_class, is_a
+from ttprun.introspect.looks import dictionary_getter, dictionary_of
 
 if TYPE_CHECKING:
     from ttprun.capture.values.snapshot import Snapshot
@@ -45,106 +44,81 @@ class Trace:
     """What the nodes that a walk has made depend on.
 
     open       how many things were met of which not every change can be told
-    contents   the lists, dictionaries and sets met
-    typed      objects met whose type counts
-    owners     of these, those whose dictionary of attributes counts
-    held       these dictionaries
-    watched    functions and classes of the script's, which have no attributes yet
+    contents   the lists, dictionaries, sets and deques met, and the dictionaries of classes
+    objects    (object, dictionary of its attributes) of those that have all attributes there
+    typed      further objects, of which the type counts
     referred   (id, number) of objects that had been met before
     """
 
-    __slots__ = ("contents", "held", "open", "owners", "referred", "typed", "watched")
+    __slots__ = ("contents", "objects", "open", "referred", "typed")
 
     def __init__(self) -> None:
         self.open = 0
         self.contents: list[Any] = []
+        self.objects: list[tuple[Any, dict[str, Any]]] = []
         self.typed: list[Any] = []
-        self.owners: list[Any] = []
-        self.held: list[dict[str, Any]] = []
-        self.watched: list[Any] = []
         self.referred: list[tuple[int, int]] = []
-
-    def container(self, value: Any) -> None:
-        """A container was met."""
-        most = _FOLLOWED.get(type(value))
-        if most is None or len(value) > most:
-            self.open += 1
-            return
-        self.contents.append(value)
-        if type(value) is OrderedDict and (held := dictionary_of(value)) is not None:
-            self.object(value, held)
-
-    def object(self, value: Any, held: dict[str, Any]) -> None:
-        """An object was met whose attributes are all in a dictionary."""
-        self.typed.append(value)
-        self.owners.append(value)
-        self.held.append(held)
-        self.contents.append(held)
-
-    def since(self, marks: tuple[int, ...]) -> tuple[list[Any], ...]:
-        """What was added to each list since `marks`."""
-        return tuple(one[mark:] for one, mark in zip(self._lists(), marks, strict=True))
-
-    def marks(self) -> tuple[int, ...]:
-        """Where the lists end now."""
-        return tuple(map(len, self._lists()))
-
-    def add(self, parts: tuple[list[Any], ...]) -> None:
-        """Add what `since` has returned."""
-        for one, part in zip(self._lists(), parts, strict=True):
-            one += part
-
-    def _lists(self) -> tuple[list[Any], ...]:
-        return self.contents, self.typed, self.owners, self.held, self.watched, self.referred
 
 
 class Kept:
-    """The nodes of the values of some names.
+    """The nodes of the values of some names, and what they depend on.
 
     names, values   one each
     nodes           by name
-    traced          what they depend on, as `Trace.since` returns it
-    objects         those that have a number, in the order in which they were met
+    contents, objects, typed   as in a `Trace`
+    alive           the objects that have a number, in the order in which they were met
     numbers         of these, by their ids
     elsewhere       numbers of the objects that are only referred to, by their ids
     parts           the same of each name alone; empty if there is one name
     """
 
     __slots__ = (
-        *("_getters", "_packed", "_sizes", "_types", "_unchanged", "elsewhere", "names", "nodes", "numbers"),
-        *("objects", "parts", "traced", "values"),
+        *("_dictionaries", "_getters", "_owners", "_packed", "_types", "_unchanged", "alive", "contents", "elsewhere"),
+        *("names", "nodes", "numbers", "objects", "parts", "typed", "values"),
     )
 
-    def __init__(self, nodes: dict[str, Any], values: list[Any], traced: tuple[list[Any], ...]) -> None:
+    def __init__(self, nodes: dict[str, Any], values: list[Any]) -> None:
         self.names, self.values, self.nodes = list(nodes), values, nodes
-        self.traced = traced
-        self.parts: list[Kept] = []
-        self.objects: list[Any] = []
+        self.contents: list[Any] = []
+        self.objects: list[tuple[Any, dict[str, Any]]] = []
+        self.typed: list[Any] = []
+        self.alive: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.elsewhere: dict[int, int] = {}
+        self.parts: list[Kept] = []
         self._unchanged = Unchanged()
-        self._types: list[type] = []
+        self._owners: list[Any] = []
+        self._dictionaries: list[dict[str, Any]] = []
         self._getters: list[Any] = []
-        self._sizes: list[int] = []
+        self._types: list[type] = []
         self._packed: FixedNode | None = None
 
     @classmethod
-    def of(cls, name: str, value: Any, node: Any, marks: tuple[int, ...], snapshot: Snapshot) -> Kept:
-        """What a walk has just found of one name.
+    def of(cls, name: str, value: Any, node: Any, marks: tuple[int, ...], snapshot: Snapshot) -> Kept | None:
+        """What a walk has just found of one name. None if not every change of it can be told.
 
-        marks   where the walk's trace and, last, its list of objects ended before
+        marks   as `marks_in` has returned them before
         """
-        contents, typed, owners, held, watched, referred = snapshot.trace.since(marks[:-1])
-        watched = list({id(one): one for one in watched}.values())
-        made = cls({name: node}, [value], (contents, typed, owners, held, watched, referred))
-        numbers = snapshot.numbers
-        made.objects = [one for one in snapshot.alive[marks[-1] :] if numbers.get(id(one)) is not None]
-        made.numbers = {id(one): number for one in made.objects if (number := numbers[id(one)]) is not None}
-        made.elsewhere = {key: number for key, number in referred if key not in made.numbers}
-        made._unchanged = Unchanged(contents)
-        made._types = list(map(type, typed))
-        made._getters = [dictionary_getter(type(one)) for one in owners]
-        made._sizes = [0 if is_a(one, FunctionType) else len(dictionary_of_class(one)) for one in watched]
+        trace, numbers = snapshot.trace, snapshot.numbers
+        made = cls({name: node}, [value])
+        made.contents = trace.contents[marks[0] :]
+        if not all(len(one) <= _FOLLOWED.get(type(one), -1) for one in made.contents):
+            return None
+        made.objects = list({id(pair[0]): pair for pair in trace.objects[marks[1] :]}.values())
+        made.objects += [
+            (one, held)
+            for one in made.contents
+            if type(one) is OrderedDict and (held := dictionary_of(one)) is not None
+        ]
+        made.typed = trace.typed[marks[2] :]
+        made.alive = [one for one in snapshot.alive[marks[4] :] if numbers.get(id(one)) is not None]
+        made.numbers = {id(one): number for one in made.alive if (number := numbers[id(one)]) is not None}
+        made.elsewhere = {key: number for key, number in trace.referred[marks[3] :] if key not in made.numbers}
+        made._owners = [one for one, _ in made.objects]
+        made._dictionaries = [held for _, held in made.objects]
+        made._getters = [dictionary_getter(type(one)) for one in made._owners]
+        made._types = list(map(type, [*made._owners, *made.typed]))
+        made._unchanged = Unchanged([*made.contents, *made._dictionaries])
         return made
 
     @classmethod
@@ -153,18 +127,23 @@ class Kept:
         parts = _fitting(parts)
         if not parts:
             return None
-        traced = tuple(list(chain(*lists)) for lists in zip(*(part.traced for part in parts), strict=True))
         nodes = {name: node for part in parts for name, node in part.nodes.items()}
-        made = cls(nodes, [value for part in parts for value in part.values], traced)
+        made = cls(nodes, [value for part in parts for value in part.values])
         made.parts = parts
-        made.objects = [one for part in parts for one in part.objects]
-        made.numbers = {key: number for part in parts for key, number in part.numbers.items()}
+        for part in parts:
+            made.contents += part.contents
+            made.objects += part.objects
+            made.typed += part.typed
+            made.alive += part.alive
+            made.numbers.update(part.numbers)
+            made._owners += part._owners
+            made._dictionaries += part._dictionaries
+            made._getters += part._getters
         referred = (item for part in parts for item in part.elsewhere.items())
         made.elsewhere = {key: number for key, number in referred if key not in made.numbers}
+        of_owners = [one for part in parts for one in part._types[: len(part._owners)]]
+        made._types = [*of_owners, *(one for part in parts for one in part._types[len(part._owners) :])]
         made._unchanged = Unchanged.joined([part._unchanged for part in parts])
-        made._types = [one for part in parts for one in part._types]
-        made._getters = [one for part in parts for one in part._getters]
-        made._sizes = [one for part in parts for one in part._sizes]
         return made
 
     @property
@@ -176,40 +155,55 @@ class Kept:
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Whether this walk would find the same nodes."""
+        if not self._types and not self.contents:
+            return not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items()
         return (
-            self.is_unchanged()
+            self._is_unchanged()
             and (not self.numbers or self._is_new_to(snapshot))
             and (not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items())
         )
 
-    def is_unchanged(self) -> bool:
+    def _is_unchanged(self) -> bool:
         """Whether nothing has changed that the nodes depend on."""
-        _, typed, owners, held, watched, _ = self.traced
         try:
             return (
                 self._unchanged.holds()
-                and (not typed or all(map(is_, map(type, typed), self._types)))
-                and (not owners or all(map(is_, map(operator.call, self._getters, owners), held)))
-                and (not watched or list(map(_size_of, watched)) == self._sizes)
+                and (not self._types or all(map(is_, map(type, chain(self._owners, self.typed)), self._types)))
+                and (
+                    not self._owners
+                    or all(map(is_, map(operator.call, self._getters, self._owners), self._dictionaries))
+                )
             )
         except RuntimeError:  # another thread is changing it
             return False
 
     def _is_new_to(self, snapshot: Snapshot) -> bool:
         own = self.numbers.keys()
-        return own.isdisjoint(snapshot.numbers.keys()) and all(own.isdisjoint(rows.keys()) for rows in snapshot.rows)
+        return own.isdisjoint(snapshot.numbers.keys()) and (
+            not snapshot.rows or all(own.isdisjoint(rows.keys()) for rows in snapshot.rows)
+        )
 
     def enter(self, snapshot: Snapshot) -> None:
         """The walk has met all of it."""
         if self.numbers:
             snapshot.numbers.update(self.numbers)
-            snapshot.alive += self.objects
-        snapshot.trace.add(self.traced)
+            snapshot.alive += self.alive
+        trace = snapshot.trace
+        trace.contents += self.contents
+        trace.objects += self.objects
+        trace.typed += self.typed
+        trace.referred += self.elsewhere.items()
 
     def holding(self, snapshot: Snapshot) -> list[Kept]:
         """Those of the parts that hold."""
-        fine = [part for part in self.parts if part.is_unchanged() and part._is_new_to(snapshot)]
+        fine = [part for part in self.parts if part._is_unchanged() and part._is_new_to(snapshot)]
         return _fitting(fine, snapshot.numbers)
+
+
+def marks_in(snapshot: Snapshot) -> tuple[int, ...]:
+    """Where a walk is, for `Kept.of`."""
+    trace = snapshot.trace
+    return tuple(map(len, (trace.contents, trace.objects, trace.typed, trace.referred, snapshot.alive)))
 
 
 def _fitting(parts: list[Kept], met: Mapping[int, int | None] | None = None) -> list[Kept]:
@@ -221,16 +215,12 @@ def _fitting(parts: list[Kept], met: Mapping[int, int | None] | None = None) -> 
     seen: dict[int, int] = {}
     for part in parts:
         if all(
-            seen.get(key) == number if key in own or key in seen else met is None or met.get(key) == number
+            seen.get(key) == number if key in own else met is None or met.get(key) == number
             for key, number in part.elsewhere.items()
         ):
             found.append(part)
             seen.update(part.numbers)
     return found
-
-
-def _size_of(one: Any) -> int:
-    return len(one.__dict__ if is_a(one, FunctionType) else dictionary_of_class(one))
 
 
 class Names:
@@ -318,10 +308,12 @@ class Names:
                 continue
             before = trace.open
             if hints.get(name) == id(value):
-                marks = (*trace.marks(), len(snapshot.alive))
+                marks = marks_in(snapshot)
                 found[name] = node = snapshot.kept_node(value, depth)
                 if trace.open == before:
-                    new.append(Kept.of(name, value, node, marks, snapshot))
+                    made = Kept.of(name, value, node, marks, snapshot)
+                    new += [made] if made is not None else []
+                    strikes[name] += _STRIKES if made is None else 0
             else:
                 found[name] = snapshot.node(value, depth)
             if trace.open == before:

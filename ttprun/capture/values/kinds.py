@@ -103,6 +103,7 @@ EXACT: dict[type, Handler] = {
 BY_BASE: list[tuple[type, Handler]] = [
     *((base, plain.record_plain(kind)) for base, kind in plain.BASES if kind in ("enum", "path")),
     (type, callables.record_class),
+    (types.GenericAlias, process_local.record_same),
     (torch.Tensor, tensors.record_tensor),
     (torch.jit.ScriptModule, modules.record_traced),
     (torch.nn.Module, modules.record_module),

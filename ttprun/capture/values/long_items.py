@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ttprun.capture.records.nodes import DictNode, ListNode, Node, Number, ReferenceNode, TupleNode, WeightNode
 from ttprun.capture.records.packing import listed, pack
-from ttprun.capture.values.kept import lasting_numbers
+from ttprun.capture.values.kept import Names, lasting_numbers
 from ttprun.capture.values.nodes import SETTLED, is_settled
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.capture.values.unchanged import Remembered, Unchanged, begins_with
@@ -45,7 +45,7 @@ class _Walk(Snapshot):
         super().__init__({}, is_separate=True)
         self.is_relative = is_relative
 
-    def number(self, value: Any) -> Number:
+    def number(self, value: Any, names: Names | None = None) -> Number:
         number = len(self.alive) if self.is_relative else lasting_numbers(1)
         self.numbers[id(value)] = number
         self.alive.append(value)

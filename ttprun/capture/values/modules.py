@@ -47,7 +47,6 @@ _DERIVING = ("torch.distributed.fsdp._fully_shard.", "torch.nn.utils.parametrize
 _DERIVED = ("torch.distributed.fsdp", "torch.nn.utils.parametrize")
 # What torch.distributed puts into a module for itself; the rest of the name is another one in each process.
 _COMPOSABLE = "__composable_api_state_key_"
-_NONE = frozenset[str]()
 _CAN_SETTLE: tuple[Any, ...] = (
     *SETTLED,
     bytes,
@@ -309,8 +308,8 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
     first = len(snapshot.blobs)
     snapshot.blobs += map(plain, layout.held)
     attributes = {
-        path: snapshot.lasting_attributes(scope, depth, _NONE, names)
-        if type(scope) is dict and not snapshot.is_separate
+        path: snapshot.lasting_attributes(snapshot.names_of(scope, only=names), scope, depth)
+        if type(scope) is dict
         else {name: snapshot.node(scope[name], depth + 1) for name in names if name in scope}
         for path, scope, names in layout.moving
     }

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from ttprun import frameworks
 from ttprun.capture.records.nodes import AnyNode, ObjectNode, PlainNode, SameNode, ValueObjectNode
@@ -19,6 +20,7 @@ from ttprun.capture.values.snapshot import Snapshot, traces
 from ttprun.introspect.looks import (
     attributes_of,
     bases_of,
+    dictionary_getter,
     dictionary_of,
     dictionary_of_class,
     has_method,
@@ -73,25 +75,40 @@ def left_out_by_framework(kind: type) -> frozenset[str]:
     return frozenset().union(*(frameworks.LEFT_OUT.get(name_of(base), "").split() for base in bases_of(kind)))
 
 
+class _Form(NamedTuple):
+    """What is known of a class.
+
+    getter    of the dictionary of one of its objects; None if attributes are anywhere else
+    has_end   its objects notice when they die
+    without   what is left out of them
+    """
+
+    name: str
+    getter: Callable[[Any], dict[str, Any]] | None
+    has_end: bool
+    without: frozenset[str]
+
+
 @of_types
-def _form(kind: type) -> tuple[str, bool, bool, frozenset[str]]:
-    """Of a class: (name, whether its objects have no slots, or notice when they die, what is left out of them)."""
-    return name_of(kind), not slots_of(kind), has_method(kind, "__del__"), left_out(kind)
+def _form(kind: type) -> _Form:
+    getter = None if slots_of(kind) else dictionary_getter(kind)
+    return _Form(name_of(kind), getter, has_method(kind, "__del__"), left_out(kind))
 
 
 @traces
 def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """An object with attributes."""
-    name, is_without_slots, has_end, without = _form(type(value))
-    if is_without_slots and (held := dictionary_of(value)) is not None:
-        number = snapshot.number_of_owner(value, held, without)
-        if has_end:  # it is not kept alive
-            snapshot.trace.open += 1
-        else:
-            snapshot.trace.object(value, held)
-        return ObjectNode(number, name, snapshot.lasting_attributes(held, depth, without))
-    snapshot.trace.open += 1
-    return ObjectNode(snapshot.number(value), name, snapshot.attributes(attributes_of(value), depth, without))
+    name, getter, has_end, without = _form(type(value))
+    if getter is None:
+        snapshot.trace.open += 1
+        return ObjectNode(snapshot.number(value), name, snapshot.attributes(attributes_of(value), depth, without))
+    held = getter(value)
+    names = snapshot.names_of(held, without)
+    number = snapshot.number(value, names)
+    if has_end:  # it is not kept alive
+        snapshot.trace.open += 1
+    snapshot.trace.objects.append((value, held))
+    return ObjectNode(number, name, snapshot.lasting_attributes(names, held, depth))
 
 
 @traces
@@ -196,7 +213,7 @@ def record_value_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if held is None or slots_of(type(value)):
         snapshot.trace.open += 1
     else:
-        snapshot.trace.object(value, held)
+        snapshot.trace.objects.append((value, held))
     return ValueObjectNode(name_of(type(value)), snapshot.attributes(attributes_of(value), depth))
 
 

@@ -40,6 +40,7 @@ _HIDDEN = """
 """
 HIDDEN = frozenset(_HIDDEN.split())
 _NOT_DEFINED = (RefusedNode, SameNode)
+NONE = frozenset[str]()
 FIXED = ""  # the name of the packed nodes, in a scope's record, that are the same at each boundary
 
 # Makes the node of a value, as its type needs it: record_... with these three arguments.
@@ -170,27 +171,20 @@ class Snapshot:
             return RefusedNode(why)
         return self.node(items, 1)
 
-    def number(self, value: Any) -> Number:
-        """The number of an object that is met for the first time."""
-        number = Number(lasting_numbers(1) if self.is_keeping else len(self.numbers))
+    def number(self, value: Any, names: Names | None = None) -> Number:
+        """The number of an object that is met for the first time.
+
+        names   of its attributes, as of `names_of`: then it is the same at each boundary
+        """
+        number = len(self.numbers)
+        if self.is_keeping:
+            number = lasting_numbers(1)
+        if names is not None and names.owner in (0, id(value)) and not self.is_separate:
+            names.owner = id(value)  # another object may share its dictionary
+            number = names.number
         self.numbers[id(value)] = number
         self.alive.append(value)
-        return number
-
-    def number_of_owner(self, value: Any, attributes: dict[str, Any], without: frozenset[str]) -> Number:
-        """As `number`, of an object whose attributes are recorded by `lasting_attributes`: the same at each boundary.
-
-        attributes, without   as for that
-        """
-        if self.is_separate:
-            return self.number(value)
-        names = self._names_of(attributes, without)
-        if names.owner not in (0, id(value)):  # of another object, which shares its dictionary
-            return self.number(value)
-        names.owner = id(value)
-        self.numbers[id(value)] = names.number
-        self.alive.append(value)
-        return Number(names.number)
+        return Number(number)
 
     def kept_node(self, value: Any, depth: int) -> Any:
         """As `node`, with numbers that can stay the same: the node may be kept."""
@@ -226,8 +220,9 @@ class Snapshot:
         except Exception as error:  # e.g. another thread is changing it: record the others
             fail_open.raise_if_meant(error)
             made = RefusedNode(f"raised {type(error).__name__} when it was read: {str(error)[:_MOST_LETTERS]}")
-            self.trace.open += 1
-        if handler not in _tracing and not (type(made) is PlainNode and made.kind != "class"):
+        if type(made) is RefusedNode or (
+            handler not in _tracing and not (type(made) is PlainNode and made.kind != "class")
+        ):
             self.trace.open += 1
         if type(made) in _NOT_DEFINED and id(value) in self.numbers:
             self.numbers[id(value)] = None  # where it is met again it is judged by that place: here it may be dead
@@ -264,24 +259,15 @@ class Snapshot:
             if type(name) is str and name not in without
         }
 
-    def lasting_attributes(
-        self, scope: dict[str, Any], depth: int, without: frozenset[str], only: Collection[str] | None = None
-    ) -> dict[str, Any]:
-        """Nodes of an object's own dictionary; what of it has not changed is not walked over again.
+    def names_of(
+        self, scope: dict[str, Any], without: frozenset[str] = NONE, only: Collection[str] | None = None
+    ) -> Names:
+        """What is remembered of the names of an object's own dictionary.
 
-        scope            the object's own __dict__, known by its id
-        depth, without   as for `attributes`; the same frozenset each time
-        only             the names that count; None: all
+        scope     the object's own __dict__, known by its id
+        without   names that are left out; the same frozenset each time
+        only      the names that count, the same each time; None: all
         """
-        if self.is_separate:
-            return self.attributes(scope, depth, without)
-        names = self._names_of(scope, without, only)
-        found = names.nodes(self, scope, depth + 1, True)
-        kept = names.entered
-        return found if kept is None else kept.nodes | found if found else kept.nodes
-
-    @staticmethod
-    def _names_of(scope: dict[str, Any], without: frozenset[str], only: Collection[str] | None = None) -> Names:
         known = _attributes.get(id(scope))
         left_out = without if only is None else only
         if known is None or known[0] is not left_out:
@@ -293,6 +279,21 @@ class Snapshot:
             known = (left_out, Names(choose))
             _attributes.keep(id(scope), known)
         return known[1]
+
+    def lasting_attributes(self, names: Names, scope: dict[str, Any], depth: int) -> dict[str, Any]:
+        """Nodes of an object's own dictionary; what of it has not changed is not walked over again.
+
+        names   as `names_of` returns them
+        depth   of the object
+        """
+        if self.is_separate:
+            return {
+                name: value if type(value := scope[name]) in SETTLED else self.node(value, depth + 1)
+                for name in names.choose(scope)
+            }
+        found = names.nodes(self, scope, depth + 1, True)
+        kept = names.entered
+        return found if kept is None else kept.nodes | found if found else kept.nodes
 
 
 @contextlib.contextmanager
