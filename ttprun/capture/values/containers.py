@@ -44,6 +44,7 @@ from ttprun.introspect.looks import attributes_of, base_of, dictionary_of, is_a,
 _OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt one does not get back: a dict keeps it"
 Handler = Callable[[Snapshot, Any, int], Any]
 _FIXED_ITEMS = (SameNode, WeightNode, ReferenceNode)  # of a set
+_PLAIN: tuple[Any, ...] = (None, {})  # what `_own` says of a subclass, of the class itself
 _LOWEST_ID = 1 << 32  # what a script counts is mostly less, and an address more
 
 
@@ -93,17 +94,28 @@ def _packed(snapshot: Snapshot, found: list[Node] | KeptItems) -> Any:
 
 def _long(value: Any, length: int, *parts: list[Node] | KeptItems) -> LongNode | RefusedNode:
     """Too long to be recorded: compared by a digest."""
-    digests, first = [], 0
+    digests, first, age = [], 0, _age(*parts)
     for part in parts:
         if isinstance(part, list):
             return RefusedNode(f"is a container of {length} items that can change")
         digests.append(part.digest)
         first = first or part.first
-    return LongNode(name_of(type(value)), length, " ".join(digests), Number(first))
+    return LongNode(name_of(type(value)), length, " ".join(digests), Number(first), age)
+
+
+def _age(*parts: list[Node] | KeptItems) -> int:
+    return max(0 if isinstance(part, list) else part.age for part in parts)
+
+
+def _name_age(restore: Restore, node: ListNode | DequeNode | DictNode | LongNode, name: str) -> None:
+    """What was not looked at as a whole at the boundary itself is named."""
+    if not isinstance(node, DequeNode) and node.age:
+        restore.note_age(name, node.age)
 
 
 def restore_long(restore: Restore, live: Any, node: LongNode, name: str) -> Any:
     """Compare with what the replay has made."""
+    _name_age(restore, node, name)
     if live is MISSING or name_of(type(live)) != node.kind:
         return restore.refuse(live, unlike(name, node.kind, live))
     if length_of(live) != node.length:
@@ -131,7 +143,8 @@ def record_sequence(base: type) -> Handler:
             return _long(value, len(items), found)
         nodes = _packed(snapshot, found)
         if base is list:
-            return ListNode(number, nodes, *_own(snapshot, value, list, depth))
+            kind, attributes = _own(snapshot, value, list, depth) or _PLAIN
+            return ListNode(number, nodes, kind, attributes, _age(found))
         kind, attributes = _own(snapshot, value, None, depth)
         return DequeNode(number, nodes, kind, attributes, _max_length_of(value))
 
@@ -154,6 +167,7 @@ def _made(restore: Restore, live: Any, number: int, kind_name: str | None, base:
 
 def restore_list(restore: Restore, live: Any, node: ListNode | DequeNode, name: str) -> Any:
     """A list or deque: in place, or a new one if it is another one's or a deque of another maximal length."""
+    _name_age(restore, node, name)
     base: Any = deque if isinstance(node, DequeNode) else list
     is_alike = not (isinstance(node, DequeNode) and isinstance(live, deque)) or _max_length_of(live) == node.max_length
     target = _made(restore, live if is_alike else MISSING, node.number, node.kind, base, name)
@@ -330,6 +344,7 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     else:
         base = base_of(value)
         all_keys, all_values = list(base.__iter__(value)), list(base.values(value))
+    age = 0
     if len(all_keys) <= MAX_ITEMS and (ids := _ids(snapshot, all_keys, depth)) is not None:
         keys, values = ids, snapshot.items(list(all_values), depth)
     elif len(all_keys) < MIN_ITEMS:
@@ -339,12 +354,14 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
         of_values = _items(snapshot, value, all_values, depth, 1)
         if len(all_keys) > MAX_ITEMS:
             return _long(value, len(all_keys), of_keys, of_values)
-        keys, values = _packed(snapshot, of_keys), _packed(snapshot, of_values)
-    return DictNode(number, keys, values, *_own(snapshot, value, dict, depth))
+        keys, values, age = _packed(snapshot, of_keys), _packed(snapshot, of_values), _age(of_keys, of_values)
+    kind, attributes = _own(snapshot, value, dict, depth) or _PLAIN
+    return DictNode(number, keys, values, kind, attributes, age)
 
 
 def restore_dict(restore: Restore, live: Any, node: DictNode, name: str) -> Any:
     """In place, in the order of the lost rank, without further keys; or a new one."""
+    _name_age(restore, node, name)
     target = _made(restore, live, node.number, node.kind, dict, name)
     if target is MISSING:
         return live

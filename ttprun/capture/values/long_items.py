@@ -28,7 +28,7 @@ from ttprun.introspect.whose import is_script_code
 
 MIN_ITEMS = 12  # for fewer items packing again is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
-MANY_ROWS = 4096  # objects in a container, above which they are not added to those that a walk has met
+MANY_ROWS = 512  # objects in a container, above which they are not added to those that a walk has met
 WALKS = 16  # boundaries for which a container that has changed, or cannot be kept, is walked over before another try
 _MAY_BE_KEPT = (bytes, tuple, list, dict, Tensor, PurePath, enum.Enum, FunctionType)
 
@@ -95,6 +95,11 @@ class KeptItems:
         self.first = 0
 
     @property
+    def age(self) -> int:
+        """How many boundaries ago each of the lists and dictionaries in the items was looked at, at most."""
+        return self._inner.age
+
+    @property
     def digest(self) -> str:
         """Of `packed`, to which things are only ever added."""
         if self._digest_of != len(self.packed):
@@ -144,7 +149,8 @@ class KeptItems:
         count = len(self._items)
         if len(items) != count and (self._memory or (self.objects and len(items) > MAX_ITEMS)):
             return False
-        if not self._inner.holds() or (self._memory and not self._is_in_place(items, snapshot)):
+        holds = self._inner.holds if snapshot.is_separate else self._inner.holds_in_turn
+        if not holds() or (self._memory and not self._is_in_place(items, snapshot)):
             return False
         if self._whole is not None and len(items) == count and self._whole.holds():
             return True

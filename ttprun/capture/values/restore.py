@@ -250,6 +250,12 @@ class Restore:
             self.named.append(why)
         return live
 
+    def note_age(self, name: str, age: int) -> None:
+        """Of the lost rank's, not all was looked at at the boundary itself: what has never changed is, in turns."""
+        if self.is_comparing and not self._is_dead:
+            steps = "1 step" if age == 1 else f"{age} steps"
+            self.named.append(f"{name} had never changed, and was last seen whole {steps} before")
+
     def note_made(self, live: Any, name: str) -> None:
         """An object was made as pickle would, without its constructor."""
         if not self._is_dead:

@@ -81,7 +81,7 @@ def _named_parts(node: AnyNode, name: str) -> Iterator[tuple[Node, str]]:
             yield from ((one, f"{name}.{key}") for key, one in held.items())
         elif part is Part.GROUPS:
             yield from ((one, f"{name}.{key}") for group in held for key, one in group.items())
-        elif part is Part.NUMBER or isinstance(held, bytes | bytearray):
+        elif part in (Part.NUMBER, Part.AGE) or isinstance(held, bytes | bytearray):
             continue
         elif isinstance(node, DictNode) and field == "keys":
             yield from ((key, f"a key of {name}") for key in held)
@@ -267,7 +267,7 @@ class Comparison:
         return all(self._is_same_part(shape.get(name), getattr(first, name), getattr(last, name)) for name in fields)
 
     def _is_same_part(self, part: Part | None, first: Any, last: Any) -> bool:
-        if part is Part.NUMBER:
+        if part in (Part.NUMBER, Part.AGE):
             return True
         if part is Part.NODE:
             return self.is_same(first, last)
