@@ -29,11 +29,11 @@ from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.injections import Injections
-from ttprun.observe.cures import with_cure
 from ttprun.protocol import from_rank, meeting, mindio, node_orders, standbys
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
+from ttprun.protocol.reasons import with_cure
 from ttprun.protocol.snapshots import Dumped, SnapshotSize, SnapshotTaken
 from ttprun.recovery.journals import find_difference
 
