@@ -35,7 +35,7 @@ class ObjectOfKind(NumberedNode, frozen=True, gc=False):
 Age: TypeAlias = int  # how many boundaries ago all of it was looked at, at most
 Nodes: TypeAlias = "list[Node]"
 Items: TypeAlias = "list[Node] | bytes"  # bytes: packed, see values/long_items.py
-Unordered: TypeAlias = "list[Node]"
+Unordered: TypeAlias = "list[Node] | bytes"
 Named: TypeAlias = "dict[str, Node]"
 Groups: TypeAlias = "list[dict[str, Node]]"
 
@@ -190,6 +190,7 @@ class SetNode(NumberedNode, frozen=True, gc=False, tag="s"):
     items: Unordered
     kind: str | None = None
     attributes: Named = {}
+    age: Age = 0
 
 
 class FrozensetNode(AnyNode, frozen=True, gc=False, tag="f"):
@@ -207,6 +208,7 @@ class DequeNode(NumberedNode, frozen=True, gc=False, tag="q"):
     kind: str
     attributes: Named
     max_length: int | None
+    age: Age = 0
 
 
 class DictNode(NumberedNode, frozen=True, gc=False, tag="d"):

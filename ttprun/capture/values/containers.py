@@ -73,15 +73,16 @@ def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> tupl
     return name_of(kind), attributes
 
 
-def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> list[Any] | KeptItems:
+def _items(snapshot: Snapshot, value: Any, items: Any, depth: int, which: int = 0) -> list[Any] | KeptItems:
     """Nodes of items; remembered ones if they are many and unchanged."""
     if len(items) < MIN_ITEMS:
         return snapshot.items(items, depth)
     kept = kept_items(snapshot, value, items, which)
-    if len(items) > MANY_ROWS or (kept is not None and len(kept.objects) > MANY_ROWS):
+    inner = kept.trace if kept is not None else None
+    if len(items) > MANY_ROWS or (inner is not None and len(inner.contents) > MANY_ROWS):
         snapshot.trace.open += 1  # what is in it is looked at here
-    elif kept is not None and kept.objects:
-        snapshot.trace.contents += kept.objects
+    elif kept is not None and inner is not None:
+        snapshot.trace.add(inner)
         snapshot.alive += kept.objects
     return kept or snapshot.items(list(items), depth)
 
@@ -107,9 +108,9 @@ def _age(*parts: list[Node] | KeptItems) -> int:
     return max(0 if isinstance(part, list) else part.age for part in parts)
 
 
-def _name_age(restore: Restore, node: ListNode | DequeNode | DictNode | LongNode, name: str) -> None:
+def _name_age(restore: Restore, node: ListNode | DequeNode | DictNode | SetNode | LongNode, name: str) -> None:
     """What was not looked at as a whole at the boundary itself is named."""
-    if not isinstance(node, DequeNode) and node.age:
+    if node.age:
         restore.note_age(name, node.age)
 
 
@@ -137,7 +138,7 @@ def record_sequence(base: type) -> Handler:
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = snapshot.number(value)
         snapshot.trace.contents.append(value)
-        items = value if type(value) is list else list(iterate(value))
+        items = value if type(value) in (list, deque) else list(iterate(value))
         found = _items(snapshot, value, items, depth)
         if len(items) > MAX_ITEMS:
             return _long(value, len(items), found)
@@ -146,7 +147,7 @@ def record_sequence(base: type) -> Handler:
             kind, attributes = _own(snapshot, value, list, depth) or _PLAIN
             return ListNode(number, nodes, kind, attributes, _age(found))
         kind, attributes = _own(snapshot, value, None, depth)
-        return DequeNode(number, nodes, kind, attributes, _max_length_of(value))
+        return DequeNode(number, nodes, kind, attributes, _max_length_of(value), _age(found))
 
     return traces(handle)
 
@@ -250,6 +251,12 @@ def record_set(exact: Any) -> Handler:
         number = snapshot.number(value) if exact is set else Number(0)
         if type(value) is not frozenset:
             snapshot.trace.contents.append(value)
+        first = next(exact.__iter__(value), None)
+        is_long = type(value) is set and len(value) >= MIN_ITEMS and not snapshot.is_separate
+        if is_long and not (type(first) is int and first >= _LOWEST_ID):
+            found = _items(snapshot, value, value, depth)
+            if isinstance(found, KeptItems) and not found.numbers:
+                return SetNode(number, _packed(snapshot, found), None, {}, _age(found))
         items = list(exact.__iter__(value))
         if all(type(item) is types.FunctionType or is_a(item, type) for item in items) and not all(
             map(_has_name, items)
@@ -292,6 +299,7 @@ def _has_lasting_hash(item: Any) -> bool:
 
 def restore_set(restore: Restore, live: Any, node: SetNode, name: str) -> Any:
     """In place, or a new one. Refuses if the iteration order differs then, which depends on the set's history."""
+    _name_age(restore, node, name)
     target = _made(restore, live, node.number, node.kind, set, name)
     if target is MISSING:
         return live

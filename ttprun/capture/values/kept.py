@@ -12,10 +12,8 @@ objects was met before in this walk, and all objects that it refers to were, wit
 
 from __future__ import annotations
 
-import operator
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -23,7 +21,7 @@ from ttprun.capture.records.nodes import FixedNode
 from ttprun.capture.records.packing import pack
 from ttprun.capture.values.nodes import SETTLED
 from ttprun.capture.values.unchanged import ARE_COUNTED, Unchanged, version_of
-from ttprun.introspect.looks import dictionary_getter, dictionary_of
+from ttprun.introspect.looks import dictionary_of
 
 Snapshot = Any  # snapshot.py imports this module
 
@@ -59,6 +57,12 @@ class Trace:
         self.typed: list[Any] = []
         self.referred: list[tuple[int, int]] = []
 
+    def add(self, other: Trace | Kept) -> None:
+        """Add what further nodes depend on, but for what they refer to."""
+        self.contents += other.contents
+        self.objects += other.objects
+        self.typed += other.typed
+
 
 class Kept:
     """The nodes of the values of some names, and what they depend on.
@@ -73,8 +77,8 @@ class Kept:
     """
 
     __slots__ = (
-        *("_dictionaries", "_getters", "_owners", "_packed", "_types", "_unchanged", "alive", "contents", "elsewhere"),
-        *("names", "nodes", "numbers", "objects", "parts", "typed", "values"),
+        *("_packed", "_unchanged", "alive", "contents", "elsewhere", "names", "nodes", "numbers", "objects", "parts"),
+        *("typed", "values"),
     )
 
     def __init__(self, nodes: dict[str, Any], values: list[Any]) -> None:
@@ -87,10 +91,6 @@ class Kept:
         self.elsewhere: dict[int, int] = {}
         self.parts: list[Kept] = []
         self._unchanged = Unchanged()
-        self._owners: list[Any] = []
-        self._dictionaries: list[dict[str, Any]] = []
-        self._getters: list[Any] = []
-        self._types: list[type] = []
         self._packed: FixedNode | None = None
 
     @classmethod
@@ -114,11 +114,8 @@ class Kept:
         made.alive = [one for one in snapshot.alive[marks[4] :] if numbers.get(id(one)) is not None]
         made.numbers = {id(one): number for one in made.alive if (number := numbers[id(one)]) is not None}
         made.elsewhere = {key: number for key, number in trace.referred[marks[3] :] if key not in made.numbers}
-        made._owners = [one for one, _ in made.objects]
-        made._dictionaries = [held for _, held in made.objects]
-        made._getters = [dictionary_getter(type(one)) for one in made._owners]
-        made._types = list(map(type, [*made._owners, *made.typed]))
-        made._unchanged = Unchanged([*made.contents, *made._dictionaries])
+        made._unchanged = Unchanged(made.contents)
+        made._unchanged.add_objects(made.objects, made.typed)
         return made
 
     @classmethod
@@ -136,13 +133,8 @@ class Kept:
             made.typed += part.typed
             made.alive += part.alive
             made.numbers.update(part.numbers)
-            made._owners += part._owners
-            made._dictionaries += part._dictionaries
-            made._getters += part._getters
         referred = (item for part in parts for item in part.elsewhere.items())
         made.elsewhere = {key: number for key, number in referred if key not in made.numbers}
-        of_owners = [one for part in parts for one in part._types[: len(part._owners)]]
-        made._types = [*of_owners, *(one for part in parts for one in part._types[len(part._owners) :])]
         made._unchanged = Unchanged.joined([part._unchanged for part in parts])
         return made
 
@@ -155,7 +147,7 @@ class Kept:
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Whether this walk would find the same nodes."""
-        if not self._types and not self.contents:
+        if not (self.contents or self.objects or self.typed):
             return not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items()
         return (
             self._is_unchanged()
@@ -166,14 +158,7 @@ class Kept:
     def _is_unchanged(self) -> bool:
         """Whether nothing has changed that the nodes depend on."""
         try:
-            return (
-                self._unchanged.holds()
-                and (not self._types or all(map(is_, map(type, chain(self._owners, self.typed)), self._types)))
-                and (
-                    not self._owners
-                    or all(map(is_, map(operator.call, self._getters, self._owners), self._dictionaries))
-                )
-            )
+            return self._unchanged.holds()
         except RuntimeError:  # another thread is changing it
             return False
 
@@ -188,11 +173,8 @@ class Kept:
         if self.numbers:
             snapshot.numbers.update(self.numbers)
             snapshot.alive += self.alive
-        trace = snapshot.trace
-        trace.contents += self.contents
-        trace.objects += self.objects
-        trace.typed += self.typed
-        trace.referred += self.elsewhere.items()
+        snapshot.trace.add(self)
+        snapshot.trace.referred += self.elsewhere.items()
 
     def holding(self, snapshot: Snapshot) -> list[Kept]:
         """Those of the parts that hold."""

@@ -103,11 +103,13 @@ def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
         snapshot.trace.open += 1
         return ObjectNode(snapshot.number(value), name, snapshot.attributes(attributes_of(value), depth, without))
     held = getter(value)
-    names = snapshot.names_of(held, without)
-    number = snapshot.number(value, names)
     if has_end:  # it is not kept alive
         snapshot.trace.open += 1
     snapshot.trace.objects.append((value, held))
+    if snapshot.is_separate:
+        return ObjectNode(snapshot.number(value), name, snapshot.attributes(held, depth, without))
+    names = snapshot.names_of(held, without)
+    number = snapshot.number(value, names)
     return ObjectNode(number, name, snapshot.lasting_attributes(names, held, depth))
 
 
