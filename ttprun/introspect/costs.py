@@ -60,6 +60,10 @@ class Costs:
         """What was done since `since` by the clock `now` was ours, and for this part; call it only if `is_on`."""
         self._spent[part] += self.now() - since
 
+    def add_rest(self, part: int, since: int, inner: tuple[int, ...]) -> None:
+        """As `add`, without what was added for these parts since then, for the first time in the step."""
+        self._spent[part] += self.now() - since - sum(self._spent[one] for one in inner)
+
     def leave_out(self, part: int, since: int) -> None:
         """What was done since then, within what is added, was not ours."""
         self._spent[part] -= self.now() - since

@@ -1,12 +1,13 @@
 """Freeze: a rank is lost, and this one stops before its next commit, breaks the connections, and reports its boundary.
 
-Begin with `freeze`.
+What is done, in which order and why: STAGES. Begin with `freeze`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ttprun.groups import apart, generations, on_device
 from ttprun.groups.generations import LOOK_AGAIN_S
@@ -16,6 +17,7 @@ from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.patience import Patience
 from ttprun.rank.session import Session
+from ttprun.rank.step.stages import Stage
 from ttprun.tensors import replicated
 
 COLLECTIVE_STEP_S = 5.0  # within which a collective step ends, if no rank is lost
@@ -26,20 +28,60 @@ def freeze(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[]
 
     check_overtaken   called now and then; its exception ends the order
     """
+    known = _Freeze(session, order, check_overtaken)
+    for _, act, _ in STAGES:
+        act(known)
+
+
+class _Freeze(NamedTuple):
+    """What the stages know; see `freeze`."""
+
+    session: Session
+    order: to_rank.Freeze
+    check_overtaken: Callable[[], None]
+
+
+def _hold(freeze: _Freeze) -> None:
     moments.reached("freeze")
+    session = freeze.session
     with session.changed:
-        session.generation = order.generation
+        session.generation = freeze.order.generation
         session.is_holding = True
         session.settle_at = 0
         session.changed.notify_all()
-    if session.has_collective_steps and not order.lost:
-        let_collective_step_end(session, order, check_overtaken)
-    generations.freeze(session)
-    generations.break_connections(session, check_overtaken)
-    let_step_end(session, check_overtaken)
-    settle(session, order, check_overtaken)
-    apart.give_up_older(session)
+
+
+def _end_collective_step(freeze: _Freeze) -> None:
+    if freeze.session.has_collective_steps and not freeze.order.lost:
+        let_collective_step_end(*freeze)
+
+
+def _freeze_journal(freeze: _Freeze) -> None:
+    generations.freeze(freeze.session)
+
+
+def _break_connections(freeze: _Freeze) -> None:
+    generations.break_connections(freeze.session, freeze.check_overtaken)
+
+
+def _end_step(freeze: _Freeze) -> None:
+    let_step_end(freeze.session, freeze.check_overtaken)
+
+
+def _settle(freeze: _Freeze) -> None:
+    settle(*freeze)
+
+
+def _give_up_saves(freeze: _Freeze) -> None:
+    apart.give_up_older(freeze.session)
+
+
+def _settle_device(_: _Freeze) -> None:
     on_device.settle()
+
+
+def _report(freeze: _Freeze) -> None:
+    session = freeze.session
     frozen = from_rank.Frozen(
         session.generation,
         session.applied,
@@ -48,6 +90,31 @@ def freeze(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[]
         journal=generations.known(session),
     )
     session.channel.send(frozen)
+
+
+STAGES: tuple[Stage[_Freeze], ...] = (
+    Stage("hold", _hold, "first: the main thread must not commit any more, and what follows announces this generation"),
+    Stage(
+        "collective step",
+        _end_collective_step,
+        "before the journal is frozen: if no rank is lost, the step can end, but only as long as operations are issued",
+    ),
+    Stage("journal", _freeze_journal, "before the connections break: an operation would be issued on a broken one"),
+    Stage(
+        "connections",
+        _break_connections,
+        "before the wait for the step: what it waits for may be a collective that a lost rank never joins",
+    ),
+    Stage("step", _end_step, "before it settles: that announces where this rank is, to those that settle with it"),
+    Stage("settle", _settle, "before the report and all that depends on the boundary: it may let one more step begin"),
+    Stage(
+        "saves", _give_up_saves, "after it has settled: those are given up that began before the boundary it came to"
+    ),
+    Stage(
+        "device", _settle_device, "after it has settled: the step that this has let begin gives the device work, too"
+    ),
+    Stage("report", _report, "last: the digest is of weights that nothing changes any more"),
+)
 
 
 def let_step_end(session: Session, check_overtaken: Callable[[], None]) -> None:
