@@ -15,7 +15,7 @@ import pytest
 
 from ttprun import recovery
 from ttprun.agent.core.coordinator import Coordinator
-from ttprun.agent.core.reports import Reports
+from ttprun.agent.core.reports import _ROWS
 from ttprun.protocol.channel import KNOWN, Order, Report
 from ttprun.protocol.codec import Message, Refused, decode, encode
 
@@ -144,8 +144,6 @@ def test_every_action_of_the_machine_is_carried_out() -> None:
     assert cases_of(Coordinator.carry_out) == {f"recovery.{name}" for name in actions}
 
 
-def test_the_agent_takes_every_message_of_a_rank_in_one_match() -> None:
-    taken = cases_of(Reports._take)
-
+def test_the_agent_takes_every_message_of_a_rank_by_one_table() -> None:
     # A standby's answer to an order to copy itself is awaited where the order is given.
-    assert {name.rpartition(".")[2] for name in taken} == {kind.__name__ for kind in REPORTS} - {"Copied"} | {"Refused"}
+    assert {kind.__name__ for kind in _ROWS} == {kind.__name__ for kind in REPORTS} - {"Copied"} | {"Refused"}

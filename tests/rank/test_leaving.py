@@ -45,7 +45,7 @@ def test_a_rank_leaves_only_when_its_recovery_thread_has_reported_that_the_repai
     session: Any = SimpleNamespace(
         rank=0,
         board=board,
-        groups_count=1,
+        made=SimpleNamespace(count=1),
         framework=None,
         recovery=SimpleNamespace(is_idle=is_idle),
         is_repairable=lambda: True,

@@ -102,7 +102,7 @@ class Kept:
         trace, numbers = snapshot.trace, snapshot.numbers
         made = cls({name: node}, [value])
         made.contents = trace.contents[marks[0] :]
-        if not all(len(one) <= _FOLLOWED.get(type(one), -1) for one in made.contents):
+        if not all(type(one) in _FOLLOWED and len(one) <= _FOLLOWED[type(one)] for one in made.contents):
             return None
         made.objects = list({id(pair[0]): pair for pair in trace.objects[marks[1] :]}.values())
         made.objects += [
