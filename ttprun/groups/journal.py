@@ -87,6 +87,7 @@ class Journal:
                    instead of the collective
     received       sequence -> digests of messages since the boundary that living ranks had received at the newest fault
     settled        sequence -> how many of its borrowed entries all members had completed at the newest fault
+    issued_again   entries that a recovery has issued again, with the works of the backend; [] once all have completed
     may_settle     no rank is ever repaired from another one's copies: what all have completed is not issued again
     is_ended       this process has been ordered to end, and no recovery will come
     """
@@ -105,6 +106,7 @@ class Journal:
         self.received: Mapping[str, Sequence[str]] = {}
         self.settled: Mapping[str, int] = {}
         self.may_settle = False
+        self.issued_again: list[tuple[Entry, Any]] = []
         self._unsettled: list[Entry] = []
         self._numbers: Counter[str] = Counter()  # of messages and of borrowed entries, by sequence
         self._issued = 0
@@ -128,9 +130,10 @@ class Journal:
 
         inputs   any dtype, shape, layout and device; a copy is on the same device
         """
-        size = sum(map(size_of, inputs))
-        if entry.outputs and not (inputs and inputs[0] is entry.outputs[0]):
-            size += sum(map(size_of, entry.outputs))
+        outputs = entry.outputs
+        size = size_of(inputs[0]) if len(inputs) == 1 else sum(map(size_of, inputs))
+        if outputs and not (inputs and inputs[0] is outputs[0]):
+            size += sum(map(size_of, outputs))
         if not self.reserve(entry, size):
             return False
         if entry.is_borrowed:
@@ -233,6 +236,11 @@ class Journal:
         """
         self.sources, self.received, self.settled = sources, received, settled
 
+    def take_issued_again(self) -> list[tuple[Entry, Any]]:
+        """What a recovery was issuing again when it was interrupted, for whoever has to end it; noted no longer."""
+        taken, self.issued_again = self.issued_again, []
+        return taken
+
     def note_order(self, entry: Entry) -> None:
         """A collective is about to be issued."""
         self._issued += 1
@@ -301,12 +309,13 @@ class Journal:
         failed: Any = None
         while not entry.is_done:
             self.admit()
-            saves.raise_if_given_up(entry.save)
-            with self.changed:
-                inner = entry.inner
-                if inner is None or inner is failed:
+            if entry.save is not None:
+                saves.raise_if_given_up(entry.save)
+            inner = entry.inner
+            if inner is None or inner is failed:
+                with self.changed:
                     self._wait_for_recovery(entry, failed)
-                    continue
+                continue
             try:
                 inner.wait(_LOOK_AGAIN)
             except Exception as error:

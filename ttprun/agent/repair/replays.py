@@ -21,10 +21,9 @@ from ttprun.agent.repair import alignments
 from ttprun.agent.repair.alignments import Alignments
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.repairs import Repairs
+from ttprun.groups.agreement import Agreed, Operation, expected_of
 from ttprun.protocol import from_rank, mindio, node_orders, to_rank
 from ttprun.protocol.from_rank import GroupJournal
-
-Operation = tuple[str, int]  # group, number of a collective
 
 
 @dataclass
@@ -96,8 +95,8 @@ class Replays(Repairs):
         """Have all ranks connect and issue their journals again."""
         slots = self._node.slots
         journals = {slot.rank: slot.journal for slot in slots if slot.journal}
-        given = sources_of(journals)
-        sources = [(name, number, rank) for (name, number), rank in given.items()]
+        agreed = {rank: Agreed.of(rank, journals) for rank in action.ranks}
+        given = next((one.sources for one in agreed.values()), {})  # the same for all
         takes_from = self._whose_gradients(action, journals, given)
         self._alignments.begin(takes_from)
         for rank in action.ranks:
@@ -106,9 +105,9 @@ class Replays(Repairs):
                 action.generation,
                 action.boundary,
                 expected,
-                sources,
-                received=received_of(rank, list(journals.values())),
-                settled=settled_of(list(journals.values())),
+                [(name, number, giver) for (name, number), giver in agreed[rank].sources.items()],
+                received=agreed[rank].received,
+                settled=agreed[rank].settled,
                 takes_from=takes_from.get(rank),
             )
             self._actuators.of(rank).forward(rank, resume)
@@ -133,38 +132,3 @@ class Replays(Repairs):
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold."""
         self._checkpoints.persist(action)
-
-
-def expected_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:
-    """The collectives, by group, that a replacement of `rank` has to issue: those of the survivor that is farthest."""
-    expected: dict[str, list[str]] = {}
-    for journal in journals:
-        for name, group in journal.items():
-            if rank in group.ranks and len(group.issued) > len(expected.get(name, [])):
-                expected[name] = group.issued
-    return expected
-
-
-def received_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:
-    """By point-to-point channel, the digests of the messages to or from `rank` that their receivers have."""
-    found = (item for journal in journals for item in journal.items())
-    return {channel: group.received for channel, group in found if group.received and rank in group.ranks}
-
-
-def settled_of(journals: list[dict[str, GroupJournal]]) -> dict[str, int]:
-    """By group, how many of FSDP2's reduce-scatters need not be issued again: one rank that knows it is enough."""
-    found: dict[str, int] = {}
-    for name, group in (item for journal in journals for item in journal.items()):
-        if group.settled:
-            found[name] = max(found.get(name, 0), group.settled[-1] + 1)
-    return found
-
-
-def sources_of(journals: Mapping[int, dict[str, GroupJournal]]) -> dict[Operation, int]:
-    """(group, number of a collective) -> the lowest of the ranks that have its result and no input any more."""
-    sources: dict[Operation, int] = {}
-    for rank, journal in sorted(journals.items()):
-        for name, group in journal.items():
-            for number in group.results:
-                sources.setdefault((name, number), rank)
-    return sources

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttprun.capture.records.nodes import FixedNode
 from ttprun.capture.records.packing import pack
@@ -23,8 +23,8 @@ from ttprun.capture.values.nodes import SETTLED
 from ttprun.capture.values.unchanged import ARE_COUNTED, Unchanged, version_of
 from ttprun.introspect.looks import dictionary_of
 
-if TYPE_CHECKING:
-    from ttprun.capture.values.snapshot import Snapshot
+Snapshot = Any  # snapshot.py imports this module
+
 
 _FOLLOWED: dict[type, int] = {list: 4096, dict: 4096, OrderedDict: 1024, set: 512, deque: 512}  # with how many items
 _STRIKES = 3  # how often something in a name's value may have changed before it is walked over at each boundary

@@ -25,15 +25,32 @@ import torch
 import torch.distributed as dist
 
 from ttprun import frameworks
-from ttprun.capture import values
-from ttprun.capture.data import loaders
-from ttprun.capture.effects import files, os_entropy
-from ttprun.capture.position import ast_transform, loops, made_inside
-from ttprun.groups import saves
-from ttprun.introspect import fail_open, original_parameters, random_state
+from ttprun.capture import hooks as capture
+from ttprun.capture.effects import os_entropy
+from ttprun.capture.effects.effects import Effects
+from ttprun.capture.position import ast_transform
+from ttprun.groups import ending, saves
+from ttprun.introspect import distributed_tensors, fail_open, random_state
 from ttprun.introspect.whose import has_muted_effects
+from ttprun.rank.checks.verification import Verifier
+from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
 from ttprun.tensors import gradients, open_boundaries, optimizer_registry
+
+LIMIT_S = 1.0  # of each wait
+
+
+def close(session: Session) -> None:
+    """End this rank's native threads and connections, after the script's own exit handlers.
+
+    Mostly takes a millisecond. Operations that the script has not waited for get LIMIT_S to finish, and are then cut;
+    what does not end then either is left running.
+    """
+    if session.recovery is not None:
+        session.recovery.retire()
+        session.recovery.join(LIMIT_S)
+    session[Verifier].end(LIMIT_S)
+    ending.end(session, LIMIT_S)
 
 
 @dataclass
@@ -95,7 +112,7 @@ def _is_in_user_code(frame: Any) -> bool:
 
 def clear(error: BaseException) -> None:
     """Forget a run of the script that an error has ended; its connections are cut already."""
-    files.forget()
+    Effects.close_files()
     _leave_process_groups()
     _clear_frames(error)
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
@@ -103,10 +120,9 @@ def clear(error: BaseException) -> None:
     for function in _registered:
         atexit.unregister(function)
     _registered.clear()
-    of_steps = (step_hooks, optimizer_registry, original_parameters, gradients, open_boundaries)
-    for room in (*of_steps, loaders, values, saves, made_inside):
+    of_steps = (step_hooks, optimizer_registry, distributed_tensors, gradients, open_boundaries)
+    for room in (*of_steps, capture, saves):
         room.forget()
-    loops.give_back()
     _empty_shared_states()
     _forget_modules()
     gc.collect()

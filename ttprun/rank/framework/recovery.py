@@ -24,6 +24,7 @@ from msgspec.structs import asdict
 
 from ttprun.device import accelerator
 from ttprun.device.interface import DeviceFailedError
+from ttprun.groups import generations
 from ttprun.groups.journal import Journal
 from ttprun.groups.links import cut_all
 from ttprun.groups.process_group import groups_of
@@ -42,7 +43,7 @@ from ttprun.rank.framework.handlers import Size
 from ttprun.rank.replay import freezing
 from ttprun.rank.replay.recovery import JoinsTraining, Ordered, Recovery
 from ttprun.rank.session import Session
-from ttprun.tensors import state_places, state_transfer
+from ttprun.tensors import state_transfer
 
 LOADS = (RepairType.RT_LOAD_CKPT, RepairType.RT_LOAD_REBUILD)
 REBUILDS = (RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_LOAD_REBUILD)
@@ -163,7 +164,7 @@ class CallbackRecovery(Recovery):
         """Fail all waits for collectives, and start the names of new groups again."""
         session = self._session
         unfinished = session[Journal].unfinished()
-        self._break_connections()
+        generations.break_connections(session)
         for entry in unfinished:
             if not entry.is_done:
                 entry.settle(RuntimeError(f"{FORCE_STOP}. A recovery has begun (ttprun)"))
@@ -172,7 +173,9 @@ class CallbackRecovery(Recovery):
 
     def _signatures(self) -> dict[str, GroupJournal]:
         """By group: its ranks. What was issued is not issued again."""
-        return {group.group_name: GroupJournal(list(group.ranks), []) for group in freezing.all_groups(self._session)}
+        return {
+            group.group_name: GroupJournal(list(group.ranks), []) for group in generations.all_groups(self._session)
+        }
 
     def _prepare(self, order: mindio.Prepare) -> None:
         """Memory of this rank's device has failed, and all others are frozen."""
@@ -246,11 +249,11 @@ class CallbackRecovery(Recovery):
         if kind is RepairType.RT_SEND:
             name = f"state-{session.generation}-{session.rank}.sock"
             state_transfer.serve(
-                state_places.InDirectory(session.run_dir, name), len(part.dst), limit_s, self._check_overtaken
+                state_transfer.InDirectory(session.run_dir, name), len(part.dst), limit_s, self._check_overtaken
             )
         elif kind in RECEIVES:
             for source in part.src:
-                place = state_places.InDirectory(session.run_dir, f"state-{session.generation}-{source}.sock")
+                place = state_transfer.InDirectory(session.run_dir, f"state-{session.generation}-{source}.sock")
                 state_transfer.fetch(place, limit_s, self._check_overtaken)
         elif kind in LOADS:
             raise NotRepairableError("a checkpoint must be loaded, and no repair handler is registered")

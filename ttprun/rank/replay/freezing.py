@@ -1,84 +1,120 @@
 """Freeze: a rank is lost, and this one stops before its next commit, breaks the connections, and reports its boundary.
 
-Begin with `freeze`.
+What is done, in which order and why: STAGES. Begin with `freeze`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
-from ttprun.device.interface import DeviceFailedError
-from ttprun.groups import apart, on_device
-from ttprun.groups.entry import Entry
-from ttprun.groups.journal import Journal, has_ended
-from ttprun.groups.links import cut_all
-from ttprun.groups.operations import SAME_FOR_ALL
-from ttprun.groups.process_group import ManagedGroup, living
+from ttprun.groups import apart, generations, on_device
+from ttprun.groups.generations import LOOK_AGAIN_S
+from ttprun.groups.journal import Journal
 from ttprun.introspect import moments
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field
-from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.patience import Patience
-from ttprun.rank.replay import stopping
 from ttprun.rank.session import Session
-from ttprun.rank.step.inter_node_commit import InterNodeCommit
+from ttprun.rank.step.stages import Stage
 from ttprun.tensors import replicated
 
-LOOK_AGAIN_S = 0.05
-LET_FINISH_S = 0.05  # time for operations between living ranks to end by themselves
 COLLECTIVE_STEP_S = 5.0  # within which a collective step ends, if no rank is lost
-LOCK_LIMIT_S = 1.0  # in which an operation is issued
-STUCK_AFTER_S = 2.0  # after a cut; an operation that can end does so within milliseconds
-Issued = Sequence[tuple[Entry, Any]]  # entries with the works of the backend, which another recovery has to end
 
 
-def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_overtaken: Callable[[], None]) -> None:
+def freeze(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[], None]) -> None:
     """Stop, and report where this rank is.
 
-    issued_again      what an older recovery was issuing
     check_overtaken   called now and then; its exception ends the order
     """
+    known = _Freeze(session, order, check_overtaken)
+    for _, act, _ in STAGES:
+        act(known)
+
+
+class _Freeze(NamedTuple):
+    """What the stages know; see `freeze`."""
+
+    session: Session
+    order: to_rank.Freeze
+    check_overtaken: Callable[[], None]
+
+
+def _hold(freeze: _Freeze) -> None:
     moments.reached("freeze")
+    session = freeze.session
     with session.changed:
-        session.generation = order.generation
+        session.generation = freeze.order.generation
         session.is_holding = True
         session.settle_at = 0
         session.changed.notify_all()
-    if session.has_collective_steps and not order.lost:
-        let_collective_step_end(session, order, check_overtaken)
-    freeze_journal(session)
-    break_connections(session, issued_again, check_overtaken)
-    let_step_end(session, check_overtaken)
-    settle(session, order, check_overtaken)
-    apart.give_up_older(session)
+
+
+def _end_collective_step(freeze: _Freeze) -> None:
+    if freeze.session.has_collective_steps and not freeze.order.lost:
+        let_collective_step_end(*freeze)
+
+
+def _freeze_journal(freeze: _Freeze) -> None:
+    generations.freeze(freeze.session)
+
+
+def _break_connections(freeze: _Freeze) -> None:
+    generations.break_connections(freeze.session, freeze.check_overtaken)
+
+
+def _end_step(freeze: _Freeze) -> None:
+    let_step_end(freeze.session, freeze.check_overtaken)
+
+
+def _settle(freeze: _Freeze) -> None:
+    settle(*freeze)
+
+
+def _give_up_saves(freeze: _Freeze) -> None:
+    apart.give_up_older(freeze.session)
+
+
+def _settle_device(_: _Freeze) -> None:
     on_device.settle()
+
+
+def _report(freeze: _Freeze) -> None:
+    session = freeze.session
     frozen = from_rank.Frozen(
         session.generation,
         session.applied,
         digest=replicated.digest() if session.applied and not session.has_collective_steps else "",
         has_group=bool(session.made.living or session.made.left),
-        journal=_signatures(session),
+        journal=generations.known(session),
     )
     session.channel.send(frozen)
 
 
-def freeze_journal(session: Session) -> None:
-    """From now on no operation is issued but by the recovery.
-
-    Raises DeviceFailedError if the main thread is stuck while it issues one: it holds the journal's lock then, and may
-    wait for the device in C++, where the launch of a kernel waits for a stuck collective. An abort ends that.
-    """
-    journal = session[Journal]
-    if not journal.lock.acquire(timeout=LOCK_LIMIT_S):
-        cut_all(group.links for group in list(living))
-        if not journal.lock.acquire(timeout=on_device.SETTLE_LIMIT_S):
-            raise DeviceFailedError("the main thread is stuck in a call of the device, which the abort has not ended")
-    journal.is_frozen = True
-    journal.changed.notify_all()
-    journal.lock.release()
+STAGES: tuple[Stage[_Freeze], ...] = (
+    Stage("hold", _hold, "first: the main thread must not commit any more, and what follows announces this generation"),
+    Stage(
+        "collective step",
+        _end_collective_step,
+        "before the journal is frozen: if no rank is lost, the step can end, but only as long as operations are issued",
+    ),
+    Stage("journal", _freeze_journal, "before the connections break: an operation would be issued on a broken one"),
+    Stage(
+        "connections",
+        _break_connections,
+        "before the wait for the step: what it waits for may be a collective that a lost rank never joins",
+    ),
+    Stage("step", _end_step, "before it settles: that announces where this rank is, to those that settle with it"),
+    Stage("settle", _settle, "before the report and all that depends on the boundary: it may let one more step begin"),
+    Stage(
+        "saves", _give_up_saves, "after it has settled: those are given up that began before the boundary it came to"
+    ),
+    Stage(
+        "device", _settle_device, "after it has settled: the step that this has let begin gives the device work, too"
+    ),
+    Stage("report", _report, "last: the digest is of weights that nothing changes any more"),
+)
 
 
 def let_step_end(session: Session, check_overtaken: Callable[[], None]) -> None:
@@ -111,41 +147,6 @@ def let_collective_step_end(session: Session, order: to_rank.Freeze, check_overt
         check_overtaken()
 
 
-def break_connections(
-    session: Session, issued_again: Issued, check_overtaken: Callable[[], None] = lambda: None
-) -> None:
-    """Cut every connection, and wait until no operation of the old generation touches a tensor any more.
-
-    issued_again      what an older recovery was issuing
-    check_overtaken   called while this waits for the script; its exception ends the wait
-
-    Operations between living ranks first get LET_FINISH_S: one that is cut with messages in flight may never end.
-    """
-    groups = all_groups(session)
-    works = [(entry, entry.inner) for entry in session[Journal].entries if entry.inner is not None]
-    works += issued_again
-    end_s = time.monotonic() + LET_FINISH_S
-    for _, inner in works:
-        has_ended(inner, end_s - time.monotonic())
-    stopping.end_stuck_tasks(session, [link for group in groups for link in group.links.all], check_overtaken)
-    cut_all(group.links for group in groups)
-    if (commit := session.get(InterNodeCommit)) is not None:
-        commit.cut()
-    on_device.settle()
-    end_s = time.monotonic() + STUCK_AFTER_S
-    for entry, inner in works:
-        if not has_ended(inner, end_s - time.monotonic()):
-            entry.group.links.abandon()
-            continue
-        with contextlib.suppress(Exception):
-            inner.wait()
-            entry.group.complete(entry, inner)
-    for entry in session[Journal].unfinished():
-        session[Journal].attach(entry, None)
-    for group in groups:
-        group.links.forget()
-
-
 def settle(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[], None]) -> None:
     """Bring all survivors to one boundary.
 
@@ -173,29 +174,3 @@ def settle(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[]
         while session.applied < boundary or session.is_applying:
             session.changed.wait(LOOK_AGAIN_S)
             check_overtaken()
-
-
-def all_groups(session: Session) -> list[ManagedGroup]:
-    """All groups that exist, or did at the newest boundary, or that the journal needs, in the order of their making."""
-    with session[Journal].lock:
-        found = {entry.group for entry in session[Journal].entries}
-    found |= {*session.made.living.values(), *session.made.left}
-    return sorted((one for one in found if isinstance(one, ManagedGroup)), key=lambda group: group.number)
-
-
-def _signatures(session: Session) -> dict[str, GroupJournal]:
-    """By group and sequence: ranks, operations since the boundary, and what of them need not be issued again."""
-    found: dict[str, GroupJournal] = {}
-    with session[Journal].lock:
-        for entry in session[Journal].entries:
-            group = found.setdefault(entry.sequence, GroupJournal(list(entry.members), []))
-            if entry.is_settled:
-                group.settled.append(entry.number)
-            if entry.digest and len(group.received) == len(group.issued):
-                group.received.append(entry.digest)
-            if entry.is_done and (entry.result is not None or (entry.held is not None and entry.held.is_kept)):
-                group.results.append(len(group.issued))
-            elif entry.is_done and entry.op in SAME_FOR_ALL:
-                group.taken.append(len(group.issued))
-            group.issued.append(entry.signature)
-    return found

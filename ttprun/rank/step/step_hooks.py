@@ -22,27 +22,30 @@ from typing import Any
 import torch
 
 from ttprun.capture import values
-from ttprun.capture.effects import origins, output
+from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position.read_gradients import are_read_after
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
+from ttprun.capture.rehearsal import Rehearsal
 from ttprun.capture.values.trees import name_of_blob
 from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
+from ttprun.introspect import costs as costs_of
 from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
+from ttprun.introspect.frames import variables_of
 from ttprun.introspect.unseen import unseen
-from ttprun.introspect.variables import variables_of
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.session import Session, current
 from ttprun.rank.step import closures, for_standbys, hindrances, pending
 from ttprun.rank.step.boundary import describe
 from ttprun.rank.step.commit_barrier import commit
-from ttprun.tensors import gradients, open_boundaries, optimizer_registry, replicated, sharded, shared_backwards
+from ttprun.rank.step.stages import Stage
+from ttprun.tensors import gradients, open_boundaries, optimizer_registry, replicated, sharded
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
@@ -142,46 +145,177 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
             session.touch(Phase.STEPPING)
         signal_handlers.Now.is_stepping = True
         return returned
+    costs = session.costs
+    costs.begin(session.applied + 1, _is_on_device)
+    since = costs.now() if costs.is_on else 0
+    step = _Step(session, optimizer, frame, returned)
+    for _, act, _ in BEGIN:
+        act(step)
+    if session.is_recorded():
+        for _, act, _ in RECORD:
+            act(step)
+    for _, act, _ in TAKE:
+        act(step)
+    if since:
+        costs.add_rest(costs_of.CHECKS, since, (costs_of.RECORD, costs_of.COMMIT))
+    moments.reached("in_step")
+    return returned
+
+
+class _Step:
+    """A step of a live rank, for its stages.
+
+    frame      the innermost frame of the script, or one called by it
+    returned   the result of the step's closure
+    boundary   to which it leads
+    is_recorded   of one that begins: its record is complete, and lets the others step; that ends: records are useful
+    """
+
+    __slots__ = ("boundary", "frame", "is_recorded", "optimizer", "returned", "session")
+
+    def __init__(
+        self, session: Session, optimizer: torch.optim.Optimizer, frame: FrameType, returned: Any = None
+    ) -> None:
+        self.session = session
+        self.optimizer = optimizer
+        self.frame = frame
+        self.returned = returned
+        self.boundary = session.applied + 1
+        self.is_recorded = False
+
+
+def _strike(_: _Step) -> None:
     moments.reached("before_step")
+
+
+def _refuse(step: _Step) -> None:
+    session, optimizer = step.session, step.optimizer
     if accelerator.is_capturing():
         session.give_up_protection("the script captures its optimizer's step in a graph of the device: use it outside")
     if session.expected is not None and gradients.are_carried_over(optimizer):
         report_mismatch(session.channel, session.generation, gradients.CARRIED)
     if gradients.were_carried(optimizer):
         session.give_up_protection(gradients.CARRIED)
-    if not session.made.living:
-        hindrances.look_without_group(session)
-    if session.is_recorded():
-        pending.wait_for_all(session, session.applied + 1)
-        if session[Journal].sources:
-            _check_given_results(session)
-        if session.proof is not None:
-            session.proof.end_step()
-        boundary = session.applied + 1
-        session[Alignment].arrive(session, boundary, optimizer)
-        if not session.trains_alone:
-            stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-            are_new = session[Holdings].are_new(stepped, optimizer, session.made.count)
-            if are_new and len(stepped.counts) > 1:
-                _collect_dropped()
-                session[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
-            session[Verifier].look(boundary, optimizer, frame, are_new)
-        if _write_record(session, boundary, frame, optimizer, returned):
-            commit(session, boundary)
-    for group in groups_of(session):
+
+
+def _look_for_group(step: _Step) -> None:
+    if not step.session.made.living:
+        hindrances.look_without_group(step.session)
+
+
+def _wait_for_operations(step: _Step) -> None:
+    pending.wait_for_all(step.session, step.boundary)
+
+
+def _check_given_results(step: _Step) -> None:
+    """Refuse the step if DDP has overwritten a result while a recovery broadcast it."""
+    session = step.session
+    if not session[Journal].sources:
+        return
+    for entry in session[Journal].entries:
+        if entry.held is not None and session[Journal].source_of(entry) == session.rank and not entry.held.is_kept:
+            reason = f"the result of {entry.signature} was overwritten while it was sent to the other ranks"
+            report_mismatch(session.channel, session.generation, reason)
+
+
+def _end_proof(step: _Step) -> None:
+    if step.session.proof is not None:
+        step.session.proof.end_step()
+
+
+def _align(step: _Step) -> None:
+    step.session[Alignment].arrive(step.session, step.boundary, step.optimizer)
+
+
+def _compare(step: _Step) -> None:
+    session = step.session
+    if session.trains_alone:
+        return
+    stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
+    are_new = session[Holdings].are_new(stepped, step.optimizer, session.made.count)
+    if are_new and len(stepped.counts) > 1:
+        _collect_dropped()
+        session[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
+    session[Verifier].look(step.boundary, step.optimizer, step.frame, are_new)
+
+
+def _record(step: _Step) -> None:
+    step.is_recorded = _write_record(step.session, step.boundary, step.frame, step.optimizer, step.returned)
+
+
+def _commit(step: _Step) -> None:
+    if step.is_recorded:
+        commit(step.session, step.boundary)
+
+
+def _empty_journal(step: _Step) -> None:
+    for group in groups_of(step.session):
         group.buckets.end_step()
-    session[Journal].clear()
+    step.session[Journal].clear()
+
+
+def _begin_applying(step: _Step) -> None:
+    global _boundary
+    session = step.session
     if not session.is_applying:  # there was no commit
         with session.lock:
             session.is_applying = True
     _boundary = session.applied + 1
-    if session.has_collective_steps:
-        pass_boundary(session)
-    session.updates.begin()
-    session.touch(Phase.STEPPING)
+
+
+def _pass_before(step: _Step) -> None:
+    if step.session.has_collective_steps:
+        pass_boundary(step.session)
+
+
+def _let_go(step: _Step) -> None:
+    step.session.updates.begin()
+    step.session.touch(Phase.STEPPING)
     signal_handlers.Now.is_stepping = True
-    moments.reached("in_step")
-    return returned
+
+
+BEGIN: tuple[Stage[_Step], ...] = (
+    Stage("strike", _strike, "first: an injected fault meets a rank that has done nothing for this step yet"),
+    Stage("refuse", _refuse, "before the record: a step that no replacement can take is not to be recorded"),
+    Stage("group", _look_for_group, "before it is asked whether records are useful: a rank alone is recorded, too"),
+)
+RECORD: tuple[Stage[_Step], ...] = (
+    Stage(
+        "operations",
+        _wait_for_operations,
+        "before all that reads gradients or results: what is under way still writes to them",
+    ),
+    Stage(
+        "results",
+        _check_given_results,
+        "after the operations: a result may be overwritten as long as it is sent; before the record, see proof",
+    ),
+    Stage("proof", _end_proof, "before the record: it lets the others step, and a replacement that differs must not"),
+    Stage(
+        "align", _align, "after the operations, whose sums it replaces; before the comparison: those gradients count"
+    ),
+    Stage(
+        "compare",
+        _compare,
+        "before the record: the others wait for it, so none steps while a NaN is saved; and the agent knows the hashes",
+    ),
+    Stage("record", _record, "last before the commit: what the script has left for the step is as it will begin"),
+    Stage("commit", _commit, "after the record: no rank changes weights before a replacement of each has its record"),
+)
+TAKE: tuple[Stage[_Step], ...] = (
+    Stage(
+        "journal",
+        _empty_journal,
+        "after the commit: until then a rank may be lost that needs the step's collectives once more",
+    ),
+    Stage("applying", _begin_applying, "before the boundary is passed, which ends it: a recovery waits for its end"),
+    Stage(
+        "pass",
+        _pass_before,
+        "after the journal, which keeps nothing from before a passed boundary, but what a collective step issues",
+    ),
+    Stage("update", _let_go, "last: what follows is the optimizer's own, and signal handlers wait for its end"),
+)
 
 
 def _collect_dropped() -> None:
@@ -193,12 +327,8 @@ def _collect_dropped() -> None:
     gc.collect()
 
 
-def _check_given_results(session: Session) -> None:
-    """Refuse the step if DDP has overwritten a result while a recovery broadcast it."""
-    for entry in session[Journal].entries:
-        if entry.held is not None and session[Journal].source_of(entry) == session.rank and not entry.held.is_kept:
-            reason = f"the result of {entry.signature} was overwritten while it was sent to the other ranks"
-            report_mismatch(session.channel, session.generation, reason)
+def _is_on_device() -> bool:
+    return accelerator.in_use() is not None
 
 
 @unseen
@@ -219,34 +349,114 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
     if not session.mode.is_live:
         session.mode.after_step()
         return
-    moments.reached_step_end()
-    session.updates.end()
-    gradients.watch(optimizer, partial(are_read_after, fail_open.caller()))
-    if session.is_recorded():
-        _note_weights(session)
-        if session.is_alone():
-            session[OwnState].keep(session, _boundary)
-        session[Verifier].await_answer()
-        session[Mirror].begin(session, _boundary)
-    else:  # there is nothing to read back
-        session.row[Field.REHEARSED] = _boundary
-    if not session.trains_alone and session[SnapshotPart].is_due(_boundary):
-        with gradients.kept_if_unknown(optimizer):
-            session[SnapshotPart].take(session, _boundary, fail_open.caller())
-    if session.applied < _boundary:
-        pass_boundary(session)
-    _end_step(session)
-    session[Verifier].stop_if_divergent()
+    costs = session.costs
+    since = costs.now() if costs.is_on else 0
+    step = _Step(session, optimizer, fail_open.caller())
+    step.boundary, step.is_recorded = _boundary, session.is_recorded()
+    for _, act, _ in END:
+        act(step)
+    if since:
+        costs.add(costs_of.COPIES, since)
+        _report_cost(session)
     moments.reached("after_step")
 
 
-def _note_weights(session: Session) -> None:
+def _report_cost(session: Session) -> None:
+    """Say once, for the rank that speaks for all, that protection takes more than its budget."""
+    if session.rank or session.is_over_budget:
+        return
+    over = session.costs.over(session.options.overhead_budget)
+    if over:
+        session.is_over_budget = True
+        session.channel.send(from_rank.Note(over))
+
+
+def _end_update(step: _Step) -> None:
+    moments.reached_step_end()
+    step.session.updates.end()
+
+
+def _watch_gradients(step: _Step) -> None:
+    gradients.watch(step.optimizer, partial(are_read_after, step.frame))
+
+
+def _note_weights(step: _Step) -> None:
+    if not step.is_recorded:
+        return
     try:
-        session[KeptWeights].note(_boundary)
+        step.session[KeptWeights].note(step.boundary)
         optimizer_registry.note_remains()
     except Exception as error:  # e.g. no memory for copies: fail open
         fail_open.raise_if_meant(error)
-        session.give_up_protection(f"the weights after step {_boundary} cannot be noted: {error!r}")
+        step.session.give_up_protection(f"the weights after step {step.boundary} cannot be noted: {error!r}")
+
+
+def _keep_own_state(step: _Step) -> None:
+    if step.is_recorded and step.session.is_alone():
+        step.session[OwnState].keep(step.session, step.boundary)
+
+
+def _await_answer(step: _Step) -> None:
+    if step.is_recorded:
+        step.session[Verifier].await_answer()
+
+
+def _mirror(step: _Step) -> None:
+    if step.is_recorded:
+        step.session[Mirror].begin(step.session, step.boundary)
+    else:  # there is nothing to read back
+        step.session.row[Field.REHEARSED] = step.boundary
+
+
+def _take_snapshot(step: _Step) -> None:
+    session = step.session
+    if not session.trains_alone and session[SnapshotPart].is_due(step.boundary):
+        with gradients.kept_if_unknown(step.optimizer):
+            session[SnapshotPart].take(session, step.boundary, step.frame)
+
+
+def _pass_after(step: _Step) -> None:
+    if step.session.applied < step.boundary:
+        pass_boundary(step.session)
+
+
+def _end_step(step: _Step) -> None:
+    session = step.session
+    session.row[Field.STEPPED] = step.boundary
+    session.touch(Phase.COMPUTING)
+    if not session.has_stepped:
+        session.has_stepped = True
+        Effects.end_set_up()
+        _look_at_state(session)
+        for_standbys.report(session)
+        if not session.unprotected:
+            session[SnapshotPart].report_size(session.channel)
+
+
+def _stop_if_divergent(step: _Step) -> None:
+    step.session[Verifier].stop_if_divergent()
+
+
+END: tuple[Stage[_Step], ...] = (
+    Stage(
+        "update", _end_update, "first: an error from here on is not one of the update, which may have left half of it"
+    ),
+    Stage(
+        "gradients", _watch_gradients, "before a snapshot, which has gradients if it is unknown what becomes of them"
+    ),
+    Stage("weights", _note_weights, "before the boundary is passed: from then on a recovery may load other weights"),
+    Stage("own state", _keep_own_state, "after the weights are noted, for the same reason"),
+    Stage("answer", _await_answer, "before mirror and snapshot: by the answer a rank knows what it alone holds"),
+    Stage("mirror", _mirror, "before the boundary is passed: from then on a recovery may load other weights"),
+    Stage("snapshot", _take_snapshot, "the same"),
+    Stage("pass", _pass_after, "after all that reads what the step has made: a recovery waits for its end"),
+    Stage(
+        "end", _end_step, "after the boundary is passed: nobody is to see a step that has ended and a boundary before"
+    ),
+    Stage(
+        "divergent", _stop_if_divergent, "last: a rank that is killed here is replaced from the boundary that is passed"
+    ),
+)
 
 
 def pass_boundary(session: Session) -> None:
@@ -261,18 +471,6 @@ def pass_boundary(session: Session) -> None:
             session.changed.notify_all()
 
 
-def _end_step(session: Session) -> None:
-    session.row[Field.STEPPED] = _boundary
-    session.touch(Phase.COMPUTING)
-    if not session.has_stepped:
-        session.has_stepped = True
-        origins.end()
-        _look_at_state(session)
-        for_standbys.report(session)
-        if not session.unprotected:
-            session[SnapshotPart].report_size(session.channel)
-
-
 def _look_at_state(session: Session) -> None:
     """After the first step, in which optimizers make their state: check that another rank could load it."""
     if session.is_recorded():
@@ -282,10 +480,11 @@ def _look_at_state(session: Session) -> None:
             session.give_up_protection(f"{error}, and another rank cannot load that")
 
 
+@costs_of.measured(costs_of.RECORD)
 def _write_record(
     session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
 ) -> bool:
-    is_open = shared_backwards.look(optimizer)
+    is_open = open_boundaries.look(optimizer)
     is_open = is_open or open_boundaries.is_in_backward()
     session[OwnState].is_apt = False
     try:
@@ -351,7 +550,7 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
     """Why this rank's state could not be restored from records, other ranks and snapshots; "" if it could."""
     if not session.has_stepped and (why_not := hindrances.why_shards_unknown(optimizer)):
         return why_not
-    elsewhere = output.why_not_counted()
+    elsewhere = Effects.why_not_counted()
     if elsewhere:
         return elsewhere
     if session.has_stepped:
