@@ -164,7 +164,7 @@ def test_another_item_in_a_large_container_is_recorded_within_one_round(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(long_items, "_MOST", {True: 100, False: 16})
-    held = kind(map(str, range(1000)))
+    held = kind(map(str, range(5000)))
     for _ in range(8):
         values.begin_boundary()
         record({"held": held}, key="turns")

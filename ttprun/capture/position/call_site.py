@@ -129,11 +129,11 @@ class Whereabouts:
 
 def look(frame: FrameType | None) -> Whereabouts:
     """The script's place, seen from a frame."""
-    stack, key = [], []
+    stack: list[FrameType] = []
+    key: list[int] = []
     while frame is not None:
-        stack.append(frame)
-        key.append(id(frame.f_code))
-        key.append(frame.f_lasti)
+        stack += (frame,)
+        key += id(frame.f_code), frame.f_lasti
         frame = frame.f_back
     known = tuple(key)
     way = _ways.get(known)

@@ -78,11 +78,10 @@ def _items(snapshot: Snapshot, value: Any, items: Any, depth: int, which: int = 
     if len(items) < MIN_ITEMS:
         return snapshot.items(items, depth)
     kept = kept_items(snapshot, value, items, which)
-    inner = kept.trace if kept is not None else None
-    if len(items) > MANY_ROWS or (inner is not None and len(inner.contents) > MANY_ROWS):
+    if len(items if kept is None else kept.trace.contents) > MANY_ROWS:
         snapshot.trace.open += 1  # what is in it is looked at here
-    elif kept is not None and inner is not None:
-        snapshot.trace.add(inner)
+    elif kept is not None:
+        snapshot.trace.add(kept.trace)
         snapshot.alive += kept.objects
     return kept or snapshot.items(list(items), depth)
 

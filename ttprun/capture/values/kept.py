@@ -135,7 +135,9 @@ class Kept:
             made.numbers.update(part.numbers)
         referred = (item for part in parts for item in part.elsewhere.items())
         made.elsewhere = {key: number for key, number in referred if key not in made.numbers}
-        made._unchanged = Unchanged.joined([part._unchanged for part in parts])
+        made._unchanged = Unchanged.joined(
+            [part._unchanged for part in parts if part.contents or part.objects or part.typed]
+        )
         return made
 
     @property

@@ -66,6 +66,7 @@ class KeptItems:
     first     in a container of more than MAX_ITEMS, the lowest of these
     objects   the same lists and dictionaries, in the order of their numbers
     trace     what the nodes depend on, besides the items themselves
+    age       how many boundaries ago each of the items, and what is in them, was looked at, at most
     """
 
     __slots__ = (
@@ -83,7 +84,7 @@ class KeptItems:
             "_walk",
             "_walks_left",
         ),
-        *("_whole", "first", "numbers", "objects", "packed", "trace"),
+        *("_whole", "first", "numbers", "objects", "packed", "trace", "age"),
     )
 
     def __init__(self) -> None:
@@ -99,19 +100,12 @@ class KeptItems:
         self._inner = Unchanged()
         self.trace = Trace()
         self._digest, self._digest_of = "", -1
-        self._looks, self._seen_at = 0, Clock.boundary
+        self._looks, self._seen_at, self.age = 0, Clock.boundary, 0
         self.packed = bytearray()
         self.numbers: dict[int, int] = {}
         self._disjoint: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
         self.objects: list[Any] = []
         self.first = 0
-
-    @property
-    def age(self) -> int:
-        """How many boundaries ago each of the items, and what is in them, was looked at, at most."""
-        return max(
-            self._inner.age, min(Clock.boundary - self._seen_at, max(_EACH, -(-len(self._items) // _MOST[True])))
-        )
 
     @property
     def digest(self) -> str:
@@ -165,7 +159,10 @@ class KeptItems:
         if len(items) != count and (self._memory or (self.objects and len(items) > MAX_ITEMS)):
             return False
         holds = self._inner.holds if snapshot.is_separate else self._inner.holds_in_turn
-        if not holds() or (self._memory and not self._is_in_place(items, snapshot)):
+        if (self.objects or self.trace.contents) and not holds():
+            return False
+        self.age = 0 if snapshot.is_separate else self._inner.age
+        if self._memory and not self._is_in_place(items, snapshot):
             return False
         if self._whole is not None and len(items) == count and self._whole.holds():
             self._seen_at = Clock.boundary
@@ -183,8 +180,10 @@ class KeptItems:
 
     def _is_so_in_turn(self, items: Any) -> bool:
         """As far as a boundary has time to look at the items of a very long list, or at the ends of anything else."""
+        most = _MOST[True]
+        a_round = -(-len(items) // most) if type(items) is list else _EACH
+        self.age = max(self.age, min(Clock.boundary - self._seen_at, a_round))
         if type(items) is list:
-            most = _MOST[True]
             return begins_with(items, self._items, Clock.boundary % -(-len(items) // most) * most, most)
         is_first = next(iter(items)) is self._items[0]
         return is_first and (type(items) is not deque or items[-1] is self._items[-1])

@@ -109,13 +109,16 @@ class Clock:
 
 
 class Unchanged:
-    """The contents of some lists and dictionaries, which are kept alive."""
+    """The contents of some lists, dictionaries and objects, which are kept alive.
+
+    age   how many boundaries ago each of these was looked at, at most, as of the newest `holds_in_turn`
+    """
 
     _CONTENTS = (
         *("_contents", "_dictionaries", "_getters", "_held", "_items", "_lengths", "_lists", "_long"),
         *("_lengths_of_long", "_of_objects", "_objects", "_starts", "_typed", "_types", "_versions"),
     )
-    __slots__ = (*_CONTENTS, "_looked_at", "_looks", "_turn", "_whole_at")
+    __slots__ = (*_CONTENTS, "_looked_at", "_looks", "_turn", "_whole_at", "age")
 
     def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]] = ()) -> None:
         self._dictionaries: list[dict[Any, Any]] = []
@@ -133,7 +136,7 @@ class Unchanged:
         self._getters: list[Callable[[Any], dict[str, Any]]] = []  # of these dictionaries
         self._typed: list[Any] = []  # objects of which the type counts
         self._types: list[type] = []
-        self._looks = self._turn = 0
+        self.age = self._looks = self._turn = 0
         self._looked_at, self._whole_at = -1, Clock.boundary
         self.add(containers)
 
@@ -188,18 +191,13 @@ class Unchanged:
     def _counts(self) -> tuple[int, ...]:
         return len(self._long), len(self._dictionaries), len(self._lists), len(self._typed)
 
-    @property
-    def age(self) -> int:
-        """How many boundaries ago each of these was looked at, at most."""
-        a_round = max(-(-count // turn) for count, turn in zip(self._counts(), _TURNS, strict=True))
-        return min(Clock.boundary - self._whole_at, a_round)
-
     def holds_in_turn(self) -> bool:
         """As `holds`, of very many that have been the same for some boundaries only of those whose turn it is."""
-        if self._looks < _LOOKS or not any(map(gt, self._counts(), _TURNS)) or Clock.is_whole:
+        if self._looks < _LOOKS or Clock.is_whole or not any(map(gt, self._counts(), _TURNS)):
             if not self.holds():
                 self._looks = 0
                 return False
+            self.age = 0
             if self._whole_at != Clock.boundary:
                 self._whole_at = Clock.boundary
                 self._looks += 1
@@ -208,6 +206,8 @@ class Unchanged:
             return True
         self._looked_at = Clock.boundary
         self._turn += 1
+        a_round = max(-(-count // turn) for count, turn in zip(self._counts(), _TURNS, strict=True))
+        self.age = min(Clock.boundary - self._whole_at, a_round)
         if self._look():
             return True
         self._looks = 0
