@@ -156,7 +156,7 @@ def test_a_reason_is_explained_by_its_kind_and_by_its_message(
     ("asked", "cure"),
     [
         ("jurnal-full", "did you mean 'journal-full'?"),
-        ("something with collectives in memory", "did you mean 'symmetric-memory'?"),
+        ("symetric-memory", "did you mean 'symmetric-memory'?"),
         ("xyz", "'ttprun explain' lists the kinds"),
     ],
 )
