@@ -23,7 +23,7 @@ DIVIDED = ("rank", "agent")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
 
-Figures = dict[str, int]  # "rank.comm statements", "rank.comm -> protocol" -> how many
+Figures = dict[str, int]  # "rank.step statements", "rank.step -> protocol" -> how many
 
 
 def figures(tree: Path = TREE) -> Figures:
@@ -45,7 +45,7 @@ def figures(tree: Path = TREE) -> Figures:
             is_plain = isinstance(node, ast.stmt) and not isinstance(node, (*_DEFINITIONS, *_IMPORTS))
             found[f"{own} statements"] += is_plain and not _is_text(node)
         found[f"{own} names"] += sum(not name.startswith("_") for name in _names_at_the_top(parsed))
-        for name in _used(parsed, modules):
+        for name in used_names(parsed, modules):
             other = package_of(name)
             if other != own:
                 crossing[f"{own} -> {other}"].add(name)
@@ -53,7 +53,7 @@ def figures(tree: Path = TREE) -> Figures:
 
 
 def module_of(tree: Path, path: Path) -> str:
-    """The dotted name below ttprun: "rank.comm.journal"; "" for ttprun itself."""
+    """The dotted name below ttprun: "groups.journal"; "" for ttprun itself."""
     parts = path.relative_to(tree).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -117,7 +117,7 @@ def _names_at_the_top(parsed: ast.Module) -> Iterator[str]:
             yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-def _used(parsed: ast.Module, modules: set[str]) -> Iterator[str]:
+def used_names(parsed: ast.Module, modules: set[str]) -> Iterator[str]:
     """Dotted names below ttprun that a module uses; of an imported module each attribute."""
     aliases: dict[str, str] = {}
     for node in ast.walk(parsed):

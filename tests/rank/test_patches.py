@@ -297,11 +297,19 @@ def test_a_missing_attribute_switches_off_that_patch_alone() -> None:
     ]  # fmt: skip
 
 
+def test_a_script_starts_before_torch_is_imported(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint('torch' in sys.modules)\n")
+
+    assert run_under_shim([str(script)], tmp_path).printed == "False\n"
+
+
 def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import ttprun.rank.bootstrap.patches as p\n"
-        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'not_there', 'capture.effects.files:wrap_save', ''))\n"
+        "from ttprun.introspect.patching import Patch\n"
+        "p.PATCHES = (*p.PATCHES, Patch('torch', 'not_there', 'capture.effects.files:wrap_save', ''))\n"
         "import torch\nimport torch.distributed\nprint('ran')\n"
     )
 
@@ -316,7 +324,8 @@ def test_hooks_that_break_leave_the_script_alone_and_say_why(tmp_path: Path) -> 
     script = tmp_path / "script.py"
     script.write_text(
         "import ttprun.rank.bootstrap.patches as p\n"
-        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'rand', 'nothing:wrap', ''))\n"
+        "from ttprun.introspect.patching import Patch\n"
+        "p.PATCHES = (*p.PATCHES, Patch('torch', 'rand', 'nothing:wrap', ''))\n"
         "import torch\nprint(torch.rand(1).shape)\n"
     )
 

@@ -32,6 +32,7 @@ from ttprun.capture.values.large_data import dtype_name, tensor_of
 from ttprun.capture.values.trees import Comparison
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.introspect import fail_open, patching, whose
+from ttprun.introspect.costs import Costs
 from ttprun.introspect.host import begin, end, leave_in_children
 from ttprun.introspect.models import all_of
 from ttprun.introspect.tensor_bytes import bytes_of, places
@@ -131,6 +132,7 @@ class Alone:
         self.row = self.board.row(0)
         self.applied = 0
         self.mode: Any = Live()
+        self.costs = Costs()
         self.training = self
         self.why_not = ""
         self.not_proved: list[str] = []

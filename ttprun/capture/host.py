@@ -1,14 +1,19 @@
-"""What capturing needs of whoever uses it; in a rank that is its Host (rank/session.py)."""
+"""What capturing needs of whoever uses it; in a rank that is its Host (rank/session.py).
+
+This file does not import torch: what watches the script's draws and files is there before it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ttprun.introspect import host
+from ttprun.introspect.costs import Costs
 from ttprun.protocol.board import Board, Phase
+
+if TYPE_CHECKING:
+    import torch
 
 _T = TypeVar("_T")
 
@@ -76,6 +81,7 @@ class Host(Protocol):
     rank         by which its files and lines are distinguished
     applied      number of the newest boundary
     generation   how often the job has been recovered
+    costs        what we take of a step
     is_over      the script has ended with an exception
     address      of this node; "": all ranks are on one node
     row          this rank's fields on the board
@@ -101,6 +107,8 @@ class Host(Protocol):
     def is_over(self) -> bool: ...
     @property
     def mode(self) -> Life: ...
+    @property
+    def costs(self) -> Costs: ...
     @property
     def training(self) -> Training: ...
     def __getitem__(self, kind: type[_T]) -> _T: ...

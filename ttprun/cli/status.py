@@ -25,6 +25,7 @@ from ttprun.observe.status import (
     IncidentStatus,
     ResumeStatus,
     RunStatus,
+    describe_cost,
     describe_protection,
     read_status,
 )
@@ -107,6 +108,8 @@ def draw_headline(shown: RunStatus) -> Text:
         line.append(f"\nsnapshot in shared memory: step {shown.snapshot_step}")
     if shown.protection != "on":
         line.append(f"\n{describe_protection(shown.protection)}")
+    if shown.cost is not None and not shown.has_ended:
+        line.append(f"\n{describe_cost(shown.cost)}")
     line.append("".join(f"\nnot proved: {name}" for name in shown.not_proved))
     return line
 

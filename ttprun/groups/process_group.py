@@ -46,6 +46,7 @@ from ttprun.groups.seen_by_torch import SeenByTorch
 from ttprun.groups.transports import TRANSPORTS, GroupMember
 from ttprun.groups.work import ManagedWork, Refused
 from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
+from ttprun.introspect.costs import COLLECTIVES
 from ttprun.introspect.frames import location_key
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES, Phase
@@ -207,7 +208,8 @@ class ManagedGroup(SeenByTorch):
         if self._batch_on is not None:
             return self.links.issue_plainly(op, args)
         session = self.session
-        journal = session.parts[Journal]
+        costs, journal = session.costs, session.parts[Journal]
+        since = costs.now() if costs.is_on else 0
         inputs_at, outputs_at = OPERATIONS[op]
         if op in EXCHANGING:
             self._exchanges |= signal_handlers.Now.is_in_engine()
@@ -258,6 +260,8 @@ class ManagedGroup(SeenByTorch):
             self.buckets.look_for_nan(entry)
         if moments.listener is not None and not is_apart:
             moments.reached("collective")
+        if since:
+            costs.add(COLLECTIVES, since)
         return ManagedWork(journal, entry)
 
     def enter(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
@@ -342,7 +346,13 @@ class ManagedGroup(SeenByTorch):
 
     def call(self, op: str, args: tuple[Any, ...]) -> Any:
         """Issue an operation on the current connection, without the journal; returns the backend's work."""
-        return fail_open.call_original(op, self.links.issue, op, args)
+        costs = self.session.costs
+        since = costs.now() if costs.is_on else 0
+        try:
+            return fail_open.call_original(op, self.links.issue, op, args)
+        finally:
+            if since:
+                costs.leave_out(COLLECTIVES, since)
 
     def _input_is_ignored(self, args: tuple[Any, ...]) -> bool:
         """Whether this rank only receives: a broadcast reads the root's tensors alone."""

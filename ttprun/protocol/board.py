@@ -19,7 +19,7 @@ import os
 import sys
 from typing import Any
 
-ROW_FIELDS = 48  # whole cache lines
+ROW_FIELDS = 56  # whole cache lines
 LEADER = 0  # local rank whose row has the node's own fields
 FINISHED = 1 << 62  # RECORDED of a rank that has ended well: no rank waits for it
 
@@ -62,6 +62,7 @@ class Field:
     MIRROR_COPY_0 = 40  # what this rank keeps of the mirror of a rank of the node before, in its first slot
     MIRROR_COPY_1 = 41  # and in the second one
     MIRROR_COPY_BYTES = 42  # memory that both take
+    COST = 44  # what we take of a step (seven cells), see `ttprun.introspect.costs`
     STACK_ASKED = 43  # when the agent asked this process for its stacks (ns), 0: it does not; the agent writes it
 
 

@@ -26,7 +26,7 @@ from ttprun.introspect.tensor_bytes import elements_of
 from ttprun.introspect.unseen import unseen
 from ttprun.tensors import open_boundaries
 from ttprun.tensors.optimizer_registry import parameters_of
-from ttprun.tensors.sharded import place_of
+from ttprun.tensors.sharded import are_cut_alike
 
 # Gradients that a backward adds to after the step that has used them: they are state, and kept like it.
 #
@@ -147,7 +147,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> dict[int, Any] | None:
         gradient = parameter.grad
         if gradient is None:
             continue
-        is_cut_alike = gradient.shape == parameter.shape and place_of(gradient) == place_of(parameter)
+        is_cut_alike = gradient.shape == parameter.shape and are_cut_alike(gradient, parameter)
         if gradient.layout is not torch.strided or not is_cut_alike:
             return None
         found[id(parameter)] = gradient

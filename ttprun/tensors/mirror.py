@@ -277,7 +277,7 @@ class Mirror:
             if local.layout is not torch.strided or local.dtype != slot.gradients[at].dtype:
                 self._why_no_step = "a gradient is sparse, or of another type than its parameter"
                 return False
-            if sharded.place_of(gradient) != sharded.place_of(parameter):
+            if not sharded.are_cut_alike(gradient, parameter):
                 self._why_no_step = "a gradient is sharded in another way than its parameter"
                 return False
             targets.append(slot.gradients[at])
@@ -366,7 +366,7 @@ def load_step(path: str, optimizer: torch.optim.Optimizer | None) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter.detach())
         gradient = parameter.grad
-        if sharded.place_of(gradient) != sharded.place_of(parameter) or local_of(gradient).dtype != parameter.dtype:
+        if not sharded.are_cut_alike(gradient, parameter) or local_of(gradient).dtype != parameter.dtype:
             raise NotRepairableError(f"{name}: its gradient has another form than in the lost rank")
         stored.copy_to(local_of(gradient), stored.gradients[number])
 

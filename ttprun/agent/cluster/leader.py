@@ -79,7 +79,7 @@ class Leader:
             others = [slot for slot in node.slots if peers.node_of(slot.rank) != number]
             peers.send(number, board_rows.rows_of(node, others))
         for number in peers.silent(node.has_stepped()):
-            peers.note_out_of_reach()
+            peers.note_out_of_reach(number)
             self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
 
         reached, known = peers.reach

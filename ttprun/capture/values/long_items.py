@@ -10,6 +10,7 @@ boundary. Begin with `kept_items`.
 from __future__ import annotations
 
 import enum
+from collections import deque
 from pathlib import PurePath
 from types import FunctionType
 from typing import Any
@@ -17,20 +18,25 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from ttprun.capture.records.nodes import DictNode, ListNode, Node, Number, ReferenceNode, TupleNode, WeightNode
-from ttprun.capture.records.packing import listed, pack
-from ttprun.capture.values.nodes import SETTLED, is_settled
-from ttprun.capture.values.snapshot import Snapshot
-from ttprun.capture.values.unchanged import Remembered, Unchanged, begins_with
+from ttprun.capture.records.nodes import Node, Number, WeightNode
+from ttprun.capture.records.packing import pack
+from ttprun.capture.values.kept import Names, Trace, lasting_numbers
+from ttprun.capture.values.nodes import SETTLED
+from ttprun.capture.values.objects import record_object, record_value_object
+from ttprun.capture.values.snapshot import HANDLERS, Snapshot
+from ttprun.capture.values.unchanged import Clock, Remembered, Unchanged, begins_with
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
 from ttprun.introspect.whose import is_script_code
 
 MIN_ITEMS = 12  # for fewer items packing again is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
-MANY_ROWS = 4096  # objects in a container, above which they are not added to those that a walk has met
+MANY_ROWS = 512  # objects in a container, above which they are not added to those that a walk has met
 WALKS = 16  # boundaries for which a container that has changed, or cannot be kept, is walked over before another try
+_LOOKS = 3  # whole looks that have found nothing, before turns begin
+_MOST = {True: 1 << 16, False: 1 << 13}  # items that are compared at each boundary, of a list and of anything else
+_EACH = 64  # boundaries between two whole looks at what has no places
+_OF_OBJECTS = (record_object, record_value_object)
 _MAY_BE_KEPT = (bytes, tuple, list, dict, Tensor, PurePath, enum.Enum, FunctionType)
-_next = 1 << 24  # number of the next object in rows; above all numbers of a snapshot
 
 
 class _Walk(Snapshot):
@@ -45,11 +51,8 @@ class _Walk(Snapshot):
         super().__init__({}, is_separate=True)
         self.is_relative = is_relative
 
-    def number(self, value: Any) -> Number:
-        global _next
-        number = len(self.alive)
-        if not self.is_relative:
-            number, _next = _next, _next + 1
+    def number(self, value: Any, names: Names | None = None) -> Number:
+        number = len(self.alive) if self.is_relative else lasting_numbers(1)
         self.numbers[id(value)] = number
         self.alive.append(value)
         return Number(number)
@@ -62,6 +65,7 @@ class KeptItems:
     numbers   of the lists and dictionaries in them, by their ids
     first     in a container of more than MAX_ITEMS, the lowest of these
     objects   the same lists and dictionaries, in the order of their numbers
+    trace     what the nodes depend on, besides the items themselves
     """
 
     __slots__ = (
@@ -70,17 +74,20 @@ class KeptItems:
             "_digest",
             "_digest_of",
             "_inner",
+            "_failures",
             "_items",
+            "_looks",
             "_memory",
+            "_seen_at",
             "_stepped",
             "_walk",
             "_walks_left",
         ),
-        *("_whole", "first", "numbers", "objects", "packed"),
+        *("_whole", "first", "numbers", "objects", "packed", "trace"),
     )
 
     def __init__(self) -> None:
-        self._walks_left = 0
+        self._walks_left = self._failures = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -90,12 +97,21 @@ class KeptItems:
         self._walk: _Walk | None = None
         self._whole: Unchanged | None = None
         self._inner = Unchanged()
+        self.trace = Trace()
         self._digest, self._digest_of = "", -1
+        self._looks, self._seen_at = 0, Clock.boundary
         self.packed = bytearray()
         self.numbers: dict[int, int] = {}
         self._disjoint: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
         self.objects: list[Any] = []
         self.first = 0
+
+    @property
+    def age(self) -> int:
+        """How many boundaries ago each of the items, and what is in them, was looked at, at most."""
+        return max(
+            self._inner.age, min(Clock.boundary - self._seen_at, max(_EACH, -(-len(self._items) // _MOST[True])))
+        )
 
     @property
     def digest(self) -> str:
@@ -125,7 +141,8 @@ class KeptItems:
                     self._whole = Unchanged((container,))
                 return True
             self._forget()
-        self._walks_left = WALKS
+        self._walks_left = WALKS << min(self._failures, 6)
+        self._failures += 1
         return False
 
     def is_disjoint_from(self, snapshot: Snapshot) -> bool:
@@ -142,17 +159,35 @@ class KeptItems:
                 self._disjoint[id(rows)] = known
         return True
 
-    def _is_as_it_was(self, items: list[Any], snapshot: Snapshot) -> bool:
+    def _is_as_it_was(self, items: Any, snapshot: Snapshot) -> bool:
         """Whether what is known of the first items is so now."""
         count = len(self._items)
         if len(items) != count and (self._memory or (self.objects and len(items) > MAX_ITEMS)):
             return False
-        if not self._inner.holds() or (self._memory and not self._is_in_place(items, snapshot)):
+        holds = self._inner.holds if snapshot.is_separate else self._inner.holds_in_turn
+        if not holds() or (self._memory and not self._is_in_place(items, snapshot)):
             return False
         if self._whole is not None and len(items) == count and self._whole.holds():
+            self._seen_at = Clock.boundary
             return True
         self._whole = None
-        return begins_with(items, self._items)
+        if self._looks >= _LOOKS and len(items) == count > _MOST[type(items) is list] and not snapshot.is_separate:
+            is_turn = Clock.is_whole or (type(items) is not list and Clock.boundary % _EACH == 0)
+            if not is_turn:
+                return self._is_so_in_turn(items)
+        if not begins_with(items, self._items):
+            return False
+        self._looks += 1
+        self._seen_at = Clock.boundary
+        return True
+
+    def _is_so_in_turn(self, items: Any) -> bool:
+        """As far as a boundary has time to look at the items of a very long list, or at the ends of anything else."""
+        if type(items) is list:
+            most = _MOST[True]
+            return begins_with(items, self._items, Clock.boundary % -(-len(items) // most) * most, most)
+        is_first = next(iter(items)) is self._items[0]
+        return is_first and (type(items) is not deque or items[-1] is self._items[-1])
 
     def _is_in_place(self, items: list[Any], snapshot: Snapshot) -> bool:
         try:
@@ -178,33 +213,25 @@ class KeptItems:
         return True
 
     def _rows(self, container: Any, added: list[Any], is_long: bool) -> list[Any] | None:
-        global _next
         walk = self._walk = self._walk or _Walk(is_long)
         begin = len(walk.alive)
         if any(type(item) is FunctionType and is_script_code(item.__code__.co_filename) for item in added):
             return None  # one of the script's own may be given attributes
+        self.trace = walk.trace
+        known = len(self.trace.contents), len(self.trace.objects), len(self.trace.typed)
         nodes = walk.items(added, 0)
-        if id(container) in walk.numbers or not all(map(_can_be_kept, nodes)):
+        trace = self.trace
+        if id(container) in walk.numbers or trace.open:
             return None
         new = walk.alive[begin:]
-        self._inner.add(new)
+        self._inner.add(trace.contents[known[0] :])
+        self._inner.add_objects(trace.objects[known[1] :], trace.typed[known[2] :])
         self.objects += new
         if is_long:
-            self.first, _next = _next, _next + len(new)
+            self.first = lasting_numbers(len(new))
         numbered = ((id(value), walk.numbers[id(value)]) for value in new)
         self.numbers.update((key, self.first + number) for key, number in numbered if number is not None)
         return nodes
-
-
-def _can_be_kept(node: Node) -> bool:
-    """Whether it is made of what can never change, and of lists and dictionaries."""
-    if is_settled(node) or isinstance(node, ReferenceNode):
-        return True
-    if isinstance(node, ListNode | TupleNode):
-        return node.kind is None and all(map(_can_be_kept, listed(node.items)))
-    if isinstance(node, DictNode):
-        return node.kind is None and all(map(_can_be_kept, [*listed(node.keys), *listed(node.values)]))
-    return False
 
 
 def _pointers(tensors: list[Any]) -> list[int]:
@@ -230,7 +257,9 @@ def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int 
     which   0, and 1 for the values of a dictionary
     """
     first = type(next(iter(items)))
-    if isinstance(snapshot, _Walk) or not (first in SETTLED or issubclass(first, _MAY_BE_KEPT)):
+    if isinstance(snapshot, _Walk) or not (
+        first in SETTLED or issubclass(first, _MAY_BE_KEPT) or HANDLERS.get(first) in _OF_OBJECTS
+    ):
         return None
     is_compared = snapshot.is_separate and len(items) <= MAX_ITEMS  # with another process, which gives other numbers
     if is_compared and first in (list, dict):

@@ -31,9 +31,11 @@ from ttprun.capture.values.trees import name_of_blob
 from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
+from ttprun.introspect import costs as costs_of
 from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
 from ttprun.introspect.frames import variables_of
 from ttprun.introspect.unseen import unseen
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import report_mismatch
@@ -143,6 +145,9 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
             session.touch(Phase.STEPPING)
         signal_handlers.Now.is_stepping = True
         return returned
+    costs = session.costs
+    costs.begin(session.applied + 1, _is_on_device)
+    since = costs.now() if costs.is_on else 0
     step = _Step(session, optimizer, frame, returned)
     for _, act, _ in BEGIN:
         act(step)
@@ -151,6 +156,8 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
             act(step)
     for _, act, _ in TAKE:
         act(step)
+    if since:
+        costs.add_rest(costs_of.CHECKS, since, (costs_of.RECORD, costs_of.COMMIT))
     moments.reached("in_step")
     return returned
 
@@ -320,6 +327,10 @@ def _collect_dropped() -> None:
     gc.collect()
 
 
+def _is_on_device() -> bool:
+    return accelerator.in_use() is not None
+
+
 @unseen
 def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Global post-hook of Optimizer.step: it has run to its end.
@@ -338,11 +349,26 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
     if not session.mode.is_live:
         session.mode.after_step()
         return
+    costs = session.costs
+    since = costs.now() if costs.is_on else 0
     step = _Step(session, optimizer, fail_open.caller())
     step.boundary, step.is_recorded = _boundary, session.is_recorded()
     for _, act, _ in END:
         act(step)
+    if since:
+        costs.add(costs_of.COPIES, since)
+        _report_cost(session)
     moments.reached("after_step")
+
+
+def _report_cost(session: Session) -> None:
+    """Say once, for the rank that speaks for all, that protection takes more than its budget."""
+    if session.rank or session.is_over_budget:
+        return
+    over = session.costs.over(session.options.overhead_budget)
+    if over:
+        session.is_over_budget = True
+        session.channel.send(from_rank.Note(over))
 
 
 def _end_update(step: _Step) -> None:
@@ -454,6 +480,7 @@ def _look_at_state(session: Session) -> None:
             session.give_up_protection(f"{error}, and another rank cannot load that")
 
 
+@costs_of.measured(costs_of.RECORD)
 def _write_record(
     session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
 ) -> bool:
