@@ -19,7 +19,9 @@ def replay(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(scaler, "_maybe_opt_step", loss_scaling.wrap_maybe_opt_step(scaler._maybe_opt_step))
     fake = SimpleNamespace(is_live=False, is_left_out=False)
     fake.leaves_step_out = lambda frame: fake.is_left_out
-    monkeypatch.setattr(loss_scaling, "current", lambda: SimpleNamespace(mode=fake, applied=0, made=SimpleNamespace(living={})))
+    monkeypatch.setattr(
+        loss_scaling, "current", lambda: SimpleNamespace(mode=fake, applied=0, made=SimpleNamespace(living={}))
+    )
     return fake
 
 

@@ -546,7 +546,8 @@ REASONS = (
     Reason(
         "survivors-disagree",
         REFUSED,
-        "survivors are at different boundaries|members are at boundaries|taken it at different steps|trained without a process group"
+        "survivors are at different boundaries|members are at boundaries|taken it at different steps"
+        "|trained without a process group"
         "|without a process group, (so|each)",
         "The remaining ranks do not stand at one step, so none can be the source of another.",
         "--snapshot-every 10steps or --save-dir, to have a state that all can go back to",
