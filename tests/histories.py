@@ -326,12 +326,23 @@ def judge(told: Told, starts: Sequence[Sequence[_Start]], folder: Path, referenc
 
 def allowed_ends(history: History) -> tuple[str, ...]:
     """The rows of the table that a history may end in."""
-    is_long = any(spell.kind == "cut" and spell.for_s > 5.0 for spell in history.spells)
+    is_long = any(for_s > 5.0 for for_s in _cuts(history.spells))
     if not is_long and history.killed != "launcher":
         return ("repaired", "undisturbed") if history.killed else ("undisturbed",)  # no rank is on a spare node
     if history.is_requeued:
         return "undisturbed", "repaired", "done later"
     return "undisturbed", "repaired", "ended"
+
+
+def _cuts(spells: Sequence[Spell]) -> list[float]:
+    """How long the network is cut: in less than two seconds between two cuts not every packet comes again."""
+    found: list[tuple[float, float]] = []
+    for spell in spells:
+        if spell.kind == "cut" and found and spell.at_s < found[-1][1] + 2.0:
+            found[-1] = found[-1][0], spell.at_s + spell.for_s
+        elif spell.kind == "cut":
+            found.append((spell.at_s, spell.at_s + spell.for_s))
+    return [ends_s - begins_s for begins_s, ends_s in found]
 
 
 def _end_of(history: History, starts: Sequence[Sequence[_Start]], runs: Sequence[_Start], is_done: bool) -> str:

@@ -132,3 +132,17 @@ def test_it_also_waits_until_the_store_of_the_job_that_has_ended_is_gone(
 
     assert finder("", port=7).find_at_start() == ""
     assert looks == [(LOST, 7, "job")] * 3
+
+
+def test_an_agent_whose_job_has_ended_leaves_the_file_of_another_leader_alone(lead: Lead, tmp_path: Path) -> None:
+    file = tmp_path / "leader-job.json"
+    first, second = (MovedStore(free_port(), "job", 2, str(file)) for _ in range(2))
+    first.announce("127.0.0.1", lead.where)
+    second.announce("127.0.0.1", {**lead.where, "token": "of the next leader"})
+
+    first.withdraw()
+    of_the_next = read_where(str(file))
+    second.withdraw()
+
+    assert of_the_next is not None
+    assert not file.exists()

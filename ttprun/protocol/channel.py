@@ -41,6 +41,7 @@ class Channel:
         self._unread = b""
         self._put_back: list[Message] = []
         self._unsent = bytearray()
+        self._out_of_reach: OSError | None = None
 
     def fileno(self) -> int:
         """The socket's descriptor, for a selector."""
@@ -49,7 +50,7 @@ class Channel:
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send one message. A closed other end is not an error here: it is noticed elsewhere."""
         line = encode(message)
-        with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError, OSError):
+        with self._sending, self._noted():
             if fds:
                 rights = array.array("i", fds)
                 sent = self.sock.sendmsg([line], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
@@ -60,10 +61,20 @@ class Channel:
                 self._unsent += line
                 self._send_kept()
 
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """An error is none of the sender's. The kernel reports it once: afterwards the channel only reads as closed."""
+        try:
+            yield
+        except ConnectionError:  # the other end has closed it
+            pass
+        except OSError as error:
+            self._out_of_reach = self._out_of_reach or error
+
     def flush(self) -> None:
         """Send what was kept, without blocking."""
         if self._unsent:
-            with self._sending, contextlib.suppress(OSError):
+            with self._sending, self._noted():
                 self._send_kept()
 
     def finish(self) -> None:
@@ -96,8 +107,10 @@ class Channel:
         return self._read(line), fds
 
     def read_available(self) -> list[Message]:
-        """The complete messages of one read. Raises EOFError if the other end is closed."""
+        """The complete messages of one read. Raises EOFError if the other end is closed, OSError if it is lost."""
         data = self.sock.recv(1 << 16)
+        if not data and self._out_of_reach is not None:
+            raise self._out_of_reach
         if not data:
             raise EOFError("the other end has closed the channel")
         *lines, self._unread = (self._unread + data).split(b"\n")

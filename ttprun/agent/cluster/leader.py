@@ -129,6 +129,7 @@ class Leader:
     def depose(self, reason: str) -> None:
         """Another agent leads: this one's ranks end, and nothing is saved."""
         node = self.node
+        node.is_deposed = True
         node.log("node_given_up", reason=reason)
         give_up(node, reason)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +46,7 @@ class MovedStore:
         self._arrived = arrived
         self._file = file
         self._store: TCPStore | None = None
+        self._token = ""
 
     def announce(self, address: str, where: Mapping[str, Any]) -> None:
         """This agent leads: serve the store, and name the spare pool there and in the file.
@@ -56,9 +58,17 @@ class MovedStore:
         arrived = 0 if self._store is not None else self._arrived
         if self._store is None:
             self._store = self._served(address)
+        self._token = where["token"]
         RendezvousKeys(self._store, self._run_id).announce(where, arrived)
         if self._file:
             write_where(self._file, {**where, "store": f"{address}:{self._store.port}"})
+
+    def withdraw(self) -> None:
+        """The job has ended under this agent: nobody is to look for it. The file may be another leader's."""
+        where = read_where(self._file) if self._file else None
+        if where is not None and where["token"] == self._token:
+            with contextlib.suppress(OSError):
+                os.unlink(self._file)
 
     def _served(self, address: str) -> TCPStore:
         with contextlib.suppress(Exception):  # that port is taken, on one machine; torch raises errors of its own

@@ -312,7 +312,8 @@ class Succession:
         self._let_in(peers.pool)
         for number, why in sorted(self._lost.items()):
             self.leader.lose(number, why)
-        for number in sorted(self._expected - heirs.keys()):
+        # Also those that the old leader had lost before, whose ranks it has not replaced.
+        for number in sorted(set(range(peers.size)) - {peers.node} - heirs.keys() - self._lost.keys()):
             self.leader.lose(number, f"it has not reported to {peers.name_of(peers.node)}, which leads now")
         for one in left.values():
             if one.is_lost:

@@ -53,6 +53,7 @@ class Node:
     is_broken      the supervisor has failed: nothing is decided any more, and the job goes on as under torchrun
     first_failure  the root cause of what the present group suffers
     is_concluded_elsewhere  the agent that leads has ended the group, and says why
+    is_deposed     this agent led, and another one may lead the job by now
     ended_by       the signal to the launcher of some node that ends the job; 0 while there is none
     domains        runs what protection does not need: its failures stay its own
     """
@@ -78,6 +79,7 @@ class Node:
         self.is_broken = False
         self.is_paused = False
         self.first_failure = FirstFailure()
+        self.is_deposed = False
         self.ended_by = 0
         self.is_concluded_elsewhere = False
         self._events = EventLog(run.events)

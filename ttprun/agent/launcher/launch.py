@@ -138,7 +138,7 @@ def launch(
             *(config, run, world_size, is_python, launch_config.max_restarts, store, resumption),
             Elasticity(policy, discovery),
         )
-        return _supervise(config, supervisor, meeting, launch_config, entrypoint, args, outcomes, leader_file)
+        return _supervise(config, supervisor, meeting, launch_config, entrypoint, args, outcomes)
     finally:
         if seen is not None:
             seen.unlink(missing_ok=True)
@@ -165,10 +165,10 @@ def _store_of(launch_config: torch_launcher.LaunchConfig, leader_file: str) -> M
 
 def _meet_at(launch_config: torch_launcher.LaunchConfig, store: str) -> None:
     """Meet the others at the store of a job that runs; "": where the user says."""
-    if store and store != launch_config.rdzv_endpoint:
+    if store:
         given, launch_config.rdzv_endpoint = launch_config.rdzv_endpoint, store
         launch_config.rdzv_configs["is_host"] = "0"
-        logger.warning("the job runs already, and its launchers meet at %s by now, not at %s", store, given)
+        logger.warning("the job runs already: its launchers meet at %s (--rdzv-endpoint is %s)", store, given)
 
 
 def _how_it_runs(config: Config, launch_config: torch_launcher.LaunchConfig, spares: int) -> str:
@@ -243,7 +243,6 @@ def _supervise(
     entrypoint: str,
     args: list[str],
     outcomes: Outcomes | None,
-    leader_file: str,
 ) -> int:
     handled = torch_versions.launch_option(launch_config, "signals_to_handle")
     signals = Signals(handled, config.grace_s, supervisor.note_end_asked, supervisor.end_ranks_at_once)
@@ -258,7 +257,7 @@ def _supervise(
     try:
         supervisor.start()
         with stores_on_loopback() if is_by_itself else contextlib.nullcontext():
-            code, reason, is_stopped = _run(launch_config, entrypoint, args, supervisor, signals)
+            code, reason, is_stopped = _run(launch_config, entrypoint, args, supervisor, signals, meeting.find_job)
     except StoppedEarly as error:
         code, reason, is_stopped = error.exit_code, error.reason, True
     finally:
@@ -269,10 +268,11 @@ def _supervise(
     goes_on = node.verdict is not None and node.verdict.kind == "leave"
     if goes_on or not node.is_concluded_elsewhere:  # once a job, not once a node
         _say(reason, goes_on)
-    if outcomes is not None and not node.peers.is_follower and ReplacingAgent.has_started_ranks and not goes_on:
+    is_leader = not node.peers.is_follower and not node.is_deposed
+    if outcomes is not None and is_leader and ReplacingAgent.has_started_ranks and not goes_on:
         outcomes.end(code, supervisor.parts.status.step, reason)
-        with contextlib.suppress(OSError):  # also if there is none
-            os.unlink(leader_file)
+        if meeting.moved_store is not None:
+            meeting.moved_store.withdraw()
     return code
 
 
@@ -282,9 +282,14 @@ def _run(
     args: list[str],
     supervisor: Supervisor | None = None,
     signals: Signals | None = None,
+    find_job: Callable[[], str] | None = None,
 ) -> tuple[int, str, bool]:
-    """Exit code, reason, and whether it was a signal to a launcher that has ended the job."""
+    """Exit code, reason, and whether it was a signal to a launcher that has ended the job.
+
+    find_job   as in `Meeting`
+    """
     run = record(torch_launcher.elastic_launch(launch_config, entrypoint))
+    tried: set[str] = set()
     try:
         if signals is not None:
             signals.install()
@@ -293,7 +298,13 @@ def _run(
                 run(*args)
                 break
             except JobFoundError as found:
-                _meet_at(launch_config, found.store)
+                store = found.store
+            except (RendezvousError, DistError):
+                store = "" if find_job is None or ReplacingAgent.has_started_ranks else find_job()
+                if not store or store in tried:
+                    raise
+            tried.add(store)
+            _meet_at(launch_config, store)
     except ChildFailedError as error:
         verdict = supervisor.node.verdict if supervisor is not None else None
         reason = verdict.reason if verdict is not None else "a rank has failed"
