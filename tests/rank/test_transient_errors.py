@@ -16,6 +16,7 @@ from tests.rank.fakes import become, make_session
 from ttprun.device.errors import DeviceErrors, DeviceFault, diagnosis_of
 from ttprun.device.interface import DeviceFailedError
 from ttprun.device.updates import UpdateTimes, now_us
+from ttprun.groups.host import Made
 from ttprun.protocol.to_rank import Options
 from ttprun.rank.bootstrap import rerun
 from ttprun.rank.bootstrap.rerun import is_transient
@@ -73,7 +74,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNpu]:
     fake = FakeNpu()
     fake.install(monkeypatch)
     line: Any = Notes()
-    session = make_session(channel=line, groups={"": object()})
+    session = make_session(channel=line, made=Made(living={"": object()}))
     session.options = replace(OPTIONS, retry_on=["out of memory"])
     become(session)
     yield fake
