@@ -161,3 +161,26 @@ def test_half_a_message_of_a_process_that_died_is_not_taken_for_one(line: Line) 
     ours.sock.shutdown(socket.SHUT_RDWR)
 
     assert list(theirs.messages()) == []
+
+
+class LostSocket:
+    """The other end does not answer any more: the kernel says so once, and reads as closed from then on."""
+
+    def __init__(self) -> None:
+        self._errors = [TimeoutError(110, "Connection timed out")]
+
+    def send(self, data: bytes, flags: int = 0) -> int:
+        raise self._errors.pop()
+
+    def recv(self, size: int) -> bytes:
+        return b""
+
+
+def test_an_end_that_does_not_answer_any_more_is_not_taken_for_closed_if_a_send_has_met_the_error() -> None:
+    line = Channel(LostSocket())  # type: ignore[arg-type]
+    line.waits = False
+
+    line.send(Heard())
+
+    with pytest.raises(TimeoutError, match="timed out"):
+        line.read_available()
