@@ -46,9 +46,7 @@ def test_a_replaced_rank_is_exact_and_a_kill_that_has_not_struck_is_left() -> No
 
 
 def test_what_is_found_wrong_after_a_repair_is_laid_at_its_kills_listener() -> None:
-    mismatch = incident(
-        2, "restart", "failed", "it; not replaced: rank 1 found a mismatch (a loop in /copy/train.py:7)"
-    )
+    mismatch = incident(2, "restart", "failed", "it; not replaced: rank 1 is refused (a loop in /copy/train.py:7)")
 
     rows, _ = rows_of(trial([FIRST], incident(1), mismatch), [FIRST])
 
@@ -64,9 +62,7 @@ def test_to_go_back_to_step_0_is_called_a_start_from_the_beginning() -> None:
 
 
 def test_what_helps_is_separated_from_the_reason_and_is_of_that_reason() -> None:
-    reported = (
-        "rank 1 found a mismatch (the replay is not at the place of boundary 2: another batch; what helps: seed it)"
-    )
+    reported = "rank 1 is refused (the replay is not at the place of boundary 2: another batch; what helps: seed it)"
     alone = incident(
         3, "restart", "restarted", "it died; not replaced: no other rank holds what rank 1 held: up.weight"
     )

@@ -38,7 +38,7 @@ def test_a_boundary_that_one_of_them_has_not_noted_is_not_compared() -> None:
 
 def test_a_reason_is_reported_without_what_became_of_the_job() -> None:
     mismatch = "the replay has come to another place than boundary 2: another batch (of two)"
-    found = f"rank 0 found a mismatch ({mismatch})"
+    found = f"rank 0 is refused ({mismatch})"
     reported = f"rank 0 was ended by signal 9; not replaced: {found}; no restart is left (--max-restarts)"
 
     assert essence(reported) == mismatch

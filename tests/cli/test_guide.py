@@ -18,6 +18,7 @@ from ttprun.cli.guide import DEFINED, FOLDER, TOPICS, read_page
 from ttprun.cli.main import main
 from ttprun.config import Config, RungName
 from ttprun.protocol.channel import Report
+from ttprun.protocol.reasons import REASONS
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "ttprun"]
@@ -194,6 +195,13 @@ def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "_TTPRUN_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "ttprun.sh").read_text()
     assert ".bash_completions/ttprun.sh" in (tmp_path / ".bashrc").read_text()
+
+
+def test_the_page_on_troubles_lists_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["guide", "troubleshoot"])
+
+    said = capsys.readouterr().out
+    assert re.findall(r"^\* `([a-z-]+)` \(", said, re.MULTILINE) == [row.kind for row in REASONS]
 
 
 def test_the_protocol_lists_every_report_of_a_rank_with_its_fields(capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,7 +218,7 @@ def test_a_script_that_cannot_be_repaired_is_reported_after_its_first_step_and_n
 
     result = run_ttprun(str(script), 2, faults=["kill:rank=1,step=12,phase=backward"])
 
-    assert result.output.count("no rank can be replaced") == 1, result.story()
+    assert result.output.count("not protected: rank") == 1, result.story()
     assert "the optimizer step is taken in a loop of train" in result.output
     assert "is met for the first time: its file is followed from the next run on" in " ".join(result.output.split())
     assert "If a rank is lost, the job ends" in result.output

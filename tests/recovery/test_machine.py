@@ -181,7 +181,7 @@ def test_a_mismatch_of_running_ranks_restarts_the_group() -> None:
 
     order, record = actions
     assert order == RestartGroup(
-        "rank 1 found a mismatch (digests differ); not replaced: the state of the ranks cannot be trusted"
+        "rank 1 is refused (digests differ); not replaced: the state of the ranks cannot be trusted"
     )
     assert isinstance(record, RecordIncident)
     assert (record.incident.kind, record.incident.ranks) == ("mismatch", (1,))

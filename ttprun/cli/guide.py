@@ -22,6 +22,7 @@ from ttprun.config import Config
 from ttprun.config_sources import FILE_ONLY, VARIABLE_PREFIX, option_name, preset
 from ttprun.errors import ConfigError, suggestion
 from ttprun.protocol.channel import Report
+from ttprun.protocol.reasons import REASONS
 
 # The reference of the configuration as Markdown, generated from the model and from the commented preset `default`.
 
@@ -68,6 +69,14 @@ def _message_item(kind: type) -> str:
     return f"* `{kind.__name__}`{fields}: {(inspect.getdoc(kind) or '').partition(chr(10))[0]}"
 
 
+# The reasons as Markdown, generated from their table.
+
+
+def reason_reference() -> str:
+    """A list of all reasons, word by word: each kind with what it means and what helps."""
+    return "\n".join(f"* `{row.kind}` ({row.word}): {row.means} What helps: {row.cure}." for row in REASONS)
+
+
 FOLDER = Path(__file__).resolve().parent.parent / "guide"
 # In the order in which a reader may want them; each is a file of `ttprun/guide`.
 TOPICS = {
@@ -98,6 +107,7 @@ DEFINED = ("boundary", "rung", "generation", "standby", "replay", "rewind", "mir
 _GENERATED = {
     "<!-- generated: every key -->": config_reference,
     "<!-- generated: every report -->": message_reference,
+    "<!-- generated: every reason -->": reason_reference,
     "<!-- generated: the support matrix -->": support_matrix,
 }
 

@@ -55,7 +55,7 @@ commands:
   checkpoint now save a running job, and wait until it is saved
   checkpoints    list, show and verify what a run has saved; export a model for load_state_dict
   doctor         what works on this machine, what does not, and how to fix it
-  explain        what ttprun changes inside your process, and why
+  explain        what a reason means (ttprun explain KIND), or what ttprun changes inside your process, and why
   guide          the handbook, by topic; 'ttprun guide glossary' defines the words used here
 
 Every option of torchrun works with the same meaning. Options before the script are ttprun's, options after it are the

@@ -29,6 +29,7 @@ from ttprun.observe.status import (
     describe_protection,
     read_status,
 )
+from ttprun.protocol.reasons import pointer
 
 # What `ttprun status` shows to people. Apart from the command, so that `--json` need not import rich.
 
@@ -78,7 +79,7 @@ def draw_sparkline(values: Sequence[float], width: int = _CURVE) -> str:
 
 def sentences_of(incident: IncidentStatus) -> list[str]:
     """The sentences of an incident: its reason, what was compared and found equal, what is not proved."""
-    found = [incident.reason] if incident.reason else []
+    found = [incident.reason + pointer(incident.reason)] if incident.reason else []
     found += [f"equal: {one}" for one in incident.equal]
     return found + [f"not proved: {one}" for one in incident.not_proved]
 
@@ -99,7 +100,7 @@ def draw_headline(shown: RunStatus) -> Text:
     if shown.away:
         line.append(f"\n{describe_away(shown)}")
     if shown.reason:
-        line.append(f"\n{shown.reason}")
+        line.append(f"\n{shown.reason}{pointer(shown.reason)}")
     if shown.resume is not None:
         line.append(f"\n{describe_resume(shown.resume)}")
     if shown.checkpoint is not None:
@@ -107,7 +108,7 @@ def draw_headline(shown: RunStatus) -> Text:
     if shown.snapshot_step is not None and not shown.has_ended:
         line.append(f"\nsnapshot in shared memory: step {shown.snapshot_step}")
     if shown.protection != "on":
-        line.append(f"\n{describe_protection(shown.protection)}")
+        line.append(f"\n{describe_protection(shown.protection)}{pointer(shown.protection)}")
     if shown.cost is not None and not shown.has_ended:
         line.append(f"\n{describe_cost(shown.cost)}")
     line.append("".join(f"\nnot proved: {name}" for name in shown.not_proved))

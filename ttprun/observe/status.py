@@ -72,6 +72,7 @@ class IncidentStatus:
     equal       what of the replacements was compared with the lost ranks, and found equal
     not_proved  what of the replaced ranks can change and is in no record: they have it as the script's set-up makes it;
                 and what could not be compared, or need not be equal and was not
+    reason_kind  the kind of that reason, for `ttprun explain`; "" if it has none
     """
 
     id: int
@@ -92,6 +93,7 @@ class IncidentStatus:
     boundary: int | None = None
     equal: tuple[str, ...] = ()
     not_proved: tuple[str, ...] = ()
+    reason_kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ class RunStatus:
     lost_nodes     numbers of nodes that are lost, and whose slots nobody has taken yet
     spares         addresses of launchers that wait for slots, the one that has waited longest first
     quarantine     addresses whose nodes were lost, and which must wait before they may train again
+    reason_kind    the kind of `reason`, or else of what `protection` says, for `ttprun explain`; "" if it has none
     version        of this form; it stays 1 as long as fields are only added
     """
 
@@ -215,6 +218,7 @@ class RunStatus:
     lost_nodes: tuple[int, ...] = ()
     spares: tuple[str, ...] = ()
     quarantine: tuple[str, ...] = ()
+    reason_kind: str = ""
     version: int = 1
 
     @property

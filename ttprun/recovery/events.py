@@ -208,8 +208,7 @@ class MismatchFound(RepairEvent):
         """For the operator."""
         if self.is_near:
             return f"rank {self.rank} is replaced once more: {self.reason}"
-        what = "found a mismatch" if self.is_contradiction else "cannot be shown to be as it was"
-        return f"rank {self.rank} {what} ({self.reason})"
+        return f"rank {self.rank} is {'refused' if self.is_contradiction else 'not proved'} ({self.reason})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ def on_hindered(job: Job, event: RankHindered) -> Result:
 
 def sentence_of(event: RankUnprotected) -> str:
     """The reason why no rank can be replaced, with the rank that gave it."""
-    return f"rank {event.rank} cannot take part in a repair ({event.reason})"
+    return f"rank {event.rank} is not protected ({event.reason})"
 
 
 def on_exit(job: Job, event: RankExited) -> Result:

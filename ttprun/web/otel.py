@@ -26,7 +26,19 @@ from ttprun.web.summary import unix_s
 KINDS: tuple[Kind, ...] = ("incident_ended",)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _SEND_LIMIT_S = 8  # the notifier waits no longer than 10 s
-_SHOWN = ("id", "kind", "rung", "outcome", "reason", "boundary", "steps_lost", "ranks", "equal", "not_proved")
+_SHOWN = (
+    "id",
+    "kind",
+    "rung",
+    "outcome",
+    "reason",
+    "reason_kind",
+    "boundary",
+    "steps_lost",
+    "ranks",
+    "equal",
+    "not_proved",
+)
 
 
 def command_for(environment: Mapping[str, str]) -> str | None:

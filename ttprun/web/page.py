@@ -163,13 +163,15 @@ def _share(what: str, spent_s: float, wall_s: float) -> str:
 
 def _incident(one: IncidentStatus) -> list[str]:
     known = seconds_of(one)
+    explained = f" (ttprun explain {one.reason_kind})" if one.reason_kind else ""
     took = [f"{known[phase]:.3f}" if phase in known else "–" for phase in COLUMNS]
     ranks = ", ".join(map(str, one.ranks)) or "none"
     lost = "not counted" if one.steps_lost is None else f"{one.steps_lost}"
     return [
         f"## Incident {one.id}: {one.kind}, {one.outcome}",
         "",
-        f"{one.reason}. Ranks lost: {ranks}; rung: {one.rung or 'none'}; boundary: {one.boundary}; steps lost: {lost}.",
+        f"{one.reason}{explained}. "
+        f"Ranks lost: {ranks}; rung: {one.rung or 'none'}; boundary: {one.boundary}; steps lost: {lost}.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|" + "---:|" * len(COLUMNS),

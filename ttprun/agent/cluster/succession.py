@@ -356,7 +356,7 @@ def _remaining(slot: RankSlot, left: node_reports.Left | None) -> recovery.Remai
 
 
 def _inherited(known: node_orders.Known | None, left: Any) -> recovery.Inherited:
-    reasons = (f"rank {one.rank} cannot take part in a repair ({one.unprotected})" for one in left if one.unprotected)
+    reasons = (f"rank {one.rank} is not protected ({one.unprotected})" for one in left if one.unprotected)
     unprotected = next(reasons, "")
     if known is None:
         return recovery.Inherited(unprotected_reason=unprotected)

@@ -24,6 +24,7 @@ from ttprun.agent.repair.repairs import Repairs
 from ttprun.agent.repair.rewinds import Rewinds
 from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.reasons import pointer
 
 logger = logging.getLogger("ttprun")
 
@@ -144,7 +145,7 @@ class Coordinator:
         if before is not None and (before.kind, kind) != ("restart", "fail"):
             return  # what led here comes first, and explains the rest; but a job that has been ended is not restarted
         if kind == "restart":  # why a job ends is said at its very end, by the launcher
-            logger.warning("all ranks start again: %s", reason)
+            logger.warning("all ranks start again: %s%s", reason, pointer(reason))
         self.node.log("group_given_up", kind=kind, reason=reason)
         self.node.conclude(Verdict(kind, reason, has_progress))
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from ttprun.agent.core.node import Node
 from ttprun.agent.report.not_proved import NotProved
 from ttprun.observe.status import IncidentStatus, ResumeStatus
+from ttprun.protocol.reasons import kind_of, pointer
 from ttprun.recovery import Incident, is_of_script
 
 logger = logging.getLogger("ttprun")
@@ -53,7 +54,7 @@ class Incidents:
             is_new = what is not None and (incident.id, incident.reason, incident.phase) not in self._said
             self._said.add((incident.id, incident.reason, incident.phase))
             level = logging.WARNING if is_new else logging.INFO
-            logger.log(level, "%s: %s: %s", name, incident.reason, what or incident.phase)
+            logger.log(level, "%s: %s: %s%s", name, incident.reason, what or incident.phase, pointer(incident.reason))
             return
         outcome = f"{incident.outcome} in {incident.total_s or 0.0:.2f} s"
         if incident.outcome != "recovered":
@@ -61,7 +62,7 @@ class Incidents:
         elif incident.id:
             outcome += f", {incident.steps_lost or 0} steps lost"
             outcome += f"; not proved: {'; '.join(uncompared)}" if uncompared else ""
-            logger.warning("%s: %s: %s", name, incident.reason, outcome)
+            logger.warning("%s: %s: %s%s", name, incident.reason, outcome, pointer(incident.reason))
         elif incident.boundary:
             logger.warning("%s: resumed from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
         else:
@@ -99,7 +100,8 @@ class Incidents:
     def _published(self, incident: Incident) -> IncidentStatus:
         known = {name: getattr(incident, name) for name in _PUBLISHED}
         equal, _ = self._compared.get(incident.id, ((), ()))
-        return IncidentStatus(**known, equal=tuple(equal), not_proved=self._not_proved_of(incident.id))
+        kind, not_proved = kind_of(incident.reason), self._not_proved_of(incident.id)
+        return IncidentStatus(**known, equal=tuple(equal), not_proved=not_proved, reason_kind=kind)
 
     def _not_proved_of(self, number: int) -> tuple[str, ...]:
         """What of an incident is not proved: objects that are in no record, and what could not be compared."""

@@ -28,6 +28,7 @@ from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting
 from ttprun.protocol.board import FINISHED, Board, Field
+from ttprun.protocol.reasons import kind_of
 
 _LOOK_AGAIN_S = 0.05
 _LAST_PHASES = (recovery.JobPhase.PERSISTING, recovery.JobPhase.DRAINING, recovery.JobPhase.FAILED)
@@ -200,9 +201,11 @@ class Node:
         self.peers.watch(self.selector, self.role.take, self.role.lose, self.role.welcome)
 
     def log(self, event: str, **fields: object) -> None:
-        """Append to the event log."""
+        """Append to the event log, with the kind of the reason if it has one."""
+        found = kind_of(str(fields.get("reason") or ""))
+        kind: dict[str, object] = {"reason_kind": found} if found else {}
         with self._log_lock:
-            self._events.append(event, **{"at_s": time.monotonic()} | fields)
+            self._events.append(event, **{"at_s": time.monotonic()} | kind | fields)
 
     def remove_left_files(self, pid: int = 0, limit_s: float = 0.0) -> None:
         """Remove what dead DataLoader workers of this run have left in shared memory.

@@ -11,6 +11,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.protocol import from_rank
+from ttprun.protocol.reasons import pointer
 
 logger = logging.getLogger("ttprun")
 
@@ -68,10 +69,11 @@ class Protection:
         if why in self._announced or job.settings.rungs.isdisjoint(("replace", "rerun", "rewind")):
             return
         self._announced.add(why)
+        said = why + pointer(why)
         if recovery.is_alone(job, slot.rank) and job.settings.world_size > 1:
             kept = self._own_states.newest(slot)
             cost = recovery.cost_of_a_loss_alone(job, slot.rank, None, kept)
-            logger.warning("rank %d cannot be repaired: %s. If it is lost, %s", slot.rank, why, cost)
+            logger.warning("rank %d is not protected: %s. If it is lost, %s", slot.rank, said, cost)
             return
         cost = recovery.cost_of_a_loss(job)
-        logger.warning("no rank can be replaced: rank %d reports: %s. If a rank is lost, %s", slot.rank, why, cost)
+        logger.warning("not protected: rank %d reports: %s. If a rank is lost, %s", slot.rank, said, cost)

@@ -94,7 +94,7 @@ class UnhookedRanks:
     def _look_for_children(self, slot: RankSlot) -> None:
         why = unhooked.why_in_child(slot.pid)
         if why and slot.pid not in self._suspects:
-            logger.warning("rank %d may train where no fault can be repaired: %s", slot.rank, why)
+            logger.warning("not protected: rank %d may train where no fault can be repaired: %s", slot.rank, why)
             self._node.log("rank_unseen", rank=slot.rank, reason=why)
         if why:
             self._suspects[slot.pid] = why

@@ -39,6 +39,7 @@ from ttprun.early_signals import ENDED_BY_SIGNAL, StoppedEarly, exit_code_of
 from ttprun.errors import ConfigError
 from ttprun.observe import console
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol.reasons import pointer
 from ttprun.recovery.membership import Membership
 from ttprun.state.store import CheckpointStore
 
@@ -346,7 +347,7 @@ def _say(reason: str, goes_on: bool = False) -> None:
     """
     if reason:
         what = "this node has left the job, which goes on" if goes_on else "the job has ended"
-        console.say(f"{what}: {reason}", "WARNING" if goes_on else "ERROR")
+        console.say(f"{what}: {reason}{pointer(reason)}", "WARNING" if goes_on else "ERROR")
 
 
 def _code_of(error: ChildFailedError, has_progress: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from ttprun.protocol.reasons import pointer
 from ttprun.recovery import Incident
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ class NotProved:
         new = [name for name in names if name not in self._said]
         self._said.update(new)
         if new:
-            logger.warning("not proved: %s; a replacement has these as the script's set-up makes them", "; ".join(new))
+            said = f"not proved: {'; '.join(new)}"
+            logger.warning("%s; a replacement has these as the script's set-up makes them%s", said, pointer(said))
 
     def take_unrecorded(self, rank: int, sentences: tuple[str, ...]) -> None:
         """A rank could not restore these; the console gets each once."""
@@ -48,7 +50,8 @@ class NotProved:
         new = [one for one in sentences if one not in self._said]
         self._said.update(new)
         if new:
-            logger.warning("%s. %s", "; ".join(new), COST_OF_UNRECORDED)
+            said = f"not proved: {'; '.join(new)}"
+            logger.warning("%s%s. %s", said, pointer(said), COST_OF_UNRECORDED)
 
     def note_incident(self, incident: Incident) -> None:
         """An incident has gone on: what of its replays is not proved stays with it, whatever comes later."""

@@ -34,6 +34,7 @@ from ttprun.observe.status import (
 )
 from ttprun.protocol import node_orders
 from ttprun.protocol.board import FINISHED, Field, Phase
+from ttprun.protocol.reasons import kind_of
 from ttprun.recovery import Job, JobPhase, cost_of_a_loss, cost_of_a_loss_alone, is_elastic
 from ttprun.recovery.job import name_ranks
 from ttprun.recovery.ways_back import may_rewind
@@ -146,6 +147,10 @@ class StatusPublisher:
         self.step = status.step
 
     def _compose(self, state: RunState, exit_code: int | None = None, reason: str = "") -> RunStatus:
+        shown = self._compose_shown(state, exit_code, reason)
+        return replace(shown, reason_kind=kind_of(shown.reason) or kind_of(shown.protection))
+
+    def _compose_shown(self, state: RunState, exit_code: int | None, reason: str) -> RunStatus:
         own = self._compose_own(state, exit_code, reason)
         of_all = self._of_all
         if own.is_leading or of_all is None:

@@ -28,7 +28,7 @@ KillResult = Literal["exact", "by a weaker rung", "refused", "differs", "not rea
 WITHOUT_LOSS = ("reconnect", "rerun", "replace")
 _PLACE = re.compile(r"[^\s'\"(),]+\.py:\d+")
 _NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
-_FINDINGS = r"rank \d+ found a mismatch|rank \d+ cannot be shown to be as it was|the replay was refused"
+_FINDINGS = r"rank \d+ is (?:refused|not proved|not protected)"
 _CURE_OTHERWISE = (
     "nothing is known to help: see 'Not covered' in 'ttprun guide limits'; --max-restarts N starts all ranks again, as "
     "under torchrun"

@@ -21,7 +21,7 @@ function rankList(ranks) {
 function drawProved(status) {
   const items = status.not_proved.map((name) => make("li", { words: name }));
   byId("proved").replaceChildren(
-    make("p", { words: status.protection === "on" ? "Protected: a lost rank is replaced and no step is lost." : status.protection.replace(/^not yet:/, "Not protected yet:").replace(/^off:/, "Not protected:").replace(/^on, but/, "Protected, but") }),
+    make("p", { words: withKind(status.protection !== "on" && !status.reason ? status.reason_kind : "", status.protection === "on" ? "Protected: a lost rank is replaced and no step is lost." : status.protection.replace(/^not yet:/, "Not protected yet:").replace(/^off:/, "Not protected:").replace(/^on, but/, "Protected, but")) }),
     items.length
       ? make("div", {}, make("p", { class: "note", words: "These can change but are not recorded; a replacement has them as the script's set-up makes them:" }), make("ul", {}, ...items))
       : make("p", { class: "note", words: "Everything that can change is recorded." }));

@@ -72,7 +72,7 @@ function drawIncident(one) {
     && Math.abs(unixOf(event.at) - (state.opened.get(one.id) ?? 0)) < (one.total_s ?? 3600) + 60);
   return make("article", { class: "incident" },
     make("h3", {}, document.createTextNode(`#${one.id} ${one.kind}: `), make("span", { class: colour, words: `${one.outcome}${took}${lost}${how}` })),
-    make("p", { class: "note", words: one.reason || "" }),
+    make("p", { class: "note", words: withKind(one.reason_kind, one.reason || "") }),
     drawWaterfall(one),
     list("Proved equal", one.equal), list("Not proved", one.not_proved),
     ...stacks.map((event) => event.event === "stacks" ? drawGroups(event)

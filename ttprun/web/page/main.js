@@ -67,7 +67,7 @@ function asText() {
   for (const rank of summary.stragglers) lines.push(`* rank ${rank} holds the others up`);
   for (const name of status.not_proved) lines.push(`* not proved: ${name}`);
   for (const one of status.incidents) {
-    lines.push("", `incident ${one.id}: ${one.kind}, rank ${one.ranks.join(", ") || "–"}, ${one.rung ?? "–"}: ${one.outcome}; ${one.reason}`,
+    lines.push("", `incident ${one.id}: ${one.kind}, rank ${one.ranks.join(", ") || "–"}, ${one.rung ?? "–"}: ${one.outcome}; ${withKind(one.reason_kind, one.reason)}`,
       `  ${[...(summary.spans[one.id] ?? []).map(describeSpan), `total ${seconds(one.total_s)}`].join(", ")}; boundary ${one.boundary ?? "–"}, steps lost ${one.steps_lost ?? "–"}`);
     for (const what of one.equal) lines.push(`  equal: ${what}`);
     for (const what of one.not_proved) lines.push(`  not proved: ${what}`);

@@ -44,3 +44,8 @@ function bytes(value) {
 }
 
 const clock = (unix) => new Date(unix * 1000).toISOString().slice(11, 19);
+
+/** A reason, and where its kind is explained. */
+function withKind(kind, words) {
+  return kind ? `${words} (ttprun explain ${kind})` : words;
+}
