@@ -23,7 +23,7 @@ ALLOWED = {
     "observe/events.py": "a date in the log",
     "observe/history.py": "a date in the history",
     "observe/status.py": "whether a pid is still that of the agent: the status that is compared is half a second old",
-    "rank/effects/origins.py": "the script's own question, whose answer a replacement gets again",
+    "capture/effects/origins.py": "the script's own question, whose answer a replacement gets again",
     "state/store.py": "a date in the manifest: checkpoints are in order by their numbers",
     "web/app.py": "shown",
 }

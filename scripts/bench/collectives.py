@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from tests.rank.fakes import make_session
+from ttprun.groups.connection import Exchange
+from ttprun.groups.journal import Journal
+from ttprun.groups.process_group import ManagedGroup
+from ttprun.groups.results import Results
 from ttprun.rank import session as sessions
-from ttprun.rank.comm.connection import Exchange
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.process_group import ManagedGroup
-from ttprun.rank.comm.results import Results
 
 A_STEP = 50  # collectives
 STEPS = 60

@@ -10,11 +10,11 @@ import torch
 
 from tests.rank.records import record_of
 from ttprun.agent.repair.stored_states import Stored
+from ttprun.capture import values
+from ttprun.capture.records.packing import pack
+from ttprun.capture.values import Snapshot
 from ttprun.elastic_resume.acceptance import adapted
 from ttprun.errors import ConfigError
-from ttprun.rank import values
-from ttprun.rank.records.packing import pack
-from ttprun.rank.values import Snapshot
 
 
 def record(boundary: int, scope: dict[str, Any], **fields: Any) -> list[Any]:

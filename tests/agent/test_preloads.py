@@ -366,7 +366,8 @@ def test_a_rank_reports_its_packages_in_order_with_what_the_script_has_set_betwe
     program = f"""
 import os, sys
 sys.path[:0] = [{str(package)!r}, {str(tmp_path)!r}]
-from ttprun.rank.position import whose, imported, ast_transform as rewrite
+from ttprun.introspect import whose
+from ttprun.capture.position import imported, ast_transform as rewrite
 whose.add_user_directory({str(tmp_path)!r})
 rewrite.install()
 import early

@@ -9,10 +9,10 @@ import pytest
 from tests.rank.records import record_of
 from ttprun.agent.launcher.resume import check_records
 from ttprun.agent.repair.stored_states import Stored
+from ttprun.capture.records.boundary_record import LoopRecord
+from ttprun.capture.records.nodes import RefusedNode
+from ttprun.capture.records.packing import pack
 from ttprun.config import Config
-from ttprun.rank.records.boundary_record import LoopRecord
-from ttprun.rank.records.nodes import RefusedNode
-from ttprun.rank.records.packing import pack
 from ttprun.state.errors import InvalidCheckpointError
 
 GENERATOR = RefusedNode("is the generator stream, which does not show the positions of its loops")

@@ -22,9 +22,9 @@ from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.processes.shared_memory import path_of
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.snapshots import Share, SnapshotTaken
-from ttprun.rank.process.shared_memory import Memory
-from ttprun.rank.weights.checkpoint_shards import version_of
 from ttprun.recovery.replicas import UNKNOWN, Replicas
+from ttprun.tensors.checkpoint_shards import version_of
+from ttprun.tensors.shared_memory import Memory
 
 RANKS = 2
 NO_ROOM = "it takes 1024 MiB of shared memory, and less than that is free"

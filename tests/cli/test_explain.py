@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ttprun.cli.main import main
-from ttprun.rank.position.judgement import (
+from ttprun.capture.position.judgement import (
     DEAD,
     NAMED,
     NO_STATE,
@@ -17,7 +16,8 @@ from ttprun.rank.position.judgement import (
     Judgement,
     judge,
 )
-from ttprun.rank.records.nodes import DataNode, EffectNode, ListNode, NotProvedNode, Number, RefusedNode, SameNode
+from ttprun.capture.records.nodes import DataNode, EffectNode, ListNode, NotProvedNode, Number, RefusedNode, SameNode
+from ttprun.cli.main import main
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tests.e2e.harness import (
     assert_survivors_kept_their_pids,
 )
 from ttprun.protocol.board import Board, Field
-from ttprun.rank.weights.own_state import split
+from ttprun.tensors.own_state import split
 
 SCRIPT = "each_for_itself.py"
 MORE = ["--more", "10"]

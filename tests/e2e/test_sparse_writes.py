@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.harness import RunTtprun, Undisturbed, assert_same_outcome
-from ttprun.rank.values import written_pages
+from ttprun.capture.values import written_pages
 
 SCRIPT = "sparse_writes.py"
 

@@ -32,6 +32,10 @@ from ttprun.agent.cluster.rendezvous import KNOWN as OF_NODES
 from ttprun.agent.cluster.spare_pool import Listener
 from ttprun.agent.core.control_socket import ControlSocket, _Client
 from ttprun.agent.repair.stored_states import open_checkpoint
+from ttprun.capture.records import replayable
+from ttprun.capture.records.packing import MalformedRecordError
+from ttprun.capture.records.recorder import HEADER_BYTES, Recorder
+from ttprun.capture.values import pack
 from ttprun.chaos.faults import parse_fault
 from ttprun.cli.status import status as show_status
 from ttprun.errors import ConfigError
@@ -44,10 +48,6 @@ from ttprun.protocol import channel, meeting, node_reports
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import Refused, decode, encode
 from ttprun.protocol.requests import Accepted
-from ttprun.rank.records import replayable
-from ttprun.rank.records.packing import MalformedRecordError
-from ttprun.rank.records.recorder import HEADER_BYTES, Recorder
-from ttprun.rank.values import pack
 from ttprun.recovery.membership import parse_hosts
 from ttprun.state.checkpoint import Checkpoint, inspect, verify
 from ttprun.state.errors import InvalidCheckpointError

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.rank.fakes import FakeChannel, become, make_session
+from ttprun.groups.journal import Journal
 from ttprun.protocol.board import FINISHED, Field
-from ttprun.rank.comm.journal import Journal
 from ttprun.rank.framework.framework import Framework
 from ttprun.rank.session import Session
 

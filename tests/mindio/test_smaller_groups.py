@@ -17,9 +17,9 @@ from mindio_ttp.framework_ttp import (
     tft_register_zit_upgrade_rollback_handler,
 )
 
+from ttprun.groups.connection import Exchange
+from ttprun.groups.process_group import OPERATION_NUMBERS, ManagedGroup
 from ttprun.protocol.board import Field
-from ttprun.rank.comm.connection import Exchange
-from ttprun.rank.comm.process_group import OPERATION_NUMBERS, ManagedGroup
 from ttprun.rank.framework.framework import Framework
 from ttprun.rank.framework.handlers import CallbackFailedError, Size
 from ttprun.rank.session import Session

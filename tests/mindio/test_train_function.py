@@ -27,6 +27,7 @@ from mindio_ttp.framework_ttp import (
 )
 
 from tests.device.fake_npu import FakeNpu
+from ttprun.capture.records.recorder import Recorder
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.bootstrap.framework_hooks import wrap_process_group_name
@@ -34,9 +35,8 @@ from ttprun.rank.framework import randomness
 from ttprun.rank.framework.framework import Framework, MainThread
 from ttprun.rank.framework.handlers import CallbackFailedError
 from ttprun.rank.framework.recovery import CallbackRecovery
-from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
-from ttprun.rank.weights.replicated import NotRepairableError
+from ttprun.tensors.replicated import NotRepairableError
 
 
 def recover(session: Session, step: int, meanwhile: Callable[[], None] = lambda: None) -> None:

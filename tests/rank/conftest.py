@@ -14,7 +14,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from tests.rank.training import every_case
 from tests.rank.worlds import run_world
-from ttprun.rank.position import loop_sites, loops
+from ttprun.capture.position import loop_sites, loops
 
 torch.set_num_threads(1)
 os.environ["TORCH_HOME"] = str(Path(__file__).parent)  # tests are nobody's own code, unless one says so

@@ -7,23 +7,23 @@ import socket
 from typing import Any
 
 from tests.options import OPTIONS
+from ttprun.capture.records.recorder import Recorder
+from ttprun.groups.connection import Exchange
+from ttprun.groups.journal import Journal
+from ttprun.groups.results import Results
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
 from ttprun.rank import session as sessions
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.comm.connection import Exchange
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.results import Results
-from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
-from ttprun.rank.weights import optimizer_registry
-from ttprun.rank.weights.holdings import Holdings
-from ttprun.rank.weights.mirror import Mirror
-from ttprun.rank.weights.own_state import OwnState
-from ttprun.rank.weights.post_step_weights import KeptWeights
-from ttprun.rank.weights.snapshots import SnapshotPart
+from ttprun.tensors import optimizer_registry
+from ttprun.tensors.holdings import Holdings
+from ttprun.tensors.mirror import Mirror
+from ttprun.tensors.own_state import OwnState
+from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.snapshots import SnapshotPart
 
 RECORD_BYTES = 1 << 20
 

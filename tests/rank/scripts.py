@@ -16,12 +16,12 @@ from tests.options import OPTIONS
 from tests.rank.fakes import RECORD_BYTES
 from ttprun.agent.processes import stacks
 from ttprun.agent.processes.rank_processes import rank_environment
+from ttprun.capture.records.recorder import Recorder
 from ttprun.protocol import channel
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap.install import CHANNEL_VARIABLE
-from ttprun.rank.records.recorder import Recorder
 
 ROOT = str(Path(__file__).resolve().parents[2])
 LIMIT_S = 100

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.rank.records import record_of
+from ttprun.capture.records.packing import pack
+from ttprun.capture.records.recorder import Recorder
+from ttprun.groups.results import Answers, keep_origin
 from ttprun.protocol.board import Board, Field
 from ttprun.rank.bootstrap.ahead import Ahead
-from ttprun.rank.comm.results import Answers, keep_origin
-from ttprun.rank.records.packing import pack
-from ttprun.rank.records.recorder import Recorder
 
 SLOT_MIB = 1
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel, make_session
+from ttprun.groups.entry import Entry
+from ttprun.groups.reissue import unpack_given
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.reissue import unpack_given
 from ttprun.rank.session import Session
-from ttprun.rank.weights.replicated import NotRepairableError
-from ttprun.rank.weights.state_places import InDirectory
-from ttprun.rank.weights.state_transfer import serve_gradients, take_gradients
+from ttprun.tensors.replicated import NotRepairableError
+from ttprun.tensors.state_places import InDirectory
+from ttprun.tensors.state_transfer import serve_gradients, take_gradients
 
 LIMIT_S = 60.0
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.worlds import FakeAgent, run_world, say
+from ttprun.groups.transports import TRANSPORTS, Transport
+from ttprun.groups.transports.late import LateLink
 from ttprun.protocol import from_rank
-from ttprun.rank.comm.transports import TRANSPORTS, Transport
-from ttprun.rank.comm.transports.late import LateLink
 from ttprun.rank.session import current
 
 STEPS = 3

@@ -35,8 +35,8 @@ from tests.rank.collectives import (
 )
 from tests.rank.training import losses_and_weights
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
+from ttprun.groups.journal import Journal
 from ttprun.protocol import from_rank
-from ttprun.rank.comm.journal import Journal
 from ttprun.rank.session import current
 
 
@@ -246,7 +246,7 @@ def test_a_rank_that_waits_in_new_group_when_the_connection_breaks_gets_its_grou
 
 def be_left_alone(rank: int) -> Any:
     """Rank 1 closes its connection and no recovery comes: rank 0 must get the error, as under torchrun."""
-    from ttprun.rank.comm import journal
+    from ttprun.groups import journal
 
     journal.PATIENCE_S = 0.5
     x = ours(rank)

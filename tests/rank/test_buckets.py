@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.chaos import strikes
 from ttprun.chaos.faults import parse_fault
+from ttprun.groups.buckets import TRUSTED_AFTER, Bucket
+from ttprun.groups.journal import Journal
+from ttprun.introspect import moments
 from ttprun.protocol import from_rank, to_rank
-from ttprun.rank import moments
 from ttprun.rank.checks.verification import Verifier, nan_in
-from ttprun.rank.comm.buckets import TRUSTED_AFTER, Bucket
-from ttprun.rank.comm.journal import Journal
 from ttprun.rank.session import current
-from ttprun.rank.weights.replicated import NotRepairableError
+from ttprun.tensors.replicated import NotRepairableError
 
 WIDTH = 520  # more than a megabyte of weights
 BEGINS_AT = TRUSTED_AFTER + 3  # DDP orders its buckets in the second step, and reports it after the third

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.rank.process import children
+from ttprun.introspect import children
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from tests.rank.collectives import CASES
 from tests.rank.training import STYLES
-from ttprun.rank.comm.operations import OPERATIONS
+from ttprun.groups.operations import OPERATIONS
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ttprun.device.interface import DeviceFailedError
+from ttprun.groups import links, on_device
+from ttprun.groups.connection import Exchange, GenerationOverError
+from ttprun.groups.transports.late import LateLink
+from ttprun.groups.transports.link import GroupMember
 from ttprun.protocol import from_rank
-from ttprun.rank.comm import links, on_device
-from ttprun.rank.comm.connection import Exchange, GenerationOverError
-from ttprun.rank.comm.transports.late import LateLink
-from ttprun.rank.comm.transports.link import GroupMember
 
 LIMIT_S = 60.0
 DEVICE = torch.device("meta", 0)  # torch knows the kind, and keeps nothing there

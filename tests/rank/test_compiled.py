@@ -5,7 +5,7 @@ import sys
 
 import torch._dynamo.trace_rules as rules
 
-from ttprun.rank.position import loops, torch_compile
+from ttprun.capture.position import loops, torch_compile
 from ttprun.rank.step import step_hooks
 
 

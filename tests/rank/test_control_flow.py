@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ttprun.rank.position.control_flow import instruction_at, looping
+from ttprun.capture.position.control_flow import instruction_at, looping
 
 
 def look() -> None:

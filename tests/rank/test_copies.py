@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.rank.fakes import RECORD_BYTES, FakeChannel, make_session
+from ttprun.capture.records.recorder import Recorder
+from ttprun.groups.connection import Exchange
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board
-from ttprun.rank.comm.connection import Exchange
-from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
 from ttprun.rank.step.copies import Copies
 

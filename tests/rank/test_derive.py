@@ -12,11 +12,11 @@ import torch
 from msgspec.structs import replace
 
 from tests.rank.records import record_of
+from ttprun.capture.position import loop_sites, loops
+from ttprun.capture.position.loop_sites import Extent
+from ttprun.capture.values import pack
 from ttprun.elastic_resume.derive import Derived, states_in
-from ttprun.rank.position import loop_sites, loops
-from ttprun.rank.position.loop_sites import Extent
-from ttprun.rank.process import random_state
-from ttprun.rank.values import pack
+from ttprun.introspect import random_state
 
 
 def recorded() -> Any:

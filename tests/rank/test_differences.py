@@ -7,7 +7,7 @@ import torch
 
 from tests.rank.records import record_of
 from ttprun.rank.replay.differences import difference_of_stepping
-from ttprun.rank.weights import optimizer_registry
+from ttprun.tensors import optimizer_registry
 
 
 def test_another_optimizer_that_steps_at_the_same_place_is_another_boundary(

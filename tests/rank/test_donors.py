@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.rank.records import record_of
+from ttprun.capture import values
+from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.records.packing import pack
+from ttprun.capture.values import Tree
 from ttprun.elastic_resume.donors import Closest, OldRank, closest
-from ttprun.rank import values
-from ttprun.rank.records.boundary_record import Record
-from ttprun.rank.records.packing import pack
-from ttprun.rank.values import Tree
 
 
 def record(data_seed: int, drawn: int, own: int = 0) -> Record:

@@ -23,8 +23,8 @@ from types import SimpleNamespace
 import torch
 from tests.rank.fakes import become, make_session
 from ttprun.rank.bootstrap import install
-from ttprun.rank.comm.connection import Exchange
-from ttprun.rank.comm.process_group import ManagedGroup
+from ttprun.groups.connection import Exchange
+from ttprun.groups.process_group import ManagedGroup
 
 torch.set_num_threads(1)
 for _ in range(3):
@@ -50,7 +50,7 @@ import os, threading
 from datetime import timedelta
 import torch
 from ttprun.protocol import channel
-from ttprun.rank.comm.connection import Connection, Exchange
+from ttprun.groups.connection import Connection, Exchange
 
 def relay():
     for put in lines[rank].messages():
@@ -86,7 +86,7 @@ import os, threading
 from datetime import timedelta
 import torch
 from tests.rank.test_descriptors import DeafChannel
-from ttprun.rank.comm.connection import Connection, Exchange
+from ttprun.groups.connection import Connection, Exchange
 
 for _ in range(3):
     pid = os.fork()

@@ -9,12 +9,12 @@ import torch
 from msgspec import structs
 
 from tests.rank.fakes import FakeChannel, make_session
+from ttprun.capture.records.evidence import BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence, is_close, sampled
+from ttprun.capture.records.recorder import Recorder
 from ttprun.protocol import from_rank
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import Expected, MismatchError
-from ttprun.rank.records.evidence import BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence, is_close, sampled
-from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
 
 LARGE = 1 << 20
@@ -303,7 +303,7 @@ def test_what_cannot_be_compared_is_named_and_the_script_goes_on(
     replacement: Replacement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, channel = replacement(5, {"world": [torch.ones(40)]})
-    monkeypatch.setattr("ttprun.rank.records.evidence._memory", lambda tensor: 1 / 0)
+    monkeypatch.setattr("ttprun.capture.records.evidence._memory", lambda tensor: 1 / 0)
 
     proof.note(session, INPUT, "world", [torch.ones(40)])
 

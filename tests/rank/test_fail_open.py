@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.worlds import run_world
-from ttprun.rank.comm import groups, journal, links, process_group
+from ttprun.groups import groups, journal, links, process_group
 from ttprun.rank.session import current
 from ttprun.rank.step import step_hooks
 

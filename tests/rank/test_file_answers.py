@@ -14,10 +14,10 @@ import pytest
 
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
+from ttprun.capture.effects import file_answers, file_system
+from ttprun.introspect import whose
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.context import LIVE
-from ttprun.rank.effects import file_answers, file_system
-from ttprun.rank.position import whose
 
 Question = Callable[[str], Any]
 QUESTIONS: dict[str, Question] = {

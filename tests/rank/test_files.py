@@ -25,12 +25,12 @@ import torch
 
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
+from ttprun.capture.effects import file_system, files
+from ttprun.capture.records.recorder import Recorder
+from ttprun.introspect import whose
 from ttprun.protocol.board import Board, Field
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.context import LIVE
-from ttprun.rank.effects import file_system, files
-from ttprun.rank.position import whose
-from ttprun.rank.records.recorder import Recorder
 
 STEPS = 6
 Habit = Callable[[str], Iterator[None]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ttprun.rank.weights.tensor_bytes import _BLOCK, _ROW, bytes_of, content_of, folded
+from ttprun.introspect.tensor_bytes import _BLOCK, _ROW, bytes_of, content_of, folded
 
 
 def sums(tensor: torch.Tensor) -> list[int]:

@@ -14,10 +14,11 @@ import pytest
 from torch.utils.data import DataLoader
 
 from ttprun import frameworks
+from ttprun.capture.data import loaders
+from ttprun.capture.position import ast_transform, compiled_cache, loop_sites
+from ttprun.capture.values import objects
+from ttprun.introspect import whose
 from ttprun.rank.bootstrap import reset
-from ttprun.rank.data import loaders
-from ttprun.rank.position import ast_transform, compiled_cache, loop_sites, whose
-from ttprun.rank.values import objects
 
 LOOP = "def fit(run):\n    for step in range(3):\n        run(step)\n"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.rank.processes import run_alone
-from ttprun.rank.position import library_loops
+from ttprun.capture.position import library_loops
 
 LOOPS = {
     "for": "def fit(look):\n    for _ in range(1):\n        found = look()\n    return found\n",

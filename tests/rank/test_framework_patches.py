@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ttprun.capture.effects import files
 from ttprun.rank.bootstrap import framework_patches
-from ttprun.rank.effects import files
 
 
 def imported(monkeypatch: pytest.MonkeyPatch, name: str, kind: type) -> Any:

@@ -13,7 +13,8 @@ import pytest
 
 from tests.rank.fakes import make_session
 from tests.rank.processes import run_alone
-from ttprun.rank.position import ast_transform, call_site, gathering, whose
+from ttprun.capture.position import ast_transform, call_site, gathering
+from ttprun.introspect import whose
 from ttprun.rank.step import boundary
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from tests.rank.worlds import FakeAgent, run_world
 from ttprun.device import accelerator
 from ttprun.device.environment import DEBUG_NOTE
+from ttprun.groups import captures, device_waits, groups
+from ttprun.groups.journal import Journal
 from ttprun.protocol import from_rank
-from ttprun.rank.comm import captures, device_waits, groups
-from ttprun.rank.comm.journal import Journal
 from ttprun.rank.session import current
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
+from ttprun.groups import connection
 from ttprun.protocol import from_rank
-from ttprun.rank.comm import connection
 from ttprun.rank.session import current
 
 SUMS = [30.0, 32.0, 34.0]

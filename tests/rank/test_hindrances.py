@@ -11,10 +11,10 @@ from tests.rank.fakes import FakeChannel, make_session
 from tests.rank.processes import run_alone
 from tests.rank.records import record_of
 from tests.rank.scripts import run_under_shim
+from ttprun.capture import values
+from ttprun.capture.records.boundary_record import BoundaryRecord, read_head
+from ttprun.capture.records.nodes import DictNode, ListNode, Number, ObjectNode, RefusedNode
 from ttprun.protocol import from_rank
-from ttprun.rank import values
-from ttprun.rank.records.boundary_record import BoundaryRecord, read_head
-from ttprun.rank.records.nodes import DictNode, ListNode, Number, ObjectNode, RefusedNode
 from ttprun.rank.step import hindrances
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.rank.weights import holdings, optimizer_registry
-from ttprun.rank.weights.holdings import Holdings
+from ttprun.tensors import holdings, optimizer_registry
+from ttprun.tensors.holdings import Holdings
 
 KEYS = ["optimizer.0/0.0", "optimizer.0/0.1"]
 

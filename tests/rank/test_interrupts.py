@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from tests.options import OPTIONS
 from tests.rank.fakes import FakeChannel
 from tests.rank.processes import run_alone
+from ttprun.groups.journal import EndedError
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap import install
 from ttprun.rank.bootstrap.presence import Presence
-from ttprun.rank.comm.journal import EndedError
 from ttprun.rank.process import held_signals
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tests.rank.processes import run_alone
-from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.work import ManagedWork
+from ttprun.groups.entry import Entry
+from ttprun.groups.journal import Journal
+from ttprun.groups.work import ManagedWork
 
 
 class FakeGroup:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from ttprun.rank.position import loop_sites, loops
-from ttprun.rank.process import random_state
-from ttprun.rank.records.boundary_record import LoopRecord
-from ttprun.rank.records.packing import pack
+from ttprun.capture.position import loop_sites, loops
+from ttprun.capture.records.boundary_record import LoopRecord
+from ttprun.capture.records.packing import pack
+from ttprun.introspect import random_state
 
 
 def new_site(key: str = "script:1:0") -> loop_sites.Site:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.rank.weights import gradients, kept_gradients, replicated
-from ttprun.rank.weights.kept_gradients import GRADIENT
+from ttprun.tensors import gradients, kept_gradients, replicated
+from ttprun.tensors.kept_gradients import GRADIENT
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def forgotten() -> Iterator[None]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """[optimizer, optimizer], of one parameter each."""
     found = [torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9) for _ in range(2)]
-    monkeypatch.setattr("ttprun.rank.weights.optimizer_registry.optimizers", lambda: found)
+    monkeypatch.setattr("ttprun.tensors.optimizer_registry.optimizers", lambda: found)
     return found
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ttprun.rank.weights.post_step_weights import FULL_LOOKS, KeptWeights
-from ttprun.rank.weights.tensor_bytes import bytes_of
+from ttprun.introspect.tensor_bytes import bytes_of
+from ttprun.tensors.post_step_weights import FULL_LOOKS, KeptWeights
 
 Change = Callable[[torch.Tensor], object]
 CHANGES: dict[str, Change] = {

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.worlds import FakeAgent, run_world
+from ttprun.groups.transports import TRANSPORTS, Transport
+from ttprun.groups.transports.late import LateLink
 from ttprun.protocol import from_rank
-from ttprun.rank.comm.transports import TRANSPORTS, Transport
-from ttprun.rank.comm.transports.late import LateLink
 
 LATE_S = 0.05
 BROKEN = "NCCL error: remote process exited\nncclRemoteError: A call failed possibly due to a network error"

@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from ttprun.device.interface import DeviceFailedError
-from ttprun.rank.comm import links
-from ttprun.rank.comm.connection import Exchange
-from ttprun.rank.comm.transports import late
-from ttprun.rank.comm.transports.late import ABORTED, LateLink, LateWork
-from ttprun.rank.comm.transports.link import GroupMember
+from ttprun.groups import links
+from ttprun.groups.connection import Exchange
+from ttprun.groups.transports import late
+from ttprun.groups.transports.late import ABORTED, LateLink, LateWork
+from ttprun.groups.transports.link import GroupMember
 
 
 class Operation:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from ttprun.groups import leaving
+from ttprun.groups.leaving import OthersPatience
 from ttprun.protocol import patience
 from ttprun.protocol.board import Board, Field, Phase
-from ttprun.rank.comm import leaving
-from ttprun.rank.comm.leaving import OthersPatience
 
 
 @pytest.mark.parametrize(("crowd", "looks"), [(1.0, 11), (4.0, 41)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ttprun.rank.position.liveness import dead_in
+from ttprun.capture.position.liveness import dead_in
 
 CASES = {
     "set again by the loop": (

@@ -46,12 +46,11 @@ from tests.rank.user_values import (
     Sentence,
     SharedOut,
 )
+from ttprun.capture.data import batches, loaders, workers
+from ttprun.capture.records.recorder import Recorder
+from ttprun.introspect import random_state, whose
 from ttprun.rank.bootstrap import install, patches
 from ttprun.rank.context import Mode
-from ttprun.rank.data import batches, loaders, workers
-from ttprun.rank.position import whose
-from ttprun.rank.process import random_state
-from ttprun.rank.records.recorder import Recorder
 
 EPOCHS = 2
 STOPS = ((0, 4), (1, 3))  # (epoch, batches handed out in it) at which the rank is lost

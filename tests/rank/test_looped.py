@@ -14,12 +14,12 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from tests.rank import user_values
 from tests.rank.values.carrying import as_the_recorder_writes_them
-from ttprun.rank import values
-from ttprun.rank.data import loaders
-from ttprun.rank.position import iterables, loop_sites, loops
-from ttprun.rank.position.placeholders import PlaceholderUsedError
-from ttprun.rank.records.boundary_record import LoopRecord
-from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, restore_loop
+from ttprun.capture import values
+from ttprun.capture.data import loaders
+from ttprun.capture.position import iterables, loop_sites, loops
+from ttprun.capture.position.placeholders import PlaceholderUsedError
+from ttprun.capture.records.boundary_record import LoopRecord
+from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, restore_loop
 
 LOST = 6  # items that the loop has handed out in the lost rank
 Items = Iterator[Any]

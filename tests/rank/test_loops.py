@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.rank.position import ast_transform, loops, whose
+from ttprun.capture.position import ast_transform, loops
+from ttprun.introspect import whose
 
 Loops = list[loops.Loop]
 

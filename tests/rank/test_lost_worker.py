@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.rank.processes import run_alone
-from ttprun.rank.data.lost_worker import lost_worker
+from ttprun.capture.data.lost_worker import lost_worker
 from ttprun.recovery import RankExited
 
 

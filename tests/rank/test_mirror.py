@@ -14,10 +14,10 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mirrors import SLOTS, slot_of, unpack
 from ttprun.rank.session import Session
-from ttprun.rank.weights import mirror, optimizer_registry
-from ttprun.rank.weights.mirror import Mirror
-from ttprun.rank.weights.mirror_slots import Stored
-from ttprun.rank.weights.post_step_weights import KeptWeights
+from ttprun.tensors import mirror, optimizer_registry
+from ttprun.tensors.mirror import Mirror
+from ttprun.tensors.mirror_slots import Stored
+from ttprun.tensors.post_step_weights import KeptWeights
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {

@@ -16,16 +16,16 @@ from msgspec.structs import replace
 
 from tests.rank.fakes import RECORD_BYTES, make_session
 from tests.rank.test_copies import Line, Rank, all_keep_up, record
+from ttprun.capture.records.recorder import Recorder
+from ttprun.groups.connection import Exchange
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of, unpack
-from ttprun.rank.comm.connection import Exchange
-from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
 from ttprun.rank.step.copies import Copies
 from ttprun.rank.step.mirror_link import MirrorLink
-from ttprun.rank.weights.mirror import Mirror
-from ttprun.rank.weights.mirror_slots import Part
+from ttprun.tensors.mirror import Mirror
+from ttprun.tensors.mirror_slots import Part
 
 STATE, WHOLE = 3000, 5000  # bytes
 CELLS = (Field.MIRROR_0, Field.MIRROR_1)

@@ -9,15 +9,16 @@ from typing import Any
 
 from tests.rank.fakes import FakeChannel, make_session
 from tests.rank.processes import run_alone
+from ttprun.capture.position import ast_transform
+from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.values import pack
+from ttprun.groups.results import Answers
+from ttprun.introspect import whose
 from ttprun.protocol import from_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank.checks.replay_guard import MismatchError
-from ttprun.rank.comm.results import Answers
-from ttprun.rank.position import ast_transform, whose
-from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.step import boundary
-from ttprun.rank.values import pack
 
 # The first epoch ended with a validation; the replacement comes straight to a later one.
 SCRIPT = """

@@ -12,8 +12,8 @@ import torch
 from tests.rank.fakes import make_session
 from ttprun.protocol.board import Field
 from ttprun.rank.session import Session
-from ttprun.rank.weights import open_boundaries
-from ttprun.rank.weights.open_boundaries import come_to, why_none_is_closed
+from ttprun.tensors import open_boundaries
+from ttprun.tensors.open_boundaries import come_to, why_none_is_closed
 
 LIMIT_S = 60.0
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.rank.fakes import make_session
+from ttprun.groups.entry import Entry
+from ttprun.groups.journal import EndedError, Journal
+from ttprun.groups.work import ManagedWork
 from ttprun.protocol.to_rank import EndAsked
-from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import EndedError, Journal
-from ttprun.rank.comm.work import ManagedWork
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.session import Session
 from ttprun.rank.step.commit_barrier import commit

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.rank.processes import run_alone
 from ttprun.rank.step import hindrances
-from ttprun.rank.weights import original_parameters, sharded
+from ttprun.tensors import original_parameters, sharded
 
 SHARDED, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.rank.processes import run_alone
+from ttprun.capture.effects import origins
+from ttprun.introspect import whose
 from ttprun.rank.bootstrap import patches
-from ttprun.rank.effects import origins
-from ttprun.rank.position import whose
 
 
 def names() -> dict[str, str]:

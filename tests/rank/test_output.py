@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.rank.processes import run_alone
-from ttprun.rank.effects import output
+from ttprun.capture.effects import output
 
 ASKED = ["name", "mode", "encoding", "errors", "newlines", "closed", "fileno()", "isatty()", "readable()", "writable()"]
 OF_BUFFER = ["name", "mode", "closed", "fileno()"]

@@ -14,17 +14,17 @@ from torch.utils.data import DataLoader
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
 from tests.rank.records import record_of
+from ttprun.capture.data import loaders
+from ttprun.capture.records.boundary_record import Record
+from ttprun.groups.results import Answers
+from ttprun.introspect import whose
 from ttprun.protocol import from_rank
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.checks import replay_guard
-from ttprun.rank.comm.results import Answers
-from ttprun.rank.data import loaders
-from ttprun.rank.position import whose
-from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
-from ttprun.rank.weights.post_step_weights import KeptWeights
+from ttprun.tensors.post_step_weights import KeptWeights
 
 
 def _batches_of_a_loader_that_cannot_be_recorded() -> tuple[list[int], str]:

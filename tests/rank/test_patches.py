@@ -256,7 +256,7 @@ def without_some() -> list[str]:
     """Another torch: a function, a class and a module are not there."""
     del torch_dataloader._BaseDataLoaderIter._reset
     del sys.modules["torch.serialization"].save
-    patches.PATCHES = (*PATCHES, Patch("torch.not_there", "x", "effects.files:wrap_save", ""))  # type: ignore[misc]
+    patches.PATCHES = (*PATCHES, Patch("torch.not_there", "x", "capture.effects.files:wrap_save", ""))  # type: ignore[misc]
     return [*patches.apply_all(with_replay=False), str(hasattr(dist.init_process_group, "__wrapped__"))]
 
 
@@ -301,7 +301,7 @@ def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(
         "import ttprun.rank.bootstrap.patches as p\n"
-        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'not_there', 'effects.files:wrap_save', ''))\n"
+        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'not_there', 'capture.effects.files:wrap_save', ''))\n"
         "import torch\nimport torch.distributed\nprint('ran')\n"
     )
 
@@ -325,7 +325,7 @@ def test_hooks_that_break_leave_the_script_alone_and_say_why(tmp_path: Path) -> 
     assert (found.code, found.printed) == (0, "torch.Size([1])\n")
     reasons = [message.reason for message in found.messages if isinstance(message, from_rank.Unprotected)]
     assert len(reasons) == 1
-    assert "ttprun.rank.nothing" in reasons[0]
+    assert "ttprun.nothing" in reasons[0]
 
 
 class OfOursError(Exception):
@@ -364,7 +364,7 @@ def break_one(name: str, moment: Any) -> tuple[int, bool, bool, str]:
     session = make_session(world_size=1)
     become(session)
     monkey_module, _, function = BY_NAME[name].ours.partition(":")
-    setattr(importlib.import_module(f"ttprun.rank.{monkey_module}"), function, moment)
+    setattr(importlib.import_module(f"ttprun.{monkey_module}"), function, moment)
     original = Original(Thing())
     args, kwargs = ALL_CALLS[name]
     returned = replacement_for(BY_NAME[name], original)(*args, **kwargs)

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 from rich import progress
 from tqdm import tqdm
 
-from ttprun.rank.position import ast_transform, loop_sites, loops, whose
-from ttprun.rank.position.placeholders import PLACEHOLDER, PlaceholderUsedError, hand_out, like, pass_over
+from ttprun.capture.position import ast_transform, loop_sites, loops
+from ttprun.capture.position.placeholders import PLACEHOLDER, PlaceholderUsedError, hand_out, like, pass_over
+from ttprun.introspect import whose
 
 SKIP = 4
 LENGTH = 12

@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from tests.rank.collectives import FLOAT, SUMS, ours, plain
 from tests.rank.worlds import run_world
-from ttprun.rank.comm.process_group import ManagedGroup
+from ttprun.groups.process_group import ManagedGroup
 from ttprun.rank.session import current
 
 
 def destroy_and_begin_again(rank: int, place: str) -> Any:
-    from ttprun.rank.comm import journal
+    from ttprun.groups import journal
 
     journal.PATIENCE_S = 0.5
     group = dist.new_group([0, 1])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ttprun.rank.process import random_state
+from ttprun.introspect import random_state
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,

@@ -15,10 +15,10 @@ import torch
 from msgspec import to_builtins
 
 from tests.rank.records import record_of
-from ttprun.rank.records.boundary_record import Record, read_head
-from ttprun.rank.records.nodes import PlainNode
-from ttprun.rank.records.packing import MalformedRecordError, pack
-from ttprun.rank.records.recorder import SLOTS, WORKER_ENTRY_BYTES, Recorder, RecordTooLargeError
+from ttprun.capture.records.boundary_record import Record, read_head
+from ttprun.capture.records.nodes import PlainNode
+from ttprun.capture.records.packing import MalformedRecordError, pack
+from ttprun.capture.records.recorder import SLOTS, WORKER_ENTRY_BYTES, Recorder, RecordTooLargeError
 
 SLOT_BYTES = 1 << 20
 PLACE = (1, 0, 3, 40)

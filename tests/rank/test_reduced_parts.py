@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.weights.reduced_parts import ReducedParts
+from ttprun.groups.entry import Entry
+from ttprun.groups.journal import Journal
+from ttprun.tensors.reduced_parts import ReducedParts
 
 LANE = "0"
 

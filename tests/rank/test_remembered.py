@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.rank.processes import run_alone
-from ttprun.rank.position import ast_transform, library_loops, remembered, whose
+from ttprun.capture.position import ast_transform, library_loops, remembered
+from ttprun.introspect import whose
 
 LOOP = "def fit(look):\n    for _ in range(1):\n        found = look()\n    return found\n"
 

@@ -13,9 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
+from ttprun.capture.data import loaders, rest_of_epoch
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.context import Mode
-from ttprun.rank.data import loaders, rest_of_epoch
 
 N, BATCH = 50, 3
 

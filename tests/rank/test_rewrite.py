@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from tests.rank.scripts import Outcome, run_plain, run_under_shim
-from ttprun.rank.position import ast_transform, whose
+from ttprun.capture.position import ast_transform
+from ttprun.introspect import whose
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import pytest
 
 from tests.rank.test_gpus import unprotected
 from tests.rank.worlds import run_world
-from ttprun.rank.position import ast_transform, whose
+from ttprun.capture.position import ast_transform
+from ttprun.introspect import whose
 from ttprun.rank.session import current
 
 BEGIN = """

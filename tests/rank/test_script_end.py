@@ -10,7 +10,7 @@ import pytest
 
 BEFORE = """
 import sys, weakref
-from ttprun.rank.position import script_end
+from ttprun.capture.position import script_end
 
 class Optimizer: ...
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.rank.fakes import make_session
 from tests.rank.records import record_of
-from ttprun.rank.comm.results import Answers
-from ttprun.rank.position import ast_transform, loops
-from ttprun.rank.records.boundary_record import Record
+from ttprun.capture.position import ast_transform, loops
+from ttprun.capture.records.boundary_record import Record
+from ttprun.groups.results import Answers
 from ttprun.rank.replay.replay import ReplayRun
 
 SCRIPT = """

@@ -20,11 +20,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.rank.values.carrying import carry, is_refused, record
-from ttprun.rank.records.nodes import WeightNode
-from ttprun.rank.values import CannotRestoreError, Restore, UnrecordedTensorError
-from ttprun.rank.weights import checkpoint_shards, replicated, sharded, state_transfer
-from ttprun.rank.weights.holdings import Holdings
-from ttprun.rank.weights.optimizer_registry import (
+from ttprun.capture.records.nodes import WeightNode
+from ttprun.capture.values import CannotRestoreError, Restore, UnrecordedTensorError
+from ttprun.state.chunks import held_of, what_is_missing
+from ttprun.state.pieces import assemble, pieces_of
+from ttprun.tensors import checkpoint_shards, replicated, sharded, state_transfer
+from ttprun.tensors.holdings import Holdings
+from ttprun.tensors.optimizer_registry import (
     forget,
     optimizers,
     places,
@@ -32,10 +34,8 @@ from ttprun.rank.weights.optimizer_registry import (
     stepped_tensors,
     wrap_optimizer_init,
 )
-from ttprun.rank.weights.replicated import NotRepairableError
-from ttprun.rank.weights.state_places import InDirectory
-from ttprun.state.chunks import held_of, what_is_missing
-from ttprun.state.pieces import assemble, pieces_of
+from ttprun.tensors.replicated import NotRepairableError
+from ttprun.tensors.state_places import InDirectory
 
 STEPS = 3
 LIMIT_S = 60.0

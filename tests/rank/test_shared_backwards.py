@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.rank.weights import shared_backwards
-from ttprun.rank.weights.open_boundaries import MOST_PUT_OFF
+from ttprun.tensors import shared_backwards
+from ttprun.tensors.open_boundaries import MOST_PUT_OFF
 
 
 @pytest.fixture(autouse=True)

@@ -14,17 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.rank.fakes import RECORD_BYTES
+from ttprun.capture.records.recorder import Recorder
+from ttprun.introspect import frames
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.snapshots import SnapshotTaken
-from ttprun.rank.position import frames
-from ttprun.rank.process.shared_memory import Memory
-from ttprun.rank.records.recorder import Recorder
-from ttprun.rank.weights import checkpoint_shards, replicated, snapshots
-from ttprun.rank.weights.open_boundaries import MOST_PUT_OFF
-from ttprun.rank.weights.optimizer_registry import forget, wrap_optimizer_init
-from ttprun.rank.weights.replicated import NotRepairableError
-from ttprun.rank.weights.snapshots import SnapshotPart
 from ttprun.state.files import read_entry
+from ttprun.tensors import checkpoint_shards, replicated, snapshots
+from ttprun.tensors.open_boundaries import MOST_PUT_OFF
+from ttprun.tensors.optimizer_registry import forget, wrap_optimizer_init
+from ttprun.tensors.replicated import NotRepairableError
+from ttprun.tensors.shared_memory import Memory
+from ttprun.tensors.snapshots import SnapshotPart
 
 SHARES = 3
 Trained = tuple[torch.nn.Module, torch.optim.Optimizer]

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.test_fail_open import free_port
 from tests.rank.worlds import run_world
-from ttprun.rank import signal_handlers
-from ttprun.rank.comm import groups, journal, process_group
+from ttprun.groups import groups, journal, process_group
+from ttprun.introspect import signal_handlers
 from ttprun.rank.session import current
 from ttprun.rank.step import commit_barrier, step_hooks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ttprun.rank.position import loop_sites, loops
+from ttprun.capture.position import loop_sites, loops
 
 
 def new_site() -> loop_sites.Site:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ttprun.rank.weights import optimizer_registry
-from ttprun.rank.weights.optimizer_registry import places, stepped_tensors
+from ttprun.tensors import optimizer_registry
+from ttprun.tensors.optimizer_registry import places, stepped_tensors
 
 SIZES = [3, 2000, 5, 4, 1, 2]
 

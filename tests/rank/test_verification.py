@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel, make_session
+from ttprun.groups.entry import Entry
+from ttprun.groups.journal import Journal
 from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.rank.checks import verification
 from ttprun.rank.checks.reduced_gradients import find_nan
 from ttprun.rank.checks.verification import Verifier, look_for_nan, nan_in
-from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import Journal
 from ttprun.rank.replay.recovery import Recovery
-from ttprun.rank.weights import holdings
+from ttprun.tensors import holdings
 
 OPTIMIZER = torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1)
 NAN, INFINITE = float("nan"), float("inf")

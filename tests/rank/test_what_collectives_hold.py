@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from tests.rank.collectives import FLOAT, SUMS, ours, plain
 from tests.rank.worlds import run_world
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.results import Results
+from ttprun.groups.journal import Journal
+from ttprun.groups.results import Results
 from ttprun.rank.session import current
 
 
 def misuse(rank: int) -> list[Any]:
-    from ttprun.rank.comm import journal
+    from ttprun.groups import journal
 
     journal.PATIENCE_S = 0.3
     session = current()

@@ -18,14 +18,8 @@ from hypothesis import strategies as st
 
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
-from ttprun.protocol.board import Field
-from ttprun.rank.bootstrap import patches, reset
-from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.results import SELDOM, Answers, Results
-from ttprun.rank.effects import append_dedup, os_entropy, output
-from ttprun.rank.position import whose
-from ttprun.rank.process import random_state
-from ttprun.rank.records.recorder import (
+from ttprun.capture.effects import append_dedup, os_entropy, output
+from ttprun.capture.records.recorder import (
     APPENDED_FILES,
     LOG_BYTES,
     SLOTS,
@@ -34,7 +28,12 @@ from ttprun.rank.records.recorder import (
     Recorder,
     RecordTooLargeError,
 )
-from ttprun.rank.weights import gradients
+from ttprun.groups.entry import Entry
+from ttprun.groups.results import SELDOM, Answers, Results
+from ttprun.introspect import random_state, whose
+from ttprun.protocol.board import Field
+from ttprun.rank.bootstrap import patches, reset
+from ttprun.tensors import gradients
 
 # The recorder.
 

@@ -9,7 +9,8 @@ from types import FrameType
 from typing import Any
 
 from tests.rank.processes import run_alone
-from ttprun.rank.position import ast_transform, call_site, loops, whose
+from ttprun.capture.position import ast_transform, call_site, loops
+from ttprun.introspect import whose
 
 IN_TURN = """\
 for epoch in range(2):

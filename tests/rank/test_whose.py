@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from ttprun.rank.position import ast_transform, whose
+from ttprun.capture.position import ast_transform
+from ttprun.introspect import whose
 
 LOOP = "def fit(run):\n    for step in range(3):\n        run(step)\n"
 FINDER = """\

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from ttprun.rank.values import written_pages
-from ttprun.rank.values.written_pages import Watched, watch
+from ttprun.capture.values import written_pages
+from ttprun.capture.values.written_pages import Watched, watch
 
 SIZE = 1 << 20
 Array = np.ndarray[Any, Any]
@@ -111,7 +111,7 @@ def test_a_forked_child_changes_its_own_memory_and_not_ours() -> None:
 def test_a_process_that_ends_while_it_watches_says_nothing() -> None:
     source = """
 import builtins, numpy as np
-from ttprun.rank.values import large
+from ttprun.capture.values import large
 builtins.array = np.zeros(1 << 20)  # lives longer than all modules
 for _ in range(9):
     large.follow(array)

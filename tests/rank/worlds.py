@@ -23,15 +23,15 @@ from tests.options import OPTIONS
 from tests.rank.fakes import RECORD_BYTES
 from tests.rank.processes import run_alone
 from ttprun.agent.repair.replays import received_of, sources_of
+from ttprun.capture.records.recorder import Recorder
+from ttprun.groups.connection import Exchange
+from ttprun.introspect import whose
 from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel, Message, Order
 from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap import hooks, install
 from ttprun.rank.bootstrap.presence import Presence
-from ttprun.rank.comm.connection import Exchange
-from ttprun.rank.position import whose
-from ttprun.rank.records.recorder import Recorder
 
 M = TypeVar("M")
 Scenario = Callable[["FakeAgent"], None]

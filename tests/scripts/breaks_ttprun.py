@@ -18,7 +18,7 @@ def broken(*args, **kwargs):
 
 
 if arguments.part == "group":
-    from ttprun.rank.comm import process_group
+    from ttprun.groups import process_group
 
     process_group.ManagedGroup.__init__ = broken
 if arguments.part == "step":
@@ -26,7 +26,7 @@ if arguments.part == "step":
 
     step_hooks._begin_step = broken
 if arguments.part == "loader":
-    from ttprun.rank.data import loaders
+    from ttprun.capture.data import loaders
 
     loaders._register = broken
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch_npu import breaking
 from torch_npu.breaking import State
 
-from ttprun.rank.weights.tensor_bytes import bytes_of, content_of, folded
+from ttprun.introspect.tensor_bytes import bytes_of, content_of, folded
 
 TOO_LONG = 1200  # a product of matrices of this size runs for a while
 

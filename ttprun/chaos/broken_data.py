@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ttprun.rank.weights.tensor_bytes import bytes_of
+from ttprun.introspect.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
-    from ttprun.rank.comm.buckets import Buckets
+    from ttprun.groups.buckets import Buckets
 
 _REDUCING = (
     "allreduce",
@@ -56,7 +56,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _is_gradient(tensor: torch.Tensor) -> bool:
     """Whether a tensor is reduced during backward (DDP's buckets), or is the gradient of an optimizer's parameter."""
-    from ttprun.rank.weights import optimizer_registry
+    from ttprun.tensors import optimizer_registry
 
     if torch._C._current_graph_task_id() != -1:
         return True
@@ -71,7 +71,7 @@ def _is_gradient(tensor: torch.Tensor) -> bool:
 
 def flip_bit(seed: int) -> str:
     """Flip one bit of one parameter that an optimizer holds; returns which. Raises ValueError if there is none."""
-    from ttprun.rank.weights import optimizer_registry
+    from ttprun.tensors import optimizer_registry
 
     drawn = random.Random(seed)
     parameters = [

@@ -17,8 +17,8 @@ from collections import defaultdict
 from typing import Any
 
 from ttprun.chaos.faults import Fault
-from ttprun.rank.comm.connection import Connection, Exchange
-from ttprun.rank.comm.process_group import groups_of
+from ttprun.groups.connection import Connection, Exchange
+from ttprun.groups.process_group import groups_of
 from ttprun.rank.session import Session
 
 SLOW_BYTES_PER_S = 256 << 10

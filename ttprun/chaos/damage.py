@@ -230,7 +230,7 @@ def put_nan(session: Session, armed: Armed, phase: str, op: str, inputs: Any) ->
     returns  whether they were; False also if the tensors cannot be written (as on another device than the CPU)
     """
     from ttprun.chaos import broken_data
-    from ttprun.rank.comm.process_group import groups_of
+    from ttprun.groups.process_group import groups_of
 
     detail = ""
     with contextlib.suppress(Exception):

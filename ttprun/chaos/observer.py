@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import xxhash
 
+from ttprun.capture.records.recorder import Recorder
+from ttprun.capture.values import pack
 from ttprun.chaos import strikes
 from ttprun.chaos.damage import step_of
 from ttprun.chaos.plain_observer.sitecustomize import leave, seed_what_the_system_seeds
-from ttprun.rank.process import random_state
-from ttprun.rank.records.recorder import Recorder
+from ttprun.introspect import random_state
+from ttprun.introspect.tensor_bytes import content_of, elements_of
 from ttprun.rank.session import Session, current
-from ttprun.rank.values import pack
-from ttprun.rank.weights import optimizer_registry
-from ttprun.rank.weights.sharded import local_of
-from ttprun.rank.weights.tensor_bytes import content_of, elements_of
+from ttprun.tensors import optimizer_registry
+from ttprun.tensors.sharded import local_of
 
 VARIABLE = "_TTPRUN_CHECK"
 

@@ -1,7 +1,7 @@
 """Cause the faults of `ttprun inject-fault` at their moments.
 
-This module is the listener of `ttprun.rank.moments` on runs that allow faults. A fault strikes once: it is reported to
-the agent, which does not send it to the replacement. `damage.py` has the effects of each kind.
+This module is the listener of `ttprun.introspect.moments` on runs that allow faults. A fault strikes once: it is
+reported to the agent, which does not send it to the replacement. `damage.py` has the effects of each kind.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from ttprun.chaos import broken_links, damage
 from ttprun.chaos.damage import Armed
 from ttprun.chaos.faults import RECOVERY_PHASES, Fault, parse_fault
+from ttprun.introspect import moments
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.channel import Channel, Message
-from ttprun.rank import moments
 from ttprun.rank.session import Session, current
 
 waiting: list[Armed] = []  # for their moment, in this rank
@@ -181,7 +181,7 @@ def _watch_modules() -> None:
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
 
-    from ttprun.rank.position.torch_compile import unless_traced
+    from ttprun.capture.position.torch_compile import unless_traced
 
     def before_forward(module: Any, args: Any) -> None:
         moments.reached("forward" if module.training else "validation")

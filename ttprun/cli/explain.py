@@ -22,8 +22,8 @@ def explain() -> int:
 
     Your files are never changed.
     """
+    from ttprun.capture.position.judgement import ORDER
     from ttprun.rank.bootstrap.patch_table import ALSO, PATCHES, Change, Patch
-    from ttprun.rank.position.judgement import ORDER
 
     rows: tuple[Patch | Change, ...] = (*PATCHES, *ALSO)
     width = width_of_lines()

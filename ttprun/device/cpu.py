@@ -34,13 +34,13 @@ class CpuDevice:
         """Nothing was stopped."""
 
     def rebuild_communicators(self) -> None:
-        """gloo's connections are ttprun's own: see `ttprun.rank.comm.connection`."""
+        """gloo's connections are ttprun's own: see `ttprun.groups.connection`."""
 
     def mark_safe(self, tensor: Any) -> None:
         """No tensor is ever unsafe."""
 
     def rng_state(self) -> bytes:
-        """The processor's generator is recorded by `ttprun.rank.process.random_state`."""
+        """The processor's generator is recorded by `ttprun.introspect.random_state`."""
         return b""
 
     def restore_rng_state(self, state: bytes) -> None:

@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from ttprun.agent.repair.stored_states import Origin, Stored
+from ttprun.capture.data.rest_of_epoch import CannotDistributeError, rest_of
+from ttprun.capture.records.boundary_record import BoundaryRecord, Record
+from ttprun.capture.records.nodes import ActivationNode
+from ttprun.capture.records.packing import MalformedRecordError
+from ttprun.capture.values import Tree
+from ttprun.capture.values.trees import Comparison
 from ttprun.errors import ConfigError
-from ttprun.rank.data.rest_of_epoch import CannotDistributeError, rest_of
-from ttprun.rank.records.boundary_record import BoundaryRecord, Record
-from ttprun.rank.records.nodes import ActivationNode
-from ttprun.rank.records.packing import MalformedRecordError
-from ttprun.rank.values import Tree
-from ttprun.rank.values.trees import Comparison
 from ttprun.state.errors import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")

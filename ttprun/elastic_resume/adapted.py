@@ -21,27 +21,27 @@ import torch
 from msgspec.structs import replace
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ttprun.capture.data import loaders, rest_of_epoch
+from ttprun.capture.effects import files
+from ttprun.capture.position import loops
+from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.records.nodes import NumpyRandomNode, RandomNode
+from ttprun.capture.records.recorder import Recorder
+from ttprun.capture.values import CannotRestoreError, Tree, pack
 from ttprun.elastic_resume.derive import Derived, states_in
 from ttprun.elastic_resume.donors import MOST, OldRank, closest
 from ttprun.elastic_resume.merge import Merge
 from ttprun.elastic_resume.outcome import state_of
 from ttprun.elastic_resume.touched import spoil
+from ttprun.groups.journal import Journal
+from ttprun.groups.results import Answers
+from ttprun.introspect.random_state import RngState
 from ttprun.protocol.to_rank import Adapt
 from ttprun.rank.checks.replay_guard import MismatchError
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.results import Answers
-from ttprun.rank.data import loaders, rest_of_epoch
-from ttprun.rank.effects import files
-from ttprun.rank.position import loops
-from ttprun.rank.process.random_state import RngState
-from ttprun.rank.records.boundary_record import Record
-from ttprun.rank.records.nodes import NumpyRandomNode, RandomNode
-from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay.differences import difference_of_place
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
 from ttprun.rank.step import boundary
-from ttprun.rank.values import CannotRestoreError, Tree, pack
 
 
 class Adapted(ReplayRun):

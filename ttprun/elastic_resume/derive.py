@@ -14,9 +14,9 @@ import torch
 import xxhash
 from msgspec.structs import replace
 
-from ttprun.rank.process import random_state
-from ttprun.rank.records.boundary_record import BoundaryRecord, LoopRecord
-from ttprun.rank.records.packing import pack
+from ttprun.capture.records.boundary_record import BoundaryRecord, LoopRecord
+from ttprun.capture.records.packing import pack
+from ttprun.introspect import random_state
 
 _TORCH_SEEDS, _NUMPY_SEEDS = (1 << 63) - 1, (1 << 32) - 1
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.records.nodes import NumpyRandomNode, RandomNode
+from ttprun.capture.records.packing import pack
+from ttprun.capture.values import Tree
 from ttprun.elastic_resume.outcome import state_of
-from ttprun.rank.process.random_state import RngState
-from ttprun.rank.records.boundary_record import Record
-from ttprun.rank.records.nodes import NumpyRandomNode, RandomNode
-from ttprun.rank.records.packing import pack
-from ttprun.rank.values import Tree
+from ttprun.introspect.random_state import RngState
 
 MOST = 64  # old ranks that are looked at
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ttprun.elastic_resume.outcome import MODULES, Outcome, are_of_a_kind
-from ttprun.rank.records.nodes import (
+from ttprun.capture.records.nodes import (
     PARTS,
     ActivationNode,
     AnyNode,
@@ -34,10 +33,11 @@ from ttprun.rank.records.nodes import (
     TupleNode,
     WrapperNode,
 )
-from ttprun.rank.records.packing import listed, pack, unpack_description
-from ttprun.rank.values.large_data import tensor_of
-from ttprun.rank.values.nodes import MISSING, CannotRestoreError
-from ttprun.rank.values.trees import Comparison, Tree, all_attributes, is_same_scalar, number_of
+from ttprun.capture.records.packing import listed, pack, unpack_description
+from ttprun.capture.values.large_data import tensor_of
+from ttprun.capture.values.nodes import MISSING, CannotRestoreError
+from ttprun.capture.values.trees import Comparison, Tree, all_attributes, is_same_scalar, number_of
+from ttprun.elastic_resume.outcome import MODULES, Outcome, are_of_a_kind
 
 _IN_ORDER = (Part.NODES, Part.ITEMS)
 

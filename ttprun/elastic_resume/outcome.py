@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ttprun.rank.records.nodes import (
+from ttprun.capture.records.nodes import (
     PARTS,
     ActivationNode,
     AnyNode,
@@ -30,9 +30,9 @@ from ttprun.rank.records.nodes import (
     WeightNode,
     WrapperNode,
 )
-from ttprun.rank.records.packing import listed
-from ttprun.rank.values.nodes import MISSING, CannotRestoreError
-from ttprun.rank.values.trees import LISTS, Tree, count_of_parts, number_of
+from ttprun.capture.records.packing import listed
+from ttprun.capture.values.nodes import MISSING, CannotRestoreError
+from ttprun.capture.values.trees import LISTS, Tree, count_of_parts, number_of
 
 MODULES = (ModuleNode, WrapperNode)
 

@@ -9,10 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ttprun.capture.records.nodes import (
+    PARTS,
+    AnyNode,
+    DictNode,
+    ModuleNode,
+    Named,
+    Node,
+    Part,
+    RefusedNode,
+    WrapperNode,
+)
+from ttprun.capture.records.packing import unpack_description
+from ttprun.capture.values.trees import Comparison, Tree, is_same_scalar, number_of
 from ttprun.elastic_resume.outcome import MODULES, are_of_a_kind
-from ttprun.rank.records.nodes import PARTS, AnyNode, DictNode, ModuleNode, Named, Node, Part, RefusedNode, WrapperNode
-from ttprun.rank.records.packing import unpack_description
-from ttprun.rank.values.trees import Comparison, Tree, is_same_scalar, number_of
 
 _IN_ORDER = (Part.NODES, Part.ITEMS)
 # Replaces a node of the first record, so that it counts as changed.

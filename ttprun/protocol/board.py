@@ -48,9 +48,9 @@ class Field:
     PAUSE_AT = 26  # leader: the boundary after which all ranks wait
     ENDED_BY = 27  # leader: the signal that the agent sends to all ranks to end them; the agent writes it
     QUIESCE_ASKED = 28  # leader: 1 while the agent waits for a boundary that is not open; the agent writes it
-    OPEN_AT = 29  # leader: the newest open boundary (`ttprun.rank.weights.open_boundaries`), 0: none so far
+    OPEN_AT = 29  # leader: the newest open boundary (`ttprun.tensors.open_boundaries`), 0: none so far
     END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
-    OWN_STATE = 31  # of a rank alone: of which boundary it keeps its state, and where (`ttprun.rank.weights.own_state`)
+    OWN_STATE = 31  # of a rank alone: of which boundary it keeps its state, and where (`ttprun.tensors.own_state`)
     ALL_NODES_AT = 32  # of a node's first rank: what all nodes have recorded (`ttprun.rank.step.inter_node_commit`)
     MIRROR_0 = 33  # what this rank's mirror holds in its first slot, see `ttprun.protocol.mirrors`
     MIRROR_1 = 34  # and in the second one

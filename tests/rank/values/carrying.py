@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 
 from tests.rank import user_values
-from ttprun.rank import values
-from ttprun.rank.position import whose
-from ttprun.rank.values import CannotRestoreError, Restore, Snapshot
+from ttprun.capture import values
+from ttprun.capture.values import CannotRestoreError, Restore, Snapshot
+from ttprun.introspect import whose
 
 whose.add_user_directory(user_values.__file__)
 whose._user_directories.append(user_values.__file__)  # the file alone: the tests beside it are not the user's

@@ -15,7 +15,7 @@ from tests.rank.values.carrying import (
     carry,
     record,
 )
-from ttprun.rank.values import CannotRestoreError, Restore, UnrecordedTensorError
+from ttprun.capture.values import CannotRestoreError, Restore, UnrecordedTensorError
 
 
 def activation() -> torch.Tensor:

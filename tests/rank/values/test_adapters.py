@@ -23,7 +23,7 @@ import pytest
 
 from tests.rank import user_values
 from tests.rank.values.carrying import Scope, carry, is_refused, not_proved
-from ttprun.rank.values import CannotRestoreError, adapters
+from ttprun.capture.values import CannotRestoreError, adapters
 
 
 class Pointing(ctypes.Structure):

@@ -18,7 +18,7 @@ from tests.rank.values.carrying import (
     is_refused,
     record,
 )
-from ttprun.rank.values import Restore
+from ttprun.capture.values import Restore
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ from tests.rank.values.carrying import (
     record,
 )
 from ttprun import text_hashes
-from ttprun.rank import values
-from ttprun.rank.records.nodes import RefusedNode
-from ttprun.rank.values import CannotRestoreError, Restore
+from ttprun.capture import values
+from ttprun.capture.records.nodes import RefusedNode
+from ttprun.capture.values import CannotRestoreError, Restore
 
 
 @pytest.mark.parametrize(

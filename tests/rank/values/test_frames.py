@@ -19,8 +19,8 @@ from tests.rank.values.carrying import (
     Scope,
     carry,
 )
-from ttprun.rank import values
-from ttprun.rank.values import CannotRestoreError, Restore, Snapshot
+from ttprun.capture import values
+from ttprun.capture.values import CannotRestoreError, Restore, Snapshot
 
 
 def test_a_function_that_runs_goes_on_with_the_variables_of_the_lost_rank() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from ttprun.rank.values import is_awaited
+from ttprun.capture.values import is_awaited
 
 
 class Doubled(torch.autograd.Function):

@@ -16,7 +16,7 @@ from tests.rank.values.carrying import (
     carry,
     is_refused,
 )
-from ttprun.rank.values import CannotRestoreError
+from ttprun.capture.values import CannotRestoreError
 
 
 def test_a_suspended_generator_of_the_user_goes_on_where_the_lost_ranks_stood() -> None:

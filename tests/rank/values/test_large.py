@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from ttprun.rank.records.nodes import ChangedDataNode, DataNode
-from ttprun.rank.values import large, written_pages
-from ttprun.rank.values.snapshot import Snapshot
+from ttprun.capture.records.nodes import ChangedDataNode, DataNode
+from ttprun.capture.values import large, written_pages
+from ttprun.capture.values.snapshot import Snapshot
 
 ELEMENTS = 1 << 20
 Array = np.ndarray[Any, Any]

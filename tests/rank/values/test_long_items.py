@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.rank.user_values import Meter, Stage, count_up
 from tests.rank.values.carrying import Scope, carry, is_refused
-from ttprun.rank import values
-from ttprun.rank.values import Snapshot, containers, long_items
-from ttprun.rank.values.long_items import MIN_ITEMS, WALKS, kept_items
+from ttprun.capture import values
+from ttprun.capture.values import Snapshot, containers, long_items
+from ttprun.capture.values.long_items import MIN_ITEMS, WALKS, kept_items
 
 
 def make_rows(count: int = 40) -> list[Any]:

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tests.rank.records import record_of
 from tests.rank.user_values import Meter, State
 from tests.rank.values.carrying import as_the_recorder_writes_them
+from ttprun.capture import values
+from ttprun.capture.records.boundary_record import read_head
+from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, Tree
 from ttprun.elastic_resume.merge import Merge
 from ttprun.elastic_resume.touched import spoil
-from ttprun.rank import values
-from ttprun.rank.records.boundary_record import read_head
-from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, Tree
-from ttprun.rank.weights.optimizer_registry import places
+from ttprun.tensors.optimizer_registry import places
 
 Scope = dict[str, Any]
 PLACE = [["script.py", "main", 7]]

@@ -23,9 +23,9 @@ from tests.rank.values.carrying import (
     record,
 )
 from ttprun import frameworks
-from ttprun.rank import values
-from ttprun.rank.values import CannotRestoreError, Restore, modules, unchanged
-from ttprun.rank.weights import checkpoint_shards, gradients
+from ttprun.capture import values
+from ttprun.capture.values import CannotRestoreError, Restore, modules, unchanged
+from ttprun.tensors import checkpoint_shards, gradients
 
 
 def trained(steps: int) -> Net:

@@ -35,11 +35,11 @@ from tests.rank.values.carrying import (
     is_refused,
     record,
 )
-from ttprun.rank import values
-from ttprun.rank.records.nodes import DataNode, ListNode, Number, ValueObjectNode, WeightNode
-from ttprun.rank.values import CannotRestoreError, Restore
-from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.trees import with_fixed
+from ttprun.capture import values
+from ttprun.capture.records.nodes import DataNode, ListNode, Number, ValueObjectNode, WeightNode
+from ttprun.capture.values import CannotRestoreError, Restore
+from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.trees import with_fixed
 
 
 def test_a_name_that_the_lost_rank_has_deleted_is_not_in_the_replacement() -> None:

@@ -52,9 +52,9 @@ from tests.rank.values.carrying import (
     record,
 )
 from ttprun import frameworks
-from ttprun.rank.values import CannotRestoreError, Restore
-from ttprun.rank.values.nodes import MISSING, name_of
-from ttprun.rank.values.restore import unlike
+from ttprun.capture.values import CannotRestoreError, Restore
+from ttprun.capture.values.nodes import MISSING, name_of
+from ttprun.capture.values.restore import unlike
 
 
 def test_attributes_several_levels_deep_come_back_into_the_same_objects() -> None:

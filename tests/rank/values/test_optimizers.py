@@ -19,8 +19,8 @@ from tests.rank.values.carrying import (
     is_refused,
     record,
 )
-from ttprun.rank import values
-from ttprun.rank.values import CannotRestoreError
+from ttprun.capture import values
+from ttprun.capture.values import CannotRestoreError
 
 
 def test_hyper_parameters_of_an_optimizer_come_back() -> None:

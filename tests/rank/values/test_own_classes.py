@@ -107,7 +107,7 @@ def test_what_is_nested_beyond_measure_is_named() -> None:
 
 
 def test_objects_beyond_the_budget_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttprun.rank.values.snapshot.MAX_OBJECTS", 5)
+    monkeypatch.setattr("ttprun.capture.values.snapshot.MAX_OBJECTS", 5)
 
     named = not_proved({"x": [[number] for number in range(8)], "y": user_values.Meter()})
 

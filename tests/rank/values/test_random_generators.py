@@ -13,7 +13,7 @@ import torch
 from tests.rank.values.carrying import (
     carry,
 )
-from ttprun.rank.values import CannotRestoreError
+from ttprun.capture.values import CannotRestoreError
 
 GENERATORS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
     "random.Random": (random.Random, lambda rng: [rng.random(), rng.gauss(0, 1), rng.gauss(0, 1)]),

@@ -20,8 +20,8 @@ import pytest
 
 from tests.rank import user_values
 from tests.rank.values.carrying import carry, is_refused, not_proved
-from ttprun.rank.position import iterables, loop_sites, loops
-from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, pack, streams, unpack_named
+from ttprun.capture.position import iterables, loop_sites, loops
+from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, pack, streams, unpack_named
 
 LINES = [f"line {number}\n" for number in range(5000)]  # more than a buffer
 

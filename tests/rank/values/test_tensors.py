@@ -24,11 +24,11 @@ from tests.rank.values.carrying import (
     is_refused,
     record,
 )
-from ttprun.rank import values
+from ttprun.capture import values
+from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, UnrecordedTensorError
 from ttprun.rank.bootstrap import patches
-from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, UnrecordedTensorError
-from ttprun.rank.weights import optimizer_registry
-from ttprun.rank.weights.optimizer_registry import places
+from ttprun.tensors import optimizer_registry
+from ttprun.tensors.optimizer_registry import places
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from torch import nn
 
 from tests.rank.records import record_of
 from tests.rank.user_values import Meter
-from ttprun.rank import values
-from ttprun.rank.values import Snapshot
-from ttprun.rank.values.trees import name_of_blob
+from ttprun.capture import values
+from ttprun.capture.values import Snapshot
+from ttprun.capture.values.trees import name_of_blob
 
 
 def test_each_blob_is_named_by_the_variable_that_holds_it() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.rank.values import unchanged
-from ttprun.rank.values.unchanged import Remembered, Unchanged
+from ttprun.capture.values import unchanged
+from ttprun.capture.values.unchanged import Remembered, Unchanged
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a value replaced": lambda one: one.update(a=2),

@@ -24,11 +24,11 @@ from ttprun.agent.repair.stored_states import rank_file
 from ttprun.errors import ConfigError, in_short
 from ttprun.protocol import node_orders, node_reports, to_rank
 from ttprun.protocol.snapshots import Dumped, MirroredShare, Share
-from ttprun.rank.weights.checkpoint_shards import file_of
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.draft import Draft
 from ttprun.state.files import FileEntry, Fill
+from ttprun.tensors.checkpoint_shards import file_of
 
 NO_RECORD = "there is no record of that step"
 

@@ -21,7 +21,7 @@ from ttprun.agent.processes import shared_memory
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.snapshots import SnapshotTaken
-from ttprun.rank.weights.checkpoint_shards import version_of
+from ttprun.tensors.checkpoint_shards import version_of
 
 logger = logging.getLogger("ttprun")
 

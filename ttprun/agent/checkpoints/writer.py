@@ -28,7 +28,6 @@ from ttprun.observe.events import timestamp
 from ttprun.observe.progress import ProgressLog
 from ttprun.observe.status import CheckpointStatus
 from ttprun.protocol.snapshots import Share
-from ttprun.rank.weights.checkpoint_shards import file_of
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.draft import Draft
@@ -36,6 +35,7 @@ from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.files import Fill
 from ttprun.state.manifest import Description
 from ttprun.state.store import CheckpointStore
+from ttprun.tensors.checkpoint_shards import file_of
 
 logger = logging.getLogger("ttprun")
 _TO_END_S = 1.0  # that the launcher needs behind its last checkpoint

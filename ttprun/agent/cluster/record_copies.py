@@ -9,9 +9,9 @@ import msgpack
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.capture.records.boundary_record import Outline
+from ttprun.capture.records.recorder import NO_BOUNDARY, Recorder
 from ttprun.protocol.board import Field
-from ttprun.rank.records.boundary_record import Outline
-from ttprun.rank.records.recorder import NO_BOUNDARY, Recorder
 
 
 def give(node: Node, rank: int) -> str:

@@ -19,15 +19,15 @@ from ttprun.agent.core.failures import FirstFailure
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.role import Role
 from ttprun.agent.launcher.verdict import Verdict
+from ttprun.capture.position import remembered
+from ttprun.capture.records.boundary_record import Outline, read_outline
+from ttprun.capture.records.recorder import Recorder
 from ttprun.config import Config
+from ttprun.introspect import children
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting
 from ttprun.protocol.board import FINISHED, Board, Field
-from ttprun.rank.position import remembered
-from ttprun.rank.process import children
-from ttprun.rank.records.boundary_record import Outline, read_outline
-from ttprun.rank.records.recorder import Recorder
 
 _LOOK_AGAIN_S = 0.05
 

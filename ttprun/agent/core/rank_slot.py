@@ -16,11 +16,11 @@ from ttprun.agent.cluster.peers import Peers, RemoteHandler
 from ttprun.agent.processes import stacks
 from ttprun.agent.processes.rank_processes import RankHandler, kill_session
 from ttprun.agent.repair.stored_states import Stored
+from ttprun.capture.records.recorder import Recorder
 from ttprun.protocol import from_rank, node_reports, to_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Order
 from ttprun.protocol.from_rank import GroupJournal
-from ttprun.rank.records.recorder import Recorder
 from ttprun.recovery.fault_events import RankExited
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from ttprun import recovery
 from ttprun.agent.repair.stored_states import Stored, open_checkpoint, rank_file
+from ttprun.capture.records import replayable
+from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
+from ttprun.capture.values.refusals import refusals
 from ttprun.config import Config
 from ttprun.elastic_resume.acceptance import adapted
 from ttprun.errors import ConfigError, in_short
 from ttprun.observe.progress import ProgressLog
-from ttprun.rank.records import replayable
-from ttprun.rank.records.recorder import Recorder, RecordTooLargeError
-from ttprun.rank.values.refusals import refusals
 from ttprun.state import unusable
 from ttprun.state.checkpoint import Checkpoint, inspect
 from ttprun.state.errors import InvalidCheckpointError

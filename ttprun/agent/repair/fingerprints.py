@@ -6,8 +6,8 @@ import hashlib
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.capture.records.packing import pack
 from ttprun.protocol import node_orders
-from ttprun.rank.records.packing import pack
 
 
 def of(node: Node, slot: RankSlot, boundary: int) -> str:

@@ -1,6 +1,6 @@
 """The mirrors of ranks that hold what no other rank holds (`--buddy`): the agent's memory for them, and what is there.
 
-A rank writes to its two slots in turns and says on the board what they hold (`ttprun.rank.weights.mirror`); a third
+A rank writes to its two slots in turns and says on the board what they hold (`ttprun.tensors.mirror`); a third
 memory has what the collectives of its step have given to it. How much memory all ranks of a node may take together is
 counted on that node; the agent that leads says which of them keep mirrors, and shares it out between them. With
 `--buddy node` half of it is for copies of other ranks' mirrors (mirror_copies.py). Begin with `Mirrors.share_out`,
@@ -26,8 +26,8 @@ from ttprun.protocol.board import Field
 from ttprun.protocol.meeting import Where
 from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_that_gives, unpack
 from ttprun.protocol.snapshots import MirroredShare
-from ttprun.rank.process.free_memory import free_bytes
 from ttprun.state.memory_share import parse_memory
+from ttprun.tensors.free_memory import free_bytes
 
 _UNKNOWN_BYTES = 1 << 62  # where the system does not tell how much is free
 

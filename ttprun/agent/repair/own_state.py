@@ -1,6 +1,6 @@
 """What ranks that are alone keep of themselves: the agent's memory for it, and what can be had of it.
 
-A rank writes to its two places in turns and says on the board which is newest (`ttprun.rank.weights.own_state`). Its
+A rank writes to its two places in turns and says on the board which is newest (`ttprun.tensors.own_state`). Its
 records of the newest boundaries are in its recorder anyway; those of an older one it has written out beside its
 tensors. Begin with `OwnStates.newest`.
 """
@@ -21,10 +21,10 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import shared_memory
 from ttprun.agent.repair.stored_states import Stored, unpack
+from ttprun.capture.records import replayable
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
-from ttprun.rank.records import replayable
-from ttprun.rank.weights.own_state import CHEAP_S, HEADER, SHARE, split
+from ttprun.tensors.own_state import CHEAP_S, HEADER, SHARE, split
 
 logger = logging.getLogger("ttprun")
 
@@ -139,7 +139,7 @@ class OwnStates:
 
 
 def _header_of(fd: int) -> list[Any]:
-    """What the tensors of a file are, as `ttprun.rank.weights.replicated` describes them."""
+    """What the tensors of a file are, as `ttprun.tensors.replicated` describes them."""
     size = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
     stored = json.loads(os.pread(fd, size, _LENGTH_BYTES))
     header: list[Any] = json.loads(stored["__metadata__"][HEADER])

@@ -17,11 +17,11 @@ from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.agent.repair.stored_states import Origin, Stored, open_checkpoint
+from ttprun.capture.records.boundary_record import Outline
+from ttprun.capture.records.recorder import RecordTooLargeError
 from ttprun.errors import ConfigError
 from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.board import LEADER, Field
-from ttprun.rank.records.boundary_record import Outline
-from ttprun.rank.records.recorder import RecordTooLargeError
 from ttprun.state.checkpoint import inspect
 from ttprun.state.errors import InvalidCheckpointError
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttprun.capture.position import remembered
 from ttprun.chaos.check.notes import AT_END, RunDifference
 from ttprun.chaos.check.plan import WISHES, Moment, plan
 from ttprun.chaos.check.trial import CheckTarget, Trial, Trials
@@ -22,7 +23,6 @@ from ttprun.chaos.check.verdict import (
 )
 from ttprun.chaos.faults import Fault
 from ttprun.observe.topology import read_topology
-from ttprun.rank.position import remembered
 
 MOST_ENDED = 2  # launches that a kill may end; the rest is not tried then
 _TAIL_LINES = 12

@@ -107,8 +107,8 @@ def _beside(value: str | None, expected: str | None) -> str:
 
 def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[RunDifference]:
     """The user's variables whose values differ in the ranks' last records."""
-    from ttprun.rank.records.boundary_record import Record
-    from ttprun.rank.values.trees import Comparison, Tree
+    from ttprun.capture.records.boundary_record import Record
+    from ttprun.capture.values.trees import Comparison, Tree
 
     found = []
     for rank, expected in undisturbed.items():
@@ -133,7 +133,7 @@ def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[RunDiffere
 
 def _is_by_history(node: Any) -> bool:
     """Whether a record holds of a value what it has become since an earlier record, and not what it is."""
-    from ttprun.rank.records.nodes import ChangedDataNode, DataNode, LongNode
-    from ttprun.rank.values.trees import walk
+    from ttprun.capture.records.nodes import ChangedDataNode, DataNode, LongNode
+    from ttprun.capture.values.trees import walk
 
     return any(isinstance(found, LongNode | ChangedDataNode | DataNode) for found, _ in walk(node, ""))

@@ -12,10 +12,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.records.recorder import Recorder
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import Board, Field
-from ttprun.rank.records.boundary_record import Record
-from ttprun.rank.records.recorder import Recorder
 
 _MAPS, _TASKS = Path("/proc/self/maps"), Path("/proc/self/task")
 _OF_PROCESS = (Field.PHASE, Field.SEEN_NS, Field.OPERATION, Field.MEETINGS, Field.PULSE_NS)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from ttprun.capture.position import torch_compile
 from ttprun.chaos import strikes
+from ttprun.groups import groups
+from ttprun.groups.journal import Journal
+from ttprun.introspect import moments
 from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import Phase
-from ttprun.rank import moments
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.bootstrap.hooks import make_session
 from ttprun.rank.bootstrap.presence import Presence
-from ttprun.rank.comm import groups
-from ttprun.rank.comm.journal import Journal
 from ttprun.rank.framework.framework import Framework
 from ttprun.rank.framework.recovery import CallbackRecovery
-from ttprun.rank.position import torch_compile
 from ttprun.rank.session import begin, current, leave_in_children
 
 

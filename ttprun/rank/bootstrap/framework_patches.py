@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ttprun.rank import fail_open
-from ttprun.rank.data import evaluations
-from ttprun.rank.effects import csv_logs, files
-from ttprun.rank.process.after_import import after_import
+from ttprun.capture.data import evaluations
+from ttprun.capture.effects import csv_logs, files
+from ttprun.introspect import fail_open
+from ttprun.introspect.after_import import after_import
 
 
 class _Row(NamedTuple):

@@ -14,11 +14,19 @@ from typing import NoReturn
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ttprun.capture.data import workers
+from ttprun.capture.effects import append_dedup, file_answers, origins, output, trackers
+from ttprun.capture.position import loops, torch_compile
+from ttprun.capture.records.recorder import Recorder
 from ttprun.chaos import observer, strikes
 from ttprun.elastic_resume.adapted import Adapted, log_of
+from ttprun.groups import groups, results
+from ttprun.groups.connection import Exchange
+from ttprun.groups.journal import Journal
+from ttprun.groups.results import Results
+from ttprun.introspect import fail_open, moments, random_state
 from ttprun.protocol import from_rank, patience, standbys, to_rank
 from ttprun.protocol.board import Board, Phase
-from ttprun.rank import fail_open, moments
 from ttprun.rank.bootstrap import framework_patches, patches, reset
 from ttprun.rank.bootstrap.ahead import Ahead, has_children
 from ttprun.rank.bootstrap.presence import Presence
@@ -27,15 +35,6 @@ from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.comm import groups, results
-from ttprun.rank.comm.connection import Exchange
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.results import Results
-from ttprun.rank.data import workers
-from ttprun.rank.effects import append_dedup, file_answers, origins, output, trackers
-from ttprun.rank.position import loops, torch_compile
-from ttprun.rank.process import random_state
-from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay import resuming
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.replay.replay import ReplayRun
@@ -44,12 +43,12 @@ from ttprun.rank.replay.step_proof import StepProof
 from ttprun.rank.session import Session, begin, leave_in_children
 from ttprun.rank.step import step_hooks
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
-from ttprun.rank.weights import last_hook, optimizer_registry
-from ttprun.rank.weights.holdings import Holdings
-from ttprun.rank.weights.mirror import Mirror
-from ttprun.rank.weights.own_state import OwnState
-from ttprun.rank.weights.post_step_weights import KeptWeights
-from ttprun.rank.weights.snapshots import SnapshotPart
+from ttprun.tensors import last_hook, optimizer_registry
+from ttprun.tensors.holdings import Holdings
+from ttprun.tensors.mirror import Mirror
+from ttprun.tensors.own_state import OwnState
+from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.snapshots import SnapshotPart
 
 
 def install(presence: Presence) -> None:

@@ -21,22 +21,22 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from ttprun import text_hashes
+from ttprun.capture.data.lost_worker import lost_worker
+from ttprun.capture.effects import file_answers, file_system, origins
+from ttprun.capture.position import ast_transform
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
 from ttprun.device.errors import DeviceFault, Diagnosis, in_one_line
+from ttprun.introspect import children, signal_handlers
+from ttprun.introspect.after_import import after_import, is_overdue
+from ttprun.introspect.fail_open import session_now
+from ttprun.introspect.whose import add_named_path, add_user_directory
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
-from ttprun.rank import signal_handlers
 from ttprun.rank.bootstrap import patches, unhooked
 from ttprun.rank.bootstrap.presence import Presence, diagnose
-from ttprun.rank.data.lost_worker import lost_worker
-from ttprun.rank.effects import file_answers, file_system, origins
-from ttprun.rank.fail_open import session_now
-from ttprun.rank.position import ast_transform
-from ttprun.rank.position.whose import add_named_path, add_user_directory
-from ttprun.rank.process import children, heartbeat, held_signals, stack
-from ttprun.rank.process.after_import import after_import, is_overdue
+from ttprun.rank.process import heartbeat, held_signals, stack
 
 if TYPE_CHECKING:
     from ttprun.rank.bootstrap.ahead import Ahead
@@ -330,7 +330,7 @@ def _finish() -> None:
 
 def _finish_well(session: Session | None) -> None:
     """The script has ended without an exception: refuse that in a replay, which should have reached its boundary."""
-    from ttprun.rank import moments
+    from ttprun.introspect import moments
 
     try:
         moments.reached("exit")
@@ -339,7 +339,7 @@ def _finish_well(session: Session | None) -> None:
         os._exit(damage.EXIT_CODE)
     if session is not None:
         session.mode.refuse_end()
-        from ttprun.rank.comm import leaving
+        from ttprun.groups import leaving
 
         session.stop_comparing()
         with contextlib.suppress(KeyboardInterrupt):

@@ -13,7 +13,7 @@ class Patch:
     """One change.
 
     module, attribute  what is changed ("a.b" for a class's method)
-    ours               "module:function" in ttprun.rank; given the original, it returns the replacement
+    ours               "module:function" in ttprun; given the original, it returns the replacement
     why                one phrase
     where              "script"  once the script has imported torch
                        "replay"  the same, only before a replay
@@ -51,48 +51,48 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _C10D,
         "init_process_group",
-        "comm.groups:wrap_init_process_group",
+        "groups.groups:wrap_init_process_group",
         "to give the script a process group whose connection can be replaced",
         "always",
     ),
     Patch(
         _C10D,
         "new_group",
-        "comm.groups:wrap_new_group",
+        "groups.groups:wrap_new_group",
         "to make the connections of these groups replaceable, too",
         "always",
     ),
     Patch(
         _C10D,
         "destroy_process_group",
-        "comm.groups:wrap_destroy_process_group",
+        "groups.groups:wrap_destroy_process_group",
         "to stop tracking a group that the script destroys",
         "always",
     ),
     Patch(
         _C10D,
         "split_group",
-        "comm.groups:wrap_split_group",
+        "groups.groups:wrap_split_group",
         "to make managed groups of the parts, whose connections can be replaced too",
         "always",
     ),
     Patch(
         _C10D,
         "batch_isend_irecv",
-        "comm.batches:wrap_batch_isend_irecv",
+        "groups.batches:wrap_batch_isend_irecv",
         "over a device's backend, to start the batch together, as torch does for groups of its own only",
     ),
     Patch(
         "torch.cuda.graphs",
         "CUDAGraph.capture_begin",
-        "comm.captures:wrap_capture_begin",
+        "groups.captures:wrap_capture_begin",
         "to know that the script captures its work in graphs: no rank is replaced from then on",
     ),
     *(
         Patch(
             module,
             "synchronize",
-            "comm.device_waits:wrap_synchronize",
+            "groups.device_waits:wrap_synchronize",
             "to wait for the collectives before it: one that a fault has ended is issued again first",
             where,
         )
@@ -101,33 +101,33 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.distributed._symmetric_memory",
         "rendezvous",
-        "comm.captures:wrap_rendezvous",
+        "groups.captures:wrap_rendezvous",
         "to know that the script's kernels reach into other ranks' memory: no rank is replaced from then on",
         "imported",
     ),
     Patch(
         "torch.autograd",
         "backward",
-        "checks.proof:wrap_backward",
+        "rank.checks.proof:wrap_backward",
         "to compare a replacement's loss and gradients with those of the lost rank",
     ),
     Patch(
         "torch.nn.parallel.distributed",
         "DistributedDataParallel.__init__",
-        "weights.optimizer_registry:wrap_ddp_init",
+        "tensors.optimizer_registry:wrap_ddp_init",
         "to give a replacement the same order of gradient buckets",
     ),
     Patch(
         "torch.nn.parallel.distributed",
         "DistributedDataParallel._get_ddp_logging_data",
-        "comm.groups:wrap_ddp_logging_data",
+        "groups.groups:wrap_ddp_logging_data",
         "to name the script's backend there, not our own",
         "always",
     ),
     Patch(
         "torch.distributed.fsdp._flat_param",
         "FlatParamHandle.__init__",
-        "weights.original_parameters:wrap_init",
+        "tensors.original_parameters:wrap_init",
         "to know which part of FSDP1's flat parameters is whose",
         "imported",
     ),
@@ -135,7 +135,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             f"torch.distributed.checkpoint._async_{kind}_executor",
             f"_{kind.capitalize()}BasedAsyncCheckpointExecutor.execute_save",
-            "values.saves:wrap_execute_save",
+            "capture.values.saves:wrap_execute_save",
             "to know which checkpoints dcp.async_save has not finished; in a replay, to save nothing",
             "imported",
         )
@@ -144,126 +144,137 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch._jit_internal",
         "_extract_tensors",
-        "comm.work:wrap_extract_tensors",
+        "groups.work:wrap_extract_tensors",
         "to let DDP read results from our futures without pickling them",
     ),
     Patch(
         "torch.distributed.algorithms.join",
         "Join.__enter__",
-        "step.step_hooks:wrap_join",
+        "rank.step.step_hooks:wrap_join",
         "to know that ranks will take different numbers of steps: none is replaced from then on",
     ),
     Patch(
         "torch.autograd.graph",
         "saved_tensors_hooks.__enter__",
-        "values.histories:wrap_saved_tensors_hooks",
+        "capture.values.histories:wrap_saved_tensors_hooks",
         "before torch 2.13, to leave alone what the script packs itself when a tensor's history is looked at",
     ),
     Patch(
         "torch.optim.optimizer",
         "Optimizer.__init__",
-        "weights.optimizer_registry:wrap_optimizer_init",
+        "tensors.optimizer_registry:wrap_optimizer_init",
         "to know what the optimizers update; a global hook marks each step",
         "always",
     ),
     Patch(
         "torch.optim.optimizer",
         "Optimizer.add_param_group",
-        "weights.optimizer_registry:wrap_add_param_group",
+        "tensors.optimizer_registry:wrap_add_param_group",
         "to report parameters that are added during the training, which a replay would lack",
     ),
-    Patch(_LOADER, "DataLoader.__init__", "data.loaders:wrap_init", "to name a loader by its place in the script"),
-    Patch(_LOADER, "DataLoader.__iter__", "data.loaders:wrap_iter", "to record the positions of its iterators"),
+    Patch(
+        _LOADER, "DataLoader.__init__", "capture.data.loaders:wrap_init", "to name a loader by its place in the script"
+    ),
+    Patch(_LOADER, "DataLoader.__iter__", "capture.data.loaders:wrap_iter", "to record the positions of its iterators"),
     Patch(
         _LOADER,
         "_BaseDataLoaderIter.__next__",
-        "data.loaders:wrap_next",
+        "capture.data.loaders:wrap_next",
         "to know the newest batch, and when an iterator has ended",
     ),
     Patch(
         _LOADER,
         "_BaseDataLoaderIter.__next__",
-        "data.loaders:wrap_next_in_replay",
+        "capture.data.loaders:wrap_next_in_replay",
         "in a replay, to return placeholders for batches that were used",
         "replay",
     ),
     Patch(
-        _LOADER, "_BaseDataLoaderIter._reset", "data.loaders:wrap_reset", "to know when a persistent iterator restarts"
+        _LOADER,
+        "_BaseDataLoaderIter._reset",
+        "capture.data.loaders:wrap_reset",
+        "to know when a persistent iterator restarts",
     ),
     Patch(
         _LOADER,
         "_BaseDataLoaderIter._next_index",
-        "data.loaders:wrap_next_index",
+        "capture.data.loaders:wrap_next_index",
         "in a replay, to skip batches that were used",
         "replay",
     ),
     Patch(
         "torch.utils.data._utils.worker",
         "_worker_loop",
-        "data.workers:wrap_worker_loop",
+        "capture.data.workers:wrap_worker_loop",
         "to keep the random states of DataLoader workers",
     ),
     Patch(
         "multiprocessing.util",
         "spawnv_passfds",
-        "process.children:wrap_spawnv_passfds",
+        "introspect.children:wrap_spawnv_passfds",
         "multiprocessing's resource tracker outlives a killed rank by a moment, to remove its semaphores",
     ),
     Patch(
         "torch.amp.grad_scaler",
         "GradScaler._maybe_opt_step",
-        "replay.loss_scaling:wrap_maybe_opt_step",
+        "rank.replay.loss_scaling:wrap_maybe_opt_step",
         "to keep what a step that is left out has reduced; in a replay, to leave out the lost rank's, and no others",
     ),
     Patch(
         "torch.amp.grad_scaler",
         "GradScaler.step",
-        "replay.loss_scaling:wrap_step",
+        "rank.replay.loss_scaling:wrap_step",
         "in a replay, to know which scaler takes a step",
         "replay",
     ),
     Patch(
         "torch.amp.grad_scaler",
         "GradScaler.update",
-        "replay.loss_scaling:wrap_update",
+        "rank.replay.loss_scaling:wrap_update",
         "in a replay, to do nothing after a loop of steps that was skipped",
         "replay",
     ),
-    Patch("torch.serialization", "save", "effects.files:wrap_save", "in a replay, to save nothing"),
-    Patch("safetensors", "serialize_file", "effects.files:wrap_save", "in a replay, to save nothing"),
+    Patch("torch.serialization", "save", "capture.effects.files:wrap_save", "in a replay, to save nothing"),
+    Patch("safetensors", "serialize_file", "capture.effects.files:wrap_save", "in a replay, to save nothing"),
     Patch(
         "atexit",
         "register",
-        "bootstrap.reset:wrap_register",
+        "rank.bootstrap.reset:wrap_register",
         "to unregister the script's functions before it is run again",
     ),
     Patch(
         _C10D,
         "_process_group_name",
-        "bootstrap.framework_hooks:wrap_process_group_name",
+        "rank.bootstrap.framework_hooks:wrap_process_group_name",
         "with --mindio only, to give a group made during a repair the same name in all ranks",
         "mindio",
     ),
     Patch(
         "torch.utils.data._utils.signal_handling",
         "_error_if_any_worker_fails",
-        "process.held_signals:wrap_error_if_any_worker_fails",
+        "rank.process.held_signals:wrap_error_if_any_worker_fails",
         "to finish saving when a DataLoader worker dies of a signal sent to the whole job",
     ),
     Patch(
         "signal",
         "signal",
-        "process.held_signals:wrap_signal",
+        "rank.process.held_signals:wrap_signal",
         "no handler runs inside our code, but at its end; and a rank that gets SIGTERM or SIGUSR1 with the launcher "
         "lives until the state is saved: the script sees the default handler",
         "first",
     ),
-    Patch("signal", "getsignal", "process.held_signals:wrap_getsignal", "to show the script its own handlers", "first"),
+    Patch(
+        "signal",
+        "getsignal",
+        "rank.process.held_signals:wrap_getsignal",
+        "to show the script its own handlers",
+        "first",
+    ),
     *(
         Patch(
             "time",
             name,
-            f"effects.origins:{ours}",
+            f"capture.effects.origins:{ours}",
             "up to the first step, to give a replacement's setup the same time, so that it names the same folders",
             "early",
         )
@@ -272,22 +283,33 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "os",
         "getpid",
-        "effects.origins:wrap_getpid",
+        "capture.effects.origins:wrap_getpid",
         "up to the first step, so that TensorBoard names the same files; other callers get the real pid",
         "early",
     ),
     Patch(
         "os",
         "urandom",
-        "effects.os_entropy:wrap_urandom",
+        "capture.effects.os_entropy:wrap_urandom",
         "up to the first step, to give a replacement the same uuids; then to notice what cannot be replayed",
         "early",
     ),
-    Patch("random", "_urandom", "effects.os_entropy:wrap_urandom", "as os.urandom, for random.SystemRandom", "early"),
-    Patch("queue", "Queue.get", "values.streams:wrap_get", "to distinguish a log's queue from a queue of data"),
-    Patch("queue", "Queue.put", "values.streams:wrap_put", "to distinguish a log's queue from a queue of data"),
-    Patch("builtins", "open", "effects.files:wrap_open", "to know the positions in the files that the script writes"),
-    Patch("io", "open", "effects.files:wrap_open", "to know the positions in the files that pathlib opens"),
+    Patch(
+        "random",
+        "_urandom",
+        "capture.effects.os_entropy:wrap_urandom",
+        "as os.urandom, for random.SystemRandom",
+        "early",
+    ),
+    Patch("queue", "Queue.get", "capture.values.streams:wrap_get", "to distinguish a log's queue from a queue of data"),
+    Patch("queue", "Queue.put", "capture.values.streams:wrap_put", "to distinguish a log's queue from a queue of data"),
+    Patch(
+        "builtins",
+        "open",
+        "capture.effects.files:wrap_open",
+        "to know the positions in the files that the script writes",
+    ),
+    Patch("io", "open", "capture.effects.files:wrap_open", "to know the positions in the files that pathlib opens"),
 )
 
 

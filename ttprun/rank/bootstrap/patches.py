@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
-from ttprun.rank import fail_open
+from ttprun.introspect import fail_open
+from ttprun.introspect.after_import import after_import
 from ttprun.rank.bootstrap.patch_table import PATCHES, Patch
-from ttprun.rank.process.after_import import after_import
 
 _made: dict[tuple[int, str], Any] = {}
 _applied: set[Patch] = set()
@@ -28,7 +28,7 @@ def replacement_for(patch: Patch, original: Any) -> Any:
     if made is not None:
         return made  # `open is io.open`
     module, _, name = patch.ours.partition(":")
-    wrap: Callable[[Any], Any] = getattr(importlib.import_module(f"ttprun.rank.{module}"), name)
+    wrap: Callable[[Any], Any] = getattr(importlib.import_module(f"ttprun.{module}"), name)
     ours = fail_open.guard(f"{patch.module}.{patch.attribute}", original, wrap)
     for attribute in functools.WRAPPER_ASSIGNMENTS:
         if hasattr(original, attribute):

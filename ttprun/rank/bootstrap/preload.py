@@ -27,10 +27,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ttprun.introspect import random_state
 from ttprun.protocol.codec import Refused, decode
 from ttprun.protocol.standbys import PreloadPlan
 from ttprun.rank.bootstrap.run_again import RunAgain
-from ttprun.rank.process import random_state
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD"))
 _bootstrap: Any = sys.modules["_frozen_importlib"]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from ttprun.chaos import damage
 from ttprun.device.errors import DeviceErrors, DeviceFault, Diagnosis, diagnosis_of, is_out_of_memory
+from ttprun.introspect.fail_open import session_now
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.channel import Channel, Message
 from ttprun.protocol.codec import Refused
 from ttprun.rank.bootstrap import unhooked
-from ttprun.rank.fail_open import session_now
 from ttprun.rank.process import held_signals, life_lock
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import re
 import time
 import traceback
 
+from ttprun.capture.effects.output import Diverted
 from ttprun.device import registry
 from ttprun.device.errors import DeviceFault, Diagnosis, diagnosis_of, in_one_line
 from ttprun.device.interface import Device, DeviceFailedError, MemoryCheck, refined
@@ -23,11 +24,10 @@ from ttprun.rank.bootstrap import hooks, reset
 from ttprun.rank.bootstrap.presence import Presence, diagnose
 from ttprun.rank.bootstrap.script import run
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.effects.output import Diverted
 from ttprun.rank.session import Session, current, end
-from ttprun.rank.weights.holdings import Holdings
-from ttprun.rank.weights.mirror import Mirror
-from ttprun.rank.weights.post_step_weights import KeptWeights
+from ttprun.tensors.holdings import Holdings
+from ttprun.tensors.mirror import Mirror
+from ttprun.tensors.post_step_weights import KeptWeights
 
 _HEARD_LIMIT_S = 30.0
 

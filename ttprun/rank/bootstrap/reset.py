@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 from ttprun import frameworks
-from ttprun.rank import fail_open, values
-from ttprun.rank.data import loaders
-from ttprun.rank.effects import files, os_entropy
-from ttprun.rank.position import ast_transform, loops, made_inside
-from ttprun.rank.position.whose import has_muted_effects
-from ttprun.rank.process import random_state
+from ttprun.capture import values
+from ttprun.capture.data import loaders
+from ttprun.capture.effects import files, os_entropy
+from ttprun.capture.position import ast_transform, loops, made_inside
+from ttprun.introspect import fail_open, random_state
+from ttprun.introspect.whose import has_muted_effects
 from ttprun.rank.step import step_hooks
-from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, original_parameters
+from ttprun.tensors import gradients, open_boundaries, optimizer_registry, original_parameters
 
 
 @dataclass

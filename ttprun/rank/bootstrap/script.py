@@ -8,8 +8,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from ttprun.rank import signal_handlers
-from ttprun.rank.position import ast_transform
+from ttprun.capture.position import ast_transform
+from ttprun.introspect import signal_handlers
 
 
 @signal_handlers.leads_through

@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from ttprun.groups.journal import Journal, has_ended
+from ttprun.groups.links import run_together
+from ttprun.groups.process_group import living
+from ttprun.groups.transports import Link
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.comm.journal import Journal, has_ended
-from ttprun.rank.comm.links import run_together
-from ttprun.rank.comm.process_group import living
-from ttprun.rank.comm.transports import Link
 from ttprun.rank.session import Session
 
 LIMIT_S = 1.0  # of each wait

@@ -18,12 +18,12 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from ttprun.capture.position import ast_transform
 from ttprun.protocol import standbys, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import install, patches, preload
 from ttprun.rank.bootstrap.ahead import Ahead
 from ttprun.rank.bootstrap.script import run
-from ttprun.rank.position import ast_transform
 
 WARM = (
     "torch",
@@ -34,7 +34,7 @@ WARM = (
     "torch.optim.lr_scheduler",
     "numpy",
     "ttprun.rank.bootstrap.hooks",
-    "ttprun.rank.weights.gradients",
+    "ttprun.tensors.gradients",
 )
 
 

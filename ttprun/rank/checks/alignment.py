@@ -15,12 +15,12 @@ import time
 import weakref
 from typing import Any
 
+from ttprun.groups.journal import EndedError, Journal
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.rank.checks.replay_guard import report_mismatch
-from ttprun.rank.comm.journal import EndedError, Journal
 from ttprun.rank.session import Session
-from ttprun.rank.weights import optimizer_registry
+from ttprun.tensors import optimizer_registry
 
 _LOOK_AGAIN_S = 0.05
 _LIMIT_S = 600.0  # longer than all that the agent waits for, which ends in another recovery

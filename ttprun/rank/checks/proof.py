@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
+from ttprun.capture.records.evidence import BATCH, INPUT, LOSS, Noted, Place, comparable, is_close
+from ttprun.capture.records.recorder import Recorder
 from ttprun.device import accelerator
+from ttprun.introspect import fail_open
+from ttprun.introspect.unseen import unseen
 from ttprun.protocol import from_rank
-from ttprun.rank import fail_open
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
-from ttprun.rank.process.unseen import unseen
-from ttprun.rank.records.evidence import BATCH, INPUT, LOSS, Noted, Place, comparable, is_close
-from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session, current
-from ttprun.rank.weights import gradients, optimizer_registry
+from ttprun.tensors import gradients, optimizer_registry
 
 MEASURED_ELEMENTS = 16
 # Replacements that come to the same bits, and not to the lost rank's, before that is taken for a contradiction. Noise

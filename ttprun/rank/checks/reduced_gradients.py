@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ttprun.rank.weights.tensor_bytes import elements_of
+from ttprun.introspect.tensor_bytes import elements_of
 
 if TYPE_CHECKING:
-    from ttprun.rank.comm.entry import Entry
-    from ttprun.rank.comm.journal import Journal
+    from ttprun.groups.entry import Entry
+    from ttprun.groups.journal import Journal
 
 WHOLE_EVERY = 16  # boundaries
 MOST_OPERATIONS = 16  # of a step, unless all are checked

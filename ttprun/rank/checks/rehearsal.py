@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ttprun.rank import fail_open, values
-from ttprun.rank.records.boundary_record import BoundaryRecord, read_head
-from ttprun.rank.records.recorder import Recorder
+from ttprun.capture import values
+from ttprun.capture.records.boundary_record import BoundaryRecord, read_head
+from ttprun.capture.records.recorder import Recorder
+from ttprun.introspect import fail_open
 
 SHARE = 0.005  # of the time since the process has begun
 _FIRST = 2  # records: in the second step optimizers have their state, and variables of the first one are set

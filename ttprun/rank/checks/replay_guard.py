@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from ttprun.protocol import from_rank
 
 if TYPE_CHECKING:
+    from ttprun.groups.entry import Entry
     from ttprun.protocol.channel import Channel
-    from ttprun.rank.comm.entry import Entry
 
 _KILL_LIMIT_S = 60.0
 

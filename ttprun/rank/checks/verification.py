@@ -22,18 +22,18 @@ import torch
 import xxhash
 
 from ttprun.device.errors import in_one_line
+from ttprun.introspect import fail_open
+from ttprun.introspect.tensor_bytes import FOLDED_FROM, bytes_of, elements_of, folded
 from ttprun.protocol import from_rank
-from ttprun.rank import fail_open
 from ttprun.rank.checks.reduced_gradients import find_nan, has_nan
 from ttprun.rank.session import current
-from ttprun.rank.weights import holdings, optimizer_registry
-from ttprun.rank.weights.sharded import local_of
-from ttprun.rank.weights.tensor_bytes import FOLDED_FROM, bytes_of, elements_of, folded
+from ttprun.tensors import holdings, optimizer_registry
+from ttprun.tensors.sharded import local_of
 
 if TYPE_CHECKING:
+    from ttprun.groups.entry import Entry
+    from ttprun.groups.journal import Journal
     from ttprun.protocol.channel import Channel
-    from ttprun.rank.comm.entry import Entry
-    from ttprun.rank.comm.journal import Journal
 
 PROOF_STEPS = 2  # steps after a recovery, before each of which all ranks report their hashes
 _KILL_LIMIT_S = 60.0

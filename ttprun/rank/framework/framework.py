@@ -15,13 +15,13 @@ from typing import Any
 
 from ttprun.device import accelerator
 from ttprun.device.errors import DeviceFault, in_one_line
+from ttprun.groups.entry import Entry
+from ttprun.groups.journal import REPORT_AFTER_S, Journal
+from ttprun.groups.work import ManagedWork, Refused
+from ttprun.introspect import moments
 from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.protocol.patience import Patience
-from ttprun.rank import moments
-from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import REPORT_AFTER_S, Journal
-from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.context import JOINING, LIVE
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState

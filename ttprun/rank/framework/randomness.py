@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgpack
 
+from ttprun.capture.records.recorder import Recorder
 from ttprun.device import registry
-from ttprun.rank.process import random_state
-from ttprun.rank.records.recorder import Recorder
+from ttprun.introspect import random_state
 from ttprun.rank.session import Session
 
 

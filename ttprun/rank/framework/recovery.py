@@ -24,15 +24,15 @@ from msgspec.structs import asdict
 
 from ttprun.device import accelerator
 from ttprun.device.interface import DeviceFailedError
+from ttprun.groups.journal import Journal
+from ttprun.groups.links import cut_all
+from ttprun.groups.process_group import groups_of
+from ttprun.introspect import moments
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.mindio import RepairType
-from ttprun.rank import moments
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.links import cut_all
-from ttprun.rank.comm.process_group import groups_of
 from ttprun.rank.framework import randomness, scheduler
 from ttprun.rank.framework.codes import RET_NO_REBUILD, ReportState
 from ttprun.rank.framework.errors import FORCE_STOP
@@ -41,8 +41,8 @@ from ttprun.rank.framework.handlers import Size
 from ttprun.rank.replay import freezing
 from ttprun.rank.replay.recovery import JoinsTraining, Ordered, Recovery
 from ttprun.rank.session import Session
-from ttprun.rank.weights import state_places, state_transfer
-from ttprun.rank.weights.replicated import NotRepairableError
+from ttprun.tensors import state_places, state_transfer
+from ttprun.tensors.replicated import NotRepairableError
 
 LOADS = (RepairType.RT_LOAD_CKPT, RepairType.RT_LOAD_REBUILD)
 REBUILDS = (RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_LOAD_REBUILD)

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from ttprun.introspect import signal_handlers
 from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.patience import Patience, is_agent_awake
-from ttprun.rank import signal_handlers
 
 HELD = (signal.SIGTERM, signal.SIGUSR1)
 MOMENT_S = 0.5  # a scheduler signals all processes of a job within milliseconds

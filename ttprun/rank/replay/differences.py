@@ -6,11 +6,11 @@ import gc
 from types import FrameType
 from typing import Any
 
-from ttprun.rank.data import loaders
-from ttprun.rank.position import loops
-from ttprun.rank.position.frames import place, user_frames
-from ttprun.rank.records.boundary_record import BoundaryRecord
-from ttprun.rank.weights import optimizer_registry
+from ttprun.capture.data import loaders
+from ttprun.capture.position import loops
+from ttprun.capture.records.boundary_record import BoundaryRecord
+from ttprun.introspect.frames import place, user_frames
+from ttprun.tensors import optimizer_registry
 
 
 def difference_of_place(record: BoundaryRecord, frame: FrameType, is_before_target: bool = False) -> str:

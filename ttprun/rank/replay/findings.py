@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.values import Restore
+from ttprun.introspect import random_state
 from ttprun.rank.checks import proof
-from ttprun.rank.process import random_state
-from ttprun.rank.records.boundary_record import Record
 from ttprun.rank.session import Session
-from ttprun.rank.values import Restore
 
 _MOST_DOUBTS = 5  # that are named
 

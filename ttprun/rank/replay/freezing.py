@@ -11,21 +11,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ttprun.device.interface import DeviceFailedError
+from ttprun.groups import apart, on_device
+from ttprun.groups.entry import Entry
+from ttprun.groups.journal import Journal, has_ended
+from ttprun.groups.links import cut_all
+from ttprun.groups.operations import SAME_FOR_ALL
+from ttprun.groups.process_group import ManagedGroup, living
+from ttprun.introspect import moments
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.patience import Patience
-from ttprun.rank import moments
-from ttprun.rank.comm import apart, on_device
-from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import Journal, has_ended
-from ttprun.rank.comm.links import cut_all
-from ttprun.rank.comm.operations import SAME_FOR_ALL
-from ttprun.rank.comm.process_group import ManagedGroup, living
 from ttprun.rank.replay import stopping
 from ttprun.rank.session import Session
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
-from ttprun.rank.weights import replicated
+from ttprun.tensors import replicated
 
 LOOK_AGAIN_S = 0.05
 LET_FINISH_S = 0.05  # time for operations between living ranks to end by themselves

@@ -11,11 +11,11 @@ from functools import cached_property
 from types import FrameType
 from typing import Any
 
-from ttprun.rank.data import loaders
-from ttprun.rank.position import loop_sites, loops
-from ttprun.rank.position.frames import location_key, place, user_frames
-from ttprun.rank.process import random_state
-from ttprun.rank.records.boundary_record import LoopRecord, Record
+from ttprun.capture.data import loaders
+from ttprun.capture.position import loop_sites, loops
+from ttprun.capture.records.boundary_record import LoopRecord, Record
+from ttprun.introspect import random_state
+from ttprun.introspect.frames import location_key, place, user_frames
 
 _MOST_SKIPS = 100_000  # of one loop: a `while` loop around it may count by itself
 _EARLY = object()  # a loop inside one that has not come to the lost rank's position: it runs as in a run

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ttprun.rank import fail_open
-from ttprun.rank.comm.process_group import groups_of
+from ttprun.groups.process_group import groups_of
+from ttprun.introspect import fail_open
 from ttprun.rank.session import current
 
 _stepping: list[Any] = []  # scalers whose `step` is running

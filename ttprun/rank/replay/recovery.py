@@ -17,24 +17,24 @@ import traceback
 from typing import Any, NamedTuple
 
 from ttprun.device.interface import DeviceFailedError
+from ttprun.groups import on_device
+from ttprun.groups.connection import Exchange, GenerationOverError
+from ttprun.groups.entry import Entry
+from ttprun.groups.journal import REPORT_AFTER_S, Journal
+from ttprun.groups.links import abort_all, cut_all
+from ttprun.groups.process_group import living
+from ttprun.introspect import moments
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.channel import Message
-from ttprun.rank import moments
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.comm import on_device
-from ttprun.rank.comm.connection import Exchange, GenerationOverError
-from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import REPORT_AFTER_S, Journal
-from ttprun.rank.comm.links import abort_all, cut_all
-from ttprun.rank.comm.process_group import living
 from ttprun.rank.process import open_files
 from ttprun.rank.replay import freezing, repairing, resuming
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
-from ttprun.rank.weights import replicated
-from ttprun.rank.weights.mirror import Mirror
-from ttprun.rank.weights.snapshots import SnapshotPart
+from ttprun.tensors import replicated
+from ttprun.tensors.mirror import Mirror
+from ttprun.tensors.snapshots import SnapshotPart
 
 _DOING: dict[type, str] = {
     to_rank.Freeze: "stopped",

@@ -15,24 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from ttprun.device import accelerator
+from ttprun.groups.connection import Exchange
+from ttprun.introspect import moments, signal_handlers
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Phase
 from ttprun.protocol.snapshots import Dumped
-from ttprun.rank import moments, signal_handlers
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.session import Session
-from ttprun.rank.weights import (
-    checkpoint_shards,
-    mirror,
-    mirrored_share,
-    replicated,
-    sharded,
-    state_places,
-    state_transfer,
-)
 from ttprun.state.errors import cannot_write
+from ttprun.tensors import checkpoint_shards, mirror, mirrored_share, replicated, sharded, state_places, state_transfer
 
 _LOOK_AGAIN_S = 0.05
 IN_STEP = "its optimizer communicates inside step(), so in the middle of it this rank holds the state of no boundary"

@@ -22,24 +22,24 @@ from collections.abc import Iterable
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ttprun.capture.data import loaders
+from ttprun.capture.effects import files, origins
+from ttprun.capture.effects.output import Diverted
+from ttprun.capture.position import loop_sites, loops, placeholders
+from ttprun.capture.records import replayable
+from ttprun.capture.records.boundary_record import LoopRecord, Record
+from ttprun.capture.records.recorder import Recorder
+from ttprun.capture.values import CannotRestoreError, Restore, restore_loop, room_to_walk
+from ttprun.groups import results
+from ttprun.groups.process_group import groups_of
+from ttprun.groups.results import Answers, Results, as_if_alone
+from ttprun.introspect import moments, random_state
+from ttprun.introspect.frames import user_frames
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
-from ttprun.rank import moments
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
-from ttprun.rank.comm import results
-from ttprun.rank.comm.process_group import groups_of
-from ttprun.rank.comm.results import Answers, Results, as_if_alone
 from ttprun.rank.context import LIVE, Mode
-from ttprun.rank.data import loaders
-from ttprun.rank.effects import files, origins
-from ttprun.rank.effects.output import Diverted
-from ttprun.rank.position import loop_sites, loops, placeholders
-from ttprun.rank.position.frames import user_frames
-from ttprun.rank.process import random_state
-from ttprun.rank.records import replayable
-from ttprun.rank.records.boundary_record import LoopRecord, Record
-from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay import loss_scaling
 from ttprun.rank.replay.differences import (
     difference_of_batches,
@@ -51,15 +51,14 @@ from ttprun.rank.replay.findings import Findings
 from ttprun.rank.replay.jumps import Jumps
 from ttprun.rank.replay.step_proof import StepProof
 from ttprun.rank.session import Session
-from ttprun.rank.values import CannotRestoreError, Restore, restore_loop, room_to_walk
-from ttprun.rank.weights import gradients, kept_gradients, mirror, open_boundaries, optimizer_registry
-from ttprun.rank.weights.mirror import Mirror
-from ttprun.rank.weights.post_step_weights import KeptWeights
+from ttprun.tensors import gradients, kept_gradients, mirror, open_boundaries, optimizer_registry
+from ttprun.tensors.mirror import Mirror
+from ttprun.tensors.post_step_weights import KeptWeights
 
 if TYPE_CHECKING:
     import torch
 
-    from ttprun.rank.comm.entry import Entry
+    from ttprun.groups.entry import Entry
 
 SET_VARIABLES = "a replay sets the variables where it jumps into a loop"  # among the origins: see `end_by_error`
 STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may take before it reaches the place where it begins

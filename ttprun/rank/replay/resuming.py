@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ttprun.groups.entry import Entry
+from ttprun.groups.journal import Journal, has_ended
+from ttprun.groups.process_group import groups_of
+from ttprun.groups.reissue import issue_again
+from ttprun.introspect import moments
 from ttprun.protocol import from_rank, to_rank
-from ttprun.rank import moments
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.comm.entry import Entry
-from ttprun.rank.comm.journal import Journal, has_ended
-from ttprun.rank.comm.process_group import groups_of
-from ttprun.rank.comm.reissue import issue_again
 from ttprun.rank.context import Group
 from ttprun.rank.replay.freezing import LOOK_AGAIN_S, all_groups
 from ttprun.rank.replay.replay import ReplayRun

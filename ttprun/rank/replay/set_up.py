@@ -11,17 +11,17 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ttprun.rank.comm.results import Answers
-from ttprun.rank.effects import file_answers, files
-from ttprun.rank.position import loop_sites
-from ttprun.rank.records.boundary_record import Record
-from ttprun.rank.records.recorder import Recorder
+from ttprun.capture.effects import file_answers, files
+from ttprun.capture.position import loop_sites
+from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.records.recorder import Recorder
+from ttprun.groups.results import Answers
 from ttprun.rank.replay.jumps import sites_of
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
 
 if TYPE_CHECKING:
-    from ttprun.rank.comm.entry import Entry
+    from ttprun.groups.entry import Entry
 
 
 class SetUp(ReplayRun):

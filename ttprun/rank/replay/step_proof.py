@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import torch
 
-from ttprun.rank import fail_open
+from ttprun.introspect import fail_open
+from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.rank.replay.findings import Findings
-from ttprun.rank.weights import mirror, replicated
-from ttprun.rank.weights.kept_gradients import GRADIENT
-from ttprun.rank.weights.mirror_slots import Stored
-from ttprun.rank.weights.tensor_bytes import bytes_of
+from ttprun.tensors import mirror, replicated
+from ttprun.tensors.kept_gradients import GRADIENT
+from ttprun.tensors.mirror_slots import Stored
 
 STEP = "the step of its optimizer"
 _ROUNDING = 4096  # units in the last place of the largest element, as between losses (evidence.is_close)

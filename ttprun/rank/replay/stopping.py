@@ -20,12 +20,12 @@ from typing import Any
 
 from ttprun.device import accelerator, registry
 from ttprun.device.interface import DeviceFailedError
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.process_group import ManagedGroup
-from ttprun.rank.comm.transports import Link
+from ttprun.groups.journal import Journal
+from ttprun.groups.process_group import ManagedGroup
+from ttprun.groups.transports import Link
 from ttprun.rank.session import Session
 from ttprun.rank.step import commit_barrier
-from ttprun.rank.weights import open_boundaries
+from ttprun.tensors import open_boundaries
 
 LIMIT_S = 30.0  # for the script to stand still; the agent waits for a minute
 _LOOK_S = 0.05  # between two looks at the threads: one that has not run meanwhile waits for something

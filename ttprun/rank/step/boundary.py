@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from ttprun.rank import values
-from ttprun.rank.comm.results import Results
-from ttprun.rank.data import loaders
-from ttprun.rank.effects import file_answers, files, os_entropy, output
-from ttprun.rank.position import call_site, iterables, loop_sites, loops, made_inside
-from ttprun.rank.process import random_state
-from ttprun.rank.records.boundary_record import BoundaryRecord, ScriptState, read_state
+from ttprun.capture import values
+from ttprun.capture.data import loaders
+from ttprun.capture.effects import file_answers, files, os_entropy, output
+from ttprun.capture.position import call_site, iterables, loop_sites, loops, made_inside
+from ttprun.capture.records.boundary_record import BoundaryRecord, ScriptState, read_state
+from ttprun.groups.results import Results
+from ttprun.introspect import random_state
+from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.rank.session import Session
-from ttprun.rank.weights import optimizer_registry
-from ttprun.rank.weights.holdings import Holdings
-from ttprun.rank.weights.post_step_weights import KeptWeights
-from ttprun.rank.weights.tensor_bytes import bytes_of
+from ttprun.tensors import optimizer_registry
+from ttprun.tensors.holdings import Holdings
+from ttprun.tensors.post_step_weights import KeptWeights
 
 
 def describe(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ttprun.rank import signal_handlers
+from ttprun.introspect import signal_handlers
 
 _NAME = "closure"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

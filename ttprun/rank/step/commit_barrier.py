@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ttprun.groups.journal import EndedError, Journal
 from ttprun.protocol import patience
 from ttprun.protocol.board import Board, Field, Phase
-from ttprun.rank.comm.journal import EndedError, Journal
 from ttprun.rank.session import Session
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
 

@@ -18,11 +18,11 @@ import struct
 import time
 from collections.abc import Callable, Iterable
 
-from ttprun.rank.comm.connection import Exchange, GenerationOverError, listen
-from ttprun.rank.records.recorder import Recorder
+from ttprun.capture.records.recorder import Recorder
+from ttprun.groups.connection import Exchange, GenerationOverError, listen
 from ttprun.rank.session import Session
 from ttprun.rank.step.mirror_link import MirrorLink
-from ttprun.rank.weights.mirror import Mirror
+from ttprun.tensors.mirror import Mirror
 
 _HEAD = struct.Struct("<qqq")  # boundary, what the mirror must hold then (packed; 0: nothing), bytes that follow
 _PART = struct.Struct("<qq")  # offset in the recorder, bytes that follow

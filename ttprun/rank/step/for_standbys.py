@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from ttprun.capture.position import ast_transform, imported
 from ttprun.protocol import standbys
-from ttprun.rank.position import ast_transform, imported
 from ttprun.rank.session import Session
 
 

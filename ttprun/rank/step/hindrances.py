@@ -11,9 +11,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-from ttprun.rank.records.boundary_record import BoundaryRecord
+from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.rank.session import Session
-from ttprun.rank.weights import optimizer_registry, sharded
+from ttprun.tensors import optimizer_registry, sharded
 
 _MOST = 3  # variables that are named
 _OTHER_WAYS = {"mpi4py.MPI": "MPI", "horovod.torch": "Horovod", "byteps.torch": "BytePS"}  # of communication

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ttprun.groups.connection import Connection, Exchange, GenerationOverError, GivenUpError
+from ttprun.groups.journal import REPORT_AFTER_S, has_ended
 from ttprun.protocol.board import FINISHED, Field
-from ttprun.rank.comm.connection import Connection, Exchange, GenerationOverError, GivenUpError
-from ttprun.rank.comm.journal import REPORT_AFTER_S, has_ended
 from ttprun.rank.session import Session
 from ttprun.rank.step.copies import Copies
 

@@ -20,8 +20,8 @@ from ttprun.protocol import file_stream, from_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of, unpack
 from ttprun.rank.session import Session
-from ttprun.rank.weights.mirror import Mirror
-from ttprun.rank.weights.mirror_slots import Part
+from ttprun.tensors.mirror import Mirror
+from ttprun.tensors.mirror_slots import Part
 
 _HEAD = struct.Struct("<4q")  # what the slot holds then, offset, bytes that follow, bytes of the whole slot
 _CELLS = (Field.MIRROR_COPY_0, Field.MIRROR_COPY_1)

@@ -6,10 +6,10 @@ record. Protection ends then, and the script goes on as under torchrun.
 
 from __future__ import annotations
 
+from ttprun.groups.journal import Journal
+from ttprun.groups.messages import Message
 from ttprun.protocol.board import Field, Phase
 from ttprun.protocol.patience import Patience
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.messages import Message
 from ttprun.rank.session import Session
 
 _ARRIVES_WITHIN_S = 2.0  # what the other end has completed

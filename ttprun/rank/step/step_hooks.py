@@ -21,32 +21,33 @@ from typing import Any
 
 import torch
 
+from ttprun.capture import values
+from ttprun.capture.effects import origins, output
+from ttprun.capture.position.read_gradients import are_read_after
+from ttprun.capture.records.boundary_record import BoundaryRecord
+from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
+from ttprun.capture.values.trees import name_of_blob
 from ttprun.device import accelerator
+from ttprun.groups.journal import Journal
+from ttprun.groups.process_group import groups_of
+from ttprun.introspect import fail_open, moments, signal_handlers
+from ttprun.introspect.unseen import unseen
+from ttprun.introspect.variables import variables_of
 from ttprun.protocol.board import LEADER, Field, Phase
-from ttprun.rank import fail_open, moments, signal_handlers, values
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.comm.journal import Journal
-from ttprun.rank.comm.process_group import groups_of
-from ttprun.rank.effects import origins, output
-from ttprun.rank.position.read_gradients import are_read_after
-from ttprun.rank.position.variables import variables_of
-from ttprun.rank.process.unseen import unseen
-from ttprun.rank.records.boundary_record import BoundaryRecord
-from ttprun.rank.records.recorder import Recorder, RecordTooLargeError
 from ttprun.rank.session import Session, current
 from ttprun.rank.step import closures, for_standbys, hindrances, pending
 from ttprun.rank.step.boundary import describe
 from ttprun.rank.step.commit_barrier import commit
-from ttprun.rank.values.trees import name_of_blob
-from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, replicated, sharded, shared_backwards
-from ttprun.rank.weights.holdings import Holdings
-from ttprun.rank.weights.mirror import Mirror
-from ttprun.rank.weights.own_state import OwnState
-from ttprun.rank.weights.post_step_weights import KeptWeights
-from ttprun.rank.weights.snapshots import SnapshotPart
+from ttprun.tensors import gradients, open_boundaries, optimizer_registry, replicated, sharded, shared_backwards
+from ttprun.tensors.holdings import Holdings
+from ttprun.tensors.mirror import Mirror
+from ttprun.tensors.own_state import OwnState
+from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.snapshots import SnapshotPart
 
 _running: torch.optim.Optimizer | None = None
 _boundary = 0  # to which the running step leads

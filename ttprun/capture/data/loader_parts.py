@@ -1,0 +1,105 @@
+"""A DataLoader's parts (sampler, dataset, collate function), and their state when an iterator was made.
+
+E.g. a sampler with its own generator, or a dataset that counts its epochs. A replay that skips to a later epoch has not
+advanced them, so their state is recorded with the iterator, and restored before the iterator is made again. Samplers
+are looked at whoever has written them: only torch's own keep nothing but an epoch and a `torch.Generator`. Begin with
+`held_by`.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+from ttprun.capture import values
+from ttprun.capture.records.nodes import Node
+from ttprun.capture.records.packing import unpack_as
+from ttprun.capture.values.large import SMALL_BYTES
+from ttprun.capture.values.nodes import SETTLED
+from ttprun.capture.values.objects import is_of_user, restore_attributes
+from ttprun.introspect.looks import attributes_of, is_a
+
+# Types of the attributes that are recorded: small values that change between epochs.
+_HELD: tuple[Any, ...] = (
+    *SETTLED,
+    bytes,
+    torch.Generator,
+    random.Random,
+    numpy.random.Generator,
+    numpy.random.RandomState,
+)
+_held_by_parts: msgspec.msgpack.Decoder[list[dict[str, Node]]] = msgspec.msgpack.Decoder(list[dict[str, Node]])
+
+
+def samplers(loader: DataLoader[Any]) -> list[Any]:
+    """The sampler, the batch sampler, and the samplers inside them."""
+    found: list[Any] = []
+    waiting = list(map(attributes_of(loader).get, ("sampler", "batch_sampler")))
+    while waiting:
+        sampler = waiting.pop(0)
+        if is_a(sampler, Sampler) and all(sampler is not known for known in found):
+            found.append(sampler)
+            waiting[:0] = _samplers_in(sampler)
+    return found
+
+
+def _samplers_in(sampler: Any) -> list[Any]:
+    """Those that a sampler holds; a DistributedSampler that shares out another's indices has it in its "dataset"."""
+    held = list(attributes_of(sampler).values())
+    if is_a(sampler, DistributedSampler):
+        held += attributes_of(attributes_of(sampler).get("dataset")).values()
+    return [item for item in held if is_a(item, Sampler)]
+
+
+def generators(loader: DataLoader[Any]) -> list[Any]:
+    """The torch.Generators of a loader and its samplers; `held_by` records other kinds."""
+    found: list[Any] = []
+    for part in (loader, *samplers(loader)):
+        generator = attributes_of(part).get("generator")
+        if is_a(generator, torch.Generator) and all(generator is not known for known in found):
+            found.append(generator)
+    return found
+
+
+def held_by(loader: DataLoader[Any]) -> bytes:
+    """What samplers, and other parts of the user's own classes, hold that changes between epochs; b"" if nothing."""
+    snapshot = values.Snapshot({}, is_separate=True)
+    found = [
+        {name: snapshot.node(item, 0) for name, item in attributes_of(part).items() if _is_held(part, item)}
+        for part in _parts(loader)
+    ]
+    return values.pack(found) if any(found) else b""
+
+
+def _is_held(part: Any, item: Any) -> bool:
+    """Plain values and random generators; of a sampler also indices that it may shuffle in place."""
+    if is_a(item, numpy.ndarray):
+        return is_a(part, Sampler) and item.nbytes <= SMALL_BYTES
+    return is_a(item, _HELD)
+
+
+def hold_again(loader: DataLoader[Any], held: bytes) -> None:
+    """Restore what `held_by` has returned."""
+    if not held:
+        return
+    restore = values.Restore([], is_comparing=False)
+    recorded = unpack_as(_held_by_parts, held)
+    for part, nodes in zip(_parts(loader), recorded, strict=False):
+        restore_attributes(restore, part, nodes, type(part).__qualname__, keep=None)
+
+
+def _parts(loader: DataLoader[Any]) -> list[Any]:
+    """Each sampler but torch's own, and each other part of a class of the user's; in the same order in each run."""
+    named = map(attributes_of(loader).get, ("sampler", "batch_sampler", "dataset", "collate_fn"))
+    given = (*samplers(loader), *named)
+    return list({id(part): part for part in given if _is_looked_at(part)}.values())
+
+
+def _is_looked_at(part: Any) -> bool:
+    kind = type(part)
+    return is_of_user(kind) or (is_a(part, Sampler) and not kind.__module__.startswith("torch."))

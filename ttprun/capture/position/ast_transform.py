@@ -1,0 +1,313 @@
+"""Compile the user's modules so that their `for` loops can be followed, as pytest rewrites asserts.
+
+`_Finder` loads modules whose loops are followed (see whose.py) before Python's own import does; `script_hook` loads the
+script itself when `python script.py` checks whether the script is a folder or a zip file with a `__main__` in it, the
+only hook that Python calls before it runs a script. Nothing is written to `__pycache__`; a framework's module, which is
+followed by its name, is kept compiled in a folder of ours (compiled_cache.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import importlib.machinery
+import importlib.util
+import itertools
+import os
+import sys
+import warnings
+import zipimport
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from ttprun.capture.position import compiled_cache, imported, loop_sites, loops
+from ttprun.introspect import signal_handlers, whose
+
+ENTER = "__ttprun_enter__"
+LOOP = "__ttprun_loop__"
+OWED = "__ttprun_owed__"
+BUILTINS = {ENTER: loops.enter, LOOP: loops.loop, OWED: loops.owed}  # what the compiled code calls
+
+_BODIES = ("body", "orelse", "finalbody")
+
+
+def _follow(statements: list[ast.stmt], filename: str, is_generator: bool = False) -> None:
+    """Wrap what each `for` statement runs over; comprehensions and `async for` are left alone.
+
+    is_generator   the statements are a generator's
+    """
+    for statement in statements:
+        is_of_generator = is_generator
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            is_of_generator = isinstance(statement, ast.FunctionDef) and _yields(statement)
+        parts = [statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
+        for part, name in itertools.product(parts, _BODIES):
+            _follow(getattr(part, name, None) or [], filename, is_of_generator)
+        if isinstance(statement, ast.For):
+            _wrap(statement, filename, is_generator)
+
+
+def _yields(function: ast.FunctionDef) -> bool:
+    """Whether it is a generator."""
+    left: list[ast.AST] = [*function.body]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            left += ast.iter_child_nodes(node)
+    return False
+
+
+def _wrap(node: ast.For, filename: str, is_generator: bool) -> None:
+    key = loop_sites.new_site(filename, _place_of(node))
+    entered = ast.Call(ast.Name(ENTER, ast.Load()), [ast.Constant(key)], [])
+    begun: ast.expr = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(key), entered, node.iter], [])
+    if is_generator:
+        begun = ast.YieldFrom(ast.Call(ast.Name(OWED, ast.Load()), [begun], []))
+    node.iter = ast.fix_missing_locations(ast.copy_location(begun, node.iter))
+
+
+def _place_of(node: ast.For) -> loop_sites.Extent:
+    first, last = node.body[0], node.body[-1]
+    begin = min([first, *getattr(first, "decorator_list", ())], key=lambda one: (one.lineno, one.col_offset))
+    return loop_sites.Extent(
+        start=(node.lineno, node.col_offset),
+        over=(node.iter.lineno, node.iter.col_offset),
+        body=(begin.lineno, begin.col_offset),
+        body_end=(last.end_lineno or last.lineno, last.end_col_offset or 0),
+    )
+
+
+def compile_followed(source: bytes, filename: str, is_script: bool = False) -> CodeType:
+    """Compile a user's module with its loops followed.
+
+    source      as in the file
+    filename    that the code and the loops' keys show
+    is_script   the module is the script itself, which is always compiled anew
+
+    Raises SyntaxError as compile() does.
+    """
+    followed[filename] = source
+    known = _prepared.get(filename)
+    if known is not None and known[0] == source and not is_script:
+        return known[1]
+    return _compile(source, filename, is_script)
+
+
+def compile_named(source: bytes, filename: str) -> CodeType:
+    """Compile a module that is followed by its name: it is large, and equal in each run, so kept on disk."""
+    followed[filename] = source
+    kept = compiled_cache.KeptCode(source, filename, how=__file__)
+    known = kept.read()
+    if known is not None:
+        code, places = known
+        for place in places:
+            loop_sites.new_site(filename, loop_sites.Extent(*place))
+        return code
+    code = _compile(source, filename, is_script=False)
+    kept.write(code, [tuple(site.place) for site in loop_sites.sites.values() if site.filename == filename])
+    return code
+
+
+def prepare(filenames: Sequence[str]) -> None:
+    """Compile modules of the user's beforehand; one that cannot be read or compiled is left to the script."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the ranks have warned
+        for filename in filenames:
+            with contextlib.suppress(OSError, SyntaxError, ValueError):
+                source = Path(filename).read_bytes()
+                _prepared[filename] = (source, _compile(source, filename, is_script=False))
+
+
+def _compile(source: bytes, filename: str, is_script: bool) -> CodeType:
+    tree = ast.parse(source, filename)
+    _follow(tree.body, filename)
+    if is_script:
+        # A script has no spec (multiprocessing's spawn looks there to find the main module again) and no package.
+        reset = ast.parse("__spec__ = __package__ = None").body[0]
+        tree.body.insert(_first_statement(tree), ast.copy_location(reset, tree.body[0]) if tree.body else reset)
+    return compile(tree, filename, "exec", dont_inherit=True)
+
+
+def _first_statement(tree: ast.Module) -> int:
+    """The index after the docstring and the `from __future__` imports."""
+    at = 0
+    for node in tree.body:
+        is_docstring = at == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not is_docstring and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+            break
+        at += 1
+    return at
+
+
+# Names of the user's modules, including the script, in the order in which they were loaded.
+loaded: list[str] = ["__main__"]
+# Names of modules that are followed by name, in that order: a process imports them once, also if the script runs again.
+loaded_by_name: list[str] = []
+# Files whose loops are followed -> their source; a user's frame of any other file cannot be replayed.
+followed: dict[str, bytes] = {}
+# Files compiled beforehand -> (source, code).
+_prepared: dict[str, tuple[bytes, CodeType]] = {}
+
+
+class FollowedLoader(importlib.machinery.SourceFileLoader):
+    """Loads a user's module with its loops followed, without bytecode files."""
+
+    @signal_handlers.gate
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        if fullname not in loaded:
+            loaded.append(fullname)
+        source = self.get_data(path)
+        return compile_followed(source, path, is_script=fullname == "__main__")
+
+
+class NamedLoader(importlib.machinery.SourceFileLoader):
+    """Loads a module that is followed by its name."""
+
+    @signal_handlers.gate
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        whose.note_followed(fullname, path)
+        if fullname not in loaded_by_name:
+            loaded_by_name.append(fullname)
+        return compile_named(self.get_data(path), path)
+
+
+class FollowedZip(zipimport.zipimporter):
+    """Loads a user's module from a zip file with its loops followed."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        if not path.endswith(".py"):
+            return super().get_code(fullname)
+        if fullname not in loaded:
+            loaded.append(fullname)
+        return compile_followed(self.get_data(path), path)
+
+
+class _Finder:
+    """On sys.meta_path: asks Python's own finder, and replaces the loader of modules that are followed."""
+
+    @signal_handlers.gate
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        imported.note_environment(fullname)
+        is_named = whose.is_named(fullname)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
+        finders = [one for one in later if is_named or one not in _OF_PYTHON]
+        if not is_named:  # the others are those of editable installations, say
+            finders.insert(0, importlib.machinery.PathFinder)
+        spec = next(filter(None, (_ask(finder, fullname, path, target) for finder in finders)), None)
+        if spec is None or not spec.origin:
+            return None
+        if isinstance(spec.loader, FollowedLoader | NamedLoader | FollowedZip):
+            return spec
+        if fullname in whose.LIBRARIES:
+            whose.note_library(fullname, spec.origin)
+        loader: Any = spec.loader
+        is_source, is_of_user = type(loader) is importlib.machinery.SourceFileLoader, whose.is_of_user(spec.origin)
+        if is_source and is_of_user:
+            spec.loader = FollowedLoader(fullname, spec.origin)
+        elif is_source and (is_named or whose.is_seen_before(spec.origin)):
+            spec.loader = NamedLoader(fullname, spec.origin)
+        elif type(loader) is zipimport.zipimporter and is_of_user:
+            loader = FollowedZip(os.path.join(loader.archive, loader.prefix))
+            spec.loader = loader
+        else:
+            return None
+        spec.cached = None
+        return spec
+
+
+_OF_PYTHON: tuple[Any, ...] = (
+    importlib.machinery.BuiltinImporter,
+    importlib.machinery.FrozenImporter,
+    importlib.machinery.PathFinder,
+)
+
+
+def _ask(finder: Any, *asked: Any) -> importlib.machinery.ModuleSpec | None:
+    find = getattr(finder, "find_spec", None)
+    found: importlib.machinery.ModuleSpec | None = None if find is None else find(*asked)
+    return found
+
+
+class _ScriptFinder:
+    """Finds `__main__` in the script itself, and corrects sys.path[0], which Python has set to the script's path."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "__main__":
+            return None
+        sys.path[:] = [directory_of(self._path) if entry == self._path else entry for entry in sys.path]
+        sys.path_importer_cache.pop(self._path, None)
+        return importlib.util.spec_from_file_location(
+            "__main__", self._path, loader=FollowedLoader("__main__", self._path)
+        )
+
+
+def script_of(arguments: Sequence[str]) -> str:
+    """The script in `python [options] script ...`; "" if a module or a command is run."""
+    takes_value = {"-W", "-X", "--check-hash-based-pycs"}
+    skip = False
+    for argument in arguments[1:]:
+        if skip:
+            skip = False
+        elif argument in ("-m", "-c", "-"):
+            return ""
+        elif argument in takes_value:
+            skip = True
+        elif not argument.startswith("-"):
+            return argument
+    return ""
+
+
+def full_path(script: str) -> str:
+    """A script's path as Python itself makes it absolute; "" stays ""."""
+    return os.path.join(os.getcwd(), script) if script else ""
+
+
+def directory_of(script: str) -> str:
+    """What Python puts first into sys.path for a script: the folder of the file, with symbolic links resolved."""
+    return os.path.dirname(os.path.realpath(script))
+
+
+def script_hook(path: str) -> Any:
+    """For sys.path_hooks: claims the script that this interpreter is about to run, and nothing else.
+
+    Raises ImportError for all other paths, as such a hook must.
+    """
+    if path != full_path(script_of(sys.orig_argv)) or not os.path.isfile(path) or not whose.is_script_code(path):
+        raise ImportError(path)
+    with open(path, "rb") as file:
+        if file.read(4) == b"PK\x03\x04":
+            raise ImportError(path)
+    return _ScriptFinder(path)
+
+
+def install(modules: Sequence[str] = (), files: Sequence[str] | None = None) -> None:
+    """Follow loops in the user's modules that are imported from now on.
+
+    modules   names of further modules to follow
+    files     of such modules; see remembered.py
+    """
+    imported.begin()
+    whose.follow(modules)
+    whose.follow_files(files)
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    for name in whose.LIBRARIES & sys.modules.keys():
+        if origin := vars(sys.modules[name]).get("__file__"):
+            whose.note_library(name, origin)
+    vars(builtins).update(BUILTINS)
+    finder: Any = _Finder()
+    sys.meta_path.insert(0, finder)
+    sys.path_hooks.insert(0, script_hook)

@@ -1,0 +1,244 @@
+"""How each kind of value is recorded, and each kind of node restored: two tables.
+
+The type itself decides first (EXACT), then the first base that fits (BY_BASE); an object of any other class is recorded
+by its attributes or by an adapter, left to the replay (left_to_replay.py), or named as not proved (not_proved.py). Read
+EXACT first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import concurrent.futures
+import functools
+import io
+import mmap
+import multiprocessing.connection
+import multiprocessing.queues
+import operator
+import queue
+import random
+import threading
+import types
+import weakref
+
+import numpy
+import torch
+
+from ttprun.capture.records import nodes
+from ttprun.capture.values import (
+    adapters,
+    arrays,
+    callables,
+    compiled,
+    containers,
+    iterators,
+    large_data,
+    left_to_replay,
+    modules,
+    not_proved,
+    objects,
+    optimizers,
+    plain,
+    process_local,
+    random_generators,
+    restore,
+    saves,
+    shards,
+    streams,
+    suspended,
+    tensors,
+)
+from ttprun.capture.values.restore import RESTORERS, Restorer
+from ttprun.capture.values.snapshot import Handler, Snapshot, choose_with
+from ttprun.capture.values.unrecorded import Unrecorded
+from ttprun.introspect import fail_open
+from ttprun.introspect.looks import has_dictionary, has_method, slots_of
+from ttprun.tensors import sharded
+
+_OF_THE_INTERPRETER: tuple[type, ...] = (
+    object, types.FrameType, types.TracebackType, types.CodeType, types.CellType, types.MappingProxyType,
+    types.GenericAlias, types.UnionType, property, staticmethod, classmethod, super,
+)  # fmt: skip
+# Views of other datasets, which scripts change: indices are added, labels replaced.
+_DATASETS: tuple[type, ...] = (
+    torch.utils.data.Subset, torch.utils.data.TensorDataset, torch.utils.data.ConcatDataset,
+    torch.utils.data.StackDataset,
+)  # fmt: skip
+EXACT: dict[type, Handler] = {
+    list: containers.record_sequence(list),
+    tuple: containers.record_tuple,
+    dict: containers.record_dict,
+    bytes: plain.record_plain("bytes"),
+    bytearray: containers.record_bytes,
+    io.StringIO: containers.record_buffer,
+    io.BytesIO: containers.record_buffer,
+    types.ModuleType: objects.record_python_module,
+    types.FunctionType: callables.record_function,
+    types.BuiltinFunctionType: callables.record_method,
+    types.MethodType: callables.record_method,
+    types.MethodWrapperType: callables.record_method,
+    types.WrapperDescriptorType: callables.record_named,
+    types.MethodDescriptorType: callables.record_named,
+    types.ClassMethodDescriptorType: callables.record_named,
+    fail_open.LikeBuiltin: callables.record_named,
+    functools.partial: callables.record_partial,
+    functools._lru_cache_wrapper: callables.record_cache,
+    operator.methodcaller: process_local.record_unknown,
+    weakref.ref: process_local.record_weak_reference,
+    types.SimpleNamespace: objects.record_object,
+    numpy.ndarray: arrays.record_array,
+    numpy.memmap: arrays.record_array,
+    Unrecorded: tensors.record_unrecorded,
+    **dict.fromkeys(_OF_THE_INTERPRETER, process_local.record_same),
+    **{base: plain.record_plain(kind) for base, kind in plain.BASES if kind not in ("enum", "path")},
+    **dict.fromkeys(iterators.ITERATORS, iterators.record_iterator),
+    **dict.fromkeys(iterators.COMPARED_ITERATORS, iterators.record_compared_iterator),
+    **dict.fromkeys(iterators.UNKNOWN_ITERATORS, iterators.record_unknown_iterator),
+    **dict.fromkeys(weakref.ProxyTypes, process_local.record_same),
+    **dict.fromkeys(_DATASETS, objects.record_object),
+    **dict.fromkeys((type({}.keys()), type({}.values()), type({}.items())), process_local.record_same),
+}
+
+BY_BASE: list[tuple[type, Handler]] = [
+    *((base, plain.record_plain(kind)) for base, kind in plain.BASES if kind in ("enum", "path")),
+    (type, callables.record_class),
+    (torch.Tensor, tensors.record_tensor),
+    (torch.jit.ScriptModule, modules.record_traced),
+    (torch.nn.Module, modules.record_module),
+    (torch.optim.Optimizer, optimizers.record_optimizer),
+    (torch.optim.lr_scheduler.LRScheduler, objects.record_object),
+    (torch.amp.grad_scaler.GradScaler, objects.record_object),
+    (torch.utils.data.Sampler, objects.record_object),
+    (torch.utils.data.DataLoader, objects.record_object),
+    (torch.Generator, random_generators.record_torch),
+    (random.SystemRandom, process_local.record_same),  # has no state: `entropy` counts what is drawn from it
+    (random.Random, random_generators.record_python),
+    *((kind, random_generators.record_numpy) for kind in random_generators.OF_NUMPY),
+    (numpy.random.SeedSequence, random_generators.record_numpy_seeds),
+    (numpy.generic, plain.record_plain("numpy scalar")),
+    (numpy.dtype, plain.record_plain("numpy dtype")),
+    *((base, plain.record_plain("scalar")) for base in (int, float, str, bytes, complex)),
+    (numpy.ndarray, arrays.record_other_array),
+    (numpy.ufunc, callables.record_named),
+    (types.ModuleType, objects.record_python_module),
+    (types.GeneratorType, suspended.record_generator),
+    (BaseException, process_local.record_exception),
+    (io.IOBase, streams.record_file),
+    (queue.Queue, streams.record_queue),
+    (threading.Thread, streams.record_thread),
+    (multiprocessing.queues.Queue, streams.record_line),
+    (multiprocessing.queues.SimpleQueue, streams.record_line),
+    (multiprocessing.connection.Connection, streams.record_line),
+    (torch.utils.data.dataloader._BaseDataLoaderIter, process_local.record_same),  # loaders.py records its position
+    (list, containers.record_sequence(list)),
+    (tuple, containers.record_tuple),
+    (set, containers.record_set(set)),
+    (frozenset, containers.record_set(frozenset)),
+    (collections.deque, containers.record_sequence(collections.deque)),
+    (dict, containers.record_dict),
+    (array.array, containers.record_bytes),
+    (argparse.Namespace, objects.record_object),
+    (weakref.ReferenceType, process_local.record_same),
+    (concurrent.futures.Future, process_local.record_future),
+    (threading.local, objects.record_object),
+    (mmap.mmap, streams.record_map),
+    (torch.UntypedStorage, tensors.record_storage),
+    (torch.TypedStorage, tensors.record_storage),
+]
+
+# Made by the replay, or recorded elsewhere.
+objects.leave_out(torch.optim.lr_scheduler.LRScheduler, "optimizer anneal_func _anneal_func_type _scale_fn_ref")
+objects.leave_out(torch.amp.grad_scaler.GradScaler, "_per_optimizer_states")
+objects.leave_out(torch.utils.data.Sampler, "dataset data_source")
+objects.leave_out(torch.utils.data.DataLoader, "_iterator")
+objects.leave_out(types.ModuleType, " ".join([*vars(types.ModuleType("")), "__builtins__", "__cached__", "__file__"]))
+objects.leave_out(threading.Thread, " ".join(vars(threading.Thread())))
+
+RESTORERS_OF_KINDS: dict[type[nodes.AnyNode], Restorer] = {
+    nodes.SameNode: restore.restore_same,
+    nodes.NotProvedNode: not_proved.restore_by_type,
+    nodes.EffectNode: not_proved.restore_by_type,
+    nodes.RefusedNode: restore.restore_refused,
+    nodes.ReferenceNode: restore.restore_reference,
+    nodes.PlainNode: plain.restore_plain,
+    nodes.IdNode: containers.restore_id,
+    nodes.ListNode: containers.restore_list,
+    nodes.TupleNode: containers.restore_tuple,
+    nodes.SetNode: containers.restore_set,
+    nodes.FrozensetNode: containers.restore_frozenset,
+    nodes.DequeNode: containers.restore_list,
+    nodes.DictNode: containers.restore_dict,
+    nodes.StateNode: adapters.restore_state,
+    nodes.BytesNode: containers.restore_bytes,
+    nodes.BufferNode: containers.restore_buffer,
+    nodes.LongNode: containers.restore_long,
+    nodes.ClosedNode: process_local.restore_closed,
+    nodes.SaveNode: saves.restore_save,
+    nodes.FileNode: streams.restore_file,
+    nodes.ObjectNode: objects.restore_object,
+    nodes.ValueObjectNode: objects.restore_value_object,
+    nodes.ClassNode: callables.restore_class,
+    nodes.FunctionNode: callables.restore_function,
+    nodes.MethodNode: callables.restore_method,
+    nodes.WeakNode: process_local.restore_weak_reference,
+    nodes.PartialNode: callables.restore_partial,
+    nodes.TensorNode: tensors.restore_tensor,
+    nodes.WeightNode: tensors.restore_weight,
+    nodes.DataNode: large_data.compare_data,
+    nodes.ChangedDataNode: large_data.restore_changed_data,
+    nodes.ActivationNode: tensors.restore_activation,
+    nodes.ShardedNode: shards.restore_sharded,
+    nodes.ModuleNode: modules.restore_module,
+    nodes.WrapperNode: modules.restore_wrapper,
+    nodes.ArrayNode: arrays.restore_array,
+    nodes.ObjectArrayNode: arrays.restore_object_array,
+    nodes.RandomNode: random_generators.restore_random,
+    nodes.NumpyRandomNode: random_generators.restore_random,
+    nodes.OptimizerNode: optimizers.restore_optimizer,
+    nodes.IteratorNode: iterators.restore_iterator,
+    nodes.SuspendedNode: suspended.restore_generator,
+}
+RESTORERS.update(RESTORERS_OF_KINDS)
+
+
+def handler_for(kind: type) -> Handler:
+    """How values of a type are recorded."""
+    if kind in EXACT:
+        return EXACT[kind]
+    adapter = adapters.adapter_for(kind)
+    if adapter is not None:
+        return adapters.record_with(adapter, kind)
+    if sharded.kind() is not None and issubclass(kind, sharded.kind()):  # type: ignore[arg-type]
+        return shards.record_sharded
+    for base, handler in BY_BASE:
+        if issubclass(kind, base):
+            return handler
+    if not objects.is_of_user(kind):
+        if left_to_replay.why_left(kind):
+            return iterators.record_unknown_iterator if has_method(kind, "__next__") else process_local.record_same
+        out_of_reach = left_to_replay.why_out_of_reach(kind)
+        if out_of_reach:
+            return lambda snapshot, value, depth: not_proved.record_not_proved(snapshot, value, out_of_reach)
+    has_attributes = has_dictionary(kind) or bool(slots_of(kind))
+    compared = iterators.record_compiled_iterator if has_method(kind, "__next__") else process_local.record_unknown
+    if compiled.hides_state(kind):
+        pair = compiled.pair_of(kind)
+        return compared if pair is None else _recorded_or_compared(adapters.record_with(pair, kind), compared)
+    if has_attributes and objects.is_frozen(kind):
+        return objects.record_value_object
+    return objects.record_object if has_attributes or objects.is_of_user(kind) else compared
+
+
+def _recorded_or_compared(record: Handler, compared: Handler) -> Handler:
+    """Record an extension's object; if that fails, compare its digest, if it has one."""
+
+    def handle(snapshot: Snapshot, value: object, depth: int) -> object:
+        node = record(snapshot, value, depth)
+        return node if isinstance(node, nodes.StateNode) else compared(snapshot, value, depth)
+
+    return handle
+
+
+choose_with(handler_for, fixed=(callables.record_named, callables.record_function))

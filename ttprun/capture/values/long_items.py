@@ -1,0 +1,257 @@
+"""The items of long containers: packed once while they are unchanged, and later only what was added.
+
+E.g. a vocabulary, a list of file names, the losses so far, rows of a JSON file: walking over them at each boundary
+would take longer than a step. This is done for items that can never change, for lists and dictionaries whose changes
+are tracked (unchanged.py), and for tensors that optimizers update, by their addresses. Lists and dictionaries among the
+items may be referenced elsewhere too, such as a loop's current row: they have numbers of their own, the same at each
+boundary. Begin with `kept_items`.
+"""
+
+from __future__ import annotations
+
+import enum
+from pathlib import PurePath
+from types import FunctionType
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from ttprun.capture.records.nodes import DictNode, ListNode, Node, Number, ReferenceNode, TupleNode, WeightNode
+from ttprun.capture.records.packing import listed, pack
+from ttprun.capture.values.nodes import SETTLED, is_settled
+from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.unchanged import Remembered, Unchanged, begins_with
+from ttprun.introspect.whose import is_script_code
+from ttprun.tensors.sharded import is_distributed, local_of
+
+MIN_ITEMS = 12  # for fewer items packing again is as fast
+MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
+MANY_ROWS = 4096  # objects in a container, above which they are not added to those that a walk has met
+WALKS = 16  # boundaries for which a container that has changed, or cannot be kept, is walked over before another try
+_MAY_BE_KEPT = (bytes, tuple, list, dict, Tensor, PurePath, enum.Enum, FunctionType)
+_next = 1 << 24  # number of the next object in rows; above all numbers of a snapshot
+
+
+class _Walk(Snapshot):
+    """A walk that assigns numbers of its own.
+
+    is_relative   they begin at 0: equal items in two processes have equal nodes
+    """
+
+    has_limit = False
+
+    def __init__(self, is_relative: bool) -> None:
+        super().__init__({}, is_separate=True)
+        self.is_relative = is_relative
+
+    def number(self, value: Any) -> Number:
+        global _next
+        number = len(self.alive)
+        if not self.is_relative:
+            number, _next = _next, _next + 1
+        self.numbers[id(value)] = number
+        self.alive.append(value)
+        return Number(number)
+
+
+class KeptItems:
+    """What is remembered of the items of one container.
+
+    packed    their nodes, one after the other
+    numbers   of the lists and dictionaries in them, by their ids
+    first     in a container of more than MAX_ITEMS, the lowest of these
+    objects   the same lists and dictionaries, in the order of their numbers
+    """
+
+    __slots__ = (
+        *(
+            "_disjoint",
+            "_digest",
+            "_digest_of",
+            "_inner",
+            "_items",
+            "_memory",
+            "_stepped",
+            "_walk",
+            "_walks_left",
+        ),
+        *("_whole", "first", "numbers", "objects", "packed"),
+    )
+
+    def __init__(self) -> None:
+        self._walks_left = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._items: list[Any] = []
+        self._memory: list[int] = []  # where each item lies, if they are what optimizers update
+        self._stepped: Any = None
+        self._walk: _Walk | None = None
+        self._whole: Unchanged | None = None
+        self._inner = Unchanged()
+        self._digest, self._digest_of = "", -1
+        self.packed = bytearray()
+        self.numbers: dict[int, int] = {}
+        self._disjoint: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
+        self.objects: list[Any] = []
+        self.first = 0
+
+    @property
+    def digest(self) -> str:
+        """Of `packed`, to which things are only ever added."""
+        if self._digest_of != len(self.packed):
+            self._digest, self._digest_of = xxhash.xxh3_64_hexdigest(self.packed), len(self.packed)
+        return self._digest
+
+    def take_up(self, container: Any, items: list[Any], snapshot: Snapshot) -> bool:
+        """Know the nodes of these items.
+
+        container   whose items they are, or whose keys or values
+        items       all of them now, at least MIN_ITEMS
+        snapshot    the walk that has met the container
+        returns     False if they cannot be kept, or change too often for it to be worth it
+        """
+        if self._walks_left and len(items) <= MAX_ITEMS:
+            self._walks_left -= 1
+            return False
+        had_rows = bool(self.objects)
+        is_as_it_was = self._is_as_it_was(items, snapshot)
+        if not is_as_it_was:
+            self._forget()
+        if is_as_it_was or not had_rows or len(items) > MAX_ITEMS:
+            if len(self._items) == len(items) or self._add(container, items, snapshot):
+                if self._whole is None and type(container) is dict:
+                    self._whole = Unchanged((container,))
+                return True
+            self._forget()
+        self._walks_left = WALKS
+        return False
+
+    def is_disjoint_from(self, snapshot: Snapshot) -> bool:
+        """Whether nothing in the items has been met before in this walk."""
+        own = self.numbers
+        if not snapshot.numbers.keys().isdisjoint(own.keys()):
+            return False
+        for rows in snapshot.rows:
+            known = (rows, len(own), len(rows))  # objects are only ever added to both
+            before = self._disjoint.get(id(rows))
+            if before is None or before[0] is not rows or before[1:] != known[1:]:
+                if not rows.keys().isdisjoint(own.keys()):
+                    return False
+                self._disjoint[id(rows)] = known
+        return True
+
+    def _is_as_it_was(self, items: list[Any], snapshot: Snapshot) -> bool:
+        """Whether what is known of the first items is so now."""
+        count = len(self._items)
+        if len(items) != count and (self._memory or (self.objects and len(items) > MAX_ITEMS)):
+            return False
+        if not self._inner.holds() or (self._memory and not self._is_in_place(items, snapshot)):
+            return False
+        if self._whole is not None and len(items) == count and self._whole.holds():
+            return True
+        self._whole = None
+        return begins_with(items, self._items)
+
+    def _is_in_place(self, items: list[Any], snapshot: Snapshot) -> bool:
+        try:
+            return self._stepped is snapshot.stepped and _pointers([*items]) == self._memory
+        except (TypeError, AttributeError):  # something else than a tensor among them
+            return False
+
+    def _add(self, container: Any, items: list[Any], snapshot: Snapshot) -> bool:
+        """Add the items after those that are known."""
+        nodes = added = [*items][len(self._items) :]
+        if not set(map(type, added)) <= SETTLED:
+            if issubclass(type(next(iter(items))), Tensor):
+                nodes = [snapshot.separate_node(item, 1) for item in added]
+                if not all(isinstance(node, WeightNode) for node in nodes):
+                    return False
+                self._memory, self._stepped = _pointers([*items]), snapshot.stepped
+            elif (found := self._rows(container, added, len(items) > MAX_ITEMS)) is not None:
+                nodes = found
+            else:
+                return False
+        self.packed += pack_all(nodes)
+        self._items += added
+        return True
+
+    def _rows(self, container: Any, added: list[Any], is_long: bool) -> list[Any] | None:
+        global _next
+        walk = self._walk = self._walk or _Walk(is_long)
+        begin = len(walk.alive)
+        if any(type(item) is FunctionType and is_script_code(item.__code__.co_filename) for item in added):
+            return None  # one of the script's own may be given attributes
+        nodes = walk.items(added, 0)
+        if id(container) in walk.numbers or not all(map(_can_be_kept, nodes)):
+            return None
+        new = walk.alive[begin:]
+        self._inner.add(new)
+        self.objects += new
+        if is_long:
+            self.first, _next = _next, _next + len(new)
+        numbered = ((id(value), walk.numbers[id(value)]) for value in new)
+        self.numbers.update((key, self.first + number) for key, number in numbered if number is not None)
+        return nodes
+
+
+def _can_be_kept(node: Node) -> bool:
+    """Whether it is made of what can never change, and of lists and dictionaries."""
+    if is_settled(node) or isinstance(node, ReferenceNode):
+        return True
+    if isinstance(node, ListNode | TupleNode):
+        return node.kind is None and all(map(_can_be_kept, listed(node.items)))
+    if isinstance(node, DictNode):
+        return node.kind is None and all(map(_can_be_kept, [*listed(node.keys), *listed(node.values)]))
+    return False
+
+
+def _pointers(tensors: list[Any]) -> list[int]:
+    """Where each lies. Raises TypeError or AttributeError if one is no tensor."""
+    if is_distributed(tensors[0]):
+        return [local_of(tensor).data_ptr() for tensor in tensors]
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def pack_all(nodes: list[Node]) -> bytes:
+    """Nodes one after the other: a packed list without its head of 1, 3 or 5 bytes."""
+    packed = pack(nodes)
+    return packed[1 if len(nodes) < 16 else 3 if len(nodes) < 1 << 16 else 5 :]
+
+
+_kept: Remembered[KeptItems] = Remembered()
+
+
+def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int = 0) -> KeptItems | None:
+    """What is known of a container's items, with the nodes of all of them; None if they are to be walked over.
+
+    items   a list, or a view of a dictionary
+    which   0, and 1 for the values of a dictionary
+    """
+    first = type(next(iter(items)))
+    if isinstance(snapshot, _Walk) or not (first in SETTLED or issubclass(first, _MAY_BE_KEPT)):
+        return None
+    is_compared = snapshot.is_separate and len(items) <= MAX_ITEMS  # with another process, which gives other numbers
+    if is_compared and first in (list, dict):
+        return None
+    kept = _kept.get((id(container), which))
+    if kept is None:
+        kept = KeptItems()
+        _kept.keep((id(container), which), kept)
+    if not kept.take_up(container, items, snapshot):
+        return None
+    if kept.numbers:
+        if is_compared or not kept.is_disjoint_from(snapshot):
+            return None  # something in them has been met, and has another number
+        if len(kept.numbers) > MANY_ROWS:
+            snapshot.rows.append(kept.numbers)
+        else:
+            snapshot.numbers.update(kept.numbers)
+    return kept
+
+
+def objects_in(container: Any) -> list[Any]:
+    """The lists and dictionaries in the items of a container for which `kept_items` has just been asked."""
+    found = (_kept.get((id(container), which)) for which in (0, 1))
+    return next((kept.objects for kept in found if kept is not None), [])

@@ -1,0 +1,187 @@
+"""The one change tracker: results computed from an object at an earlier boundary are valid while it is unchanged.
+
+`Unchanged` decides whether lists and dictionaries hold the same objects as before: of a dictionary by a version from
+torch (CPython's own up to 3.11, a watcher's later); if that has changed, the items are compared, and so are those of
+lists, of a long one by the addresses of its items. `Remembered` holds results, as long as they are used at each
+boundary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import chain
+from operator import is_
+from typing import Any, Generic, TypeVar
+
+from torch._C._dynamo import guards
+
+from ttprun.introspect import looks
+
+V = TypeVar("V")
+# Without it in torch, everything is compared.
+version_of: Callable[[dict[Any, Any]], int] = getattr(
+    guards, "dict_version", lambda dictionary: 0
+)  # changes with each change of the dictionary
+
+
+class _Probe:
+    pass
+
+
+def _are_counted() -> bool:
+    """Whether a dictionary's version changes with each kind of change in this interpreter."""
+    probe = _Probe()
+    of_object, plain = vars(probe), {"x": 0}
+    seen = [version_of(of_object), version_of(plain)]
+    for number in range(64):  # until the interpreter has specialized the code
+        probe.x = number  # type: ignore[attr-defined]
+        plain["x"] = number + 1
+        now = [version_of(of_object), version_of(plain)]
+        if any(before == after for before, after in zip(seen, now, strict=True)):
+            return False
+        seen = now
+    del plain["x"]
+    del probe.x  # type: ignore[attr-defined]
+    return version_of(of_object) != seen[0] and version_of(plain) != seen[1]
+
+
+ARE_COUNTED = _are_counted()
+
+
+_POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
+_ADDRESS_AT = list.__basicsize__ - 2 * _POINTER_BYTES  # before it: object's head and length; after it: allocated room
+_compare: Any = ctypes.PyDLL(None).memcmp
+_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _address_of(one: list[Any]) -> int:
+    """Where a list keeps the addresses of its items, one after the other; 0 if it has none."""
+    return ctypes.c_void_p.from_address(id(one) + _ADDRESS_AT).value or 0
+
+
+def _are_addresses_known() -> bool:
+    """Whether this interpreter keeps lists in the form that `_address_of` takes for granted."""
+    if list.__basicsize__ != 5 * _POINTER_BYTES:
+        return False
+    for probe in ([object()], [object() for _ in range(100)]):
+        found = (ctypes.c_void_p * len(probe)).from_address(_address_of(probe))
+        if list(found) != list(map(id, probe)):
+            return False
+    return True
+
+
+HAVE_ADDRESSES = _are_addresses_known()
+
+
+def begins_with(items: Any, first: list[Any]) -> bool:
+    """Whether a list begins with the very objects in another one; also for a view of a dictionary."""
+    if type(items) is not list or not HAVE_ADDRESSES:
+        return len(first) <= len(items) and all(map(is_, items, first))
+    return len(first) <= len(items) and not (
+        first and _compare(_address_of(items), _address_of(first), len(first) * _POINTER_BYTES)
+    )
+
+
+_LONG = 64  # items of a list, from which on its memory is compared
+
+
+class Unchanged:
+    """The contents of some lists and dictionaries, which are kept alive."""
+
+    __slots__ = ("_contents", "_dictionaries", "_items", "_lengths", "_lists", "_long", "_versions")
+
+    def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]] = ()) -> None:
+        self._dictionaries: list[dict[Any, Any]] = []
+        self._versions: list[int] = []
+        self._contents: list[list[Any]] = []
+        self._lists: list[list[Any]] = []
+        self._lengths: list[int] = []
+        self._items: list[Any] = []
+        self._long: list[tuple[list[Any], list[Any]]] = []  # lists compared by their memory, with what they held
+        self.add(containers)
+
+    def add(self, containers: Iterable[list[Any] | dict[Any, Any]]) -> None:
+        """Add containers with their current contents."""
+        for one in containers:
+            if isinstance(one, dict):
+                self._dictionaries.append(one)
+                self._versions.append(version_of(one))
+                self._contents.append([*one, *one.values()])
+            elif len(one) >= _LONG and type(one) is list and HAVE_ADDRESSES:
+                self._long.append((one, one.copy()))
+            else:
+                self._lists.append(one)
+                self._lengths.append(len(one))
+                self._items += one
+
+    def holds(self) -> bool:
+        """Whether all hold the same objects, in the same order."""
+        for at in self._changed():
+            one = self._dictionaries[at]
+            if not _are_the_same([*one, *one.values()], self._contents[at]):
+                return False
+        if self._lists and not (
+            list(map(len, self._lists)) == self._lengths
+            and all(map(is_, chain.from_iterable(self._lists), self._items))
+        ):
+            return False
+        return not self._long or all(len(one) == len(held) and begins_with(one, held) for one, held in self._long)
+
+    def _changed(self) -> Iterable[int]:
+        """The places of dictionaries that may have changed: those with another version than before."""
+        if not ARE_COUNTED:
+            return range(len(self._dictionaries))
+        versions = list(map(version_of, self._dictionaries))
+        return () if versions == self._versions else self._differing(versions)
+
+    def _differing(self, versions: list[int]) -> Iterator[int]:
+        pairs = zip(versions, self._versions, strict=True)
+        yield from [at for at, (now, before) in enumerate(pairs) if now != before]
+        self._versions = versions  # all of them hold what they held
+
+
+def _are_the_same(items: list[Any], others: list[Any]) -> bool:
+    return len(items) == len(others) and all(map(is_, items, others))
+
+
+class Remembered(Generic[V]):
+    """Results by key; those that were not used at the previous boundary are forgotten."""
+
+    def __init__(self) -> None:
+        self._now: dict[Hashable, V] = {}
+        self._before: dict[Hashable, V] = {}
+        _all.append(self)
+
+    def get(self, key: Hashable) -> V | None:
+        """The result of a key, or None."""
+        found = self._now.get(key)
+        if found is None:
+            found = self._before.get(key)
+            if found is not None:
+                self._now[key] = found
+        return found
+
+    def keep(self, key: Hashable, made: V) -> None:
+        """Keep a result for the next boundary."""
+        self._now[key] = made
+
+    def begin_boundary(self) -> None:
+        """Forget what was not used since the last call."""
+        self._before, self._now = self._now, {}
+
+
+_all: list[Remembered[Any]] = []
+
+
+def begin_boundary() -> None:
+    """Begin a boundary for all results."""
+    for one in _all:
+        one.begin_boundary()
+
+
+def forget() -> None:
+    """Forget everything."""
+    begin_boundary()
+    begin_boundary()
+    looks.forget()

@@ -1,0 +1,167 @@
+"""One operation of the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ttprun.groups.operations import REDUCING, signature_of, tensors_in, with_tensors_replaced
+
+if TYPE_CHECKING:
+    from ttprun.rank.context import Group
+
+Tensor = torch.Tensor
+
+
+class HeldInput(Protocol):
+    """An input that is not copied: buckets.py.
+
+    is_kept   whether the result is still there, once the operation has completed
+    is_last   nothing is reduced after it in the backward pass
+    """
+
+    @property
+    def is_kept(self) -> bool: ...
+    @property
+    def is_last(self) -> bool: ...
+    def put_back(self) -> None: ...
+    def count_nans(self) -> str: ...
+
+
+class _Over:
+    """The work of an operation that has completed, without its tensors."""
+
+    def wait(self, *_: timedelta) -> bool:
+        """It is over."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is over."""
+        return True
+
+
+_OVER = _Over()
+
+
+class Entry:
+    """One collective of one group; `messages.py` has a kind of its own.
+
+    op, args    the backend's method and its arguments (the user's tensors)
+    outputs     the tensors that the operation writes
+    saved       (user's tensor, copy made before the operation was issued)
+    held        its input if that needs no copy, else None
+    inner       the backend's work in the current generation; None while the rank is frozen
+    error       without its traceback, whose frames would keep a dead backend until a garbage collection
+    failed      the work whose future has failed with `error`
+    future      what the script or DDP waits for, None if nothing does
+    promise     completes `future` with the outputs or an exception
+    place       where in the script it was called, if its result is small enough to be kept
+    size_bytes  of the inputs and outputs that it keeps alive
+    result      its outputs, if they are small and the same in all members, once it has completed
+    given       what another rank is sending in place of the operation: bytes of all outputs
+    nan         "3 of 8 elements" if an input has NaN, else ""
+    is_passing  the caller drops its tensors soon: only the copies of the inputs are kept once it has completed
+    is_borrowed     nobody writes to its inputs until they are freed: they are kept themselves, instead of copies
+    is_settled  all members have completed it: its inputs are dropped, and it is not issued again
+    at          place in the order in which this rank has issued its collectives
+    is_apart    another thread's own (apart.py)
+    save        of a checkpoint, to which it belongs; None: to none
+    number      since the boundary: in its sequence: of messages, or of borrowed entries
+    digest      of what was received with a message
+    ready       event of the device after which its inputs are there, if another thread issues it
+    """
+
+    # Class attributes, as most entries never change these.
+    saved: Sequence[tuple[Tensor, Tensor]] = ()
+    held: HeldInput | None = None
+    inner: Any = None
+    future: torch.futures.Future[Any] | None = None
+    promise: Any = None
+    size_bytes = 0
+    is_done = False
+    error: BaseException | None = None
+    failed: Any = None
+    place = ""
+    result: Sequence[bytes] | None = None
+    given: Tensor | None = None
+    nan = ""
+    is_passing = False
+    is_borrowed = False
+    is_settled = False
+    is_apart = False
+    save: Any = None
+    at = 0
+    number = 0
+    digest = ""
+    ready: Any = None
+
+    def __init__(self, group: Group, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+        self.group = group
+        self.op = op
+        self.args = args
+        self.outputs = outputs
+
+    def make_future(self) -> torch.futures.Future[Any]:
+        """The future of the outputs.
+
+        Not the promise itself: torch's Python futures keep an exception as a value, which crashes DDP's C++ code.
+        """
+        self.promise = torch._C.Future([])  # torch.futures.Future without type annotations
+        self.future = self.promise.then(_value_or_raise)
+        return self.future
+
+    def settle(self, result: list[Tensor] | BaseException | None) -> None:
+        """Complete the future, if there is one: with the outputs, or with an error."""
+        if self.promise is not None and not self.promise.done():
+            self.promise.set_result(result)
+
+    @property
+    def signature(self) -> str:
+        """What must agree between ranks."""
+        return signature_of(self.op, self.args)
+
+    @property
+    def sequence(self) -> str:
+        """Name of the sequence of operations that must agree between ranks: the group's own."""
+        name: str = self.group.group_name
+        return name
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks between which they must agree."""
+        return self.group.ranks
+
+    def note_copy(self) -> None:
+        """It has been issued, and its inputs are copied."""
+
+    def note_result(self) -> None:
+        """It has completed; the script does not know yet."""
+
+    def release(self) -> None:
+        """The script knows that it has completed."""
+        if self.is_passing and self.saved:
+            self._drop_tensors()
+
+    def settle_for_all(self) -> None:
+        """All members have completed it."""
+        self.is_settled = True
+        self.saved = ()
+
+    def _drop_tensors(self) -> None:
+        """Keep the form of its tensors alone, and the copies of its inputs."""
+        forms = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors_in(self.args)}
+        self.args = with_tensors_replaced(self.args, forms)
+        self.saved = [(forms[id(tensor)], copy) for tensor, copy in self.saved]
+        self.inner = _OVER
+        if self.op not in REDUCING:  # whose small results are looked through for NaN
+            self.outputs = []
+
+
+def _value_or_raise(promise: Any) -> Any:
+    result = promise.value()
+    if isinstance(result, BaseException):
+        raise result
+    return result

@@ -1,0 +1,106 @@
+"""Leaving together: a rank that has done its part stays for the others, as each may be needed to repair another.
+
+When it destroys its process group (`leave_together`), and when its script has come to its end (`stay`). Neither may
+hold up a job that torchrun would let go on: see `OthersPatience`.
+"""
+
+from __future__ import annotations
+
+from ttprun.groups.journal import PATIENCE_S, Journal
+from ttprun.protocol.board import FINISHED, Field, Phase
+from ttprun.protocol.patience import Patience
+from ttprun.rank.checks.verification import Verifier
+from ttprun.rank.session import Session
+
+_LOOK_AGAIN_S = 1.0
+_STUCK_S = 5.0  # in a collective, while this rank has come to its end: it may wait for this rank's exit
+_SILENT_S = 120.0  # no bytecode, no collective and no step: perhaps it waits for this rank's exit by other means
+
+
+def leave_together(session: Session) -> None:
+    """Wait until every rank destroys its process group.
+
+    Ends after PATIENCE_S if a rank waits in a collective meanwhile: it may wait for this rank, and must fail as under
+    torchrun.
+    """
+    if not session.groups:
+        return
+    session[Verifier].stop_if_divergent()
+    session.times_left += 1
+    board, times = session.board, session.times_left
+    board.announce(session.rank, Field.LEAVING, times)
+    session.share_row()
+    if not session.is_repairable() or not session.mode.is_live:
+        return
+    session.touch(Phase.FINISHED)
+    patience = OthersPatience(session, PATIENCE_S)
+    for row in range(board.n_ranks):
+        while (
+            (left := board.get(row, Field.LEAVING)) < times and not _has_ended(session, row) and not session.unprotected
+        ):
+            board.wait_for_change(row, Field.LEAVING, left, _LOOK_AGAIN_S)
+            if patience.is_over([row]):
+                return
+
+
+def stay(session: Session) -> None:
+    """The script has come to its end, its exit handlers included: wait until that is so in every rank.
+
+    Meanwhile this rank takes part in repairs: its recovery thread serves what it holds. It does not stay if the others
+    take steps without it, if one waits for it, or if it is ordered to end.
+    """
+    board = session.board
+    board.announce(session.rank, Field.ENDED, 1)
+    session.share_row()
+    if not session.groups_count or not session.is_repairable() or session.framework is not None:
+        return
+    session.touch(Phase.FINISHED)
+    recorded = board.get(session.rank, Field.RECORDED)
+    patience = OthersPatience(session, _STUCK_S)
+    while left := [row for row in range(board.n_ranks) if not _has_ended(session, row)]:
+        is_let_go = session.unprotected or session.trains_alone or session[Journal].is_ended
+        if is_let_go or patience.is_over(left) or any(board.get(row, Field.RECORDED) > recorded for row in left):
+            return
+        board.wait_for_change(left[0], Field.ENDED, 0, _LOOK_AGAIN_S)
+    _finish_recovery(session)
+
+
+def _finish_recovery(session: Session) -> None:
+    """The last collective has completed for all; that ends a repair only when our recovery thread has reported it."""
+    waits = Patience(_STUCK_S)
+    while session.recovery is not None and not session.recovery.is_idle(_LOOK_AGAIN_S) and not waits.look():
+        pass
+
+
+def _has_ended(session: Session, row: int) -> bool:
+    board = session.board
+    return board.get(row, Field.ENDED) != 0 or board.get(row, Field.RECORDED) == FINISHED
+
+
+class OthersPatience:
+    """Whether a rank that is waited for may be waiting itself for this rank to leave; asked now and then.
+
+    stuck_s   that long it may wait in one collective, if the machine is not busy
+    """
+
+    def __init__(self, session: Session, stuck_s: float) -> None:
+        self._session = session
+        self._stuck_s = stuck_s
+        self._seen: dict[int, tuple[tuple[int, ...], Patience]] = {}  # row -> what it had done, and the wait since
+
+    def is_over(self, rows: list[int]) -> bool:
+        """`rows` are those that are waited for now; a repair takes its time."""
+        board = self._session.board
+        if self._session.is_holding:
+            self._seen.clear()
+        for row in rows:
+            is_waiting = board.get(row, Field.PHASE) in (Phase.COLLECTIVE, Phase.WAITING)
+            done: tuple[int, ...] = (is_waiting, board.get(row, Field.COLLECTIVES), board.get(row, Field.APPLIED))
+            if not is_waiting:
+                done += (board.get(row, Field.MAIN_BEATS),)  # while it waits, the bytecode is that of our loop
+            known = self._seen.get(row)
+            if known is None or known[0] != done:
+                self._seen[row] = done, Patience(self._stuck_s if is_waiting else _SILENT_S)
+            elif known[1].look():
+                return True
+        return False

@@ -1,0 +1,149 @@
+"""Sends and receives between two ranks of a group: what the journal keeps of them, and how they are issued.
+
+After a fault both ends issue their messages since the boundary again. What a living rank has received is not sent to it
+again: it has reported a digest of each such message, and the sender, or its replacement, leaves these out. The
+replacement's are compared with the digests first: if one differs, it does not repeat the lost rank. A replacement that
+receives gets everything again, from the copies in the sender's journal.
+
+Begin with `issue`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ttprun.capture.records.evidence import INPUT, sampled
+from ttprun.groups.entry import Entry
+from ttprun.groups.journal import SMALL_RESULT_BYTES, Journal
+from ttprun.groups.work import ManagedWork
+from ttprun.introspect import moments
+from ttprun.introspect.frames import calls_key
+from ttprun.protocol.board import OPERATION_NAMES
+from ttprun.rank.checks import proof
+from ttprun.rank.checks.replay_guard import report_mismatch
+from ttprun.rank.context import Group
+from ttprun.rank.session import Session
+
+_NUMBERS = {op: OPERATION_NAMES.index(op) for op in ("send", "recv")}
+_MISSED_BY_NONE = 0  # as `Session.meet` counts ranks: a message is between two of them
+
+
+class Message(Entry):
+    """A send or a receive.
+
+    members   global ranks: sender, receiver
+    """
+
+    sequence = ""
+    signature = ""
+    members: Sequence[int] = ()
+
+    def __init__(self, group: Group, op: str, args: tuple[Any, ...]) -> None:
+        (tensor,), peer, tag = args
+        super().__init__(group, op, args, [tensor] if op == "recv" else [])
+        ends = (group.rank(), peer) if op == "send" else (peer, group.rank())
+        self.members = [group.ranks[end] for end in ends]
+        self.sequence = f"{group.group_name}: {self.members[0]} to {self.members[1]}, tag {tag}"
+        self.signature = f"message of {tensor.nbytes} bytes"
+        self._bytes = tensor.nbytes
+
+    def digest_of(self, tensor: torch.Tensor) -> str:
+        """A digest of its content, by which the sender and the receiver compare it: 16 hexadecimal digits.
+
+        tensor   sent or received; dense, any dtype, shape and device
+        """
+        return f"{sampled((tensor.detach(),), self.number)[0]:016x}"
+
+    def note_copy(self) -> None:
+        """From now on, send the copy: the script may change its tensor."""
+        if self.saved:
+            copies = [copy for _, copy in self.saved]
+            self.saved = [(copy, copy) for copy in copies]
+            self.args = (copies, *self.args[1:])
+
+    def note_result(self) -> None:
+        """It has completed; the script does not know yet."""
+        if self.outputs:
+            self.digest = self.digest_of(self.outputs[0])
+
+    def release(self) -> None:
+        """What was received is the script's alone."""
+        if self.outputs:
+            self.outputs = []
+            self.args = ([], *self.args[1:])
+
+    def args_again(self) -> tuple[Any, ...]:
+        """The arguments to issue it in another generation; on scratch tensors, if it has completed here."""
+        if not self.is_done:
+            return self.args
+        scratch = [tensor.clone() for tensor in self.args[0]] or [torch.empty(self._bytes, dtype=torch.uint8)]
+        return (scratch, *self.args[1:])
+
+
+def issue(session: Session, group: Group, op: str, args: tuple[Any, ...]) -> Any:
+    """Write a send or a receive to the journal, and issue it; returns its work.
+
+    op     "send", "recv" or "recv_anysource"
+    args   the backend's: ([tensor], peer's rank in the group, tag), without the peer for "recv_anysource"
+
+    Raises MismatchError if a replacement sends something else than the lost rank, after reporting it to the agent.
+    """
+    journal = session[Journal]
+    tensor = args[0][0]
+    if op == "recv_anysource" or not tensor.is_cpu:
+        return _pass_on(session, group, op, args, tensor)
+    is_skipped = moments.reached_collective(op, args[0] if op == "send" else ())
+    if not is_skipped:
+        session.meet(_NUMBERS[op], _MISSED_BY_NONE)
+    message = Message(group, op, args)
+    group.messages.add((message.members[0], message.members[1]))
+    if session.framework is not None:
+        return session.framework.issue(message, is_skipped)
+    if message.outputs and tensor.nbytes <= SMALL_RESULT_BYTES and session.is_repairable():
+        message.place = f"{message.sequence} {calls_key()}"
+    if is_skipped or session.mode.is_alone:
+        session.mode.answer(message)
+        message.is_done = True
+        return ManagedWork(journal, message)
+    if session.is_applying:
+        session.note_collective_step()
+    message.number = journal.number_of(message)
+    if session.expected is not None:
+        session.expected.check(message)
+    # What is equal to rounding alone is not sent again to whoever has received it.
+    if op == "send" and not proof.note(session, INPUT, message.sequence, [tensor], op):
+        _compare_with_received(session, message, tensor)
+    group.enter(message, [tensor] if op == "send" else [])
+    moments.reached("collective")
+    return ManagedWork(journal, message)
+
+
+def _pass_on(session: Session, group: Group, op: str, args: tuple[Any, ...], tensor: torch.Tensor) -> Any:
+    """Leave to the backend what is not repaired."""
+    if session.framework is None:
+        what = f"{op} of tensors on {tensor.device.type}"
+        if tensor.is_cpu:
+            what = "recv without src (which rank sends is not known before: name it)"
+        session.give_up_protection(f"the script uses {what}, which is not repaired")
+    if not session.mode.is_live:
+        raise RuntimeError(f"{op} cannot be replayed")
+    return group.links.issue_plainly(op, args)
+
+
+def _compare_with_received(session: Session, message: Message, tensor: torch.Tensor) -> None:
+    """A replacement repeats what the lost rank has sent: compare it with what has come of that."""
+    known = session[Journal].received.get(message.sequence, ())
+    if message.number >= len(known) or known[message.number] == message.digest_of(tensor):
+        return
+    difference = (
+        f"the replacement sends something else to rank {message.members[1]} than what this has received from the lost "
+        f"rank (number {message.number + 1} of the step)"
+    )
+    if proof.is_measured([tensor]):
+        proof.report(session, [], [f"{difference}; it is small and not a gradient: perhaps a measured time"])
+        return
+    cause = "its steps depend on something that is neither recorded nor made again by its setup"
+    report_mismatch(session.channel, session.generation, f"the script cannot be replayed: {difference}, so {cause}")

@@ -1,0 +1,391 @@
+"""The process group that the script gets instead of torch's: the same calls, over a backend that can be replaced.
+
+`ManagedGroup` is a Python subclass of `torch.distributed.ProcessGroup`, so DDP's reducer, functional collectives and
+the Python API all use it. Each call is written to the journal and issued on the current generation's connection. The
+work objects are ours: when the connection breaks during an operation, `wait()` keeps waiting until the recovery has
+issued the operation again, and futures stay pending. A survivor's main thread never sees an exception.
+
+`operations.py` lists the operations, and which of their arguments are inputs and outputs; `links.py` makes and ends the
+connections.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+
+from ttprun.capture.records.evidence import INPUT
+from ttprun.device import accelerator
+from ttprun.groups import methods
+from ttprun.groups.apart import Own
+from ttprun.groups.buckets import Buckets
+from ttprun.groups.connection import Exchange
+from ttprun.groups.entry import Entry
+from ttprun.groups.journal import SMALL_RESULT_BYTES, EndedError, Journal
+from ttprun.groups.links import Links
+from ttprun.groups.operations import (
+    EXCHANGING,
+    GATHERING,
+    OPERATIONS,
+    POINT_TO_POINT,
+    REDUCING,
+    tensors_in,
+    with_options,
+)
+from ttprun.groups.reissue import call_or_take, unpack_given
+from ttprun.groups.results import Results, place_of
+from ttprun.groups.seen_by_torch import SeenByTorch
+from ttprun.groups.transports import TRANSPORTS, GroupMember
+from ttprun.groups.work import ManagedWork, Refused
+from ttprun.introspect import fail_open, moments, signal_handlers
+from ttprun.introspect.frames import location_key
+from ttprun.protocol import from_rank
+from ttprun.protocol.board import OPERATION_NAMES, Phase
+from ttprun.rank.checks import proof
+from ttprun.rank.checks.verification import Verifier
+from ttprun.rank.session import Session
+from ttprun.tensors import sharded
+from ttprun.tensors.mirror import Mirror
+
+signal_handlers.Now.is_in_engine = lambda: torch._C._current_graph_task_id() != -1
+OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
+living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # including those that the script has destroyed
+GLOO_ALONE: Mapping[str, str] = {"cpu": "gloo"}
+_LARGE = SMALL_RESULT_BYTES + 1
+
+
+class ManagedGroup(SeenByTorch):
+    """A process group whose connection can be replaced without the script noticing.
+
+    session        of this process
+    ranks          global ranks of the members
+    rank           of this process among them
+    op_limit       the time-out that the script asked for
+    backends       type of device -> name of the backend for its tensors, as torch would have chosen it
+    options        of the backend, as the script has given them; None: torch's own
+    device         as the script has given it (`device_id`); None: it has not
+    number         groups are numbered in the order in which the script makes them
+    is_made        torch has finished making it
+    links          its connections
+    buckets        inputs that need no copy
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        exchange: Exchange,
+        name: str,
+        ranks: list[int],
+        rank: int,
+        op_limit: timedelta,
+        backends: Mapping[str, str] = GLOO_ALONE,
+        options: Any = None,
+        device: Any = None,
+    ) -> None:
+        size = len(ranks)
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.ranks = ranks
+        self.backends = backends
+        self.session = session
+        self._name = name
+        # A script may destroy its groups and make new ones: torch reuses the names then, maybe for other ranks.
+        self._of_these = f"{name} of {','.join(map(str, ranks))}"
+        session.groups_made[self._of_these] += 1
+        key = self._key_of(session.groups_made)
+        self.number = session.groups_count = session.groups_count + 1
+        self.is_made = False
+        self.buckets = Buckets(self)
+        self._batch_on: Any = None  # the link on which operations are being started together
+        self._description, self._exchanges = "", False
+        self._own = Own()
+        self.messages: set[tuple[int, int]] = set()
+        self._rank, self._size = rank, size
+        is_given = device is not None
+        member = GroupMember(exchange, -1, key, name, rank, size, ranks, op_limit, options, device, is_given)
+        self.links = Links(session, member, backends)
+        session.groups[name] = self
+        living.add(self)
+
+    def _key_of(self, made: Mapping[str, int]) -> str:
+        return f"{self._of_these}#{made[self._of_these]}"
+
+    def count_as(self, made: Mapping[str, int]) -> None:
+        """It is the newest of its name and ranks, of which so many were made; it has no connection yet."""
+        if self._of_these in made:
+            self.links.member = dataclasses.replace(self.links.member, key=self._key_of(made))
+
+    def described(self) -> from_rank.Group:
+        """Its members, and the dimension of the mesh that has made it: torch's meshes describe it as mesh_NAME."""
+        _, _, dimension = self._description.partition("mesh_")
+        return from_rank.Group(dimension, self.ranks, self._exchanges, [list(pair) for pair in sorted(self.messages)])
+
+    def shutdown(self) -> None:
+        """The script has destroyed the group."""
+        if self.session.groups.get(self._name) is self:
+            self.session.forget_groups([self._name])
+        self.links.close()
+
+    def abort(self) -> None:
+        """The script aborts the group: pending operations fail."""
+        self.links.cut()
+        self.shutdown()
+
+    # Connections.
+
+    @property
+    def backend_name(self) -> str:
+        """As `dist.get_backend` shows it."""
+        return ",".join(dict.fromkeys(self.backends.values()))
+
+    def is_protected(self) -> bool:
+        """Whether a recovery would issue this group's operations again."""
+        return not self.session.unprotected
+
+    def connect_if_new(self) -> None:
+        """Connect a group that was made after a recovery. Raises RuntimeError if a member is away."""
+        if not self.links.all and self.session.groups.get(self._name) is self:
+            away = sorted(self.session.away & {*self.ranks})
+            if away:
+                raise RuntimeError(
+                    f"process group {self._name!r} includes rank {', '.join(map(str, away))}, which is away: use a "
+                    "group of the remaining ranks, made by the downgrade_rebuild handler"
+                )
+            self.links.connect()
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices of the backends that torch would have registered; DCP's async_save asks for them.
+
+        Empty while torch is making the group: torch 2.15 would attach its flight recorder to a native backend. And
+        while a recovery has no connection: torch_npu's `stop_device` calls the backends of all groups.
+        """
+        is_away = not self.links.all and self.links.member.generation >= 0
+        return [torch.device(device_type) for device_type in self.backends] if self.is_made and not is_away else []
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The native backend that serves a device now; torch 2.15 asks for its capabilities."""
+        link = self.links.of(device.type)
+        if link is None or not self.is_made:
+            return super()._get_backend(device)
+        return link.backend
+
+    # Operations.
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier; the agent reports which rank is missing."""
+        options = dist.BarrierOptions()
+        if timeout is not None:
+            options.timeout = timeout
+        self.issue("barrier", (options,)).wait()
+
+    def can_batch(self, device: torch.device) -> bool:
+        """Whether the device's backend can start several operations together."""
+        link = self.links.of(device.type)
+        return link is not None and link.is_late and bool(getattr(link.backend, "supports_coalescing", False))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """The script's operations up to `_end_coalescing` are to be started together, which is not repaired."""
+        if not self.can_batch(device):
+            raise RuntimeError(f"backend {self.backend_name!r} does not start operations of {device.type} together")
+        self.session.give_up_protection(
+            f"the script starts operations on {device.type} together (batch_isend_irecv, or a coalescing manager), "
+            "which is not repaired"
+        )
+        self._batch_on = self.links.of(device.type)
+        self._batch_on.begin_batch(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        """Start them; returns the work of all."""
+        link, self._batch_on = self._batch_on, None
+        return link.end_batch(device)
+
+    def issue(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Write a collective to the journal and issue it; every collective comes here."""
+        if self._batch_on is not None:
+            return self.links.issue_plainly(op, args)
+        session, journal = self.session, self.session[Journal]
+        inputs_at, outputs_at = OPERATIONS[op]
+        self._exchanges |= op in EXCHANGING and signal_handlers.Now.is_in_engine()
+        outputs = [] if outputs_at is None else tensors_in(args[outputs_at])
+        if outputs and not (outputs[0].is_cpu or self._is_repaired(outputs[0].device.type)):
+            return self._issue_unprotected(op, args, outputs[0].device)
+        if outputs and not outputs[0].is_cpu and accelerator.is_capturing():
+            session.give_up_protection(f"the script captures {op} in a graph of the device, which cannot be repeated")
+        given = () if inputs_at is None else args[inputs_at]
+        entry = Entry(self, op, args, outputs)
+        is_apart = self._own.look(entry)
+        is_skipped = not is_apart and moments.reached_collective(op, given)
+        if not (is_skipped or is_apart):
+            session.meet(OPERATION_NUMBERS[op], self._size)
+        if session.unprotected and not is_skipped and session.mode.is_live and self._is_late(args):
+            return self._issue_plainly(op, args)
+        if session.framework is not None:
+            return session.framework.issue(entry, is_skipped)
+        is_kept = session.is_repairable()
+        is_small = (
+            is_kept
+            and not is_apart
+            and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
+        )
+        entry.is_passing = op in GATHERING and outputs[0].is_cpu and sharded.is_gathering()
+        entry.is_borrowed = entry.is_passing and op in REDUCING and sharded.is_lending()
+        if is_small and not entry.is_passing:
+            entry.place = place_of(op, outputs, location_key())
+        if is_skipped or session.mode.is_alone:
+            session.mode.answer(entry)
+            entry.is_done = True
+            return ManagedWork(journal, entry)
+        if session.is_applying and not is_apart:
+            session.note_collective_step()
+        if session.expected is not None:
+            session.expected.check(entry)
+        if inputs_at is None or self._input_is_ignored(op, args):
+            inputs = []
+        else:
+            inputs = outputs if inputs_at == outputs_at else tensors_in(given)
+        tensors = outputs if inputs is outputs else (*outputs, *inputs)
+        unusual = [tensor for tensor in tensors if tensor.layout is not torch.strided]
+        if unusual and not (op == "allreduce" and unusual[0].layout is torch.sparse_coo):
+            session.give_up_protection(f"the script's {op} takes sparse tensors: only all_reduce of these is repaired")
+        if inputs and not (unusual or is_apart):
+            proof.note(session, INPUT, f"{self._name} {with_options(op, entry.args)}", inputs, op)
+        is_kept = self.enter(entry, inputs)
+        if is_kept and session[Verifier].looks_before:
+            self.buckets.look_for_nan(entry)
+        if not is_apart:
+            moments.reached("collective")
+        return ManagedWork(journal, entry)
+
+    def enter(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
+        """Write an operation to the journal, if it can be repaired, and issue it; returns whether it is kept.
+
+        While the journal is frozen, the recovery's thread issues it. Raises EndedError once the script's run is over.
+
+        inputs   of the operation that this rank gives, [] if it only receives
+        """
+        session, journal = self.session, self.session[Journal]
+        while True:
+            self.links.make_ready(entry.args)
+            with journal.lock:
+                if not (journal.is_frozen or self.links.is_ready(entry.args)):
+                    continue  # a recovery has begun, and ended: connect again, without the lock
+                is_kept = session.is_repairable() and self._keep(entry, inputs)
+                if journal.is_frozen or self.links.needs_stop:  # another thread may issue it, on another stream
+                    entry.ready = accelerator.mark()
+                if is_kept or journal.is_frozen:
+                    journal.entries.append(entry)
+                    journal.note_order(entry)
+                if not journal.is_frozen:
+                    entry.inner = self._begin(entry)
+                elif journal.is_ended:
+                    raise EndedError
+                if is_kept:
+                    entry.note_copy()
+                break
+        self.links.check_repairable()
+        return is_kept
+
+    def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
+        """Copy or note the inputs; if journal_limit_mib is reached, protection ends: False."""
+        if self.buckets.hold(entry):
+            return True
+        if not self.session[Journal].save(entry, inputs):
+            self.session.give_up_protection("the journal of one step has reached journal_limit_mib")
+            return False
+        self.buckets.compare(entry)
+        return True
+
+    def _is_repaired(self, device_type: str) -> bool:
+        """Whether operations on tensors of this device are repaired."""
+        name = self.backends.get(device_type)
+        return self.session.framework is not None or (name is not None and device_type in TRANSPORTS[name].device_types)
+
+    def _issue_unprotected(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
+        """Leave tensors on a device to gloo alone: its works and futures know the device's streams, ours do not."""
+        self.session.give_up_protection(
+            f"collectives of tensors on {device.type} are not repaired with the backend {self.backend_name!r}"
+        )
+        if (connection := self.links.by_gloo) is not None:
+            connection.serve(device.type)
+        found: Work = self.call(op, args)
+        return found
+
+    def _is_late(self, args: tuple[Any, ...]) -> bool:
+        return bool(self.links.all) and self.links.that_carries(args).is_late
+
+    def _issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Unprotected: on a device all is as under torch, whose works know streams and graphs better than ours."""
+        work = self.links.issue_plainly(op, args)
+        self.session.touch(Phase.COMPUTING)
+        return work
+
+    def _begin(self, entry: Entry) -> Any:
+        """Issue an operation of the journal. Raises the backend's error if no recovery would help."""
+        try:
+            journal = self.session[Journal]
+            if not (journal.sources or journal.received or journal.settled):
+                return self.call(entry.op, entry.args)
+            return call_or_take(self.session, entry, entry.args)
+        except Exception as error:
+            diagnosis = self.session.diagnose(error)
+            if diagnosis.is_known and diagnosis.can_wait and self.session.is_repairable():
+                return Refused(error)
+            self.session[Journal].drop(entry)
+            raise
+
+    def call(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Issue an operation on the current connection, without the journal; returns the backend's work."""
+        return fail_open.call_original(op, self.links.issue, op, args)
+
+    def _input_is_ignored(self, op: str, args: tuple[Any, ...]) -> bool:
+        """Whether this rank only receives: a broadcast reads the root's tensors alone."""
+        return op == "broadcast" and len(args) > 1 and args[1].rootRank != self._rank
+
+    def bridge(self, entry: Entry, inner: Any) -> None:
+        """Complete the entry's future when `inner` completes; not in the caller's thread, or DDP loses its overlap."""
+
+        def completed(finished: torch.futures.Future[Any]) -> None:
+            try:
+                finished.value()
+            except Exception as error:
+                self.session[Journal].note_failure(entry, inner, error)
+                return
+            self.complete(entry, inner)
+
+        inner.get_future().add_done_callback(completed)
+
+    def complete(self, entry: Entry, inner: Any) -> None:
+        """The operation has completed; ignored if `inner` is not its newest work."""
+        with self.session[Journal].lock:
+            if entry.is_done or entry.inner is not inner:
+                return
+            unpack_given(entry)
+            entry.note_result()
+            if entry.is_borrowed:
+                self.session[Mirror].keep_result(self.session, entry.sequence, entry.number, entry.outputs[0])
+            entry.is_done = True
+            self.session[Journal].settle_before(entry)
+        try:
+            if entry.place:
+                self.session[Results].keep(entry)
+        finally:  # a device may have failed meanwhile: whoever waits must not wait for ever
+            entry.settle(entry.outputs)
+            entry.release()
+
+
+def groups_of(session: Session) -> list[ManagedGroup]:
+    """The groups that the script has made and not destroyed, in the order of their making."""
+    return [group for group in list(session.groups.values()) if isinstance(group, ManagedGroup)]
+
+
+for _name in OPERATIONS:
+    setattr(ManagedGroup, _name, methods.operation(_name))
+for _name in POINT_TO_POINT:
+    setattr(ManagedGroup, _name, methods.point_to_point(_name))

@@ -1,0 +1,168 @@
+"""Results of small collectives, kept so that a replay can answer its calls.
+
+A replacement runs the script from the top; the other ranks are far ahead and cannot take part in, say, the broadcast of
+a seed at startup. So each rank keeps the results of its small collectives: of rare calls (setup, epoch starts) in the
+recorder's log, of the newest steps in each boundary's record. A result is found by the call's place in the script and
+by its step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import torch
+
+from ttprun.groups.operations import SAME_FOR_ALL
+from ttprun.introspect.tensor_bytes import bytes_of
+
+if TYPE_CHECKING:
+    from ttprun.capture.records.recorder import Recorder
+    from ttprun.groups.entry import Entry
+
+# A place called in more steps than this belongs to the step itself, and is kept in the records alone.
+SELDOM = 16
+ORIGIN = -1  # the "step" of the times, pids and entropy that the setup has drawn (origins.py), kept in the same log
+FILE = -2  # likewise, of what the file system has answered (file_answers.py)
+Result = tuple[int, str, list[bytes]]  # step (boundary that it follows), place, bytes of each output
+
+
+def place_of(op: str, outputs: list[torch.Tensor], where: str) -> str:
+    """The key of a call's result: several operations may be called in one line of the script.
+
+    DDP's forward broadcasts buffers, and once the buckets' sizes, which may have as many bytes; SyncBatchNorm gathers.
+
+    where   the line, as `location_key` names it
+    """
+    kinds = f"{outputs[0].dtype}{[*outputs[0].shape]}x{len(outputs)}" if outputs else ""
+    return f"{op} {kinds} {where}"
+
+
+class Results:
+    """Results of this rank's small collectives in the current step."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._lock = threading.Lock()
+        self._newest: list[Result] = []  # of this step
+        self._visits: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (-1, 0))  # last step, steps
+        self.step = 0
+
+    def keep(self, entry: Entry) -> None:
+        """Keep the outputs of a completed operation, which are small."""
+        if any(tensor.layout is not torch.strided for tensor in entry.outputs):
+            return
+        outputs = [bytes_of(tensor).tobytes() for tensor in entry.outputs]
+        if entry.op in SAME_FOR_ALL:
+            entry.result = outputs
+        with self._lock:
+            result = (self.step, entry.place, outputs)
+            self._newest.append(result)
+            last, steps = self._visits[entry.place]
+            if last != self.step:
+                steps += 1
+                self._visits[entry.place] = (self.step, steps)
+            if steps <= SELDOM:
+                self._recorder.append_log(msgpack.packb(result))
+
+    def begin_step(self, step: int) -> list[Result]:
+        """Called at a boundary; returns the results of the step that it ends."""
+        with self._lock:
+            ended, self._newest = self._newest, []
+            self.step = step
+        return ended
+
+
+def keep_origin(recorder: Recorder, drawn: tuple[str, Any]) -> None:
+    """Keep a time, pid or entropy that the setup has drawn."""
+    recorder.append_log(msgpack.packb((ORIGIN, *drawn)))
+
+
+def origins_in(log: Iterable[bytes]) -> list[tuple[str, Any]]:
+    """What `keep_origin` has kept, oldest first."""
+    found = map(msgpack.unpackb, log)
+    return [(place, value) for step, place, value in found if step == ORIGIN]
+
+
+def keep_file_answer(recorder: Recorder, kept: tuple[int, Any]) -> int:
+    """Keep what the file system has answered; returns the size."""
+    packed: bytes = msgpack.packb((FILE, *kept))
+    recorder.append_log(packed)
+    return len(packed)
+
+
+def file_answers_in(log: Iterable[bytes]) -> list[tuple[int, Any]]:
+    """What `keep_file_answer` has kept, oldest first."""
+    found = map(msgpack.unpackb, log)
+    return [(place, entry) for step, place, entry in found if step == FILE]
+
+
+class Answers:
+    """The results of the lost rank's small collectives, by which a replay answers its calls."""
+
+    def __init__(self, log: Iterable[bytes], recent: Iterable[Result]) -> None:
+        self._by_place: defaultdict[str, dict[int, deque[list[bytes]]]] = defaultdict(dict)
+        seen = set()
+        for step, place, outputs in recent:
+            seen.add((step, place))
+            self._by_place[place].setdefault(step, deque()).append(outputs)
+        for packed in log:
+            step, place, outputs = msgpack.unpackb(packed)
+            if step >= 0 and (step, place) not in seen:
+                self._by_place[place].setdefault(step, deque()).append(outputs)
+
+    def has_newer(self, place: str, newest_step: int) -> bool:
+        """Whether a result of `place` up to that step is of a later one than the set-up."""
+        return any(0 < step <= newest_step for step in self._by_place[place])
+
+    def pass_over(self, place: str) -> None:
+        """The set-up has had the oldest result of `place` that is left of it."""
+        left = self._by_place[place].get(0)
+        if left:
+            left.popleft()
+
+    def answer(self, place: str, outputs: list[torch.Tensor], newest_step: int) -> bool:
+        """Fill `outputs` with the newest result of a place that is left.
+
+        place         where in the script the collective is called
+        outputs       the call's own, as many and of the same sizes in bytes as the result
+        newest_step   later results are not used
+        returns       False if there is none, or one of other sizes: then nothing is written
+        """
+        steps = [step for step, left in self._by_place[place].items() if step <= newest_step and left]
+        if not steps:
+            return False
+        kept = self._by_place[place][max(steps)].popleft()
+        if [len(raw) for raw in kept] != [tensor.nbytes for tensor in outputs]:
+            return False
+        for tensor, raw in zip(outputs, kept, strict=True):
+            if raw:
+                tensor.detach().copy_(torch.frombuffer(bytearray(raw), dtype=tensor.dtype).reshape(tensor.shape))
+        return True
+
+
+def as_if_alone(entry: Entry) -> None:
+    """Fill a collective's outputs as if all ranks had this one's inputs."""
+    op, args = entry.op, entry.args
+    if op == "recv":  # zeros are valid indices, and no NaNs
+        for output in entry.outputs:
+            output.detach().zero_()
+        return
+    if not entry.outputs or args[0] is args[-1] or op in ("allreduce", "allreduce_coalesced", "broadcast", "reduce"):
+        return
+    with torch.no_grad():
+        if op in ("allgather", "allgather_coalesced"):
+            for outputs, given in zip(args[0], args[1], strict=True):
+                for output in outputs:
+                    output.copy_(given)
+        elif op in ("_allgather_base", "all_gather_single"):
+            for chunk in args[0].chunk(entry.group.size()):
+                chunk.copy_(args[1].reshape(chunk.shape))
+        elif op in ("_reduce_scatter_base", "reduce_scatter_single"):
+            args[0].copy_(args[1].chunk(entry.group.size())[entry.group.rank()].reshape(args[0].shape))
+        elif op == "reduce_scatter":
+            for output, given in zip(args[0], args[1], strict=True):
+                output.copy_(given[entry.group.rank()])

@@ -1,0 +1,384 @@
+"""The mirror (`--buddy`): what only this rank holds, kept in shared memory of the node, from which it is replaced.
+
+After step N a thread copies weights and optimizer state into one of two slots, while the script computes the next
+forward pass. Before step N+1 the gradients are copied there, too. So at each moment after that commit one of the slots
+gives the state of a boundary at which the survivors may be: that of N as it was copied, that of N+1 by taking the
+step again in the replacement, with the lost rank's weights, optimizer state, hyper-parameters, random states and
+gradients. A rank that is killed before the copy is complete, or in the middle of the step, loses nothing either.
+
+A step that depends on more than that cannot be taken again: then the copy is waited for after each step. Begin with
+`Mirror.begin`, `Mirror.complete` and `load`; how tensors lie in a slot is in mirror_slots.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ttprun.protocol import from_rank
+from ttprun.protocol.board import Board, Field
+from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of, unpack
+from ttprun.tensors import optimizer_registry, replicated, sharded
+from ttprun.tensors.mirror_slots import Layout, Part, Slot, Stored, lay_out
+from ttprun.tensors.own_state import forms_of, held_now
+from ttprun.tensors.post_step_weights import KeptWeights
+from ttprun.tensors.reduced_parts import ReducedParts
+from ttprun.tensors.replicated import NotRepairableError
+from ttprun.tensors.sharded import local_of
+
+if TYPE_CHECKING:
+    from ttprun.rank.session import Session
+
+_CHEAP_S = 0.005  # of processor time: a copy that takes no longer is kept, however short the steps are
+_LOOKED_AT = 8  # newest copies, and steps
+
+_CELLS = (Field.MIRROR_0, Field.MIRROR_1)
+
+
+class _TooLargeError(Exception):
+    """The mirror takes more memory than it may: so many bytes."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__("too little memory")
+        self.size_bytes = size_bytes
+
+
+class _TooSlowError(Exception):
+    """A copy takes too large a share of a step."""
+
+    def __init__(self, copy_s: float, step_s: float) -> None:
+        super().__init__(
+            f"a copy takes {copy_s * 1000:.0f} ms, and a step {step_s * 1000:.0f} ms (--buddy on: all the same)"
+        )
+
+
+class Mirror:
+    """Keeps this rank's mirror.
+
+    paths      of the agent's memory, for each slot and for results of collectives; none: it has kept nothing yet
+    is_wanted  this rank holds what no other one holds; by the agent's order
+    why_off    why nothing is kept any more; "" if it is
+    on_kept    called with each part that is complete, on the thread that has copied it
+    """
+
+    def __init__(self, board: Board, rank: int, paths: Sequence[str]) -> None:
+        self._board = board
+        self._rank = rank
+        self._slots: list[Slot] = []
+        self._parts: list[ReducedParts] = []
+        self._use(paths)
+        self._limit_bytes, self._limit_share = 0, 0.0
+        self._took_s: tuple[float, ...] = ()  # processor time of the newest copies
+        self._steps_s: tuple[float, ...] = ()  # between the newest steps
+        self._began_s = 0.0
+        self.is_wanted = False
+        self.why_off = ""
+        self.on_kept: Callable[[Part], None] = lambda part: None
+        self._failure: Exception | None = None  # in a collective: to be reported after the step
+        self._layout: Layout | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._copying: Future[bool] | None = None
+        self._why_no_step = ""
+        self._has_reported = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the state is mirrored."""
+        return self.is_wanted and not self.why_off and self._failure is None
+
+    def want(self, paths: Sequence[str], limit_bytes: int, limit_share: float = 0.0) -> None:
+        """The agent orders a mirror: from the next step on.
+
+        paths         as for the class
+        limit_bytes   that it may take in all
+        limit_share   of a step's time that copying may take; 0: as much as it takes
+        """
+        if not self._slots:
+            self._use(paths)
+        self._limit_bytes, self._limit_share = limit_bytes, limit_share
+        self.is_wanted = True
+        self._has_reported = False  # another agent may lead now, which has not heard of it
+
+    def _use(self, paths: Sequence[str]) -> None:
+        self._slots = [Slot(path) for path in paths[:SLOTS]]
+        self._parts = [ReducedParts(path, self._check_size) for path in paths[SLOTS:]]
+
+    def begin(self, session: Session, boundary: int) -> None:
+        """The step to this boundary has ended: begin to copy the state. Raises nothing."""
+        if self._failure is not None and not self.why_off:
+            self._give_up(session, boundary, self._failure)
+        if not self.is_on:
+            return
+        before_s, self._began_s = self._began_s, time.monotonic()
+        if before_s:
+            self._steps_s = (*self._steps_s, self._began_s - before_s)[-_LOOKED_AT:]
+        try:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="ttprun-mirror")
+            self._copying = self._thread.submit(self._copy, session, boundary)
+            if self._why_no_step:
+                self._copying.result()
+        except Exception as error:  # training continues
+            self._give_up(session, boundary, error)
+
+    def complete(self, session: Session, boundary: int, optimizer: torch.optim.Optimizer) -> None:
+        """The step to this boundary is about to begin, and is recorded: keep its gradients, too. Raises nothing.
+
+        boundary    to which the step leads; the mirror holds the state of the one before
+        optimizer   that makes the step
+        """
+        if not self.is_on or self._copying is None:
+            return
+        try:
+            is_state = self._copying.result()
+            slot = self._slots[slot_of(boundary - 1)]
+            self._why_no_step = self._why_no_step or _why_not_taken_again(optimizer)
+            stepping = None if session.has_collective_steps else optimizer
+            if is_state and not self._why_no_step and self._keep_step(slot, stepping, session[KeptWeights].is_kept):
+                self._note(Held(boundary - 1, has_state=True, has_step=True))
+            if not self._has_reported:
+                self._has_reported = True
+                size = self._size_bytes()
+                session.channel.send(
+                    from_rank.StateMirrored(boundary - 1, size, self._limit_bytes, why_no_step=self._why_no_step)
+                )
+        except Exception as error:
+            self._give_up(session, boundary, error)
+
+    def keep_result(self, session: Session, sequence: str, number: int, result: torch.Tensor) -> None:
+        """A reduce-scatter of FSDP2 has given this: the other ranks will drop what it was made of. Raises nothing.
+
+        sequence   of the journal's entry
+        number     of the entry in its sequence, since the boundary
+        result     this rank's part, any dtype, shape and device; copied
+        """
+        if not self.is_on:
+            return
+        try:
+            for parts in self._parts:
+                parts.keep(session.applied, sequence, number, result)
+        except Exception as error:
+            self._failure = error
+
+    def give_result(self, boundary: int, sequence: str, number: int, target: torch.Tensor) -> None:
+        """In a replacement: what a reduce-scatter had given to the lost rank.
+
+        boundary           at which all ranks stand
+        sequence, number   as for `keep_result`
+        target             written; of the same size in bytes as the result
+
+        Raises NotRepairableError.
+        """
+        try:
+            for parts in self._parts:
+                parts.take(boundary, sequence, number, target)
+        except (LookupError, OSError, ValueError) as error:
+            raise NotRepairableError(str(error)) from None
+        if not self._parts:
+            raise NotRepairableError("all ranks have dropped what a reduce-scatter was made of, and no mirror is kept")
+
+    def end(self) -> None:
+        """The run of the script is over: no copy is being made any more, and its tensors are dropped."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        self._thread = self._copying = self._layout = None
+
+    def _give_up(self, session: Session, boundary: int, error: Exception) -> None:
+        """On the main thread, when no operation of the step runs any more: no mirror, and no memory for it."""
+        self.why_off = str(error) or repr(error)
+        self.end()
+        for cell in _CELLS:
+            self._board.set(self._rank, cell, NOTHING.pack())
+        for slot in self._slots:
+            slot.release()
+            slot.memory.release()
+        for parts in self._parts:
+            parts.release()
+        size = error.size_bytes if isinstance(error, _TooLargeError) else 0
+        session.channel.send(from_rank.StateMirrored(boundary, size, self._limit_bytes, why_not=self.why_off))
+
+    def _note(self, held: Held) -> None:
+        self._board.set(self._rank, _CELLS[slot_of(held.boundary)], held.pack())
+        self.on_kept(self._part(held))
+
+    def held(self, boundary: int) -> Held:
+        """What is kept of the state of a boundary, and of the step that follows; NOTHING if that is nothing."""
+        held = unpack(self._board.get(self._rank, _CELLS[slot_of(boundary)]))
+        return held if held.boundary == boundary else NOTHING
+
+    def parts(self, held: Held) -> list[Part]:
+        """The parts that give a slot this content, in their order; between steps, on the main thread."""
+        if held == NOTHING:
+            return []
+        return [self._part(held._replace(has_step=False)), *([self._part(held)] if held.has_step else [])]
+
+    def _part(self, held: Held) -> Part:
+        return self._slots[slot_of(held.boundary)].part(held)
+
+    # The copies.
+
+    def _copy(self, session: Session, boundary: int) -> bool:
+        """On the thread: copy the state; returns whether nothing has changed it meanwhile."""
+        count = _count()
+        try:
+            return self._copied(session, boundary)
+        except Exception:
+            if _count() == count:
+                raise
+            return False  # the script has added parameters meanwhile: the next copy has them
+
+    def _copied(self, session: Session, boundary: int) -> bool:
+        number = slot_of(boundary)
+        slot = self._slots[number]
+        self._board.set(self._rank, _CELLS[number], NOTHING.pack())
+        kept = session[KeptWeights]
+        if kept.why_not():
+            return False
+        with torch.no_grad():
+            held = held_now()
+            rows = list(replicated.rows())
+            weights = [local_of(parameter) for _, parameter, *_ in rows]
+            forms = forms_of(held)
+            layout = self._layout
+            if layout is None or layout.forms != forms or bool(layout.before) != kept.is_kept:
+                layout = self._layout = lay_out(rows, forms, kept.is_kept)
+                self._check(layout, weights)
+            state = [kept.of(value) if is_weight else local_of(value) for is_weight, value in _tensors(held)]
+            if len(state) != len(layout.state):
+                self._layout = None
+                return False  # a backward has shown meanwhile which gradients belong to the state
+            slot.lay_out(layout, state, weights)
+            began_s = time.thread_time()
+            torch._foreach_copy_(slot.state, state)
+        self._check_cost(time.thread_time() - began_s)
+        if kept.why_not():
+            return False
+        self._note(Held(boundary, has_state=True, has_step=False))
+        return True
+
+    def _keep_step(self, slot: Slot, optimizer: torch.optim.Optimizer | None, is_kept: bool) -> bool:
+        """Copy the gradients, and the weights if the script changes them; returns whether that is all.
+
+        optimizer   whose gradients are kept; None: those of all, as other optimizers may step after it
+        """
+        rows = list(replicated.rows())
+        if bool(slot.before) != is_kept or len(rows) != len(slot.gradients):  # parameters were added since the copy
+            return False
+        marks, targets, found = [], [], []
+        for at, (_, parameter, _, _, one) in enumerate(rows):
+            gradient = parameter.grad if optimizer is None or one is optimizer else None
+            marks.append(gradient is not None)
+            if gradient is None:
+                continue
+            local = local_of(gradient)
+            if local.layout is not torch.strided or local.dtype != slot.gradients[at].dtype:
+                self._why_no_step = "a gradient is sparse, or of another type than its parameter"
+                return False
+            if sharded.place_of(gradient) != sharded.place_of(parameter):
+                self._why_no_step = "a gradient is sharded in another way than its parameter"
+                return False
+            targets.append(slot.gradients[at])
+            found.append(local)
+        with torch.no_grad():
+            if targets:
+                torch._foreach_copy_(targets, found)
+            if is_kept:
+                torch._foreach_copy_(slot.before, [local_of(parameter).detach() for _, parameter, *_ in rows])
+            slot.marks.copy_(torch.tensor(marks, dtype=torch.uint8))
+        return True
+
+    def _check(self, layout: Layout, weights: Sequence[torch.Tensor]) -> None:
+        """Raises NotRepairableError, or _TooLargeError."""
+        if any(type(value) is list for form in layout.forms for value in form):
+            raise NotRepairableError("its optimizer keeps state in lists, which is not mirrored")
+        if not weights:
+            raise NotRepairableError("its optimizers have no parameters")
+        if not all(weight.is_cpu for weight in weights):
+            raise NotRepairableError("its parameters are on a device, from which they are not mirrored yet")
+        self._check_size(0)
+
+    def _check_cost(self, took_s: float) -> None:
+        """Raises _TooSlowError if all of the newest copies have taken a larger share of a step than they may.
+
+        took_s   processor time of the copy that was just made
+        """
+        self._took_s = (*self._took_s, took_s)[-_LOOKED_AT:]
+        copy_s, step_s = min(self._took_s), min(self._steps_s, default=0.0)
+        is_known = len(self._took_s) == len(self._steps_s) == _LOOKED_AT
+        if self._limit_share and is_known and copy_s > max(_CHEAP_S, self._limit_share * step_s):
+            raise _TooSlowError(copy_s, step_s)
+
+    def _size_bytes(self, more_results: int = 0) -> int:
+        """That the mirror takes: its slots, and what operations have given to it, with so many bytes more."""
+        slot = self._layout.size if self._layout else 0
+        return SLOTS * slot + sum(parts.size for parts in self._parts) + more_results
+
+    def _check_size(self, more_results: int) -> None:
+        """Raises _TooLargeError if with so many bytes more it takes more than it may."""
+        needed = self._size_bytes(more_results)
+        if needed > self._limit_bytes:
+            raise _TooLargeError(needed)
+
+
+def _count() -> int:
+    """How many parameters all optimizers have."""
+    return sum(1 for _ in optimizer_registry.parameters())
+
+
+def _why_not_taken_again(optimizer: torch.optim.Optimizer) -> str:
+    """Why a step of this optimizer depends on more than is kept; "" if it does not."""
+    if getattr(optimizer, "grad_scale", None) is not None:
+        return "its optimizer takes the scale of its gradients from a GradScaler (fused=True)"
+    return ""
+
+
+def _tensors(held: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[bool, torch.Tensor]]:
+    """(whether it is a parameter's weights, tensor), in the order of `replicated.describe`."""
+    return [(isinstance(form[0], torch.Size), value) for form, value in held if value is not None]
+
+
+def load(path: str) -> None:
+    """Load the state that a lost rank has left in a slot. Raises NotRepairableError, OSError."""
+    _load_state(Stored(path))
+    sharded.forget_gathered()
+
+
+def load_step(path: str, optimizer: torch.optim.Optimizer | None) -> None:
+    """Load the state before the step that a lost rank was about to take, with its gradients.
+
+    optimizer   that takes the step; None: the gradients of all optimizers are there
+
+    Raises NotRepairableError, OSError.
+    """
+    stored = Stored(path)
+    _load_state(stored)
+    for number, (name, parameter, _, _, one) in enumerate(replicated.rows()):
+        if stored.before:
+            stored.copy_to(local_of(parameter.detach()), stored.before[number])
+        if optimizer is not None and one is not optimizer:
+            continue
+        if not stored.has_gradient(number):
+            parameter.grad = None
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter.detach())
+        gradient = parameter.grad
+        if sharded.place_of(gradient) != sharded.place_of(parameter) or local_of(gradient).dtype != parameter.dtype:
+            raise NotRepairableError(f"{name}: its gradient has another form than in the lost rank")
+        stored.copy_to(local_of(gradient), stored.gradients[number])
+
+
+def _load_state(stored: Stored) -> None:
+    left = iter(zip(stored.places, stored.state, strict=True))
+
+    def fill(key: str, tensor: torch.Tensor) -> None:
+        theirs, offset = next(left)
+        if (place := sharded.place_of(tensor)) != theirs:
+            raise NotRepairableError(f"{key}: this rank's part is {place}, and the lost rank's was {theirs}")
+        stored.copy_to(local_of(tensor), offset)
+
+    replicated.take_over(stored.header, fill)

@@ -1,0 +1,204 @@
+"""The state that a rank without others keeps in shared memory after a step; its next process resumes from it.
+
+Two safetensors files take turns, so that one is complete at any moment; the board says which, and of which boundary. If
+that is cheap it is done after each step, and no step can be lost; otherwise so rarely that it takes a small share of
+the time. The records of the newest boundaries outlive the process anyway (`records/recorder.py`); if the next boundary
+is not kept, those that a replay needs are exported before they are overwritten. Begin with `OwnState.keep`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgpack
+import torch
+
+from ttprun.introspect.looks import is_a
+from ttprun.introspect.tensor_bytes import plain
+from ttprun.protocol import from_rank
+from ttprun.protocol.board import Board, Field
+from ttprun.state.tensor_file import lay_out
+from ttprun.tensors import replicated
+from ttprun.tensors.free_memory import free_bytes
+from ttprun.tensors.shared_memory import Memory
+
+if TYPE_CHECKING:
+    from ttprun.rank.context import Exporting, RankContext
+
+CHEAP_S = 0.0005  # up to this, it is done after each step
+SHARE = 0.01  # of the time that it may take otherwise
+_LOOKED_AT = 4  # measurements
+HEADER = "ttprun"  # the key of `replicated.describe`'s header in the file's own header
+
+
+class _Layout(NamedTuple):
+    """The layout of a file for the optimizers' current tensors.
+
+    header   of the file
+    forms    of each parameter and each value of its state, as `held_now` yields them
+    offsets  in the file, of all tensors in that order
+    size     of the file in bytes
+    is_lasting  a change can be detected: no state is a list, whose items may change
+    """
+
+    header: bytes
+    forms: list[tuple[Any, ...]]
+    offsets: list[int]
+    size: int
+    is_lasting: bool
+
+
+class OwnState:
+    """Keeps this rank's state.
+
+    buffers   paths of the agent's memory, for records and tensors each, of the two places; none: nothing is kept
+    why_off   why nothing is kept any more; "" if it is
+    is_apt    a replay can reach the newest recorded boundary
+    """
+
+    def __init__(self, board: Board, local_rank: int, buffers: Sequence[Sequence[str]], recorder: Exporting) -> None:
+        self._recorder = recorder
+        self._board = board
+        self._local_rank = local_rank
+        self._buffers = [(Memory(records), Memory(tensors)) for records, tensors in buffers]
+        self.why_off = "" if buffers else "it is switched off"
+        self.is_apt = True
+        self._kept, self._place = split(board.get(local_rank, Field.OWN_STATE))
+        self._are_records_kept = False
+        self._at_s = 0.0
+        self._took_s: deque[float] = deque(maxlen=_LOOKED_AT)
+        self._not_measured = 0  # copies: the first one in each place makes the layout and allocates the memory
+        self._layout: _Layout | None = None
+        self._has_reported = False
+
+    def keep(self, context: RankContext, boundary: int) -> None:
+        """The step to this boundary has ended: keep the state, if it is due. Raises nothing."""
+        if self.why_off:
+            return
+        try:
+            if self.is_apt and self._is_due():
+                self._copy(boundary)
+                if not self._has_reported and self._took_s:
+                    self._has_reported = True
+                    size = self._layout.size if self._layout else 0
+                    context.channel.send(from_rank.OwnStateKept(boundary, size, self.cost_s))
+            elif self._kept and not self._are_records_kept:
+                self._keep_records()
+        except Exception as error:  # e.g. no memory: training continues
+            self._board.set(self._local_rank, Field.OWN_STATE, 0)
+            self.why_off = str(error) or repr(error)
+            context.channel.send(from_rank.OwnStateKept(boundary, why_not=self.why_off))
+
+    def _is_due(self) -> bool:
+        cost_s = self.cost_s
+        return cost_s <= CHEAP_S or time.monotonic() - self._at_s >= cost_s / SHARE
+
+    @property
+    def cost_s(self) -> float:
+        """CPU time of keeping the state: the least of the newest measurements."""
+        return min(self._took_s, default=0.0)
+
+    def _copy(self, boundary: int) -> None:
+        place = 1 - self._place
+        began_s = time.thread_time()
+        tensors = self._tensors()
+        if tensors is None:
+            size_before = self._layout.size if self._layout else -1
+            self._layout, tensors = _lay_out()
+            if self._layout.size != size_before:
+                self._not_measured = len(self._buffers)
+        layout, (_, memory) = self._layout, self._buffers[place]
+        assert layout is not None
+        if not self._kept:
+            self._check_room(layout.size)
+        memory.fit(layout.size)
+        memory.write(layout.header)
+        for offset, tensor in zip(layout.offsets, tensors, strict=True):
+            flat = plain(tensor)
+            memory.copy(offset, flat.data_ptr(), flat.nbytes)
+        self._board.set(self._local_rank, Field.OWN_STATE, joined(boundary, place))
+        self._kept, self._place, self._are_records_kept = boundary, place, False
+        self._at_s = time.monotonic()
+        if self._not_measured:
+            self._not_measured -= 1
+        else:
+            self._took_s.append(time.thread_time() - began_s)
+
+    def _check_room(self, size_bytes: int) -> None:
+        """Raises MemoryError if there is no room for two copies of each rank that has none yet."""
+        rows = [self._board.get(row, Field.OWN_STATE) for row in range(self._board.n_ranks)]
+        needed, free = 2 * size_bytes * rows.count(0), free_bytes()
+        if free is not None and needed > free:
+            raise MemoryError(f"it takes {needed >> 20} MiB of shared memory, and only {free >> 20} MiB is free")
+
+    def _keep_records(self) -> None:
+        """The next boundary was not kept: export the records for a replay to this one before they are overwritten."""
+        began_s = time.thread_time()
+        # Output after this boundary is printed again: its length is not known yet.
+        records = msgpack.packb(self._recorder.export(self._kept) | {"lines": [0, 0]})
+        memory = self._buffers[self._place][0]
+        memory.fit(len(records))
+        memory.write(records)
+        self._are_records_kept = True
+        if self._took_s:
+            self._took_s[-1] += time.thread_time() - began_s
+
+    def _tensors(self) -> list[torch.Tensor] | None:
+        """The optimizers' tensors now, if they fit the layout, else None."""
+        if self._layout is None or not self._layout.is_lasting:
+            return None
+        found = held_now()
+        return [value for _, value in found if value is not None] if forms_of(found) == self._layout.forms else None
+
+
+def held_now() -> list[tuple[tuple[Any, ...], torch.Tensor | None]]:
+    """(form, tensor or None) of each parameter and each value of its state; a form is [name of state,] shape, dtype."""
+    found: list[tuple[tuple[Any, ...], torch.Tensor | None]] = []
+    for _, parameter, state, _, _ in replicated.rows():
+        found.append(((parameter.shape, parameter.dtype), parameter))
+        for name, value in state.items():
+            if is_a(value, torch.Tensor):
+                found.append(((name, value.shape, value.dtype), value))
+            else:
+                found.append(((name, value), None))
+    return found
+
+
+def forms_of(held: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[Any, ...]]:
+    """Of these, the forms alone.
+
+    held   as `held_now` returns them
+    """
+    return [form for form, _ in held]
+
+
+def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
+    """A layout for the optimizers' tensors, and these in its order. Raises NotRepairableError, ValueError."""
+    header, parts = replicated.describe()
+    if any(part.place is not None for part in parts):
+        raise replicated.NotRepairableError("its parameters are sharded, and those are kept in snapshots only")
+    tensors = {part.key: part.tensor for part in parts}
+    packed, ordered = lay_out(tensors, {"format": "pt", HEADER: json.dumps(header)})
+    at, offset_of = len(packed), {}
+    for tensor in ordered:
+        offset_of[id(tensor)] = at
+        at += tensor.nbytes
+    forms = forms_of(held_now())
+    in_order = [part.tensor for part in parts]
+    offsets = [offset_of[id(tensor)] for tensor in in_order]
+    is_lasting = not any(type(value) is list for form in forms for value in form)
+    return _Layout(packed, forms, offsets, at, is_lasting), in_order
+
+
+def joined(boundary: int, place: int) -> int:
+    """The board's cell for a kept boundary in one of the two places."""
+    return boundary << 1 | place
+
+
+def split(cell: int) -> tuple[int, int]:
+    """(boundary, place) of a cell of the board; boundary 0: nothing is kept."""
+    return cell >> 1, cell & 1

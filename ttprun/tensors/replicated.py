@@ -1,0 +1,275 @@
+"""The replicated state: the optimizers' parameters and their state, described, hashed and loaded.
+
+The order is the same in every rank: optimizers in the order of their making, their groups, the groups' parameters, of
+each the weights and then the optimizer's state by name. Each tensor has a key made of these.
+
+A sharded tensor (sharded.py) is described as a whole, which is the same everywhere; each rank has its own part of the
+elements, which is not hashed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgpack
+import torch
+import xxhash
+
+from ttprun.device import registry
+from ttprun.introspect.looks import is_a
+from ttprun.introspect.tensor_bytes import content_of
+from ttprun.rank.session import current
+from ttprun.state.chunks import Chunk
+from ttprun.tensors import kept_gradients, optimizer_registry, parameter_groups, sharded
+from ttprun.tensors.kept_gradients import GRADIENT
+from ttprun.tensors.post_step_weights import KeptWeights
+
+_PLAIN = (int, float, bool, str, type(None))
+WEIGHT = "weight"
+
+
+class NotRepairableError(RuntimeError):
+    """An optimizer holds something that another rank cannot load; the message names it."""
+
+
+class Part(NamedTuple):
+    """This rank's part of one tensor.
+
+    tensor  the elements in this rank's memory
+    whole   as the script has it; it may be sharded
+    """
+
+    key: str
+    tensor: torch.Tensor
+    whole: torch.Tensor
+
+    @property
+    def place(self) -> str | None:
+        """Which part it is; None: all of it."""
+        return sharded.place_of(self.whole)
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is a gradient, which may be a rank's own."""
+        return self.key.endswith(f"/{GRADIENT}")
+
+    @property
+    def chunk(self) -> Chunk | None:
+        """Its elements' place in the whole tensor, if it can be stored; None: all of it."""
+        return sharded.chunk_of(self.whole)
+
+
+def key_of(optimizer: int, group: int, index: int) -> str:
+    """The key of a parameter, the same in all ranks.
+
+    optimizer   number of its optimizer in `optimizer_registry.optimizers()`
+    group       number of its parameter group there
+    index       in this group
+    """
+    return f"optimizer.{optimizer}/{group}.{index}"
+
+
+def parameter_of(key: str) -> str:
+    """The key of the parameter to which a tensor belongs."""
+    return key.rpartition("/")[0]
+
+
+Row = tuple[str, torch.Tensor, dict[str, Any], dict[str, Any], torch.optim.Optimizer]
+
+
+def rows() -> Iterator[Row]:
+    """(key, parameter, its state, its group, its optimizer) of all parameters.
+
+    To the state belongs the gradient, if it is kept: the script adds to it (kept_gradients.py).
+    """
+    for number, optimizer in enumerate(optimizer_registry.optimizers()):
+        for group_number, group in enumerate(parameter_groups.all_of(optimizer)):
+            for index, parameter in enumerate(group.parameters):
+                key = key_of(number, group_number, index)
+                state = optimizer.state.get(parameter, {})
+                gradient = kept_gradients.of(optimizer, parameter)
+                if gradient is not None:
+                    state = {**state, GRADIENT: gradient}
+                yield key, parameter, state, group.settings, optimizer
+
+
+def live_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    """The optimizers' tensors now, with keys; some may be sharded. (`describe` is about the newest boundary.)"""
+    for name, parameter, state, _, _ in rows():
+        yield f"{name}/{WEIGHT}", sharded.at_rest(parameter).detach()
+        yield from ((f"{name}/{key}", value.detach()) for key, value in flat(state) if is_a(value, torch.Tensor))
+
+
+def flat(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """An optimizer's state of one parameter, by name; the items of a list follow it."""
+    for key, value in state.items():
+        yield from _with_items(key, value)
+
+
+def _with_items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    yield key, value
+    if type(value) is list:
+        for number, item in enumerate(value):
+            yield from _with_items(f"{key}.{number}", item)
+
+
+def keys_of_parameters() -> dict[int, str]:
+    """By its id, the key of each parameter's weights."""
+    return {id(parameter): f"{name}/{WEIGHT}" for name, parameter, *_ in rows()}
+
+
+def describe() -> tuple[list[Any], list[Part]]:
+    """This rank's state of the newest boundary: the weights as the optimizer has left them there.
+
+    returns  for each parameter [dtype, shape, [[name, is a tensor, dtype or value, shape] of its state]], and this
+             rank's parts of all tensors; the value of a list is [its length], and its items follow
+
+    Raises NotRepairableError.
+    """
+    header: list[Any] = []
+    parts: list[Part] = []
+    session = current()
+    kept = None if session is None else session[KeptWeights]
+    if kept is not None and kept.why_not():
+        raise NotRepairableError(kept.why_not())
+    for name, parameter, state, _, _ in rows():
+        entries = []
+        entries_held = list(flat(state))
+        why_not = sharded.why_not_held((parameter, *(value for _, value in entries_held if is_a(value, torch.Tensor))))
+        if why_not:
+            raise NotRepairableError(why_not)
+        weight = sharded.local_of(parameter) if kept is None else kept.of(parameter)
+        parts.append(Part(f"{name}/{WEIGHT}", weight.detach(), parameter))
+        for key, value in entries_held:
+            if is_a(value, torch.Tensor):
+                if value.layout is not torch.strided:
+                    raise NotRepairableError(f"{name} has state '{key}', which is a sparse tensor")
+                entries.append([key, True, str(value.dtype)[6:], list(value.shape)])
+                parts.append(Part(f"{name}/{key}", sharded.local_of(value).detach(), value))
+            elif is_a(value, _PLAIN):
+                entries.append([key, False, value, None])
+            elif type(value) is list:
+                entries.append([key, False, [len(value)], None])
+            else:
+                raise NotRepairableError(f"{name} has state '{key}' of type {type(value).__name__}")
+        header.append([str(parameter.dtype)[6:], list(sharded.at_rest(parameter).shape), entries])
+    return header, parts
+
+
+def without_gradients(header: list[Any]) -> list[Any]:
+    """What `describe` returns without kept gradients: a rank may keep none where others do."""
+    return [[dtype, shape, [entry for entry in state if entry[0] != GRADIENT]] for dtype, shape, state in header]
+
+
+def digest() -> str:
+    """A hash of all state but sharded tensors and gradients: the same in ranks that hold other parts.
+
+    Raises NotRepairableError.
+    """
+    header, parts = describe()
+    state = xxhash.xxh3_64(msgpack.packb(without_gradients(header)))
+    for part in parts:
+        if part.place is None and not part.is_gradient:
+            state.update(content_of(part.tensor))
+    return state.hexdigest()
+
+
+def digest_of_shards() -> str:
+    """A hash of this rank's parts of sharded tensors, and of kept gradients. Raises NotRepairableError."""
+    state = xxhash.xxh3_64()
+    for part in describe()[1]:
+        if part.place is not None or part.is_gradient:
+            state.update(f"{part.key} {part.place}".encode())
+            state.update(content_of(part.tensor))
+    return state.hexdigest()
+
+
+def digests() -> dict[str, str]:
+    """Key of each parameter that is not sharded -> digest of its weights and its optimizer state.
+
+    Raises NotRepairableError.
+    """
+    found: dict[str, Any] = {}
+    for part in describe()[1]:
+        if part.place is None and not part.is_gradient:
+            of_parameter = found.setdefault(parameter_of(part.key), xxhash.xxh3_64())
+            of_parameter.update(f"{part.key} {part.tensor.dtype} {list(part.tensor.shape)}".encode())
+            of_parameter.update(content_of(part.tensor))
+    return {key: of_parameter.hexdigest() for key, of_parameter in found.items()}
+
+
+def keys() -> list[str]:
+    """Of all parameters, in the order of `describe`."""
+    return [name for name, *_ in rows()]
+
+
+def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> None:
+    """Load the state that another rank has described, and mark it as safe for the device.
+
+    header  from `describe`
+    fill    called with the key of each tensor, in that order, and with the tensor (maybe sharded) to write to
+
+    Raises NotRepairableError if this rank's parameters differ from those.
+    """
+    device = registry.current()
+    kept_gradients.begin_load()
+    held = list(rows())
+    if len(held) != len(header):
+        raise NotRepairableError(f"this rank's optimizers have {len(held)} parameters, and the source {len(header)}")
+    for (name, parameter, _, _, optimizer), (dtype, shape, entries) in zip(held, header, strict=True):
+        if list(parameter.shape) != shape or str(parameter.dtype)[6:] != dtype:
+            raise NotRepairableError(f"{name} has shape {list(parameter.shape)}, and the source's has {shape}")
+        fill(f"{name}/{WEIGHT}", parameter.detach())
+        device.mark_safe(parameter)
+        if not entries:
+            optimizer.state.pop(parameter, None)
+            continue
+        old = optimizer.state[parameter]
+        new: dict[str, Any] = {}
+        left = iter(entries)
+        for entry in left:
+            new[entry[0]] = _take_over_state(name, parameter, old.get(entry[0]), entry, left, fill)
+        gradient = new.pop(GRADIENT, None)
+        if gradient is not None:
+            kept_gradients.load(optimizer, parameter, gradient)
+        if not new:
+            optimizer.state.pop(parameter, None)
+            continue
+        old.clear()
+        old.update(new)
+
+
+def _take_over_state(
+    name: str,
+    parameter: torch.Tensor,
+    old: Any,
+    entry: list[Any],
+    left: Iterator[list[Any]],
+    fill: Callable[[str, torch.Tensor], None],
+) -> Any:
+    """One value of a parameter's state, as `entry` describes it.
+
+    old    the present value; a tensor of the right form is written to
+    left   the entries after it: a list's items are taken from there
+    """
+    key, is_tensor, value, shape = entry
+    if is_tensor:
+        kind = getattr(torch, value)
+        if not isinstance(old, torch.Tensor) or old.dtype != kind or list(old.shape) != shape:
+            if sharded.is_distributed(parameter) and shape:
+                # As optimizers make it; who fills it compares which part of the whole it is.
+                if shape != list(parameter.shape):
+                    raise NotRepairableError(f"{name} has no '{key}' here, and it is unknown whether it is sharded")
+                old = torch.zeros_like(parameter.detach(), dtype=kind)
+            else:
+                # A step's count is kept on the CPU, and what is as large as the parameter beside it.
+                device = old.device if isinstance(old, torch.Tensor) else parameter.device if shape else None
+                old = torch.empty(shape, dtype=kind, device=device)
+        fill(f"{name}/{key}", old)
+        registry.current().mark_safe(old)
+        return old
+    if type(value) is not list:
+        return value
+    items = [*(old if type(old) is list else []), *[None] * value[0]]
+    return [_take_over_state(name, parameter, items[at], next(left), left, fill) for at in range(value[0])]

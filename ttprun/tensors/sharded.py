@@ -1,0 +1,271 @@
+"""Tensors that are sharded over the ranks: DTensors, as FSDP2 and tensor parallelism make them.
+
+Their meshes and placements declare which part a rank holds. Begin with `place_of` and `chunk_of`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ttprun import torch_versions
+from ttprun.state.chunks import Chunk
+from ttprun.tensors import original_parameters
+from ttprun.tensors.module_parts import parts_of
+from ttprun.tensors.parameter_groups import shown_to
+
+_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+_FRAMES_TO_COLLECTIVES = 12  # from a process group's operation to its caller, through torch's wrappers
+
+
+def kind() -> type | None:
+    """The class of sharded tensors; None if it is not imported, so that there can be none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else getattr(module, "DTensor", None)
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, sharded or not."""
+    if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
+        return False
+    known = kind()
+    return known is not None and issubclass(type(tensor), known)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor in this rank's memory; the tensor itself if it is neither a DTensor nor one of FSDP1's.
+
+    tensor   any dtype, shape and device
+    """
+    if not is_distributed(tensor):
+        return waited_for(at_rest(tensor))
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return waited_for(local)
+
+
+def at_rest(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter as it is at a boundary: one of FSDP1 may be the whole while a module computes."""
+    part: torch.Tensor | None = getattr(parameter, "_local_shard", None)
+    if part is None:
+        part = original_parameters.part_of(parameter)
+    return parameter if part is None else part
+
+
+def is_gathered_in_place(parameter: torch.Tensor) -> bool:
+    """Whether FSDP1 may have the whole in a parameter's place, and its part cannot be had then."""
+    return (
+        bool(getattr(parameter, "_fsdp_flattened", False))
+        and getattr(parameter, "_local_shard", None) is None
+        and original_parameters.part_of(parameter) is None
+    )
+
+
+def waited_for(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, which a tensor without memory of its own stands for until it is used."""
+    if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
+        return tensor
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
+
+
+def place_of(tensor: torch.Tensor) -> str | None:
+    """Which part of the whole this rank holds; None if it is the whole.
+
+    Ranks with the same place hold the same, if theirs are parts of the same tensor.
+    """
+    if not is_distributed(tensor):
+        return None
+    whole: Any = tensor
+    cut = [at for at, placement in enumerate(whole.placements) if not placement.is_replicate()]
+    if not cut:
+        return None
+    mesh, here = whole.device_mesh, whole.device_mesh.get_coordinate()
+    parts = ", ".join(f"{here[at]} of {mesh.size(at)} by {whole.placements[at]}" for at in cut)
+    return f"{list(whole.shape)}: {parts}"
+
+
+def layout_of(tensor: torch.Tensor) -> str:
+    """How the whole is cut, which must be the same in all ranks whose parts make one whole.
+
+    tensor   a DTensor that is not the same in all ranks
+    """
+    whole: Any = tensor
+    cut = [at for at, placement in enumerate(whole.placements) if not placement.is_replicate()]
+    return f"{list(whole.shape)}: {', '.join(f'{whole.device_mesh.size(at)} by {whole.placements[at]}' for at in cut)}"
+
+
+def chunk_of(tensor: torch.Tensor) -> Chunk | None:
+    """The part of the whole that this rank holds; None if all ranks hold all of it. See `why_not_stored` first."""
+    if place_of(tensor) is None:
+        return None
+    whole: Any = tensor
+    return _box(whole, tuple(whole.device_mesh.shape), whole.device_mesh.get_coordinate())
+
+
+def held_by_all(tensor: torch.Tensor) -> list[list[Any]]:
+    """Each rank's part of a sharded tensor, by its mesh: [rank, shape, offsets, sizes]."""
+    whole: Any = tensor
+    mesh = whole.device_mesh.mesh
+    found = []
+    for coordinate in itertools.product(*map(range, mesh.shape)):
+        box = _box(whole, tuple(mesh.shape), list(coordinate))
+        assert box is not None
+        found.append([int(mesh[coordinate]), list(whole.shape), list(box.offsets), list(box.sizes)])
+    return found
+
+
+def _box(whole: Any, mesh_shape: tuple[int, ...], coordinate: list[int]) -> Chunk | None:
+    """The part of a place in the mesh; None if it is not one box of the whole.
+
+    Each placement, from left to right, cuts what those before it have left. A _StridedShard takes the pieces that a
+    later Shard of the same dimension makes one box of, as in FSDP2 over tensor parallelism.
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    left: dict[int, torch.Tensor] = {}  # dimension -> indices that this place holds
+    for size, here, placement in zip(mesh_shape, coordinate, whole.placements, strict=True):
+        if placement.is_replicate():
+            continue
+        indices = left.setdefault(placement.dim, torch.arange(whole.shape[placement.dim]))
+        is_strided = isinstance(placement, _StridedShard)
+        cut: Any = _StridedShard(0, split_factor=placement.split_factor) if is_strided else Shard(0)
+        pieces, _ = cut._split_tensor(indices, size, with_padding=False, contiguous=True)
+        left[placement.dim] = pieces[here]
+    offsets, sizes = [0] * whole.dim(), list(whole.shape)
+    for dimension, indices in left.items():
+        sizes[dimension] = len(indices)
+        offsets[dimension] = int(indices[0]) if len(indices) else whole.shape[dimension]
+        if not torch.equal(indices, torch.arange(offsets[dimension], offsets[dimension] + len(indices))):
+            return None
+    return Chunk(tuple(whole.shape), tuple(offsets), tuple(sizes))
+
+
+def are_any(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them is a DTensor."""
+    return kind() is not None and any(map(is_distributed, tensors))
+
+
+def why_not_held(tensors: Iterable[torch.Tensor]) -> str:
+    """Why it is unknown which parts of these tensors this rank holds; "" if it is known."""
+    for tensor in filter(is_distributed, tensors):
+        whole: Any = tensor
+        if any(placement.is_partial() for placement in whole.placements):
+            return "its parameters are partial sums over the ranks (Partial)"
+        if type(local_of(whole)) not in (torch.Tensor, torch.nn.Parameter):
+            return f"the parts of its sharded parameters are of {type(local_of(whole)).__name__}"
+    return ""
+
+
+def why_not_stored(tensors: Iterable[torch.Tensor]) -> str:
+    """Why the ranks' parts of these tensors cannot be stored together; "" if they can."""
+    for tensor in filter(is_distributed, tensors):
+        whole: Any = tensor
+        from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+
+        odd = next((one for one in whole.placements if type(one) not in (Shard, Replicate, _StridedShard)), None)
+        if odd is not None:
+            return f"its parameters are sharded over the ranks in a way that is not stored yet ({odd})"
+        chunk = chunk_of(whole)
+        if chunk is None and place_of(whole) is not None:
+            return f"the parts of its sharded parameters are not one box each ({layout_of(whole)}), which is not stored"
+        if tuple(local_of(whole).shape) != (tuple(whole.shape) if chunk is None else chunk.sizes):
+            return "the parts of its sharded parameters do not match their mesh"
+    return ""
+
+
+# FSDP2's own copies of what it has gathered.
+
+
+def _groups() -> Iterator[Any]:
+    """All groups of parameters that FSDP2 gathers together."""
+    fully_shard = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    states = sys.modules.get("torch.distributed._composable_state")
+    if fully_shard is None or states is None:
+        return
+    seen = set()
+    for reference in list(states._module_state_mapping.values()):
+        state = reference()
+        if isinstance(state, fully_shard.FSDPState) and id(state) not in seen:
+            seen.add(id(state))  # one may be that of several modules
+            yield from torch_versions.fsdp_param_groups(state)
+
+
+def is_gathering() -> bool:
+    """Whether FSDP2 itself issues the current collective, to gather parameters or to reduce gradients.
+
+    Its results are not kept for a replay, however small: there are many in each step, and a repair replaces them.
+    """
+    return _names_to_collectives() is not None
+
+
+def is_lending() -> bool:
+    """Whether the current collective's input is a buffer that FSDP2 has put together for it alone.
+
+    Not if code of the script's own issues it (`set_custom_reduce_scatter`), as that allocates the buffer, too.
+    """
+    names = _names_to_collectives()
+    return names is not None and all(name.partition(".")[0] in ("torch", "ttprun") for name in names)
+
+
+def _names_to_collectives() -> list[str] | None:
+    """The modules of the frames from here to FSDP2's collectives; None if it has not issued the current one."""
+    frame: FrameType | None = sys._getframe(2)
+    names: list[str] = []
+    for _ in range(_FRAMES_TO_COLLECTIVES):
+        if frame is None:
+            return None
+        name = frame.f_globals.get("__name__", "")
+        if name == _COLLECTIVES:
+            return names
+        names.append(name)
+        frame = frame.f_back
+    return None
+
+
+def why_not_at_rest(optimizer: torch.optim.Optimizer) -> str:
+    """Why FSDP2's state cannot be recorded now; "" if all of it is in the shards that the optimizer steps."""
+    stepped: set[int] | None = None
+    for group in _groups():
+        for param in group.fsdp_params:
+            unsharded = getattr(param, "_unsharded_param", None)
+            if param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None):
+                return "unreduced gradients are kept across an optimizer step"
+        if group._all_gather_result is not None:
+            return "parameters are being gathered while the optimizer steps"
+        if not group.is_sharded:
+            if stepped is None:
+                stepped = set(map(id, shown_to(optimizer)))
+            if any(id(param.sharded_param) in stepped for param in group.fsdp_params):
+                return "gathered parameters are kept across the optimizer step (set_reshard_after_backward(False)?)"
+    return ""
+
+
+def forget_gathered() -> None:
+    """After the shards have been loaded: drop gathered parameters, which FSDP2 gathers again."""
+    for group in _groups():
+        if not group.is_sharded:
+            group._to_sharded()
+
+
+def sharded_parameters(module: torch.nn.Module) -> dict[tuple[int, str], torch.Tensor]:
+    """(id of the module, name) of each parameter that FSDP2 manages in a module -> the sharded one.
+
+    The module itself may hold the gathered one at the moment.
+    """
+    parts = {id(part) for _, part in parts_of(module)}
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    for group in _groups():
+        for param in group.fsdp_params:
+            info = param._module_info
+            for owner, name in (
+                (info.module, info.param_name),
+                *zip(info.shared_modules, info.shared_param_names, strict=True),
+            ):
+                if id(owner) in parts:
+                    found[id(owner), name] = param.sharded_param
+    return found
