@@ -48,7 +48,10 @@ class Channel:
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send one message. A closed other end is not an error here: it is noticed elsewhere."""
-        line = encode(message)
+        self.send_line(encode(message), fds)
+
+    def send_line(self, line: bytes, fds: Sequence[int] = ()) -> None:
+        """As `send`, for a message that was encoded once for many."""
         with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError, OSError):
             if fds:
                 rights = array.array("i", fds)

@@ -195,6 +195,7 @@ def why_unfit(message: Any, world_size: int) -> str:
     named = named if isinstance(named, list) else ()  # of RankSlots it is their number
     ranks = [one if isinstance(one, int) else one.rank for one in (*named, *rows)]
     ranks += [fields["rank"]] if "rank" in fields else []
+    ranks += [rank for rank, _ in (*fields.get("to", ()), *fields.get("puts", ()))]
     odd = next((rank for rank in ranks if not 0 <= rank < world_size), None)
     if odd is not None:
         return f"it names rank {str(odd)[:20]}, and there are {world_size} ranks"

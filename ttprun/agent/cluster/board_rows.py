@@ -38,13 +38,16 @@ def rows_of(node: Node, slots: Iterable[RankSlot], is_awaited: bool = False) -> 
     return node_reports.Rows(time.monotonic_ns(), [row_of(node, slot) for slot in slots], is_awaited)
 
 
-def share(node: Node, slots: Iterable[RankSlot], but: int = -1) -> None:
-    """Let the other nodes know at once how these ranks stand: ranks there wait for it.
+def share(node: Node, slots: Iterable[RankSlot]) -> None:
+    """Let the other nodes know how these ranks stand, by `send_shared`: ranks there wait for it."""
+    node.shared |= {slot.rank for slot in slots}
 
-    but   the number of a node that knows
-    """
-    if node.peers.connected:
-        node.peers.to_all(rows_of(node, slots, is_awaited=True), but)
+
+def send_shared(node: Node) -> None:
+    """Send the rows that ranks of other nodes wait for: of one rank or of many, it is one message to each node."""
+    ranks, node.shared = sorted(node.shared), set()
+    if ranks and node.peers.connected:
+        node.peers.to_all(rows_of(node, [node.slots[rank] for rank in ranks], is_awaited=True))
 
 
 def copy_in(node: Node, rows: Iterable[node_reports.BoardRow], now_ns: int) -> None:

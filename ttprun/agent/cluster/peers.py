@@ -16,6 +16,7 @@ from typing import Any
 
 from ttprun.agent.cluster.spare_pool import HUNG_UP, SparePool
 from ttprun.protocol import meeting, node_orders, node_reports
+from ttprun.protocol.all_ranks import shortened
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import encode
 from ttprun.protocol.patience import Patience
@@ -81,6 +82,8 @@ class Peers:
         self._listen: Callable[[int], None] = lambda node: None
         self.master = master
         self._last_word: meeting.Concluded | None = None
+        self._encoded: tuple[Any, str] = (None, "")  # the newest message to a process of another node
+        self._forwards: dict[int, node_orders.Forward] = {}  # by node: not sent yet, as more ranks may get the same
 
     @property
     def is_follower(self) -> bool:
@@ -259,9 +262,11 @@ class Peers:
 
     def to_all(self, message: node_reports.OfFollower | node_orders.OfLeader, but: int = -1) -> None:
         """Send to all agents that this one is connected to, or to all but one: the followers, or the leader."""
-        for node in list(self._links):
+        line = encode(message)
+        for node, link in list(self._links.items()):
             if node != but:
-                self.send(node, message)
+                self._send_forward(node)
+                link.send_line(line)
 
     @property
     def connected(self) -> list[int]:
@@ -270,17 +275,43 @@ class Peers:
 
     def send(self, node: int, message: node_reports.OfFollower | node_orders.OfLeader) -> None:
         """Send to the agent of a node; what is for one that is lost is dropped."""
+        self._send_forward(node)
         link = self._links.get(node)
         if link is not None:
             link.send(message)
 
+    def forward(self, rank: int, pid: int, line: str) -> None:
+        """Send to a process of another node, with whatever else is sent there, or by `flush`."""
+        node = self.node_of(rank)
+        waiting = self._forwards.get(node)
+        if waiting is not None and waiting.line == line:
+            waiting.to.append((rank, pid))
+            return
+        self._send_forward(node)
+        self._forwards[node] = node_orders.Forward([(rank, pid)], line)
+
+    def line_of(self, message: Any) -> str:
+        """A message to a process, encoded; the same one for many ranks once."""
+        if message is not self._encoded[0]:
+            short = shortened(message, self.size * self.ranks_per_node)
+            self._encoded = message, encode(short).decode().rstrip("\n")
+        return self._encoded[1]
+
+    def _send_forward(self, node: int) -> None:
+        waiting, link = self._forwards.pop(node, None), self._links.get(node)
+        if waiting is not None and link is not None:
+            link.send(waiting)
+
     def flush(self) -> None:
         """Send what had to be kept."""
+        for node in list(self._forwards):
+            self._send_forward(node)
         for link in self._links.values():
             link.flush()
 
     def close(self, selector: selectors.BaseSelector) -> None:
         """The group has ended: send what is left, and hang up."""
+        self.flush()
         for link in self._links.values():
             with contextlib.suppress(KeyError, ValueError):
                 selector.unregister(link.sock)
@@ -312,9 +343,7 @@ class RemoteChannel:
 
     def send(self, message: Any) -> None:
         """Send one message. If the process has ended meanwhile, its agent drops it."""
-        line = encode(message).decode().rstrip("\n")
-        rank = self._slot.rank
-        self._peers.send(self._peers.node_of(rank), node_orders.Forward(rank, self._slot.pid, line))
+        self._peers.forward(self._slot.rank, self._slot.pid, self._peers.line_of(message))
 
     def flush(self) -> None:
         """Nothing is kept here."""

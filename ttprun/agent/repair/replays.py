@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ttprun import recovery
@@ -100,15 +101,16 @@ class Replays(Repairs):
         sources = [(name, number, rank) for (name, number), rank in given.items()]
         takes_from = self._whose_gradients(action, journals, given)
         self._alignments.begin(takes_from)
+        expected, received = expected_of(journals.values()), received_of(journals.values())
+        settled = settled_of(journals.values())
         for rank in action.ranks:
-            expected = expected_of(rank, list(journals.values()))
             resume = to_rank.Resume(
                 action.generation,
                 action.boundary,
-                expected,
+                expected.get(rank, {}),
                 sources,
-                received=received_of(rank, list(journals.values())),
-                settled=settled_of(list(journals.values())),
+                received=received.get(rank, {}),
+                settled=settled,
                 takes_from=takes_from.get(rank),
             )
             self._actuators.of(rank).forward(rank, resume)
@@ -135,23 +137,35 @@ class Replays(Repairs):
         self._checkpoints.persist(action)
 
 
-def expected_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:
-    """The collectives, by group, that a replacement of `rank` has to issue: those of the survivor that is farthest."""
-    expected: dict[str, list[str]] = {}
-    for journal in journals:
-        for name, group in journal.items():
-            if rank in group.ranks and len(group.issued) > len(expected.get(name, [])):
-                expected[name] = group.issued
+def expected_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[int, dict[str, list[str]]]:
+    """Rank -> the collectives, by group, that a replacement has to issue: those of the survivor that is farthest."""
+    farthest: dict[tuple[str, tuple[int, ...]], list[GroupJournal]] = {}  # alike at a glance -> one a membership
+    for name, group in (item for journal in journals for item in journal.items()):
+        glance = (len(group.ranks), *group.ranks[:1], *group.ranks[-1:])
+        known = farthest.setdefault((name, glance), [])
+        place = next((at for at, one in enumerate(known) if one.ranks is group.ranks or one.ranks == group.ranks), None)
+        if place is None:
+            known.append(group)
+        elif len(group.issued) > len(known[place].issued):
+            known[place] = group
+    expected: defaultdict[int, dict[str, list[str]]] = defaultdict(dict)
+    for (name, _), groups in farthest.items():
+        for rank, issued in ((rank, group.issued) for group in groups for rank in group.ranks):
+            if len(issued) > len(expected[rank].get(name, [])):
+                expected[rank][name] = issued
     return expected
 
 
-def received_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:
-    """By point-to-point channel, the digests of the messages to or from `rank` that their receivers have."""
-    found = (item for journal in journals for item in journal.items())
-    return {channel: group.received for channel, group in found if group.received and rank in group.ranks}
+def received_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[int, dict[str, list[str]]]:
+    """Rank -> by point-to-point channel, the digests of the messages to or from it that their receivers have."""
+    received: defaultdict[int, dict[str, list[str]]] = defaultdict(dict)
+    for channel, group in (item for journal in journals for item in journal.items() if item[1].received):
+        for rank in group.ranks:
+            received[rank][channel] = group.received
+    return received
 
 
-def settled_of(journals: list[dict[str, GroupJournal]]) -> dict[str, int]:
+def settled_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[str, int]:
     """By group, how many of FSDP2's reduce-scatters need not be issued again: one rank that knows it is enough."""
     found: dict[str, int] = {}
     for name, group in (item for journal in journals for item in journal.items()):
