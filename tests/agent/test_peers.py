@@ -1,4 +1,4 @@
-"""When another node counts as lost for its silence."""
+"""When another node counts as lost for its silence, and in how many messages orders cross to it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from itertools import cycle, repeat
 import pytest
 
 from ttprun.agent.cluster.peers import SILENT_LIMIT_S, Peers
-from ttprun.protocol import patience
-from ttprun.protocol.channel import Channel
+from ttprun.protocol import node_orders, patience, to_rank
+from ttprun.protocol.channel import KNOWN, Channel
+from ttprun.protocol.codec import decode
 
 
 class Clock:
@@ -47,3 +48,36 @@ def test_a_node_whose_agent_says_nothing_while_the_job_takes_steps_is_not_lost(c
     steps = cycle([True, *[False] * 20])
 
     assert clock.silent_after(peers, 10 * SILENT_LIMIT_S, steps) == []
+
+
+def test_the_same_order_to_all_ranks_of_a_node_crosses_once_and_before_what_is_sent_after_it() -> None:
+    ours, theirs = socket.socketpair()
+    link = Channel(ours)
+    link.waits = False
+    peers = Peers(0, "10.0.0.1", 2, {1: link}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
+    order = to_rank.GoOn(4)
+
+    for rank in (2, 3):
+        peers.forward(rank, 100 + rank, peers.line_of(order))
+    peers.send(1, node_orders.VoidBeyond(4))
+
+    known = {"Forward": node_orders.Forward, "VoidBeyond": node_orders.VoidBeyond}
+    with theirs, ours:
+        first, second = Channel(theirs, known).read_available()
+    assert first.to == [(2, 102), (3, 103)]
+    assert decode(first.line.encode(), KNOWN) == order
+    assert second == node_orders.VoidBeyond(4)
+
+
+def test_what_is_sent_to_one_rank_waits_for_the_end_of_the_turn_only() -> None:
+    ours, theirs = socket.socketpair()
+    link = Channel(ours)
+    link.waits = False
+    peers = Peers(0, "10.0.0.1", 2, {1: link}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
+
+    peers.forward(2, 102, peers.line_of(to_rank.GoOn(4)))
+    peers.flush()
+
+    with theirs, ours:
+        (sent,) = Channel(theirs, {"Forward": node_orders.Forward}).read_available()
+    assert sent.to == [(2, 102)]

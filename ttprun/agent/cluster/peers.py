@@ -264,7 +264,7 @@ class Peers:
         """Send to all agents that this one is connected to, or to all but one: the followers, or the leader."""
         line = encode(message)
         for node, link in list(self._links.items()):
-            if node != but:
+            if node != but and link is not None:
                 self._send_forward(node)
                 link.send_line(line)
 

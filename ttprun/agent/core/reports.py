@@ -63,7 +63,7 @@ class Reports:
 
     _passed_on  what each rank has reported to all others in the present generation, by rank
     _to_pass_on  of that, what has just come
-    _void_beyond  generation and boundary beyond which the newest records of lost ranks are void
+    _voided  (generation, boundary): what lost ranks have recorded beyond it was ordered to be void
     _nan_step  the step in which a NaN was reported last
     """
 
@@ -82,7 +82,7 @@ class Reports:
     standby_watch: StandbyWatch
     _passed_on: list[tuple[int, from_rank.Put]] = field(default_factory=list, init=False)
     _to_pass_on: list[tuple[int, from_rank.Put]] = field(default_factory=list, init=False)
-    _void_beyond: tuple[int, int] = field(default=(-1, 0), init=False)
+    _voided: set[tuple[int, int]] = field(default_factory=set, init=False)
     _nan_step: int = field(default=-2, init=False)
 
     def take(self, slot: RankSlot, message: Message) -> None:
@@ -247,7 +247,7 @@ class Reports:
     def begin_group(self) -> None:
         """All ranks are new."""
         self._nan_step = -2
-        self._passed_on, self._to_pass_on, self._void_beyond = [], [], (-1, 0)
+        self._passed_on, self._to_pass_on, self._voided = [], [], set()
 
     def _on_stopped(self, slot: RankSlot) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
@@ -319,8 +319,8 @@ class Reports:
     def _on_frozen(self, slot: RankSlot, message: from_rank.Frozen) -> None:
         """A survivor has quiesced at a boundary."""
         slot.take_journal(message.journal)
-        if self._void_beyond != (message.generation, message.boundary):  # once, not for each survivor
-            self._void_beyond = message.generation, message.boundary
+        if (message.generation, message.boundary) not in self._voided:  # once, not for each survivor
+            self._voided.add((message.generation, message.boundary))
             self.actuators.order_all(node_orders.VoidBeyond(message.boundary))
         self._compare_journals(slot, message.generation)
         self.node.advance(
