@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ttprun.agent.core.exit_causes import Causes
-from ttprun.tensors.free_memory import own_cgroup
+from ttprun.tensors.memory import own_cgroup
 
 EVENTS = "low 0\nhigh 3\nmax 12\noom 1\noom_kill {kills}\noom_group_kill 0\n"
 KERNEL = "6,1,2,-;Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB\n"

@@ -24,7 +24,7 @@ from ttprun.protocol.board import Board, Field
 from ttprun.protocol.snapshots import Share, SnapshotTaken
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.tensors.checkpoint_shards import version_of
-from ttprun.tensors.shared_memory import Memory
+from ttprun.tensors.memory import Memory
 
 RANKS = 2
 NO_ROOM = "it takes 1024 MiB of shared memory, and less than that is free"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e import harness
 from tests.e2e.harness import Launch, Run, assert_no_orphans, assert_only_replaced, assert_same_outcome
-from ttprun.tensors.free_memory import own_cgroup
+from ttprun.tensors.memory import own_cgroup
 
 HUNGRY = "hungry.py"
 LIMIT_BYTES = 3 << 30  # a launcher, two ranks and a standby need half of it

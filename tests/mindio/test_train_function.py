@@ -28,6 +28,7 @@ from mindio_ttp.framework_ttp import (
 
 from tests.device.fake_npu import FakeNpu
 from ttprun.capture.records.recorder import Recorder
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.bootstrap.framework_hooks import wrap_process_group_name
@@ -36,7 +37,6 @@ from ttprun.rank.framework.framework import Framework, MainThread
 from ttprun.rank.framework.handlers import CallbackFailedError
 from ttprun.rank.framework.recovery import CallbackRecovery
 from ttprun.rank.session import Session
-from ttprun.tensors.replicated import NotRepairableError
 
 
 def recover(session: Session, step: int, meanwhile: Callable[[], None] = lambda: None) -> None:

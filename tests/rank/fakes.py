@@ -11,13 +11,14 @@ from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
+from ttprun.introspect import host
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
-from ttprun.rank import session as sessions
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.session import Session
+from ttprun.rank.step.training import Training
 from ttprun.tensors import optimizer_registry
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
@@ -53,7 +54,7 @@ def make_session(
     world_size = known.pop("world_size", 2)
     journal = known.pop("journal", Journal(64 << 20))
     page = Board.create(world_size)[1] if board is None else board
-    return Session(
+    session = Session(
         rank=known.pop("rank", 0),
         local_rank=known.pop("local_rank", 0),
         world_size=world_size,
@@ -77,11 +78,13 @@ def make_session(
         },
         **known,
     )
+    session.training = Training(session)
+    return session
 
 
 def become(session: Session | None) -> None:
     """Make a session this process's own, without the hooks at fork."""
-    sessions._session = session
+    host.begin(session)
 
 
 def open_descriptors() -> set[str]:

@@ -15,11 +15,11 @@ import torch
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.groups.entry import Entry
 from ttprun.groups.reissue import unpack_given
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.session import Session
-from ttprun.tensors.replicated import NotRepairableError
 from ttprun.tensors.state_places import InDirectory
 from ttprun.tensors.state_transfer import serve_gradients, take_gradients
 

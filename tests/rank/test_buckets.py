@@ -19,10 +19,10 @@ from ttprun.chaos.faults import parse_fault
 from ttprun.groups.buckets import TRUSTED_AFTER, Bucket
 from ttprun.groups.journal import Journal
 from ttprun.introspect import moments
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, to_rank
 from ttprun.rank.checks.verification import Verifier, nan_in
 from ttprun.rank.session import current
-from ttprun.tensors.replicated import NotRepairableError
 
 WIDTH = 520  # more than a megabyte of weights
 BEGINS_AT = TRUSTED_AFTER + 3  # DDP orders its buckets in the second step, and reports it after the third

@@ -9,8 +9,9 @@ import torch
 from msgspec import structs
 
 from tests.rank.fakes import FakeChannel, make_session
-from ttprun.capture.records.evidence import BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence, is_close, sampled
+from ttprun.capture.records.evidence import BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence
 from ttprun.capture.records.recorder import Recorder
+from ttprun.introspect.samples import is_close, sampled
 from ttprun.protocol import from_rank
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.alignment import Alignment
@@ -303,7 +304,7 @@ def test_what_cannot_be_compared_is_named_and_the_script_goes_on(
     replacement: Replacement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, channel = replacement(5, {"world": [torch.ones(40)]})
-    monkeypatch.setattr("ttprun.capture.records.evidence._memory", lambda tensor: 1 / 0)
+    monkeypatch.setattr("ttprun.introspect.samples._memory", lambda tensor: 1 / 0)
 
     proof.note(session, INPUT, "world", [torch.ones(40)])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.tensors.free_memory import free_bytes
+from ttprun.tensors.memory import free_bytes
 
 MIB = 1 << 20
 NAMES = {

@@ -40,7 +40,7 @@ def issued_again() -> int:
     """How many messages this rank's connection has carried in this generation."""
     session = current()
     assert session is not None
-    (group,) = session.groups.values()
+    (group,) = session.made.living.values()
     connection = group.links.by_gloo
     assert connection is not None
     return connection._p2p_channels.issued

@@ -13,8 +13,8 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.rank.processes import run_alone
+from ttprun.introspect import distributed_tensors, original_parameters
 from ttprun.rank.step import hindrances
-from ttprun.tensors import original_parameters, sharded
 
 SHARDED, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 
@@ -35,11 +35,11 @@ def look(strategy: ShardingStrategy) -> list[Any]:
     """(size, whether it is known and is the parameter's memory, size while all is gathered) of weight and bias."""
     model = made(strategy)
     parameters = list(model.parameters())
-    rest = [sharded.at_rest(one) for one in parameters]
+    rest = [distributed_tensors.at_rest(one) for one in parameters]
     are_views = [part.data_ptr() == one.data_ptr() for part, one in zip(rest, parameters, strict=True)]
-    unknown = [sharded.is_gathered_in_place(one) for one in parameters]
+    unknown = [distributed_tensors.is_gathered_in_place(one) for one in parameters]
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        gathered = [sharded.at_rest(one) for one in parameters]
+        gathered = [distributed_tensors.at_rest(one) for one in parameters]
         wholes = [one.numel() for one in parameters]
     are_same = [torch.equal(one, part) for one, part in zip(gathered, rest, strict=True)]
     return [[part.numel() for part in rest], wholes, *map(all, (are_views, are_same)), any(unknown)]

@@ -53,7 +53,7 @@ def _before_step(note: Callable[[int], None]) -> tuple[Session, torch.optim.Opti
     session = make_session()
     become(session)
     session[KeptWeights].note = note  # type: ignore[method-assign]
-    session.groups["a group"] = None  # type: ignore[assignment]  # without one nothing is recorded
+    session.made.living["a group"] = None  # type: ignore[assignment]  # without one nothing is recorded
     return session, torch.optim.SGD([torch.ones(2, requires_grad=True)])
 
 

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from tests.rank.fakes import RECORD_BYTES
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import frames
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.snapshots import SnapshotTaken
 from ttprun.state.files import read_entry
 from ttprun.tensors import checkpoint_shards, replicated, snapshots
 from ttprun.tensors.open_boundaries import MOST_PUT_OFF
 from ttprun.tensors.optimizer_registry import forget, wrap_optimizer_init
-from ttprun.tensors.replicated import NotRepairableError
-from ttprun.tensors.shared_memory import Memory
+from ttprun.tensors.memory import Memory
 from ttprun.tensors.snapshots import SnapshotPart
 
 SHARES = 3

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ttprun.introspect.tensor_bytes import places
 from ttprun.tensors import optimizer_registry
-from ttprun.tensors.optimizer_registry import places, stepped_tensors
+from ttprun.tensors.optimizer_registry import stepped_tensors
 
 SIZES = [3, 2000, 5, 4, 1, 2]
 

@@ -13,10 +13,11 @@ import torch
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.groups.entry import Entry
 from ttprun.groups.journal import Journal
+from ttprun.groups.nans import look_for_nan
 from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.rank.checks import verification
 from ttprun.rank.checks.reduced_gradients import find_nan
-from ttprun.rank.checks.verification import Verifier, look_for_nan, nan_in
+from ttprun.rank.checks.verification import Verifier, nan_in
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.tensors import holdings
 

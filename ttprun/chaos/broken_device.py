@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ttprun.introspect.distributed_tensors import local_of
 from ttprun.tensors import optimizer_registry
-from ttprun.tensors.sharded import local_of
 
 
 def break_device(kind: str) -> str:

@@ -23,10 +23,10 @@ from ttprun.chaos import strikes
 from ttprun.chaos.damage import step_of
 from ttprun.chaos.plain_observer.sitecustomize import leave, seed_what_the_system_seeds
 from ttprun.introspect import random_state
+from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.tensor_bytes import content_of, elements_of
 from ttprun.rank.session import Session, current
 from ttprun.tensors import optimizer_registry
-from ttprun.tensors.sharded import local_of
 
 VARIABLE = "_TTPRUN_CHECK"
 

@@ -2,7 +2,7 @@
 
 They are no part of the main thread's step, and are not compared with it: when they come depends on the disk. In their
 group they keep their order, so those that were issued since the boundary are issued again after a fault. Those of a
-save that is given up are not (values/saves.py).
+save that is given up are not (saves.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import threading
 
 import torch
 
-from ttprun.capture.values import saves
+from ttprun.groups import saves
 from ttprun.groups.entry import Entry
+from ttprun.groups.host import Member
 from ttprun.groups.journal import Journal
-from ttprun.rank.session import Session
 
 
 class Own:
@@ -39,7 +39,7 @@ class Own:
         return entry.is_apart
 
 
-def give_up_older(session: Session) -> None:
+def give_up_older(session: Member) -> None:
     """All ranks are about to go on from the newest boundary: give up the saves that began before it."""
     saves.give_up_older(session.applied)
     session[Journal].forget_saves_before(session.applied)

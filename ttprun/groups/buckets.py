@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ttprun.groups import nans
 from ttprun.groups.journal import Journal
 from ttprun.groups.operations import with_tensors_replaced
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import bytes_of
-from ttprun.rank.checks import verification
-from ttprun.tensors import optimizer_registry
-from ttprun.tensors.replicated import NotRepairableError
 
 if TYPE_CHECKING:
     from ttprun.groups.entry import Entry
@@ -305,9 +304,9 @@ class Buckets:
             self._unseen.append(entry)
             return
         for unseen in self._unseen:
-            verification.look_for_nan(unseen)
+            nans.look_for_nan(unseen)
         self._unseen.clear()
-        verification.look_for_nan(entry)
+        nans.look_for_nan(entry)
 
     def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """As Bucket.parts; [] if `flat` is not a known bucket's."""
@@ -325,8 +324,9 @@ class Buckets:
             bucket.is_used = False
         if self._is_to_look:
             self._is_to_look = False
-            for model in optimizer_registry.wrapped_models():
-                if model.process_group is self._group() and self._looks.get(model, 0) < _LOOKS:
+            group: Any = self._group()
+            for model in group.session.training.wrapped_models():
+                if model.process_group is group and self._looks.get(model, 0) < _LOOKS:
                     self._look_at(model)
 
     def _look_at(self, model: Any) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ttprun.groups.host import current
 from ttprun.groups.transports import late
-from ttprun.rank.session import current
 
 REASON = (
     "the script captures its work in graphs of the device (torch.cuda.graph, make_graphed_callables, or torch.compile "

@@ -11,8 +11,8 @@ import threading
 from typing import Any
 
 from ttprun.device import accelerator
+from ttprun.groups.host import current
 from ttprun.groups.journal import Journal
-from ttprun.rank.session import current
 
 
 def wrap_synchronize(original: Any) -> Any:

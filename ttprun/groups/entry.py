@@ -11,7 +11,7 @@ import torch
 from ttprun.groups.operations import REDUCING, signature_of, tensors_in, with_tensors_replaced
 
 if TYPE_CHECKING:
-    from ttprun.rank.context import Group
+    from ttprun.groups.host import Group
 
 Tensor = torch.Tensor
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ttprun.capture.position import made_inside
 from ttprun.device.environment import DEBUG_NOTE, is_debugging
 from ttprun.groups import torch_groups
 from ttprun.groups.connection import Exchange, GivenUpError
+from ttprun.groups.host import CONNECT, Member, current
 from ttprun.groups.leaving import leave_together
 from ttprun.groups.process_group import GLOO_ALONE, ManagedGroup
 from ttprun.groups.seen_by_torch import INTERNAL_NAME
@@ -27,7 +27,6 @@ from ttprun.groups.transports import TRANSPORTS
 from ttprun.introspect import fail_open, moments
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Phase
-from ttprun.rank.session import CONNECT, Session, current
 
 _FAKE = "fake"  # torch's name; DeviceMesh may have such groups along dimensions of one rank, as torchtitan does
 LITTLE_TRIED = {
@@ -159,11 +158,11 @@ def wrap_new_group(original: Any) -> Any:
             return make(session, world, ranks, timeout, backend, *args, **kwargs)
 
     def make(
-        session: Session, world: ManagedGroup, ranks: Any, timeout: Any, backend: Any, *args: Any, **kwargs: Any
+        session: Member, world: ManagedGroup, ranks: Any, timeout: Any, backend: Any, *args: Any, **kwargs: Any
     ) -> Any:
         backends, why_not = (dict(world.backends), "") if backend is None else _chosen(backend, None)
         if set(backends.values()) == {_FAKE}:
-            _note_made(fail_open.caller(), world)
+            _note_made(session, fail_open.caller(), world)
             return original(ranks, timeout, backend, *args, **kwargs)
         if why_not or (session.framework is not None and backends != GLOO_ALONE):
             if session.framework is None:
@@ -171,7 +170,7 @@ def wrap_new_group(original: Any) -> Any:
             return original(ranks, timeout, backend, *args, **kwargs)
         if session[Exchange].is_given_up:
             return original(ranks, timeout, backend, *args, **kwargs)
-        _note_made(fail_open.caller(), world)
+        _note_made(session, fail_open.caller(), world)
         shown = c10d._world.pg_map[world][0] if backend is None else backend
         others = {name: value for name, value in kwargs.items() if name != "device_id"}
         return _make_managed(
@@ -205,14 +204,14 @@ def wrap_split_group(original: Any) -> Any:
     return split_group
 
 
-def _note_made(frame: FrameType, world: ManagedGroup) -> None:
+def _note_made(session: Member, frame: FrameType, world: ManagedGroup) -> None:
     """A group was made. While the group of all ranks exists, the names of later ones count it, destroyed or not."""
     of_all = weakref.ref(world)
 
     def is_counted() -> bool:
         return of_all() is not None and of_all() is dist.group.WORLD
 
-    made_inside.note("a process group was made", "make all groups before the loop", is_counted, frame)
+    session.training.made("a process group was made", "make all groups before the loop", is_counted, frame)
 
 
 def _chosen(backend: Any, device_id: Any) -> tuple[dict[str, str], str]:
@@ -225,7 +224,7 @@ def _chosen(backend: Any, device_id: Any) -> tuple[dict[str, str], str]:
 
 
 def _make_managed(
-    session: Session,
+    session: Member,
     backend: Any,
     backends: dict[str, str],
     device_id: Any,
@@ -291,9 +290,9 @@ def wrap_destroy_process_group(original: Any) -> Any:
             if session.framework is None and (group is None or group is dist.group.WORLD):
                 leave_together(session)
             if group is None or group is dist.group.WORLD:
-                session.forget_groups(list(session.groups))
+                session.made.forget(list(session.made.living))
             elif isinstance(group, ManagedGroup):
-                session.forget_groups([group.group_name])
+                session.made.forget([group.group_name])
         return original(group)
 
     return destroy_process_group

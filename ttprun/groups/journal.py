@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ttprun.capture.values import saves
 from ttprun.device.errors import DeviceErrors, Diagnosis
+from ttprun.groups import saves
 from ttprun.groups.entry import Entry
 from ttprun.groups.operations import OF_ALL_MEMBERS
 from ttprun.introspect import fail_open

@@ -6,28 +6,27 @@ hold up a job that torchrun would let go on: see `OthersPatience`.
 
 from __future__ import annotations
 
+from ttprun.groups.host import Member
 from ttprun.groups.journal import PATIENCE_S, Journal
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.protocol.patience import Patience
-from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.session import Session
 
 _LOOK_AGAIN_S = 1.0
 _STUCK_S = 5.0  # in a collective, while this rank has come to its end: it may wait for this rank's exit
 _SILENT_S = 120.0  # no bytecode, no collective and no step: perhaps it waits for this rank's exit by other means
 
 
-def leave_together(session: Session) -> None:
+def leave_together(session: Member) -> None:
     """Wait until every rank destroys its process group.
 
     Ends after PATIENCE_S if a rank waits in a collective meanwhile: it may wait for this rank, and must fail as under
     torchrun.
     """
-    if not session.groups:
+    if not session.made.living:
         return
-    session[Verifier].stop_if_divergent()
-    session.times_left += 1
-    board, times = session.board, session.times_left
+    session.training.leaves()
+    session.made.times_left += 1
+    board, times = session.board, session.made.times_left
     board.announce(session.rank, Field.LEAVING, times)
     session.share_row()
     if not session.is_repairable() or not session.mode.is_live:
@@ -43,7 +42,7 @@ def leave_together(session: Session) -> None:
                 return
 
 
-def stay(session: Session) -> None:
+def stay(session: Member) -> None:
     """The script has come to its end, its exit handlers included: wait until that is so in every rank.
 
     Meanwhile this rank takes part in repairs: its recovery thread serves what it holds. It does not stay if the others
@@ -52,7 +51,7 @@ def stay(session: Session) -> None:
     board = session.board
     board.announce(session.rank, Field.ENDED, 1)
     session.share_row()
-    if not session.groups_count or not session.is_repairable() or session.framework is not None:
+    if not session.made.count or not session.is_repairable() or session.framework is not None:
         return
     session.touch(Phase.FINISHED)
     recorded = board.get(session.rank, Field.RECORDED)
@@ -65,14 +64,14 @@ def stay(session: Session) -> None:
     _finish_recovery(session)
 
 
-def _finish_recovery(session: Session) -> None:
+def _finish_recovery(session: Member) -> None:
     """The last collective has completed for all; that ends a repair only when our recovery thread has reported it."""
     waits = Patience(_STUCK_S)
     while session.recovery is not None and not session.recovery.is_idle(_LOOK_AGAIN_S) and not waits.look():
         pass
 
 
-def _has_ended(session: Session, row: int) -> bool:
+def _has_ended(session: Member, row: int) -> bool:
     board = session.board
     return board.get(row, Field.ENDED) != 0 or board.get(row, Field.RECORDED) == FINISHED
 
@@ -83,7 +82,7 @@ class OthersPatience:
     stuck_s   that long it may wait in one collective, if the machine is not busy
     """
 
-    def __init__(self, session: Session, stuck_s: float) -> None:
+    def __init__(self, session: Member, stuck_s: float) -> None:
         self._session = session
         self._stuck_s = stuck_s
         self._seen: dict[int, tuple[tuple[int, ...], Patience]] = {}  # row -> what it had done, and the wait since

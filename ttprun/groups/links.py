@@ -16,12 +16,11 @@ from typing import Any
 from ttprun.device.errors import in_one_line
 from ttprun.device.interface import DeviceFailedError
 from ttprun.groups.connection import CONNECT_LIMIT, Connection, GenerationOverError
+from ttprun.groups.host import Member
 from ttprun.groups.journal import EndedError, Journal
 from ttprun.groups.operations import tensors_in
 from ttprun.groups.transports import TRANSPORTS, GroupMember, Link
 from ttprun.introspect import moments
-from ttprun.rank.session import Session
-from ttprun.tensors import optimizer_registry
 
 ABORT_LIMIT_S = 20.0  # half a second was seen on a GPU
 CLOSE_LIMIT_S = 10.0
@@ -36,7 +35,7 @@ class Links:
     is_joined      all members have connected once; until then the main thread connects
     """
 
-    def __init__(self, session: Session, member: GroupMember, backends: Mapping[str, str]) -> None:
+    def __init__(self, session: Member, member: GroupMember, backends: Mapping[str, str]) -> None:
         self.backends = backends
         self.member = member
         self.is_joined = False
@@ -110,7 +109,7 @@ class Links:
 
     def _connect_anew(self, generation: int) -> None:
         given = self.member.device if self.member.is_given else None
-        device = given or optimizer_registry.device_in_use()
+        device = given or self._session.training.device_in_use()
         # A survivor makes the communicators anew that it had. A replacement had none, and follows the others.
         connects_now = given is not None or self._was_used or not self._session.mode.is_live
         member = dataclasses.replace(self.member, generation=generation, device=device, connects_now=connects_now)

@@ -15,20 +15,17 @@ from typing import Any
 
 import torch
 
-from ttprun.capture.records.evidence import INPUT, sampled
 from ttprun.groups.entry import Entry
+from ttprun.groups.host import Group, Member
 from ttprun.groups.journal import SMALL_RESULT_BYTES, Journal
 from ttprun.groups.work import ManagedWork
 from ttprun.introspect import moments
 from ttprun.introspect.frames import calls_key
+from ttprun.introspect.samples import sampled
 from ttprun.protocol.board import OPERATION_NAMES
-from ttprun.rank.checks import proof
-from ttprun.rank.checks.replay_guard import report_mismatch
-from ttprun.rank.context import Group
-from ttprun.rank.session import Session
 
 _NUMBERS = {op: OPERATION_NAMES.index(op) for op in ("send", "recv")}
-_MISSED_BY_NONE = 0  # as `Session.meet` counts ranks: a message is between two of them
+_MISSED_BY_NONE = 0  # as `Member.meet` counts ranks: a message is between two of them
 
 
 class Message(Entry):
@@ -83,7 +80,7 @@ class Message(Entry):
         return (scratch, *self.args[1:])
 
 
-def issue(session: Session, group: Group, op: str, args: tuple[Any, ...]) -> Any:
+def issue(session: Member, group: Group, op: str, args: tuple[Any, ...]) -> Any:
     """Write a send or a receive to the journal, and issue it; returns its work.
 
     op     "send", "recv" or "recv_anysource"
@@ -114,14 +111,14 @@ def issue(session: Session, group: Group, op: str, args: tuple[Any, ...]) -> Any
     if session.expected is not None:
         session.expected.check(message)
     # What is equal to rounding alone is not sent again to whoever has received it.
-    if op == "send" and not proof.note(session, INPUT, message.sequence, [tensor], op):
+    if op == "send" and not session.training.note_input(message.sequence, [tensor], op):
         _compare_with_received(session, message, tensor)
     group.enter(message, [tensor] if op == "send" else [])
     moments.reached("collective")
     return ManagedWork(journal, message)
 
 
-def _pass_on(session: Session, group: Group, op: str, args: tuple[Any, ...], tensor: torch.Tensor) -> Any:
+def _pass_on(session: Member, group: Group, op: str, args: tuple[Any, ...], tensor: torch.Tensor) -> Any:
     """Leave to the backend what is not repaired."""
     if session.framework is None:
         what = f"{op} of tensors on {tensor.device.type}"
@@ -133,7 +130,7 @@ def _pass_on(session: Session, group: Group, op: str, args: tuple[Any, ...], ten
     return group.links.issue_plainly(op, args)
 
 
-def _compare_with_received(session: Session, message: Message, tensor: torch.Tensor) -> None:
+def _compare_with_received(session: Member, message: Message, tensor: torch.Tensor) -> None:
     """A replacement repeats what the lost rank has sent: compare it with what has come of that."""
     known = session[Journal].received.get(message.sequence, ())
     if message.number >= len(known) or known[message.number] == message.digest_of(tensor):
@@ -142,8 +139,4 @@ def _compare_with_received(session: Session, message: Message, tensor: torch.Ten
         f"the replacement sends something else to rank {message.members[1]} than what this has received from the lost "
         f"rank (number {message.number + 1} of the step)"
     )
-    if proof.is_measured([tensor]):
-        proof.report(session, [], [f"{difference}; it is small and not a gradient: perhaps a measured time"])
-        return
-    cause = "its steps depend on something that is neither recorded nor made again by its setup"
-    report_mismatch(session.channel, session.generation, f"the script cannot be replayed: {difference}, so {cause}")
+    session.training.sends_otherwise(tensor, difference)

@@ -13,17 +13,16 @@ import threading
 from ttprun.device import accelerator
 from ttprun.device.errors import DeviceErrors, DeviceFault, in_one_line
 from ttprun.device.interface import DeviceFailedError
+from ttprun.groups.host import Member
 from ttprun.protocol import from_rank
-from ttprun.rank.session import Session
-from ttprun.tensors import optimizer_registry
 
 EXIT_CODE = 1
 SETTLE_LIMIT_S = 20.0  # the agent waits for a minute
 
 
-def enter() -> None:
+def enter(session: Member) -> None:
     """This thread works on the device of the script's parameters, as the script's own thread does."""
-    device = optimizer_registry.device_in_use()
+    device = session.training.device_in_use()
     if device is not None:
         accelerator.use(device.index)
 
@@ -55,13 +54,13 @@ def settle() -> None:
         raise DeviceFailedError(f"the device does not end its work ({in_one_line(failed[0])})") from failed[0]
 
 
-def has_failed(session: Session, error: BaseException) -> bool:
+def has_failed(session: Member, error: BaseException) -> bool:
     """Whether an error of a recovery's own work is the device's, as of its memory that is read to be sent."""
     cause = session.diagnose(error)
     return cause.is_of_computation and cause.fault is not DeviceFault.FORCED_STOP
 
 
-def give_up_process(session: Session, error: DeviceFailedError) -> None:
+def give_up_process(session: Member, error: DeviceFailedError) -> None:
     """End this process, which cannot use its device any more and is to be replaced. Does not return."""
     cause = session.diagnose(error)
     is_of_link = cause.is_known and not cause.is_of_computation

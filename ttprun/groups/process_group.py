@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from ttprun.capture.records.evidence import INPUT
 from ttprun.device import accelerator
 from ttprun.groups import methods
 from ttprun.groups.apart import Own
 from ttprun.groups.buckets import Buckets
 from ttprun.groups.connection import Exchange
 from ttprun.groups.entry import Entry
+from ttprun.groups.host import Member
 from ttprun.groups.journal import SMALL_RESULT_BYTES, EndedError, Journal
 from ttprun.groups.links import Links
 from ttprun.groups.operations import (
@@ -44,15 +44,10 @@ from ttprun.groups.results import Results, place_of
 from ttprun.groups.seen_by_torch import SeenByTorch
 from ttprun.groups.transports import TRANSPORTS, GroupMember
 from ttprun.groups.work import ManagedWork, Refused
-from ttprun.introspect import fail_open, moments, signal_handlers
+from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
 from ttprun.introspect.frames import location_key
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES, Phase
-from ttprun.rank.checks import proof
-from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.session import Session
-from ttprun.tensors import sharded
-from ttprun.tensors.mirror import Mirror
 
 signal_handlers.Now.is_in_engine = lambda: torch._C._current_graph_task_id() != -1
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
@@ -79,7 +74,7 @@ class ManagedGroup(SeenByTorch):
 
     def __init__(
         self,
-        session: Session,
+        session: Member,
         exchange: Exchange,
         name: str,
         ranks: list[int],
@@ -97,9 +92,9 @@ class ManagedGroup(SeenByTorch):
         self._name = name
         # A script may destroy its groups and make new ones: torch reuses the names then, maybe for other ranks.
         self._of_these = f"{name} of {','.join(map(str, ranks))}"
-        session.groups_made[self._of_these] += 1
-        key = self._key_of(session.groups_made)
-        self.number = session.groups_count = session.groups_count + 1
+        session.made.by_ranks[self._of_these] += 1
+        key = self._key_of(session.made.by_ranks)
+        self.number = session.made.count = session.made.count + 1
         self.is_made = False
         self.buckets = Buckets(self)
         self._batch_on: Any = None  # the link on which operations are being started together
@@ -110,7 +105,7 @@ class ManagedGroup(SeenByTorch):
         is_given = device is not None
         member = GroupMember(exchange, -1, key, name, rank, size, ranks, op_limit, options, device, is_given)
         self.links = Links(session, member, backends)
-        session.groups[name] = self
+        session.made.living[name] = self
         living.add(self)
 
     def _key_of(self, made: Mapping[str, int]) -> str:
@@ -128,8 +123,8 @@ class ManagedGroup(SeenByTorch):
 
     def shutdown(self) -> None:
         """The script has destroyed the group."""
-        if self.session.groups.get(self._name) is self:
-            self.session.forget_groups([self._name])
+        if self.session.made.living.get(self._name) is self:
+            self.session.made.forget([self._name])
         self.links.close()
 
     def abort(self) -> None:
@@ -150,7 +145,7 @@ class ManagedGroup(SeenByTorch):
 
     def connect_if_new(self) -> None:
         """Connect a group that was made after a recovery. Raises RuntimeError if a member is away."""
-        if not self.links.all and self.session.groups.get(self._name) is self:
+        if not self.links.all and self.session.made.living.get(self._name) is self:
             away = sorted(self.session.away & {*self.ranks})
             if away:
                 raise RuntimeError(
@@ -234,8 +229,8 @@ class ManagedGroup(SeenByTorch):
             and not is_apart
             and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
         )
-        entry.is_passing = op in GATHERING and outputs[0].is_cpu and sharded.is_gathering()
-        entry.is_borrowed = entry.is_passing and op in REDUCING and sharded.is_lending()
+        entry.is_passing = op in GATHERING and outputs[0].is_cpu and distributed_tensors.is_gathering()
+        entry.is_borrowed = entry.is_passing and op in REDUCING and distributed_tensors.is_lending()
         if is_small and not entry.is_passing:
             entry.place = place_of(op, outputs, location_key())
         if is_skipped or session.mode.is_alone:
@@ -255,9 +250,9 @@ class ManagedGroup(SeenByTorch):
         if unusual and not (op == "allreduce" and unusual[0].layout is torch.sparse_coo):
             session.give_up_protection(f"the script's {op} takes sparse tensors: only all_reduce of these is repaired")
         if inputs and not (unusual or is_apart):
-            proof.note(session, INPUT, f"{self._name} {with_options(op, entry.args)}", inputs, op)
+            session.training.note_input(f"{self._name} {with_options(op, entry.args)}", inputs, op)
         is_kept = self.enter(entry, inputs)
-        if is_kept and session[Verifier].looks_before:
+        if is_kept and session.training.has_a_look():
             self.buckets.look_for_nan(entry)
         if not is_apart:
             moments.reached("collective")
@@ -369,7 +364,7 @@ class ManagedGroup(SeenByTorch):
             unpack_given(entry)
             entry.note_result()
             if entry.is_borrowed:
-                self.session[Mirror].keep_result(self.session, entry.sequence, entry.number, entry.outputs[0])
+                self.session.training.keep_result(entry)
             entry.is_done = True
             self.session[Journal].settle_before(entry)
         try:
@@ -380,9 +375,9 @@ class ManagedGroup(SeenByTorch):
             entry.release()
 
 
-def groups_of(session: Session) -> list[ManagedGroup]:
+def groups_of(session: Member) -> list[ManagedGroup]:
     """The groups that the script has made and not destroyed, in the order of their making."""
-    return [group for group in list(session.groups.values()) if isinstance(group, ManagedGroup)]
+    return [group for group in list(session.made.living.values()) if isinstance(group, ManagedGroup)]
 
 
 for _name in OPERATIONS:

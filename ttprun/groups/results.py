@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgpack
 import torch
@@ -20,7 +20,6 @@ from ttprun.groups.operations import SAME_FOR_ALL
 from ttprun.introspect.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
-    from ttprun.capture.records.recorder import Recorder
     from ttprun.groups.entry import Entry
 
 # A place called in more steps than this belongs to the step itself, and is kept in the records alone.
@@ -41,10 +40,16 @@ def place_of(op: str, outputs: list[torch.Tensor], where: str) -> str:
     return f"{op} {kinds} {where}"
 
 
+class Log(Protocol):
+    """Where results are kept; in a rank its Recorder."""
+
+    def append_log(self, entry: bytes) -> bool: ...
+
+
 class Results:
     """Results of this rank's small collectives in the current step."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Log) -> None:
         self._recorder = recorder
         self._lock = threading.Lock()
         self._newest: list[Result] = []  # of this step
@@ -76,7 +81,7 @@ class Results:
         return ended
 
 
-def keep_origin(recorder: Recorder, drawn: tuple[str, Any]) -> None:
+def keep_origin(recorder: Log, drawn: tuple[str, Any]) -> None:
     """Keep a time, pid or entropy that the setup has drawn."""
     recorder.append_log(msgpack.packb((ORIGIN, *drawn)))
 
@@ -87,7 +92,7 @@ def origins_in(log: Iterable[bytes]) -> list[tuple[str, Any]]:
     return [(place, value) for step, place, value in found if step == ORIGIN]
 
 
-def keep_file_answer(recorder: Recorder, kept: tuple[int, Any]) -> int:
+def keep_file_answer(recorder: Log, kept: tuple[int, Any]) -> int:
     """Keep what the file system has answered; returns the size."""
     packed: bytes = msgpack.packb((FILE, *kept))
     recorder.append_log(packed)

@@ -14,11 +14,11 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from ttprun.groups.entry import Entry
+from ttprun.groups.host import current
 from ttprun.groups.journal import EndedError, Journal, has_succeeded
 from ttprun.introspect import fail_open, signal_handlers
 from ttprun.introspect.signal_handlers import waiting
 from ttprun.protocol.board import Phase
-from ttprun.rank.session import current
 
 
 class ManagedWork(Work):

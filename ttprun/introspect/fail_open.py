@@ -20,6 +20,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+from ttprun.introspect import host
 from ttprun.introspect.signal_handlers import call_through, gate, is_gate, is_of_handler, leave, waiting
 
 _E = TypeVar("_E", bound=BaseException)
@@ -219,9 +220,8 @@ def raise_if_meant(error: BaseException) -> None:
 
 
 def session_now() -> Any:
-    """This process's session; None in a process that is not a rank, and before torch is imported."""
-    module = sys.modules.get("ttprun.rank.session")
-    return module.current() if module is not None else None
+    """This process's host; None if it has none."""
+    return host.current()
 
 
 def _place_of(error: BaseException) -> str:
@@ -233,3 +233,7 @@ def _place_of(error: BaseException) -> str:
             found = f" (ttprun{path[len(_HERE) :]}:{trace.tb_lineno})"
         trace = trace.tb_next
     return found
+
+
+class NotRepairableError(RuntimeError):
+    """An optimizer holds something that another rank cannot load; the message names it."""

@@ -6,11 +6,14 @@ What is large and on a device is hashed there: see `content_of`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy
 import torch
+
+from ttprun.introspect.distributed_tensors import local_of
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,3 +96,18 @@ def _factors() -> torch.Tensor:
         for shift, by in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
             mixed = (mixed ^ (mixed >> numpy.uint64(shift))) * numpy.uint64(by)
     return torch.from_numpy((mixed | numpy.uint64(1)).view(numpy.int64))
+
+
+def places(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Index in the sequence by the address of each tensor's storage, and of its first element.
+
+    If tensors share a storage (parts of one flat buffer), its address maps to the first of them.
+
+    tensors   any dtype, shape and device; of a DTensor the part that this rank holds counts
+    """
+    held = list(map(local_of, tensors))
+    found: dict[int, int] = {}
+    for at in ([one.untyped_storage().data_ptr() for one in held], [one.data_ptr() for one in held]):
+        for index, address in enumerate(at):
+            found.setdefault(address, index)
+    return found

@@ -1,89 +1,41 @@
-"""What every folder of a rank may know: who this rank is, and what the folders below call in those above them.
-
-`Session` (session.py) has one attribute for each Protocol. Standard library only.
-"""
+"""What the folders of a rank call in those above them: Session (session.py) has one attribute for each class here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ttprun.protocol import from_rank
-from ttprun.protocol.board import Board
-from ttprun.protocol.to_rank import Options
+from ttprun.groups import host
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
-    from torch._C._distributed_c10d import Work
-
-    from ttprun.protocol.channel import Channel
+    import torch
 
 
-@dataclass(kw_only=True)
-class RankContext:
-    """Who this rank is; never changed.
+class Training(host.Training):
+    """What the libraries ask and report of the training; of a rank without hooks. With them: step/training.py."""
 
-    ranks_here    ranks of this node; 0: all
-    address       of this node for connections of the ranks; "": all ranks are on one node
-    """
+    def note(self, kind: int, name: str, values: Sequence[Any], what: str = "") -> bool:
+        """See capture/host.py."""
+        return False
 
-    rank: Final[int]
-    local_rank: Final[int]
-    world_size: Final[int]
-    run_dir: Final[str]
-    options: Final[Options]
-    channel: Final[Channel]
-    board: Final[Board]
-    ranks_here: Final[int] = 0
-    address: Final[str] = ""
+    def report(self, equal: list[str], not_proved: list[str]) -> None:
+        """See capture/host.py."""
+
+    def weights(self) -> Sequence[torch.Tensor]:
+        """See capture/host.py."""
+        return ()
 
 
-class Group(Protocol):
-    """A process group of the script: comm/process_group.py.
-
-    links      its connections: comm/links.py
-    messages   sender and receiver of those that this rank has sent or received in it
-    """
-
-    ranks: list[int]
-    number: int
-    links: Any
-    messages: set[tuple[int, int]]
-
-    @property
-    def group_name(self) -> str: ...
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
-    def described(self) -> from_rank.Group: ...
-    def is_protected(self) -> bool: ...
-    def enter(self, entry: Any, inputs: Any) -> bool: ...
-    def connect_if_new(self) -> None: ...
-    def call(self, op: str, args: tuple[Any, ...]) -> Any: ...
-    def bridge(self, entry: Any, inner: Any) -> None: ...
-    def complete(self, entry: Any, inner: Any) -> None: ...
-
-
-class Exporting(Protocol):
-    """The records that outlive this process: records/recorder.py."""
-
-    evidence: Any
-
-    def export(self, boundary: int) -> dict[str, Any]: ...
-
-
-class Mode:
+class Mode(host.Life):
     """How the script runs: live, unless a subclass says otherwise. Replay and its kind: replay/replay.py.
 
-    is_live       no replay is under way
-    is_alone      groups are made, and collectives answered, without the other ranks
     boundary      of a replay, that it must reach
     newest_step   of a replay: of the lost rank's steps the newest that an answer may be of
     difference    why the first step of a replay was not where it begins
     """
 
-    is_live = True
-    is_alone = False
     boundary = 0
     newest_step = 0
     difference = ""
@@ -94,9 +46,6 @@ class Mode:
 
     def note_not_proved(self, text: str) -> None:
         """The script has found something that may be other than it was for the lost rank."""
-
-    def answer(self, entry: Any) -> None:
-        """Fill the outputs of a collective that is not issued."""
 
     def leaves_step_out(self, frame: FrameType) -> bool:
         """Whether a GradScaler has left out the lost rank's step at this place."""
@@ -137,33 +86,9 @@ LIVE = Mode()
 JOINING = _Joining()  # --mindio: a replacement that has not reached its train function
 
 
-class Recovering(Protocol):
-    """The recovery thread: replay/recovery.py."""
-
-    def leave_to_thread(self, order: Any) -> None: ...
-    def is_idle(self, limit_s: float) -> bool: ...
-    def retire(self) -> None: ...
-    def join(self, limit_s: float) -> None: ...
-    def finish(self) -> None: ...
-
-
-class Framed(Protocol):
-    """The script's framework, which recovers by callbacks: framework/framework.py."""
-
-    def issue(self, entry: Any, is_skipped: bool = False) -> Work: ...
-    def may_connect_again(self) -> bool: ...
-
-
 class Comparing(Protocol):
     """The comparison with the evidence of a lost rank: checks/proof.py."""
 
     def compare(self, place: Any, noted: Any, tensors: Any, what: str) -> bool: ...
     def end_step(self) -> None: ...
     def end(self, why_not: str = "") -> None: ...
-
-
-class Expecting(Protocol):
-    """The collectives that a replacement must issue: checks/replay_guard.py."""
-
-    def check(self, entry: Any) -> None: ...
-    def note_proved(self) -> None: ...

@@ -19,8 +19,10 @@ import torch
 import xxhash
 from msgspec.structs import replace
 
+from ttprun.introspect import distributed_tensors, fail_open
 from ttprun.introspect.frames import SCALARS, user_frames
 from ttprun.introspect.looks import dictionary_of, is_a, module_of_class
+from ttprun.introspect.module_parts import parts_of, tables_of
 from ttprun.introspect.variables import variables_of
 from ttprun.protocol.snapshots import Share
 from ttprun.state.chunks import OWNER
@@ -28,9 +30,8 @@ from ttprun.state.files import write_file
 from ttprun.state.pieces import CannotReshardError
 from ttprun.state.tensor_file import chunks, lay_out, metadata_of
 from ttprun.tensors import optimizer_registry, replicated, sharded
-from ttprun.tensors.module_parts import parts_of, tables_of
 from ttprun.tensors.replicated import Part, parameter_of
-from ttprun.tensors.shared_memory import Memory
+from ttprun.tensors.memory import Memory
 
 _MOST_MODULES = 16
 BOTH_KINDS = "some parameters are DTensors, and others differ between the ranks: both together are not stored yet"
@@ -128,12 +129,12 @@ def _describe(
     """(description without the file's size and hash, the file's header, its tensors) of one share."""
     header, parts = replicated.describe()
     if why_not := sharded.why_not_stored(part.whole for part in parts):
-        raise replicated.NotRepairableError(why_not)
+        raise fail_open.NotRepairableError(why_not)
     alike = [part for part in parts if part.place is None and not differing.holds(part.key)]
     alone = [part for part in parts if part.place is None and differing.holds(part.key)]
     sharded_parts = [part for part in parts if part.place is not None]
     if alone and sharded_parts:
-        raise replicated.NotRepairableError(BOTH_KINDS)
+        raise fail_open.NotRepairableError(BOTH_KINDS)
     owners = divide([part.tensor.nbytes for part in alike], of)
     mine = {part.key: part.tensor for part, owner in zip(alike, owners, strict=True) if owner == share}
     mine |= {differing.stored(part.key): part.tensor for part in alone if differing.is_mine(part.key)}
@@ -174,7 +175,7 @@ def _describe(
     try:
         return described, *lay_out(mine, {"format": "pt"} | metadata_of(mine, chunks_of))
     except ValueError as error:
-        raise replicated.NotRepairableError(str(error)) from None
+        raise fail_open.NotRepairableError(str(error)) from None
 
 
 def load(header: list[Any], files: list[str], differing: Differing = NONE_DIFFERING) -> None:
@@ -186,9 +187,9 @@ def load(header: list[Any], files: list[str], differing: Differing = NONE_DIFFER
 
     Raises NotRepairableError, OSError.
     """
-    if sharded.are_any(optimizer_registry.parameters()):
+    if distributed_tensors.are_any(optimizer_registry.parameters()):
         if differing.owners:
-            raise replicated.NotRepairableError(BOTH_KINDS)
+            raise fail_open.NotRepairableError(BOTH_KINDS)
         _load_parts(header, files)
         return
     opened: list[Any] = [safetensors.safe_open(path, framework="pt") for path in files]
@@ -197,10 +198,10 @@ def load(header: list[Any], files: list[str], differing: Differing = NONE_DIFFER
     def fill(name: str, tensor: torch.Tensor) -> None:
         key = differing.stored(name)
         if key not in holder:
-            raise replicated.NotRepairableError(f"{key} is in none of the checkpoint's files")
+            raise fail_open.NotRepairableError(f"{key} is in none of the checkpoint's files")
         found = holder[key].get_tensor(key)
         if found.shape != tensor.shape or found.dtype != tensor.dtype:
-            raise replicated.NotRepairableError(f"{key} is {list(found.shape)} of {found.dtype} in the checkpoint")
+            raise fail_open.NotRepairableError(f"{key} is {list(found.shape)} of {found.dtype} in the checkpoint")
         with torch.no_grad():
             tensor.copy_(found)
 
@@ -216,7 +217,7 @@ def _load_parts(header: list[Any], files: list[str]) -> None:
     try:
         load_resharded(targets, files)
     except CannotReshardError as error:
-        raise replicated.NotRepairableError(str(error)) from None
+        raise fail_open.NotRepairableError(str(error)) from None
     sharded.forget_gathered()
 
 
@@ -224,14 +225,18 @@ def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Pa
     """The modules in the user's variables: (variable -> name in its state_dict -> key, what has no key yet)."""
     models: dict[str, dict[str, str]] = {}
     own: list[Part] = []
-    known = {_place(tensor): key for key, tensor in replicated.live_tensors() if not sharded.is_distributed(tensor)}
+    known = {
+        _place(tensor): key
+        for key, tensor in replicated.live_tensors()
+        if not distributed_tensors.is_distributed(tensor)
+    }
     known_parameters = replicated.keys_of_parameters()
     for variable, module in modules_in(frame):
         names: dict[str, str] = {}
         for name, value in tensors_of(module):
             if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
                 continue
-            tensor = sharded.local_of(value).detach()
+            tensor = distributed_tensors.local_of(value).detach()
             key = known_parameters.get(id(value)) or (known.get(_place(tensor)) if tensor.numel() else None)
             if key is None:
                 key = f"{variable}/{name}"

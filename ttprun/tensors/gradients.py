@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.parameter_groups import shown_to
 from ttprun.introspect.tensor_bytes import elements_of
 from ttprun.introspect.unseen import unseen
 from ttprun.tensors import kept_gradients, shared_backwards
 from ttprun.tensors.optimizer_registry import parameters_of
-from ttprun.tensors.parameter_groups import shown_to
-from ttprun.tensors.sharded import local_of
 
 CARRIED = (
     "the script carries gradients across an optimizer step, and a replacement would not have them: call zero_grad() in "

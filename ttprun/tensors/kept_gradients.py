@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from ttprun.introspect.distributed_tensors import local_of
 from ttprun.tensors.optimizer_registry import parameters_of
-from ttprun.tensors.sharded import local_of, place_of
+from ttprun.tensors.sharded import place_of
 
 GRADIENT = "ttprun.gradient"  # name among a parameter's state
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of, unpack
@@ -27,11 +29,9 @@ from ttprun.tensors.mirror_slots import Layout, Part, Slot, Stored, lay_out
 from ttprun.tensors.own_state import forms_of, held_now
 from ttprun.tensors.post_step_weights import KeptWeights
 from ttprun.tensors.reduced_parts import ReducedParts
-from ttprun.tensors.replicated import NotRepairableError
-from ttprun.tensors.sharded import local_of
 
 if TYPE_CHECKING:
-    from ttprun.rank.session import Session
+    from ttprun.tensors.host import Host
 
 _CHEAP_S = 0.005  # of processor time: a copy that takes no longer is kept, however short the steps are
 _LOOKED_AT = 8  # newest copies, and steps
@@ -107,7 +107,7 @@ class Mirror:
         self._slots = [Slot(path) for path in paths[:SLOTS]]
         self._parts = [ReducedParts(path, self._check_size) for path in paths[SLOTS:]]
 
-    def begin(self, session: Session, boundary: int) -> None:
+    def begin(self, session: Host, boundary: int) -> None:
         """The step to this boundary has ended: begin to copy the state. Raises nothing."""
         if self._failure is not None and not self.why_off:
             self._give_up(session, boundary, self._failure)
@@ -125,7 +125,7 @@ class Mirror:
         except Exception as error:  # training continues
             self._give_up(session, boundary, error)
 
-    def complete(self, session: Session, boundary: int, optimizer: torch.optim.Optimizer) -> None:
+    def complete(self, session: Host, boundary: int, optimizer: torch.optim.Optimizer) -> None:
         """The step to this boundary is about to begin, and is recorded: keep its gradients, too. Raises nothing.
 
         boundary    to which the step leads; the mirror holds the state of the one before
@@ -149,7 +149,7 @@ class Mirror:
         except Exception as error:
             self._give_up(session, boundary, error)
 
-    def keep_result(self, session: Session, sequence: str, number: int, result: torch.Tensor) -> None:
+    def keep_result(self, session: Host, sequence: str, number: int, result: torch.Tensor) -> None:
         """A reduce-scatter of FSDP2 has given this: the other ranks will drop what it was made of. Raises nothing.
 
         sequence   of the journal's entry
@@ -187,7 +187,7 @@ class Mirror:
             self._thread.shutdown(wait=True)
         self._thread = self._copying = self._layout = None
 
-    def _give_up(self, session: Session, boundary: int, error: Exception) -> None:
+    def _give_up(self, session: Host, boundary: int, error: Exception) -> None:
         """On the main thread, when no operation of the step runs any more: no mirror, and no memory for it."""
         self.why_off = str(error) or repr(error)
         self.end()
@@ -221,7 +221,7 @@ class Mirror:
 
     # The copies.
 
-    def _copy(self, session: Session, boundary: int) -> bool:
+    def _copy(self, session: Host, boundary: int) -> bool:
         """On the thread: copy the state; returns whether nothing has changed it meanwhile."""
         count = _count()
         try:
@@ -231,7 +231,7 @@ class Mirror:
                 raise
             return False  # the script has added parameters meanwhile: the next copy has them
 
-    def _copied(self, session: Session, boundary: int) -> bool:
+    def _copied(self, session: Host, boundary: int) -> bool:
         number = slot_of(boundary)
         slot = self._slots[number]
         self._board.set(self._rank, _CELLS[number], NOTHING.pack())

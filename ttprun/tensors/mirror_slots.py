@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ttprun.introspect.distributed_tensors import local_of
 from ttprun.protocol.mirrors import Held
 from ttprun.tensors import replicated, sharded
-from ttprun.tensors.sharded import local_of
-from ttprun.tensors.shared_memory import Memory
+from ttprun.tensors.memory import Memory
 
 _ALIGNED = 64  # bytes
 _LENGTH_BYTES = 8  # of the header, at the beginning of a slot

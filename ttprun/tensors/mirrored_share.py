@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 import xxhash
 
+from ttprun.introspect import fail_open
 from ttprun.protocol.snapshots import MirroredShare, Share
 from ttprun.state.chunks import Chunk
 from ttprun.state.files import write_file
 from ttprun.state.tensor_file import chunks, lay_out, metadata_of
-from ttprun.tensors import replicated
 from ttprun.tensors.checkpoint_shards import Differing, version_of
 from ttprun.tensors.mirror_slots import Stored
 from ttprun.tensors.replicated import parameter_of
@@ -54,7 +54,7 @@ def write(order: MirroredShare, owners: Mapping[str, Sequence[int]], writers: Se
     try:
         header, tensors = lay_out(mine, {"format": "pt"} | metadata_of(mine, chunks_of))
     except ValueError as error:
-        raise replicated.NotRepairableError(str(error)) from None
+        raise fail_open.NotRepairableError(str(error)) from None
     Path(order.path).unlink(missing_ok=True)
     entry = write_file(Path(order.path), chunks(header, tensors))
     common = [one for key, one in zip(stored.parameters, stored.header, strict=True) if key not in owners]

@@ -21,7 +21,7 @@ import weakref
 import torch
 
 from ttprun.protocol.board import LEADER, Field, Phase
-from ttprun.rank.session import Session
+from ttprun.tensors.host import Host
 
 MOST_PUT_OFF = 8  # boundaries: a script may keep a graph all the time
 _HOLD_LIMIT_S = 5.0  # the agent looks several times per second
@@ -57,7 +57,7 @@ def forget() -> None:
     _in_backward.clear()
 
 
-def come_to(session: Session, boundary: int) -> None:
+def come_to(session: Host, boundary: int) -> None:
     """Called by the first rank before it announces an open boundary: note it on the board.
 
     If the agent waits for a boundary that is not open, and the newest one is, this rank stays there: it waits for the
@@ -74,6 +74,6 @@ def come_to(session: Session, boundary: int) -> None:
     session.board.set(LEADER, Field.OPEN_AT, boundary)
 
 
-def _is_to_stand(session: Session) -> bool:
+def _is_to_stand(session: Host) -> bool:
     is_asked = session.board.get(LEADER, Field.QUIESCE_ASKED) != 0 and not session.unprotected
     return is_asked and 0 < session.applied != session.board.get(LEADER, Field.OPEN_AT)

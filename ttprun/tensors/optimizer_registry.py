@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import xxhash
 
-from ttprun.capture.position import made_inside, script_end
 from ttprun.device import accelerator
-from ttprun.introspect import fail_open
+from ttprun.introspect import fail_open, parameter_groups, script_end
+from ttprun.introspect.distributed_tensors import are_any, local_of
 from ttprun.introspect.looks import is_a
-from ttprun.introspect.tensor_bytes import bytes_of
-from ttprun.rank.session import current
-from ttprun.tensors import last_hook, parameter_groups
-from ttprun.tensors.sharded import are_any, local_of
+from ttprun.introspect.tensor_bytes import bytes_of, places
+from ttprun.tensors import last_hook
+from ttprun.tensors.host import current
 
 _optimizers: list[Callable[[], Any]] = []  # weak references, or what gives the remains of one
 _wrapped_models: list[weakref.ref[Any]] = []
@@ -62,7 +61,7 @@ def _note_made(what: str, cure: str, optimizer: Callable[[], Any]) -> None:
     """What the script makes in its loop; a job that is not repaired has no use for it."""
     session = current()
     if session is not None and not session.unprotected:
-        made_inside.note(what, cure, lambda: optimizer() is not None, fail_open.caller())
+        session.training.made(what, cure, lambda: optimizer() is not None, fail_open.caller())
 
 
 def wrap_ddp_init(original: Any) -> Any:
@@ -258,21 +257,6 @@ def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
 def newest() -> Stepped:
     """What the optimizers updated at the newest boundary; what they update now if there was none."""
     return _stepped or stepped(optimizers())
-
-
-def places(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Index in the sequence by the address of each tensor's storage, and of its first element.
-
-    If tensors share a storage (parts of one flat buffer), its address maps to the first of them.
-
-    tensors   any dtype, shape and device; of a DTensor the part that this rank holds counts
-    """
-    held = list(map(local_of, tensors))
-    found: dict[int, int] = {}
-    for at in ([one.untyped_storage().data_ptr() for one in held], [one.data_ptr() for one in held]):
-        for index, address in enumerate(at):
-            found.setdefault(address, index)
-    return found
 
 
 def are_sharded() -> bool:

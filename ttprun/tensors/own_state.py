@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 import torch
 
+from ttprun.introspect import fail_open
 from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import plain
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.state.tensor_file import lay_out
 from ttprun.tensors import replicated
-from ttprun.tensors.free_memory import free_bytes
-from ttprun.tensors.shared_memory import Memory
+from ttprun.tensors.memory import free_bytes
+from ttprun.tensors.memory import Memory
 
 if TYPE_CHECKING:
-    from ttprun.rank.context import Exporting, RankContext
+    from ttprun.tensors.host import Exporting, Host
 
 CHEAP_S = 0.0005  # up to this, it is done after each step
 SHARE = 0.01  # of the time that it may take otherwise
@@ -75,7 +76,7 @@ class OwnState:
         self._layout: _Layout | None = None
         self._has_reported = False
 
-    def keep(self, context: RankContext, boundary: int) -> None:
+    def keep(self, host: Host, boundary: int) -> None:
         """The step to this boundary has ended: keep the state, if it is due. Raises nothing."""
         if self.why_off:
             return
@@ -85,13 +86,13 @@ class OwnState:
                 if not self._has_reported and self._took_s:
                     self._has_reported = True
                     size = self._layout.size if self._layout else 0
-                    context.channel.send(from_rank.OwnStateKept(boundary, size, self.cost_s))
+                    host.channel.send(from_rank.OwnStateKept(boundary, size, self.cost_s))
             elif self._kept and not self._are_records_kept:
                 self._keep_records()
         except Exception as error:  # e.g. no memory: training continues
             self._board.set(self._local_rank, Field.OWN_STATE, 0)
             self.why_off = str(error) or repr(error)
-            context.channel.send(from_rank.OwnStateKept(boundary, why_not=self.why_off))
+            host.channel.send(from_rank.OwnStateKept(boundary, why_not=self.why_off))
 
     def _is_due(self) -> bool:
         cost_s = self.cost_s
@@ -180,7 +181,7 @@ def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
     """A layout for the optimizers' tensors, and these in its order. Raises NotRepairableError, ValueError."""
     header, parts = replicated.describe()
     if any(part.place is not None for part in parts):
-        raise replicated.NotRepairableError("its parameters are sharded, and those are kept in snapshots only")
+        raise fail_open.NotRepairableError("its parameters are sharded, and those are kept in snapshots only")
     tensors = {part.key: part.tensor for part in parts}
     packed, ordered = lay_out(tensors, {"format": "pt", HEADER: json.dumps(header)})
     at, offset_of = len(packed), {}

@@ -17,9 +17,9 @@ from operator import attrgetter, is_
 import torch
 import xxhash
 
+from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.tensor_bytes import content_of
 from ttprun.tensors.optimizer_registry import Stepped
-from ttprun.tensors.sharded import local_of
 
 FULL_LOOKS = 2
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import xxhash
 
-from ttprun.tensors.shared_memory import Memory
+from ttprun.tensors.memory import Memory
 
 # Boundary, hash of the sequence, number in it, offset, bytes; boundary 0: it is not valid.
 _RECORD = struct.Struct("<5q")

@@ -17,20 +17,18 @@ import torch
 import xxhash
 
 from ttprun.device import registry
+from ttprun.introspect import distributed_tensors, parameter_groups
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import content_of
-from ttprun.rank.session import current
 from ttprun.state.chunks import Chunk
-from ttprun.tensors import kept_gradients, optimizer_registry, parameter_groups, sharded
+from ttprun.tensors import kept_gradients, optimizer_registry, sharded
+from ttprun.tensors.host import current
 from ttprun.tensors.kept_gradients import GRADIENT
 from ttprun.tensors.post_step_weights import KeptWeights
 
 _PLAIN = (int, float, bool, str, type(None))
 WEIGHT = "weight"
-
-
-class NotRepairableError(RuntimeError):
-    """An optimizer holds something that another rank cannot load; the message names it."""
 
 
 class Part(NamedTuple):
@@ -97,7 +95,7 @@ def rows() -> Iterator[Row]:
 def live_tensors() -> Iterator[tuple[str, torch.Tensor]]:
     """The optimizers' tensors now, with keys; some may be sharded. (`describe` is about the newest boundary.)"""
     for name, parameter, state, _, _ in rows():
-        yield f"{name}/{WEIGHT}", sharded.at_rest(parameter).detach()
+        yield f"{name}/{WEIGHT}", distributed_tensors.at_rest(parameter).detach()
         yield from ((f"{name}/{key}", value.detach()) for key, value in flat(state) if is_a(value, torch.Tensor))
 
 
@@ -139,21 +137,21 @@ def describe() -> tuple[list[Any], list[Part]]:
         why_not = sharded.why_not_held((parameter, *(value for _, value in entries_held if is_a(value, torch.Tensor))))
         if why_not:
             raise NotRepairableError(why_not)
-        weight = sharded.local_of(parameter) if kept is None else kept.of(parameter)
+        weight = distributed_tensors.local_of(parameter) if kept is None else kept.of(parameter)
         parts.append(Part(f"{name}/{WEIGHT}", weight.detach(), parameter))
         for key, value in entries_held:
             if is_a(value, torch.Tensor):
                 if value.layout is not torch.strided:
                     raise NotRepairableError(f"{name} has state '{key}', which is a sparse tensor")
                 entries.append([key, True, str(value.dtype)[6:], list(value.shape)])
-                parts.append(Part(f"{name}/{key}", sharded.local_of(value).detach(), value))
+                parts.append(Part(f"{name}/{key}", distributed_tensors.local_of(value).detach(), value))
             elif is_a(value, _PLAIN):
                 entries.append([key, False, value, None])
             elif type(value) is list:
                 entries.append([key, False, [len(value)], None])
             else:
                 raise NotRepairableError(f"{name} has state '{key}' of type {type(value).__name__}")
-        header.append([str(parameter.dtype)[6:], list(sharded.at_rest(parameter).shape), entries])
+        header.append([str(parameter.dtype)[6:], list(distributed_tensors.at_rest(parameter).shape), entries])
     return header, parts
 
 
@@ -257,7 +255,7 @@ def _take_over_state(
     if is_tensor:
         kind = getattr(torch, value)
         if not isinstance(old, torch.Tensor) or old.dtype != kind or list(old.shape) != shape:
-            if sharded.is_distributed(parameter) and shape:
+            if distributed_tensors.is_distributed(parameter) and shape:
                 # As optimizers make it; who fills it compares which part of the whole it is.
                 if shape != list(parameter.shape):
                     raise NotRepairableError(f"{name} has no '{key}' here, and it is unknown whether it is sharded")

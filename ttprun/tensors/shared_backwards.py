@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from ttprun.introspect.distributed_tensors import local_of
 from ttprun.tensors.open_boundaries import MOST_PUT_OFF
 from ttprun.tensors.optimizer_registry import optimizers, parameters_of
-from ttprun.tensors.sharded import local_of
 
 
 class _Mark(NamedTuple):

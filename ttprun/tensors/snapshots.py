@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
+from ttprun.introspect import fail_open
 from ttprun.protocol.board import LEADER, ROW_FIELDS, Board, Field, Phase
 from ttprun.protocol.snapshots import SnapshotSize, SnapshotTaken
 from ttprun.tensors import checkpoint_shards, replicated
-from ttprun.tensors.free_memory import free_bytes
+from ttprun.tensors.memory import free_bytes
 from ttprun.tensors.open_boundaries import MOST_PUT_OFF
-from ttprun.tensors.shared_memory import Memory
+from ttprun.tensors.memory import Memory
 
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
-    from ttprun.rank.context import Exporting
-    from ttprun.rank.session import Session
+    from ttprun.tensors.host import Exporting, Host
 
 # Read in each step.
 _ASKED = LEADER * ROW_FIELDS + Field.SNAPSHOT_ASKED
@@ -61,7 +61,7 @@ class SnapshotPart:
     def report_size(self, channel: Channel) -> None:
         """After the first step: an estimate of each rank's copy, so that the agent can prepare the memory."""
         if self._is_leader:
-            with contextlib.suppress(replicated.NotRepairableError):  # reported when a snapshot is taken
+            with contextlib.suppress(fail_open.NotRepairableError):  # reported when a snapshot is taken
                 channel.send(SnapshotSize(self._whole_bytes() // self._board.n_ranks))
 
     def agree(self, channel: Channel, boundary: int, is_open: bool) -> None:
@@ -94,7 +94,7 @@ class SnapshotPart:
         try:
             needed = self._whole_bytes()
             held = self._buffers[number % len(self._buffers)][1].held_bytes() * self._board.n_ranks
-        except (replicated.NotRepairableError, OSError):
+        except (fail_open.NotRepairableError, OSError):
             return ""  # reported when the snapshot is taken
         free = free_bytes()
         if free is None or needed - held <= free:
@@ -110,7 +110,7 @@ class SnapshotPart:
         """Whether all ranks take a snapshot of `boundary`; valid when all have recorded it."""
         return self._board.cells[_TAKEN_AT] == boundary
 
-    def take(self, session: Session, boundary: int, frame: FrameType) -> None:
+    def take(self, session: Host, boundary: int, frame: FrameType) -> None:
         """Copy this rank's part of the boundary that it has just reached, and report to the agent. Raises nothing.
 
         frame   innermost of the main thread's: its variables name the models

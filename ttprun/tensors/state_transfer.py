@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 import msgpack
 import torch
 
+from ttprun.introspect import distributed_tensors
+from ttprun.introspect.fail_open import NotRepairableError
+from ttprun.introspect.parameter_groups import shown_to
 from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.tensors import sharded
-from ttprun.tensors.parameter_groups import shown_to
-from ttprun.tensors.replicated import NotRepairableError, describe, digest, digest_of_shards, take_over
+from ttprun.tensors.replicated import describe, digest, digest_of_shards, take_over
 from ttprun.tensors.state_places import MeetingPlace, exactly, receive_into
 
 _LENGTH = struct.Struct("<q")
@@ -85,7 +87,7 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor | None]
     held = [parameter.grad for parameter in shown_to(optimizer)]
     if any(gradient is not None and gradient.layout is not torch.strided for gradient in held):
         raise NotRepairableError("a gradient is sparse, and cannot be taken from another rank")
-    return [None if gradient is None else sharded.local_of(gradient).detach() for gradient in held]
+    return [None if gradient is None else distributed_tensors.local_of(gradient).detach() for gradient in held]
 
 
 def _form_of(gradient: torch.Tensor | None) -> list[object] | None:
@@ -130,7 +132,7 @@ def _receive(connection: socket.socket) -> None:
     def fill(key: str, tensor: torch.Tensor) -> None:
         if (place := sharded.place_of(tensor)) != (theirs := next(left)):
             raise NotRepairableError(f"{key}: this rank's part is {place}, and the source's {theirs}")
-        _fill(connection, sharded.local_of(tensor))
+        _fill(connection, distributed_tensors.local_of(tensor))
 
     take_over(header, fill)
     if (loaded := digest_of_shards()) != sent:

@@ -21,7 +21,7 @@ from ttprun.capture.records.boundary_record import read_head
 from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, Tree
 from ttprun.elastic_resume.merge import Merge
 from ttprun.elastic_resume.touched import spoil
-from ttprun.tensors.optimizer_registry import places
+from ttprun.introspect.tensor_bytes import places
 
 Scope = dict[str, Any]
 PLACE = [["script.py", "main", 7]]

@@ -26,9 +26,9 @@ from tests.rank.values.carrying import (
 )
 from ttprun.capture import values
 from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, UnrecordedTensorError
+from ttprun.introspect.tensor_bytes import places
 from ttprun.rank.bootstrap import patches
 from ttprun.tensors import optimizer_registry
-from ttprun.tensors.optimizer_registry import places
 
 
 @pytest.mark.parametrize(

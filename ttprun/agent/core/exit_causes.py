@@ -12,7 +12,7 @@ import re
 import signal
 from pathlib import Path
 
-from ttprun.tensors.free_memory import CGROUPS, own_cgroup
+from ttprun.tensors.memory import CGROUPS, own_cgroup
 
 KERNEL_LOG = Path("/dev/kmsg")
 _CRASHES = {

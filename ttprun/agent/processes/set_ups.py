@@ -28,7 +28,7 @@ from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, k
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.protocol import from_rank, standbys, to_rank
 from ttprun.protocol.board import Field
-from ttprun.tensors.free_memory import free_bytes
+from ttprun.tensors.memory import free_bytes
 
 logger = logging.getLogger("ttprun")
 PART = "set-ups run ahead"

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 
-from ttprun.tensors.free_memory import free_bytes
+from ttprun.tensors.memory import free_bytes
 
 _SLICE_BYTES = 64 << 20
 _NICEST = 19

@@ -27,7 +27,7 @@ from ttprun.protocol.meeting import Where
 from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_that_gives, unpack
 from ttprun.protocol.snapshots import MirroredShare
 from ttprun.state.memory_share import parse_memory
-from ttprun.tensors.free_memory import free_bytes
+from ttprun.tensors.memory import free_bytes
 
 _UNKNOWN_BYTES = 1 << 62  # where the system does not tell how much is free
 

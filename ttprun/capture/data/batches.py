@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from ttprun.capture.host import Host
 from ttprun.capture.records.evidence import BATCH
 from ttprun.capture.records.nodes import PARTS, AnyNode, FrozensetNode, SetNode
 from ttprun.capture.values import Snapshot, fingerprint, pack
 from ttprun.capture.values.large import digest_of
 from ttprun.introspect.looks import is_a, values_of
-from ttprun.rank.checks import proof
-from ttprun.rank.session import Session
 
 _MOST_PARTS = 8  # of a batch have fingerprints
 
@@ -41,16 +40,16 @@ def fingerprints(batch: Any) -> list[bytes]:
     return [digest_of(memoryview(pack(_in_order(node))))]
 
 
-def note(session: Session, loader: str, batch: Any) -> None:
+def note(session: Host, loader: str, batch: Any) -> None:
     """Note a batch that a DataLoader returns; a replacement compares it with the lost rank's.
 
     loader   by which it is distinguished from other DataLoaders, the same in every rank
-    batch    a list, tuple or dict is noted by its items, all else as one; see `proof.note`
+    batch    a list, tuple or dict is noted by its items, all else as one; see `Training.note`
 
     Raises MismatchError.
     """
     parts: Any = values_of(batch) if is_a(batch, dict) else batch
-    proof.note(session, BATCH, loader, parts if is_a(parts, list | tuple) else [parts])
+    session.training.note(BATCH, loader, parts if is_a(parts, list | tuple) else [parts])
 
 
 def is_of_tensors(batch: Any) -> bool:

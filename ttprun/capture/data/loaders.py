@@ -28,13 +28,13 @@ from torch.utils.data import DataLoader
 
 from ttprun.capture.data import batches, loader_parts, rest_of_epoch, workers
 from ttprun.capture.data.samples import fetched_ahead
+from ttprun.capture.host import current
 from ttprun.capture.position import placeholders
 from ttprun.capture.values import streams
 from ttprun.introspect import random_state
 from ttprun.introspect.frames import location_key
 from ttprun.introspect.looks import attributes_of
 from ttprun.introspect.unseen import unseen
-from ttprun.rank.session import current
 
 _iterators: list[weakref.ref[Any]] = []  # a WeakSet's emptiness check takes ten times as long
 _made: Counter[str] = Counter()

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgpack
 
+from ttprun.capture.host import current
 from ttprun.capture.records.recorder import WORKER_BATCHES, Recorder
 from ttprun.introspect import children, random_state
-from ttprun.rank.session import current
 
 
 @dataclass

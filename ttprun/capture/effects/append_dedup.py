@@ -11,9 +11,9 @@ from typing import Any
 
 import xxhash
 
+from ttprun.capture.host import Host
 from ttprun.capture.records.recorder import Recorder
 from ttprun.protocol.board import Field
-from ttprun.rank.session import Session
 
 _to_skip: dict[int, int] = {}  # path's key: bytes that the lost rank has written
 
@@ -23,7 +23,7 @@ def key_of(path: str) -> int:
     return xxhash.xxh3_64_intdigest(os.fsencode(path)) or 1
 
 
-def write(session: Session, key: int, data: Any, write_raw: Any) -> int:
+def write(session: Host, key: int, data: Any, write_raw: Any) -> int:
     """Append to a file, without what the lost rank has appended.
 
     key        of its path, as `key_of` makes it
@@ -59,7 +59,7 @@ def resume_from(recorder: Recorder, boundary: int) -> None:
         _to_skip[key] = size
 
 
-def forget(session: Session, path: str) -> None:
+def forget(session: Host, path: str) -> None:
     """What the lost rank has appended to this file has been taken out of it."""
     key = key_of(os.path.abspath(path))
     if _to_skip.pop(key, 0):

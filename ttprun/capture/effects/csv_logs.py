@@ -11,8 +11,7 @@ import os
 from typing import Any
 
 from ttprun.capture.effects import append_dedup, files
-from ttprun.rank.checks import proof
-from ttprun.rank.session import Session, current
+from ttprun.capture.host import Host, current
 
 _ROWS = "_ttprun_rows"
 
@@ -33,7 +32,7 @@ def wrap_save(original: Any) -> Any:
     return save
 
 
-def _take_away_later_rows(session: Session, writer: Any) -> None:
+def _take_away_later_rows(session: Host, writer: Any) -> None:
     path, count = writer.metrics_file_path, getattr(writer, _ROWS, 0)
     append_dedup.forget(session, path)
     if not count:
@@ -46,4 +45,4 @@ def _take_away_later_rows(session: Session, writer: Any) -> None:
         table.writeheader()
         table.writerows(rows)
     if len(rows) < count:  # the lost rank was about to write it anew
-        proof.report(session, [], [f"of {count} rows of {path} the lost rank has left {len(rows)}"])
+        session.training.report([], [f"of {count} rows of {path} the lost rank has left {len(rows)}"])

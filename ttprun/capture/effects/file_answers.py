@@ -30,7 +30,6 @@ import xxhash
 from ttprun.introspect import fail_open
 from ttprun.introspect.frames import location_key
 from ttprun.introspect.whose import has_muted_effects
-from ttprun.rank.context import LIVE
 
 MOST = 20_000  # answers that are kept
 MOST_BYTES = 4 << 20  # of them
@@ -229,16 +228,15 @@ def find(place: Question) -> Any:
     if not entries:
         return MISSING
     session = fail_open.session_now()
-    mode = LIVE if session is None else session.mode
-    if mode.is_live:
+    if session is None or session.mode.is_live:
         step = 0 if session is None else session.applied
         entries = [entry for entry in entries if entry[0] == step]
     else:
-        step = mode.newest_step
+        step = session.mode.newest_step
         entries = [entry for entry in entries if entry[0] <= step]
     if not entries:
         return MISSING
-    if mode.is_live:
+    if session is None or session.mode.is_live:
         is_again = _is_answered_again(step)
     else:  # the set-up always
         is_again = step == 0 or entries[-1][0] < step or _is_answered_again(-step)
@@ -246,7 +244,7 @@ def find(place: Question) -> Any:
         return MISSING
     which = _count_question(place, step)
     of_step = [entry for entry in entries if entry[0] == entries[-1][0]]
-    if mode.is_live and which > of_step[-1][1]:
+    if (session is None or session.mode.is_live) and which > of_step[-1][1]:
         return MISSING  # the lost rank did not come so far, or may have waited for a file
     return next((entry[2] for entry in reversed(of_step) if entry[1] <= which), of_step[0][2])
 

@@ -25,11 +25,11 @@ from typing import Any
 
 from ttprun.capture.effects import append_dedup, file_answers, file_system
 from ttprun.capture.effects.file_answers import is_called_by_user
+from ttprun.capture.host import Host, current
 from ttprun.capture.position import ast_transform
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import fail_open, moments, signal_handlers
 from ttprun.protocol.board import Phase
-from ttprun.rank.session import Session, current
 
 CONTENT_BYTES, ALL_CONTENTS_BYTES = 64 << 10, 1 << 20  # of a file that the script reads, kept for a replacement
 open_unfollowed = builtins.open
@@ -186,7 +186,7 @@ class _FollowedFile(io.FileIO):
 
 def _open_followed(
     original: Any,
-    session: Session,
+    session: Host,
     file: Any,
     is_muted: bool,
     mode: str,
@@ -275,7 +275,7 @@ class _Gap:
     ended_ns = 0
 
 
-def is_to_be_written_again(session: Session, path: Any) -> bool:
+def is_to_be_written_again(session: Host, path: Any) -> bool:
     """Whether the lost rank wrote this file in the step in which it was lost, which is run again now."""
     if not session.mode.is_live or session.applied != _Gap.boundary:
         return False
@@ -290,7 +290,7 @@ def _is_of_gap(path: Any) -> bool:
     return session is not None and is_to_be_written_again(session, path)
 
 
-def unmute(session: Session, recorded: list[list[Any]], boundary: int, at_ns: int) -> None:
+def unmute(session: Host, recorded: list[list[Any]], boundary: int, at_ns: int) -> None:
     """The replay is over: set each file to its position at the boundary.
 
     at_ns   when the lost rank was at the boundary, by `clock_ns`

@@ -11,9 +11,9 @@ from types import FrameType
 from typing import Any
 
 from ttprun.capture.effects import origins
+from ttprun.capture.host import current
 from ttprun.introspect import fail_open
 from ttprun.introspect.whose import is_script_code
-from ttprun.rank.session import current
 
 _USING_IT = frozenset({"random", "secrets", "uuid"})
 _drawn = 0

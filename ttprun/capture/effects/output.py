@@ -13,9 +13,9 @@ import os
 import sys
 from typing import Any
 
+from ttprun.capture.host import Host, current
 from ttprun.introspect import signal_handlers
 from ttprun.protocol.board import Field
-from ttprun.rank.session import Session, current
 
 _LAST_LINES, _LAST_BYTES = 3, 2000
 _ROOM_BYTES = 64 << 10  # that a replay log may take on the disk, to begin with
@@ -93,7 +93,7 @@ def count_lines() -> None:
         setattr(sys, name, new)
 
 
-def lines_printed(session: Session) -> list[int]:
+def lines_printed(session: Host) -> list[int]:
     """Lines that the script has printed so far to stdout and to stderr; those still to be skipped are not counted."""
     out, err = _streams.get("stdout"), _streams.get("stderr")
     return [
@@ -123,7 +123,7 @@ class Diverted:
     The log is in memory, and lost afterwards, if the run's directory cannot be written.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Host) -> None:
         self._log = os.path.join(session.run_dir, "logs", f"replay-rank{session.rank}-gen{session.generation}.log")
         try:
             target = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

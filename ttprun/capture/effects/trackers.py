@@ -12,10 +12,9 @@ import sys
 from typing import Any
 
 from ttprun.capture.effects import append_dedup
+from ttprun.capture.host import current
 from ttprun.introspect import signal_handlers
 from ttprun.introspect.after_import import after_import
-from ttprun.rank.checks import proof
-from ttprun.rank.session import current
 
 _WRITERS = "tensorboard.summary.writer.event_file_writer"
 
@@ -44,7 +43,7 @@ def wrap_add_event(original: Any) -> Any:
         elif session.mode.is_alone:
             if not _appends(self) and event.HasField("file_version"):
                 name = getattr(self, "_file_name", "a file")
-                proof.report(session, [], [f"TensorBoard continues in another file than the lost rank's: {name}"])
+                session.training.report([], [f"TensorBoard continues in another file than the lost rank's: {name}"])
                 original(self, event)  # each new file must begin with its version
         else:
             key = append_dedup.key_of(f"{getattr(self, '_file_name', '')}#events")

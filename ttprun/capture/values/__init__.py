@@ -7,7 +7,7 @@ name.
 """
 
 from ttprun.capture.records.packing import pack, unpack_named
-from ttprun.capture.values import kinds, large, named, saves, unchanged
+from ttprun.capture.values import kinds, large, named, unchanged
 from ttprun.capture.values.histories import is_awaited
 from ttprun.capture.values.large import fingerprint
 from ttprun.capture.values.named import names_of as names_not_proved
@@ -18,6 +18,7 @@ from ttprun.capture.values.snapshot import FIXED, Snapshot, room_to_walk
 from ttprun.capture.values.suspended import restore_loop
 from ttprun.capture.values.trees import Tree
 from ttprun.capture.values.unrecorded import UnrecordedTensorError
+from ttprun.introspect import futures
 
 __all__ = [
     "FIXED", "MARK_OF_REFUSED", "CannotRestoreError", "Restore", "Snapshot", "Tree", "UnrecordedTensorError",
@@ -42,4 +43,4 @@ def forget() -> None:
     unchanged.forget()
     large.forget()
     named.forget()
-    saves.forget()
+    futures.forget()

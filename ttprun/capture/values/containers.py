@@ -12,6 +12,7 @@ from operator import is_
 from typing import Any
 
 from ttprun import text_hashes
+from ttprun.capture import host
 from ttprun.capture.records.nodes import (
     AnyNode,
     BufferNode,
@@ -39,7 +40,6 @@ from ttprun.capture.values.objects import restore_attributes
 from ttprun.capture.values.restore import Restore, has_no_state, unlike
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.introspect.looks import attributes_of, base_of, is_a, length_of
-from ttprun.tensors import optimizer_registry
 
 _OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt one does not get back: a dict keeps it"
 Handler = Callable[[Snapshot, Any, int], Any]
@@ -196,7 +196,8 @@ def _ids(snapshot: Snapshot, items: Iterable[Any], depth: int) -> list[Node] | N
     first = next(iter(items), None)
     if type(first) is not int or first < _LOWEST_ID:
         return None
-    weights = {id(one): one for one in optimizer_registry.newest().weights}
+    carrier = host.current()
+    weights = {id(one): one for one in ([] if carrier is None else carrier.training.weights())}
 
     def node_of(item: Any) -> Node:
         if type(item) is int and (number := snapshot.numbers.get(item)) is not None:

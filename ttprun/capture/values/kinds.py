@@ -53,9 +53,8 @@ from ttprun.capture.values import (
 from ttprun.capture.values.restore import RESTORERS, Restorer
 from ttprun.capture.values.snapshot import Handler, Snapshot, choose_with
 from ttprun.capture.values.unrecorded import Unrecorded
-from ttprun.introspect import fail_open
+from ttprun.introspect import distributed_tensors, fail_open
 from ttprun.introspect.looks import has_dictionary, has_method, slots_of
-from ttprun.tensors import sharded
 
 _OF_THE_INTERPRETER: tuple[type, ...] = (
     object, types.FrameType, types.TracebackType, types.CodeType, types.CellType, types.MappingProxyType,
@@ -210,7 +209,7 @@ def handler_for(kind: type) -> Handler:
     adapter = adapters.adapter_for(kind)
     if adapter is not None:
         return adapters.record_with(adapter, kind)
-    if sharded.kind() is not None and issubclass(kind, sharded.kind()):  # type: ignore[arg-type]
+    if distributed_tensors.kind() is not None and issubclass(kind, distributed_tensors.kind()):  # type: ignore[arg-type]
         return shards.record_sharded
     for base, handler in BY_BASE:
         if issubclass(kind, base):

@@ -22,8 +22,8 @@ from ttprun.capture.records.packing import listed, pack
 from ttprun.capture.values.nodes import SETTLED, is_settled
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.capture.values.unchanged import Remembered, Unchanged, begins_with
+from ttprun.introspect.distributed_tensors import is_distributed, local_of
 from ttprun.introspect.whose import is_script_code
-from ttprun.tensors.sharded import is_distributed, local_of
 
 MIN_ITEMS = 12  # for fewer items packing again is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared

@@ -28,10 +28,10 @@ from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.capture.values.unchanged import ARE_COUNTED, Remembered, Unchanged, version_of
 from ttprun.capture.values.unrecorded import forget_gradient
+from ttprun.introspect.distributed_tensors import is_distributed, local_of
 from ttprun.introspect.looks import bases_of, dictionary_of_class, is_a, module_of_class, of_types
+from ttprun.introspect.module_parts import parts_of, tables_of
 from ttprun.introspect.tensor_bytes import plain
-from ttprun.tensors.module_parts import parts_of, tables_of
-from ttprun.tensors.sharded import is_distributed, local_of
 
 _INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 # Of these packages' modules, what their own code keeps in attributes is made by it again (the padding of a convolution,

@@ -1,150 +1,28 @@
-"""Checkpoints that torch's `dcp.async_save` writes on a thread, and the futures that the script has of them.
-
-A replacement has a future that is done in the place of each: the file is no state, and the script only waits for it. A
-save that began before the boundary at which all go on would wait for ever for the lost rank's thread: it is given up in
-all ranks, the rest of the script sees it as done, and a line names it. One that began since is begun again by the
-replacement, and what the other ranks' threads have communicated for it is issued again. Begin with `give_up_older`.
-"""
+"""The futures of checkpoints that a thread writes (groups/saves.py): a replacement has one that is done."""
 
 from __future__ import annotations
 
-import threading
-import weakref
-from concurrent.futures import Future
 from typing import Any
 
+from ttprun.capture import host
 from ttprun.capture.records.nodes import SaveNode
 from ttprun.capture.values.restore import Restore
-from ttprun.protocol import from_rank
-from ttprun.rank.session import Session, current
-
-
-class GivenUpError(RuntimeError):
-    """What a save's thread was doing when a rank was lost, or wants to do next."""
-
-    is_meant_for_script = True
-
-
-class Save:
-    """One that is under way.
-
-    began_at      the newest boundary then
-    shown         the future that the script has
-    """
-
-    def __init__(self, session: Session, where: str, executor: Any) -> None:
-        self._session = session
-        self._where = where
-        self._executor = executor
-        self.began_at = session.applied
-        self.shown: Future[Any] = Future()
-        self.shown.set_running_or_notify_cancel()
-        self.is_given_up = False
-
-    def is_of(self, thread: threading.Thread) -> bool:
-        """Whether a thread carries it out."""
-        return thread in getattr(self._executor, "_threads", ())
-
-    def end(self, done: Future[Any]) -> None:
-        """Its thread has ended it, or an error has."""
-        _open.remove(self)
-        error = done.exception()
-        if error is None:
-            self.shown.set_result(done.result())
-        elif self.is_given_up:
-            self._session.channel.send(from_rank.Note(_given_up(self._where)))
-            self.shown.set_result(None)
-        else:
-            self.shown.set_exception(error)
-
-
-_open: list[Save] = []
-# By id: a future of the script's would notice that it is hashed. -> (the future, weakly, where it is saved)
-_known: dict[int, tuple[weakref.ref[Future[Any]], str]] = {}
-
-
-def wrap_execute_save(original: Any) -> Any:
-    """The executors' execute_save: give the script a future of ours; in a replay, save nothing."""
-
-    def execute_save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        session, writer = current(), kwargs.get("storage_writer")
-        where = str(kwargs.get("checkpoint_id") or getattr(writer, "path", "") or "")
-        if session is None or session.world_size == 1:
-            return original(self, *args, **kwargs)
-        if not session.mode.is_live:
-            return _done(where)
-        save = Save(session, where, getattr(self, "_executor", None))
-        _know(save.shown, where)
-        _open.append(save)
-        try:
-            original(self, *args, **kwargs).add_done_callback(save.end)
-        except BaseException:
-            _open.remove(save)
-            raise
-        return save.shown
-
-    return execute_save
-
-
-def _given_up(where: str) -> str:
-    return f"the checkpoint that dcp.async_save was writing ({where}) is given up: the ranks had to connect again"
-
-
-def of_this_thread() -> Save | None:
-    """The save that the calling thread carries out; None if it carries out none."""
-    thread = threading.current_thread()
-    return next((save for save in list(_open) if save.is_of(thread)), None)
-
-
-def raise_if_given_up(save: Save | None) -> None:
-    """Raises GivenUpError if it is."""
-    if save is not None and save.is_given_up:
-        raise GivenUpError("this save is given up: the connections of the ranks broke meanwhile")
-
-
-def give_up_older(boundary: int) -> None:
-    """All ranks go on from this boundary: give up the saves that began before it and are not done."""
-    for save in list(_open):
-        save.is_given_up = save.is_given_up or save.began_at < boundary
+from ttprun.introspect import futures
 
 
 def is_save(future: Any) -> bool:
     """Whether a future is that of a save."""
-    return _place_of(future) is not None
-
-
-def _place_of(future: Any) -> str | None:
-    """Where a save's future is saved; None for any other."""
-    known, where = _known.get(id(future), (None, None))
-    return where if known is not None and known() is future else None
-
-
-def _know(future: Future[Any], where: str) -> None:
-    key = id(future)
-    _known[key] = weakref.ref(future, lambda _: _known.pop(key, None)), where
-
-
-def forget() -> None:
-    """The run of the script is over."""
-    _open.clear()
-    _known.clear()
+    return futures.what_of(future) is not None
 
 
 def record(future: Any) -> SaveNode:
     """The node of a save's future."""
-    return SaveNode(_place_of(future) or "", future.done())
+    return SaveNode(futures.what_of(future) or "", future.done())
 
 
 def restore_save(restore: Restore, live: Any, node: SaveNode, name: str) -> Any:
     """A future that is done."""
-    session = current()
+    session = host.current()
     if session is not None and restore.is_comparing and not node.is_done:
-        session.mode.note_not_proved(_given_up(node.where))
-    return live if _place_of(live) == node.where and live.done() else _done(node.where)
-
-
-def _done(where: str) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(None)
-    _know(future, where)
-    return future
+        session.mode.note_not_proved(futures.given_up(node.where))
+    return live if futures.what_of(live) == node.where and live.done() else futures.done(node.where)

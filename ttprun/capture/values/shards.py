@@ -17,7 +17,7 @@ from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.capture.values.tensors import weight_node
 from ttprun.capture.values.unrecorded import without_history
-from ttprun.tensors.sharded import is_distributed, local_of
+from ttprun.introspect.distributed_tensors import is_distributed, local_of
 
 
 def record_sharded(snapshot: Snapshot, value: Any, depth: int) -> Any:

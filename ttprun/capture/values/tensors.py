@@ -27,9 +27,9 @@ from ttprun.capture.values.not_proved import record_not_proved
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.capture.values.unrecorded import Unrecorded, forget_gradient, shape_of, without_history
+from ttprun.introspect.distributed_tensors import local_of, waited_for
 from ttprun.introspect.looks import dictionary_of, is_a
 from ttprun.introspect.tensor_bytes import plain
-from ttprun.tensors.sharded import local_of, waited_for
 
 _LEAF, _PARAMETER, _COMPUTED = 1, 2, 4  # flags; the last: with gradients, from what is not recorded
 INLINE_BYTES = 4 << 10  # up to here contents stand in the node

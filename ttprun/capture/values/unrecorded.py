@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ttprun.tensors.sharded import local_of
+from ttprun.introspect.distributed_tensors import local_of
 
 
 class UnrecordedTensorError(RuntimeError):

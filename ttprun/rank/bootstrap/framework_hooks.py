@@ -10,6 +10,7 @@ from ttprun.chaos import strikes
 from ttprun.groups import groups
 from ttprun.groups.journal import Journal
 from ttprun.introspect import moments
+from ttprun.introspect.host import begin, leave_in_children
 from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import Phase
 from ttprun.rank.bootstrap import patches
@@ -17,7 +18,7 @@ from ttprun.rank.bootstrap.hooks import make_session
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.framework.framework import Framework
 from ttprun.rank.framework.recovery import CallbackRecovery
-from ttprun.rank.session import begin, current, leave_in_children
+from ttprun.rank.session import current
 
 
 def install(presence: Presence) -> None:

@@ -25,6 +25,7 @@ from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
 from ttprun.introspect import fail_open, moments, random_state
+from ttprun.introspect.host import begin, leave_in_children
 from ttprun.protocol import from_rank, patience, standbys, to_rank
 from ttprun.protocol.board import Board, Phase
 from ttprun.rank.bootstrap import framework_patches, patches, reset
@@ -40,9 +41,10 @@ from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.replay.set_up import SetUp
 from ttprun.rank.replay.step_proof import StepProof
-from ttprun.rank.session import Session, begin, leave_in_children
+from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
+from ttprun.rank.step.training import Training
 from ttprun.tensors import last_hook, optimizer_registry
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
@@ -245,6 +247,7 @@ def make_session(presence: Presence) -> Session:
         Results: Results(recorder),
         Exchange: Exchange(presence.channel, welcome.address),
     }
+    session.training = Training(session)
     if welcome.address:
         session.parts[InterNodeCommit] = InterNodeCommit(session, presence.fds[3])
     return session

@@ -127,7 +127,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.distributed.fsdp._flat_param",
         "FlatParamHandle.__init__",
-        "tensors.original_parameters:wrap_init",
+        "introspect.original_parameters:wrap_init",
         "to know which part of FSDP1's flat parameters is whose",
         "imported",
     ),
@@ -135,7 +135,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             f"torch.distributed.checkpoint._async_{kind}_executor",
             f"_{kind.capitalize()}BasedAsyncCheckpointExecutor.execute_save",
-            "capture.values.saves:wrap_execute_save",
+            "groups.saves:wrap_execute_save",
             "to know which checkpoints dcp.async_save has not finished; in a replay, to save nothing",
             "imported",
         )

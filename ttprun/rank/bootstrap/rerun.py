@@ -18,13 +18,14 @@ from ttprun.capture.effects.output import Diverted
 from ttprun.device import registry
 from ttprun.device.errors import DeviceFault, Diagnosis, diagnosis_of, in_one_line
 from ttprun.device.interface import Device, DeviceFailedError, MemoryCheck, refined
+from ttprun.introspect.host import end
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.rank.bootstrap import hooks, reset
 from ttprun.rank.bootstrap.presence import Presence, diagnose
 from ttprun.rank.bootstrap.script import run
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.session import Session, current, end
+from ttprun.rank.session import Session, current
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.post_step_weights import KeptWeights
@@ -106,7 +107,7 @@ def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session
 def _why_not(session: Session) -> str:
     if not session.mode.is_live:
         return "it failed again before it reached its boundary"
-    if not session.groups or not session.is_repairable():
+    if not session.made.living or not session.is_repairable():
         return session.unprotected or "it has no process group"
     threads = reset.threads_of_user()
     return f"its thread {threads[0]!r} is still running" if threads else ""

@@ -29,10 +29,11 @@ from ttprun.capture import values
 from ttprun.capture.data import loaders
 from ttprun.capture.effects import files, os_entropy
 from ttprun.capture.position import ast_transform, loops, made_inside
-from ttprun.introspect import fail_open, random_state
+from ttprun.groups import saves
+from ttprun.introspect import fail_open, original_parameters, random_state
 from ttprun.introspect.whose import has_muted_effects
 from ttprun.rank.step import step_hooks
-from ttprun.tensors import gradients, open_boundaries, optimizer_registry, original_parameters
+from ttprun.tensors import gradients, open_boundaries, optimizer_registry
 
 
 @dataclass
@@ -103,7 +104,7 @@ def clear(error: BaseException) -> None:
         atexit.unregister(function)
     _registered.clear()
     of_steps = (step_hooks, optimizer_registry, original_parameters, gradients, open_boundaries)
-    for room in (*of_steps, loaders, values, made_inside):
+    for room in (*of_steps, loaders, values, saves, made_inside):
         room.forget()
     loops.give_back()
     _empty_shared_states()

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from ttprun.capture.records.evidence import BATCH, INPUT, LOSS, Noted, Place, comparable, is_close
+from ttprun.capture.records.evidence import BATCH, INPUT, LOSS, Noted, Place
 from ttprun.capture.records.recorder import Recorder
 from ttprun.device import accelerator
 from ttprun.introspect import fail_open
+from ttprun.introspect.samples import comparable, is_close
 from ttprun.introspect.unseen import unseen
 from ttprun.protocol import from_rank
 from ttprun.rank.checks.alignment import Alignment

@@ -11,7 +11,6 @@ is in all ranks, and its origin is lost. Otherwise the results of the all-reduce
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import weakref
@@ -23,15 +22,14 @@ import xxhash
 
 from ttprun.device.errors import in_one_line
 from ttprun.introspect import fail_open
-from ttprun.introspect.tensor_bytes import FOLDED_FROM, bytes_of, elements_of, folded
+from ttprun.introspect.distributed_tensors import local_of
+from ttprun.introspect.tensor_bytes import FOLDED_FROM, bytes_of, folded
 from ttprun.protocol import from_rank
 from ttprun.rank.checks.reduced_gradients import find_nan, has_nan
 from ttprun.rank.session import current
 from ttprun.tensors import holdings, optimizer_registry
-from ttprun.tensors.sharded import local_of
 
 if TYPE_CHECKING:
-    from ttprun.groups.entry import Entry
     from ttprun.groups.journal import Journal
     from ttprun.protocol.channel import Channel
 
@@ -123,7 +121,7 @@ class Verifier:
             return
         self._looked = boundary, weakref.ref(optimizer)
         session = current()
-        groups = [] if session is None else [group.described() for group in session.groups.values()]
+        groups = [] if session is None else [group.described() for group in session.made.living.values()]
         size = optimizer_registry.weights_bytes()
         self._is_answered.clear()
         self._asked_at = boundary
@@ -234,27 +232,6 @@ class Verifier:
             digest = xxhash.xxh3_64_hexdigest(bytes_of(copy))
             held[key] = (weights, digest) if is_gradient else (digest, gradient)
         self._channel.send(from_rank.Held(boundary, False, held, {}, {}, [], ""))
-
-
-def look_for_nan(entry: Entry) -> None:
-    """Note the NaNs in an issued collective's inputs: the journal's copies, or the gradients in a bucket."""
-    if entry.held is not None:
-        entry.nan = entry.held.count_nans()
-        return
-    for _, copy in entry.saved:
-        found = nans_in(copy)
-        if found:
-            entry.nan = f"{found} of {copy.numel()} elements"
-            return
-
-
-def nans_in(tensor: torch.Tensor) -> int:
-    """The number of elements that are NaN."""
-    tensor = elements_of(tensor)
-    # The sum over infinities of both signs is NaN too, hence the count.
-    if tensor.is_floating_point() and math.isnan(tensor.sum().item()):
-        return int(tensor.isnan().sum())
-    return 0
 
 
 def nan_in(journal: Journal) -> str:

@@ -28,6 +28,7 @@ from ttprun.groups.journal import Journal
 from ttprun.groups.links import cut_all
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect import moments
+from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
@@ -42,7 +43,6 @@ from ttprun.rank.replay import freezing
 from ttprun.rank.replay.recovery import JoinsTraining, Ordered, Recovery
 from ttprun.rank.session import Session
 from ttprun.tensors import state_places, state_transfer
-from ttprun.tensors.replicated import NotRepairableError
 
 LOADS = (RepairType.RT_LOAD_CKPT, RepairType.RT_LOAD_REBUILD)
 REBUILDS = (RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_LOAD_REBUILD)
@@ -168,7 +168,7 @@ class CallbackRecovery(Recovery):
             if not entry.is_done:
                 entry.settle(RuntimeError(f"{FORCE_STOP}. A recovery has begun (ttprun)"))
         session[Journal].clear()
-        session.groups_made.clear()
+        session.made.by_ranks.clear()
 
     def _signatures(self) -> dict[str, GroupJournal]:
         """By group: its ranks. What was issued is not issued again."""
@@ -233,7 +233,7 @@ class CallbackRecovery(Recovery):
                 framework.handlers.clean(False)
             framework.note_cleaned()
         for name in order.groups:
-            if (group := session.groups.get(name)) is not None:
+            if (group := session.made.living.get(name)) is not None:
                 group.links.connect_in(session.generation)
                 group.links.is_joined = True
         with self._calling():

@@ -59,7 +59,7 @@ def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_
         session.generation,
         session.applied,
         digest=replicated.digest() if session.applied and not session.has_collective_steps else "",
-        has_group=bool(session.groups or session.groups_left),
+        has_group=bool(session.made.living or session.made.left),
         journal=_signatures(session),
     )
     session.channel.send(frozen)
@@ -179,7 +179,7 @@ def all_groups(session: Session) -> list[ManagedGroup]:
     """All groups that exist, or did at the newest boundary, or that the journal needs, in the order of their making."""
     with session[Journal].lock:
         found = {entry.group for entry in session[Journal].entries}
-    found |= {*session.groups.values(), *session.groups_left}
+    found |= {*session.made.living.values(), *session.made.left}
     return sorted((one for one in found if isinstance(one, ManagedGroup)), key=lambda group: group.number)
 
 

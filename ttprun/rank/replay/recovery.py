@@ -23,7 +23,7 @@ from ttprun.groups.entry import Entry
 from ttprun.groups.journal import REPORT_AFTER_S, Journal
 from ttprun.groups.links import abort_all, cut_all
 from ttprun.groups.process_group import living
-from ttprun.introspect import moments
+from ttprun.introspect import fail_open, moments
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank.checks.alignment import Alignment
@@ -32,7 +32,6 @@ from ttprun.rank.process import open_files
 from ttprun.rank.replay import freezing, repairing, resuming
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
-from ttprun.tensors import replicated
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.snapshots import SnapshotPart
 
@@ -207,7 +206,7 @@ class Recovery:
                 return
             if session.framework is None and on_device.has_failed(session, error):
                 on_device.give_up_process(session, DeviceFailedError(str(error)))
-            is_refusal = isinstance(error, replicated.NotRepairableError)
+            is_refusal = isinstance(error, fail_open.NotRepairableError)
             if isinstance(order, _OF_CONNECTIONS) and isinstance(error, RuntimeError | OSError) and not is_refusal:
                 # These errors only mean that another rank is lost or a connection has broken.
                 if not self._is_overtaken_soon(order.generation):
@@ -222,7 +221,7 @@ class Recovery:
 
     def _carry_out(self, order: Ordered) -> None:
         session = self._session
-        on_device.enter()
+        on_device.enter(self._session)
         match order:
             case to_rank.Freeze():
                 self._freeze(order)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ttprun.device import accelerator
 from ttprun.groups.connection import Exchange
-from ttprun.introspect import moments, signal_handlers
+from ttprun.introspect import fail_open, moments, signal_handlers
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Phase
 from ttprun.protocol.snapshots import Dumped
@@ -40,7 +40,7 @@ def send_state(session: Session, order: to_rank.SendState, check_overtaken: Call
     """
     moments.reached("transfer")
     if session.has_collective_steps:
-        raise replicated.NotRepairableError(IN_STEP)
+        raise fail_open.NotRepairableError(IN_STEP)
     digest = state_transfer.serve(_place_of(session, order), order.receivers, order.limit_s, check_overtaken)
     session.channel.send(from_rank.StateSent(order.generation, digest))
 
@@ -126,11 +126,11 @@ def dump(session: Session, order: to_rank.Dump) -> None:
     share, mirrored, why_not = None, {}, ""
     try:
         if session.has_collective_steps and signal_handlers.Now.is_stepping:
-            raise replicated.NotRepairableError(IN_STEP)
+            raise fail_open.NotRepairableError(IN_STEP)
         differing = checkpoint_shards.Differing(order.owners, session.rank, order.writers)
         share = checkpoint_shards.write(order.path, order.share, order.of, main, differing)
         mirrored = {one.rank: mirrored_share.write(one, order.owners, order.writers) for one in order.mirrors}
-    except (replicated.NotRepairableError, ValueError) as error:  # only the checkpoint is lost
+    except (fail_open.NotRepairableError, ValueError) as error:  # only the checkpoint is lost
         why_not = f"rank {session.rank}: {error}"
     except OSError as error:
         why_not = f"rank {session.rank}: {cannot_write(error, Path(order.path).parent.parent)}"

@@ -384,7 +384,7 @@ class ReplayRun(Mode):
             # A replay passes over trainings that have ended, and the groups that they have made and destroyed.
             for group in groups_of(session):
                 group.count_as(made)
-            session.groups_made = Counter(made)
+            session.made.by_ranks = Counter(made)
         moments.reached("replay")
         self._findings.report()
         session.channel.send(from_rank.Replayed(session.generation, self.boundary, self.setup_s))
@@ -409,12 +409,12 @@ class ReplayRun(Mode):
             session.row[Field.STEPPED] = self.boundary
             session[KeptWeights].note(self.boundary)
         session.mode = LIVE
-        if session.groups:
+        if session.made.living:
             session.join()
         else:
             session.trains_alone = session.world_size > 1
         session.applied = self.boundary
-        session.pass_groups()
+        session.made.pass_boundary()
         session.board.announce(session.rank, Field.APPLIED, self.boundary)
         session.board.announce(session.rank, Field.RECORDED, self.boundary)
         session.board.set(session.rank, Field.MEETINGS, 0)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ttprun.groups.entry import Entry
+from ttprun.groups.host import Group
 from ttprun.groups.journal import Journal, has_ended
 from ttprun.groups.process_group import groups_of
 from ttprun.groups.reissue import issue_again
@@ -18,7 +19,6 @@ from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.context import Group
 from ttprun.rank.replay.freezing import LOOK_AGAIN_S, all_groups
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
@@ -36,7 +36,7 @@ def resume(
     is_connected = False
     # A replacement connects these before it issues anything, and a backend may connect within an operation.
     for group in all_groups(session):
-        if group.links.is_joined and group.number <= session.groups_at_boundary:
+        if group.links.is_joined and group.number <= session.made.at_boundary:
             group.links.connect_in(session.generation)
     while True:
         with session[Journal].lock:

@@ -79,7 +79,7 @@ def describe(
         rng=random_state.capture(),
         loaders=loaders.records(),
         loaders_made=loaders.made(),
-        groups_made=dict(session.groups_made),
+        groups_made=dict(session.made.by_ranks),
         results=session[Results].begin_step(boundary),
         rebuilt=optimizer_registry.rebuilt(),
         files=files.positions(),

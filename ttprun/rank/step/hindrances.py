@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ttprun.capture.records.boundary_record import BoundaryRecord
+from ttprun.introspect import distributed_tensors
 from ttprun.rank.session import Session
-from ttprun.tensors import optimizer_registry, sharded
+from ttprun.tensors import optimizer_registry
 
 _MOST = 3  # variables that are named
 _OTHER_WAYS = {"mpi4py.MPI": "MPI", "horovod.torch": "Horovod", "byteps.torch": "BytePS"}  # of communication
@@ -66,7 +67,7 @@ def _why_not_alone() -> str:
 
 def why_shards_unknown(optimizer: torch.optim.Optimizer) -> str:
     """Why the layout of this rank's shard of the weights or the optimizer's state is unknown; "" if it is known."""
-    if any(map(sharded.is_gathered_in_place, optimizer_registry.parameters_of(optimizer))):
+    if any(map(distributed_tensors.is_gathered_in_place, optimizer_registry.parameters_of(optimizer))):
         return (
             "which part of FSDP1's parameters this rank holds is not known, as they are of a class of their own "
             "(DTensors): use torch's fully_shard (FSDP2)"

@@ -30,7 +30,7 @@ from ttprun.capture.values.trees import name_of_blob
 from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
-from ttprun.introspect import fail_open, moments, signal_handlers
+from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
 from ttprun.introspect.unseen import unseen
 from ttprun.introspect.variables import variables_of
 from ttprun.protocol.board import LEADER, Field, Phase
@@ -149,7 +149,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         report_mismatch(session.channel, session.generation, gradients.CARRIED)
     if gradients.were_carried(optimizer):
         session.give_up_protection(gradients.CARRIED)
-    if not session.groups:
+    if not session.made.living:
         hindrances.look_without_group(session)
     if session.is_recorded():
         pending.wait_for_all(session, session.applied + 1)
@@ -161,7 +161,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         session[Alignment].arrive(session, boundary, optimizer)
         if not session.trains_alone:
             stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-            are_new = session[Holdings].are_new(stepped, optimizer, session.groups_count)
+            are_new = session[Holdings].are_new(stepped, optimizer, session.made.count)
             if are_new and len(stepped.counts) > 1:
                 _collect_dropped()
                 session[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
@@ -253,7 +253,7 @@ def pass_boundary(session: Session) -> None:
     """The boundary is passed: the step has run to its end, or begins, if it is a collective one."""
     with session.lock:
         session.applied += 1
-        session.pass_groups()
+        session.made.pass_boundary()
         session.is_applying = False
         session.row[Field.APPLIED] = session.applied
         session.row[Field.MEETINGS] = 0
@@ -278,7 +278,7 @@ def _look_at_state(session: Session) -> None:
     if session.is_recorded():
         try:
             replicated.describe()
-        except replicated.NotRepairableError as error:
+        except fail_open.NotRepairableError as error:
             session.give_up_protection(f"{error}, and another rank cannot load that")
 
 
@@ -356,7 +356,7 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
         return elsewhere
     if session.has_stepped:
         return sharded.why_not_at_rest(optimizer) if optimizer_registry.are_sharded() else ""
-    if not sharded.are_any(optimizer_registry.parameters()):
+    if not distributed_tensors.are_any(optimizer_registry.parameters()):
         return ""
     why_not = sharded.why_not_held(optimizer_registry.stepped_tensors())
     return why_not or sharded.why_not_at_rest(optimizer)

@@ -1,0 +1,106 @@
+"""The tensors of distributed training as they lie in this rank's memory: DTensors, and FSDP1's and FSDP2's parameters.
+
+Which part of the whole that is: tensors/sharded.py. Begin with `local_of`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import FrameType
+
+import torch
+
+from ttprun.introspect import original_parameters
+
+_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+
+
+_FRAMES_TO_COLLECTIVES = 12  # from a process group's operation to its caller, through torch's wrappers
+
+
+def kind() -> type | None:
+    """The class of sharded tensors; None if it is not imported, so that there can be none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else getattr(module, "DTensor", None)
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, sharded or not."""
+    if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
+        return False
+    known = kind()
+    return known is not None and issubclass(type(tensor), known)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor in this rank's memory; the tensor itself if it is neither a DTensor nor one of FSDP1's.
+
+    tensor   any dtype, shape and device
+    """
+    if not is_distributed(tensor):
+        return waited_for(at_rest(tensor))
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return waited_for(local)
+
+
+def at_rest(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter as it is at a boundary: one of FSDP1 may be the whole while a module computes."""
+    part: torch.Tensor | None = getattr(parameter, "_local_shard", None)
+    if part is None:
+        part = original_parameters.part_of(parameter)
+    return parameter if part is None else part
+
+
+def is_gathered_in_place(parameter: torch.Tensor) -> bool:
+    """Whether FSDP1 may have the whole in a parameter's place, and its part cannot be had then."""
+    return (
+        bool(getattr(parameter, "_fsdp_flattened", False))
+        and getattr(parameter, "_local_shard", None) is None
+        and original_parameters.part_of(parameter) is None
+    )
+
+
+def waited_for(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, which a tensor without memory of its own stands for until it is used."""
+    if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
+        return tensor
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
+
+
+def are_any(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them is a DTensor."""
+    return kind() is not None and any(map(is_distributed, tensors))
+
+
+def is_gathering() -> bool:
+    """Whether FSDP2 itself issues the current collective, to gather parameters or to reduce gradients.
+
+    Its results are not kept for a replay, however small: there are many in each step, and a repair replaces them.
+    """
+    return _names_to_collectives() is not None
+
+
+def is_lending() -> bool:
+    """Whether the current collective's input is a buffer that FSDP2 has put together for it alone.
+
+    Not if code of the script's own issues it (`set_custom_reduce_scatter`), as that allocates the buffer, too.
+    """
+    names = _names_to_collectives()
+    return names is not None and all(name.partition(".")[0] in ("torch", "ttprun") for name in names)
+
+
+def _names_to_collectives() -> list[str] | None:
+    """The modules of the frames from here to FSDP2's collectives; None if it has not issued the current one."""
+    frame: FrameType | None = sys._getframe(2)
+    names: list[str] = []
+    for _ in range(_FRAMES_TO_COLLECTIVES):
+        if frame is None:
+            return None
+        name = frame.f_globals.get("__name__", "")
+        if name == _COLLECTIVES:
+            return names
+        names.append(name)
+        frame = frame.f_back
+    return None

@@ -1,0 +1,73 @@
+"""What the libraries ask and report of the training: each question goes to the part that can answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ttprun.capture.position import made_inside
+from ttprun.capture.records.evidence import INPUT
+from ttprun.rank import context
+from ttprun.rank.checks import proof
+from ttprun.rank.checks.replay_guard import report_mismatch
+from ttprun.rank.checks.verification import Verifier
+from ttprun.tensors import optimizer_registry
+from ttprun.tensors.mirror import Mirror
+
+if TYPE_CHECKING:
+    from ttprun.groups.entry import Entry
+    from ttprun.rank.session import Session
+
+
+class Training(context.Training):
+    """The training of a rank; what each method is for: groups/host.py, capture/host.py and tensors/host.py."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def note(self, kind: int, name: str, values: Sequence[Any], what: str = "") -> bool:
+        return proof.note(self._session, kind, name, values, what)
+
+    def report(self, equal: list[str], not_proved: list[str]) -> None:
+        proof.report(self._session, equal, not_proved)
+
+    def weights(self) -> Sequence[torch.Tensor]:
+        return optimizer_registry.newest().weights
+
+    def note_input(self, name: str, inputs: Sequence[torch.Tensor], op: str) -> bool:
+        return proof.note(self._session, INPUT, name, inputs, op)
+
+    def sends_otherwise(self, tensor: torch.Tensor, difference: str) -> None:
+        session = self._session
+        if proof.is_measured([tensor]):
+            proof.report(session, [], [f"{difference}; it is small and not a gradient: perhaps a measured time"])
+            return
+        cause = "its steps depend on something that is neither recorded nor made again by its setup"
+        why = f"the script cannot be replayed: {difference}, so {cause}"
+        report_mismatch(session.channel, session.generation, why)
+
+    def has_a_look(self) -> bool:
+        return self._session[Verifier].looks_before
+
+    def keep_result(self, entry: Entry) -> None:
+        session = self._session
+        session[Mirror].keep_result(session, entry.sequence, entry.number, entry.outputs[0])
+
+    def give_result(self, entry: Entry) -> None:
+        session = self._session
+        session[Mirror].give_result(session.applied, entry.sequence, entry.number, entry.outputs[0])
+
+    def leaves(self) -> None:
+        self._session[Verifier].stop_if_divergent()
+
+    def made(self, what: str, cure: str, is_kept: Callable[[], bool], frame: FrameType | None) -> None:
+        made_inside.note(what, cure, is_kept, frame)
+
+    def device_in_use(self) -> torch.device | None:
+        return optimizer_registry.device_in_use()
+
+    def wrapped_models(self) -> list[Any]:
+        return optimizer_registry.wrapped_models()
