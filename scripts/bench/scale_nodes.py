@@ -13,6 +13,8 @@ import selectors
 import socket
 import sys
 import time
+import zlib
+from base64 import b64decode
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import cache
@@ -263,9 +265,12 @@ class Link:
             return
         *lines, self.unread = (self.unread + data).split(b"\n")
         for line in lines:
-            op = line[8 : line.index(b'"', 8)].decode()
+            size, op = len(line) + 1, line[8 : line.index(b'"', 8)].decode()
+            if op == "Packed":
+                line = self.stage.unpacked(line)
+                op = line[8 : line.index(b'"', 8)].decode()
             is_awaited = op == "Rows" and line.endswith(b'"is_awaited": true}')
-            self.stage.note("out", op + AWAITED * is_awaited, len(line) + 1)
+            self.stage.note("out", op + AWAITED * is_awaited, size)
             self.node.take(line, op)
 
     def close(self) -> None:
@@ -336,8 +341,15 @@ class Stage:
         self.nodes: dict[int, Node] = {}
         self.links: dict[Node, Link] = {}
         self.waiting: set[Link] = set()
+        self._packed = b"", b""  # the newest
         self.messages: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+
+    def unpacked(self, line: bytes) -> bytes:
+        """A line to all nodes, read once for all of them: on their own machines each would do it by itself."""
+        if line != self._packed[0]:
+            self._packed = line, zlib.decompress(b64decode(json.loads(line)["line"])).rstrip(b"\n")
+        return self._packed[1]
 
     def note(self, way: str, op: str, size: int) -> None:
         """Count one message."""

@@ -21,9 +21,9 @@ from ttprun.protocol.board import Board, Field
 from ttprun.protocol.snapshots import SnapshotTaken
 from ttprun.state.files import read_entry
 from ttprun.tensors import checkpoint_shards, replicated, snapshots
+from ttprun.tensors.memory import Memory
 from ttprun.tensors.open_boundaries import MOST_PUT_OFF
 from ttprun.tensors.optimizer_registry import forget, wrap_optimizer_init
-from ttprun.tensors.memory import Memory
 from ttprun.tensors.snapshots import SnapshotPart
 
 SHARES = 3

@@ -96,7 +96,7 @@ class Channel:
                 raise EOFError("the agent has closed the channel")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
-        return self._read(line), fds
+        return self.read_line(line), fds
 
     def read_available(self) -> list[Message]:
         """The complete messages of one read. Raises EOFError if the other end is closed."""
@@ -104,12 +104,12 @@ class Channel:
         if not data:
             raise EOFError("the other end has closed the channel")
         *lines, self._unread = (self._unread + data).split(b"\n")
-        return [self._read(line) for line in lines]
+        return [self.read_line(line) for line in lines]
 
     def read_kept(self) -> list[Message]:
         """The complete messages that have come with one that was read before."""
         *lines, self._unread = self._unread.split(b"\n")
-        kept, self._put_back = [*self._put_back, *(self._read(line) for line in lines)], []
+        kept, self._put_back = [*self._put_back, *(self.read_line(line) for line in lines)], []
         return kept
 
     def put_back(self, messages: Sequence[Message]) -> None:
@@ -119,7 +119,7 @@ class Channel:
     def messages(self) -> Iterator[Message]:
         """All messages until the other end closes; blocks in between."""
         *lines, self._unread = self._unread.split(b"\n")
-        yield from (self._read(line) for line in lines)
+        yield from (self.read_line(line) for line in lines)
         while True:
             try:
                 yield from self.read_available()
@@ -130,7 +130,8 @@ class Channel:
         """Close this end."""
         self.sock.close()
 
-    def _read(self, line: bytes) -> Any:
+    def read_line(self, line: bytes) -> Any:
+        """The message of a line that has come by this channel."""
         return decode(line, self._known)
 
 

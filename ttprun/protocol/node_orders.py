@@ -198,5 +198,5 @@ Order = (
 OfLeader = (
     Order | Forward | Published | Known | node_reports.Rows | node_reports.Records
     | meeting.Accepted | meeting.Rejected | meeting.Concluded | meeting.Warmth | meeting.RankSlots | meeting.Regroup
-    | meeting.SparePools | meeting.Master | meeting.Deposed
+    | meeting.SparePools | meeting.Master | meeting.Deposed | meeting.Packed
 )  # fmt: skip

@@ -30,8 +30,8 @@ from ttprun.state.files import write_file
 from ttprun.state.pieces import CannotReshardError
 from ttprun.state.tensor_file import chunks, lay_out, metadata_of
 from ttprun.tensors import optimizer_registry, replicated, sharded
-from ttprun.tensors.replicated import Part, parameter_of
 from ttprun.tensors.memory import Memory
+from ttprun.tensors.replicated import Part, parameter_of
 
 _MOST_MODULES = 16
 BOTH_KINDS = "some parameters are DTensors, and others differ between the ranks: both together are not stored yet"

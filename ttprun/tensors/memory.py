@@ -5,23 +5,17 @@ Allocating its pages costs several times as much as the copy itself.
 
 from __future__ import annotations
 
-
-
 import contextlib
-import re
-from pathlib import Path
-
-
-
 import ctypes
 import mmap
 import os
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-
 
 # How much memory can still be allocated, by the limits of the machine and of this process's control group.
 #

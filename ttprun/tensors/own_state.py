@@ -24,8 +24,7 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.state.tensor_file import lay_out
 from ttprun.tensors import replicated
-from ttprun.tensors.memory import free_bytes
-from ttprun.tensors.memory import Memory
+from ttprun.tensors.memory import Memory, free_bytes
 
 if TYPE_CHECKING:
     from ttprun.tensors.host import Exporting, Host

@@ -11,6 +11,7 @@ import contextlib
 import selectors
 import socket
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,12 +19,13 @@ from ttprun.agent.cluster.spare_pool import HUNG_UP, SparePool
 from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.all_ranks import shortened
 from ttprun.protocol.channel import Channel
-from ttprun.protocol.codec import encode
+from ttprun.protocol.codec import Refused, encode
 from ttprun.protocol.patience import Patience
 
 SILENT_LIMIT_S = 15.0  # a node that is not heard for so long is lost: its agent reports a few times a second
 _UNACKNOWLEDGED_LIMIT_S = 5.0  # a node that cannot be reached is lost sooner: its kernel would have answered
 _FLUSH_LIMIT_S = 2.0
+_PACKED_FROM, _LONGEST, _FAST = 8 << 10, 256 << 20, 1  # bytes, bytes, level
 _ENDED_AFTER_S = 60.0  # an agent that reaches nobody has ended by then
 Take = Callable[[int, Any], None]
 Lose = Callable[[int, str], None]
@@ -113,7 +115,7 @@ class Peers:
         link = self._links[node]
         selector.register(link.sock, selectors.EVENT_READ, self._reader(selector, node, link, take, lose))
         for message in link.read_kept():
-            take(node, message)
+            take(node, unpacked(message, link))
 
     def _reader(
         self, selector: selectors.BaseSelector, node: int, link: Channel, take: Take, lose: Lose
@@ -133,7 +135,7 @@ class Peers:
             self._heard_s[node] = time.monotonic()
             self._waits.pop(node, None)
             for message in messages:
-                take(node, message)
+                take(node, unpacked(message, link))
 
         return read
 
@@ -262,7 +264,7 @@ class Peers:
 
     def to_all(self, message: node_reports.OfFollower | node_orders.OfLeader, but: int = -1) -> None:
         """Send to all agents that this one is connected to, or to all but one: the followers, or the leader."""
-        line = encode(message)
+        line = packed(encode(message))
         for node, link in list(self._links.items()):
             if node != but and link is not None:
                 self._send_forward(node)
@@ -322,6 +324,26 @@ class Peers:
         self._links.clear()
         if self.pool is not None:
             self.pool.close(self._last_word)
+
+
+def packed(line: bytes) -> bytes:
+    """A line to all nodes as it is sent: a long one, which has the same of many ranks, is some tenth as long."""
+    return line if len(line) < _PACKED_FROM else encode(meeting.Packed(zlib.compress(line, _FAST)))
+
+
+def unpacked(message: Any, link: Channel) -> Any:
+    """A message as it was before it was packed, if it was; or `Refused`."""
+    if not isinstance(message, meeting.Packed):
+        return message
+    unpacking = zlib.decompressobj()
+    try:
+        line = unpacking.decompress(message.line, _LONGEST)
+    except zlib.error as error:
+        return Refused(f"a packed message cannot be read: {error}")
+    if not unpacking.eof:
+        return Refused("a packed message is cut off, or too long")
+    found = link.read_line(line.rstrip(b"\n"))
+    return Refused("a message is packed twice") if isinstance(found, meeting.Packed) else found
 
 
 def ready(link: Channel) -> Channel:
