@@ -1,7 +1,7 @@
 """What an incident costs the machine that decides: processor time by the number of ranks, with nothing but the machine.
 
-    python scripts/bench/scale.py                     # 1k to 64k ranks, one killed
-    python scripts/bench/scale.py --lost 8            # a node of 8 ranks is lost
+    python scripts/bench/scale_machine.py                  # 1k to 64k ranks, one killed
+    python scripts/bench/scale_machine.py --lost 8         # a node of 8 ranks is lost
 
 Each event is one that an agent would bring in: the starts of all ranks, the fault, the survivors' answers in random
 order, and what the replacements report. Begin with Story.
