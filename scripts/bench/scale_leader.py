@@ -10,6 +10,7 @@ is counted is what the stand-ins send and get; the processor time is that of the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from runs import end_with_parent
 
 from ttprun.agent.cluster.membership import Elasticity
 from ttprun.agent.cluster.rendezvous import Place, meet
@@ -68,6 +71,7 @@ class StandIns:
             stdout=subprocess.PIPE,
             pass_fds=theirs,
             text=True,
+            preexec_fn=end_with_parent,
         )
         for _, end in pairs:
             end.close()
@@ -83,7 +87,10 @@ class StandIns:
         """It ends with its stdin."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        self.process.kill()
+        self.process.wait()
 
 
 class Play:
@@ -98,12 +105,18 @@ class Play:
         self.traffic: dict[str, Any] = {}
         self.stand_ins = StandIns(nodes)
         run = RunDirectory.create("scale", folder / "run")
-        config = Config(standbys=0, save_dir=str(folder / "saved"), node_wait_s=limit_s)
+        # One process plays all the others, and may be late.
+        limits = ("freeze", "replay", "transfer", "resume")
+        patient: dict[str, Any] = {f"{phase}_timeout_s": limit_s for phase in limits} | {"hang_timeout_s": limit_s}
+        config = Config(standbys=0, save_dir=str(folder / "saved"), node_wait_s=limit_s, **patient)
         store = CheckpointStore(folder / "saved", 1)
         world_size = nodes * PER_NODE
         resumption = Resumption(config, store, world_size, ["train.py"], is_place_named=False)
         self.supervisor = Supervisor(config, run, world_size, True, 0, store, resumption, Elasticity())
-        self.sleepers = [subprocess.Popen(["sleep", "86400"], start_new_session=True) for _ in range(PER_NODE)]
+        self.sleepers = [
+            subprocess.Popen(["sleep", "86400"], start_new_session=True, preexec_fn=end_with_parent)
+            for _ in range(PER_NODE)
+        ]
 
     @property
     def node(self) -> Any:
