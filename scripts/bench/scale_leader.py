@@ -27,6 +27,7 @@ from typing import Any
 
 from runs import end_with_parent
 
+from ttprun.agent.cluster import peers
 from ttprun.agent.cluster.membership import Elasticity
 from ttprun.agent.cluster.rendezvous import Place, meet
 from ttprun.agent.core.new_group import NewGroup
@@ -105,7 +106,8 @@ class Play:
         self.traffic: dict[str, Any] = {}
         self.stand_ins = StandIns(nodes)
         run = RunDirectory.create("scale", folder / "run")
-        # One process plays all the others, and may be late.
+        # One process plays all the others, and may be late: that is no sign of a fault here.
+        peers.SILENT_LIMIT_S = peers._UNACKNOWLEDGED_LIMIT_S = limit_s
         limits = ("freeze", "replay", "transfer", "resume")
         patient: dict[str, Any] = {f"{phase}_timeout_s": limit_s for phase in limits} | {"hang_timeout_s": limit_s}
         config = Config(standbys=0, save_dir=str(folder / "saved"), node_wait_s=limit_s, **patient)
@@ -172,9 +174,9 @@ class Play:
             target=self.stand_ins.order, kwargs={"connect": where, "nodes": others}
         ).start()
         place = Place(0, self.nodes, PER_NODE, "127.0.0.1", {}, master="127.0.0.1 29400")
-        peers = meet(Store(connect), place)
+        met = meet(Store(connect), place)
         group = NewGroup([(rank, rank) for rank in range(PER_NODE)], lambda *_: None)
-        self.supervisor.begin_group(group, peers)
+        self.supervisor.begin_group(group, met)
         for local_rank, (sleeper, ours) in enumerate(zip(self.sleepers, self.stand_ins.ours, strict=True)):
             ours.waits = False
             start = {"args": ["train.py"], "env": {}, "stdout": None, "stderr": None, "local_rank_id": local_rank}
