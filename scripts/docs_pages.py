@@ -32,7 +32,7 @@ NAV = {
     ],
     "What to expect": ["support", "limits", "how-it-works", "devices", "mindio"],
     "Help": ["troubleshoot", "glossary"],
-    "Develop": ["architecture", "protocol", "contributing"],
+    "Develop": ["capture", "architecture", "protocol", "contributing"],
 }
 
 

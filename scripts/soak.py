@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from scripts.soak_faults import DRAWN, MOMENTS, ON_NPU, SECOND, SUBJECTS, Subject, draw_faults  # noqa: E402
-from ttprun.chaos.drill.pairing import Injection, pair  # noqa: E402
+from ttprun.chaos.drill.compare import Injection, pair  # noqa: E402
 from ttprun.chaos.drill.rehearsal import compare_twins  # noqa: E402
 from ttprun.chaos.drill.scenario import Scenario  # noqa: E402
 from ttprun.chaos.drill.twins import Twin, run_twin  # noqa: E402

@@ -15,7 +15,7 @@ import subprocess
 import time
 from itertools import count
 
-_INTERFACE = "eth0"
+INTERFACE = "eth0"
 _numbers = count()
 # It waits until this process closes the pipe, however it ends, and then removes everything.
 _CLEAN_UP = """cat >/dev/null
@@ -63,17 +63,17 @@ class Nodes:
         return self
 
     def _make(self) -> None:
-        _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "bridge0", "up")
+        ip("netns", "add", self._switch)
+        ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
+        ip("-n", self._switch, "link", "set", "bridge0", "up")
         for number, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
             peer = ["peer", "name", f"port{number}", "netns", self._switch]
-            _ip("-n", name, "link", "add", _INTERFACE, "type", "veth", *peer)
-            _ip("-n", self._switch, "link", "set", f"port{number}", "master", "bridge0", "up")
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", _INTERFACE)
-            _ip("-n", name, "link", "set", _INTERFACE, "up")
+            ip("-n", name, "link", "add", INTERFACE, "type", "veth", *peer)
+            ip("-n", self._switch, "link", "set", f"port{number}", "master", "bridge0", "up")
+            ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
+            ip("-n", name, "link", "set", INTERFACE, "up")
 
     def __exit__(self, *_: object) -> None:
         assert self._guard.stdin is not None
@@ -82,7 +82,7 @@ class Nodes:
 
     def inside(self, number: int) -> list[str]:
         """What a command is preceded by to run on a node. Its own pid is that of the command."""
-        return ["nsenter", f"--net=/run/netns/{self.names[number]}", "env", f"GLOO_SOCKET_IFNAME={_INTERFACE}"]
+        return ["nsenter", f"--net=/run/netns/{self.names[number]}", "env", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
 
     def rendezvous(self, number: int, size: str = "", host: int = 0) -> list[str]:
         """The options with which the launcher of a node finds the others.
@@ -116,11 +116,11 @@ class Nodes:
 
     def cut(self, number: int) -> None:
         """A node's link goes down; its processes live."""
-        _ip("-n", self.names[number], "link", "set", _INTERFACE, "down")
+        ip("-n", self.names[number], "link", "set", INTERFACE, "down")
 
     def join(self, number: int) -> None:
         """A node's link is up again."""
-        _ip("-n", self.names[number], "link", "set", _INTERFACE, "up")
+        ip("-n", self.names[number], "link", "set", INTERFACE, "up")
 
 
 def free_port() -> int:
@@ -130,6 +130,6 @@ def free_port() -> int:
         return port
 
 
-def _ip(*words: str) -> None:
+def ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"

@@ -18,6 +18,7 @@ OPTIONS = Options(
     buffers=[],
     snapshot_every_steps=0,
     verify_every=0,
+    overhead_budget=0.0,
     may_rerun=True,
     mindio=False,
     retry_on=[],

@@ -8,52 +8,53 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ttprun"
-# What each part may import of ttprun, beside its own modules.
+_BASE = {"errors", "text_hashes", "torch_versions"}
+# What each part may import of ttprun, beside its own modules. The libraries of a rank are capture, groups and tensors:
+# none imports another one, nor what uses them. The walls: shared names in `test_no_wall_has_too_many_doors`.
 FLOORS = {
     "frameworks": set(),
     "recovery": set(),
     "device": set(),
     "observe": {"errors"},
     "protocol": set(),
-    "rank": {"chaos", "device", "elastic_resume", "errors", "frameworks", "protocol", "state"}
-    | {"text_hashes", "torch_versions"},
-    "elastic_resume": {"agent", "errors", "protocol", "rank", "state"},
-    "chaos": {"agent", "config", "config_sources", "device", "errors", "observe", "protocol", "rank", "text_hashes"}
-    | {"yaml_files"},
-    "shim": {"rank"},
-    "mindio": {"errors", "protocol", "rank"},
     "state": {"__version__", "errors"},
-    "agent": {
+    "introspect": {"device", "frameworks"},
+    "capture": {"introspect", "device", "frameworks", "protocol"} | _BASE,
+    "groups": {"introspect", "device", "protocol"} | _BASE,
+    "tensors": {"introspect", "device", "protocol", "state"} | _BASE,
+    "rank": {
+        "capture",
+        "groups",
+        "tensors",
+        "introspect",
         "chaos",
-        "config",
         "device",
         "elastic_resume",
-        "errors",
-        "mindio",
-        "observe",
+        "frameworks",
         "protocol",
-        "rank",
-        "recovery",
     }
+    | {"state"}
+    | _BASE,
+    "elastic_resume": {"agent", "capture", "errors", "groups", "introspect", "protocol", "rank", "state"},
+    "chaos": {"agent", "capture", "config", "config_sources", "device", "errors", "groups", "introspect", "observe"}
+    | {"protocol", "rank", "tensors", "text_hashes", "yaml_files"},
+    "shim": {"rank"},
+    "mindio": {"errors", "protocol", "rank"},
+    "agent": {"capture", "chaos", "config", "device", "elastic_resume", "errors", "introspect", "mindio", "observe"}
+    | {"protocol", "rank", "recovery", "tensors"}
     | {"__version__", "early_signals", "state", "text_hashes", "torch_versions"},
     "web": {"__version__", "errors", "observe"},
-    "cli": {"agent", "chaos", "config", "config_sources", "device", "errors", "mindio", "observe", "protocol", "rank"}
-    | {"yaml_files", "__version__", "early_signals", "frameworks", "state", "torch_versions", "web"},
+    "cli": {"agent", "capture", "chaos", "config", "config_sources", "device", "errors", "introspect", "mindio"}
+    | {"observe", "protocol", "rank", "yaml_files", "__version__", "early_signals", "frameworks", "state"}
+    | {"torch_versions", "web"},
 }
 # What runs inside a rank, room by room: each imports only from those before it, for annotations too.
 ROOMS = [
-    ("rank.context", "rank.session", "rank.fail_open", "rank.moments", "rank.signal_handlers"),
-    ("rank.records.boundary_record", "rank.records.module_description", "rank.records.nodes", "rank.records.packing"),
+    ("introspect",),
+    ("capture", "groups", "tensors"),
+    ("rank.context", "rank.session"),
     ("rank.process",),
-    ("rank.position",),
-    ("rank.weights",),
-    ("rank.values",),
-    ("rank.records",),
-    ("rank.comm.operations", "rank.comm.entry", "rank.comm.journal"),
     ("rank.checks",),
-    ("rank.comm",),
-    ("rank.effects",),
-    ("rank.data",),
     ("rank.step",),
     ("rank.replay",),
     ("elastic_resume",),
@@ -61,6 +62,7 @@ ROOMS = [
     ("chaos",),
     ("rank.bootstrap",),
 ]
+_FOLDERS = ("introspect", "capture", "groups", "tensors", "rank", "elastic_resume", "chaos")
 CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random", "torch", "asyncio", "sys"}
 
 
@@ -95,7 +97,7 @@ def room_of(name: str) -> int | None:
 
 def test_a_room_of_the_rank_imports_only_from_those_before_it() -> None:
     arrows_up = set()
-    for folder in ("rank", "elastic_resume", "chaos"):
+    for folder in _FOLDERS:
         for path in (PACKAGE / folder).rglob("*.py"):
             own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
             room = room_of(own)
@@ -122,7 +124,7 @@ def needs_of(*folders: str) -> dict[str, set[str]]:
 
 
 def test_no_modules_of_the_agent_or_of_a_rank_import_each_other_in_a_circle() -> None:
-    TopologicalSorter(needs_of("agent", "chaos", "elastic_resume", "rank")).prepare()  # raises CycleError
+    TopologicalSorter(needs_of("agent", *_FOLDERS)).prepare()  # raises CycleError
 
 
 def test_the_session_of_a_rank_imports_none_of_the_folders_that_it_serves() -> None:

@@ -16,7 +16,7 @@ from ttprun.observe.console import LogFormat
 from ttprun.state.interval import parse_interval
 from ttprun.state.memory_share import parse_memory
 from ttprun.web.address import parse_address
-from ttprun.web.kinds import USUAL, Kind
+from ttprun.web.companion import USUAL, Kind
 
 # One path component, since it names a directory: no slash, no leading dot or dash.
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -167,6 +167,11 @@ class Config(BaseModel):
         3600, description="seconds that a scheduler's pause lasts if it names no limit (--mindio)"
     )
     verify_every: int = Field(100, ge=0, description="compare the ranks' weights every N steps; 0: never")
+    overhead_budget: str = Field(
+        "1%",
+        description="share of a step that protection may take without a fault (at least 0.3 ms); what it takes is in "
+        "'ttprun status', and a line says once if it is more. unlimited: no line",
+    )
     proof: Literal["evidence", "strict"] = Field(
         "evidence",
         description="when a replacement is refused. evidence: if it contradicts what the lost rank recorded; strict: "
@@ -219,6 +224,14 @@ class Config(BaseModel):
     @classmethod
     def _interval_can_be_read(cls, text: str) -> str:
         parse_interval(text)
+        return text
+
+    @field_validator("overhead_budget", mode="before")
+    @classmethod
+    def _share_can_be_read(cls, value: object) -> str:
+        text = str(value)
+        if text != "unlimited" and not 0 < _share_of(text) <= 1:
+            raise ValueError(f"'{text}' is no share of a step; write it as 1%, 2.5% or unlimited")
         return text
 
     @field_validator("buddy", mode="before")
@@ -283,6 +296,11 @@ class Config(BaseModel):
         return {str(name).replace("-", "_"): value for name, value in launch.items()}
 
     @property
+    def overhead_share(self) -> float:
+        """The share of a step that protection may take; 0: all of it."""
+        return 0.0 if self.overhead_budget == "unlimited" else _share_of(self.overhead_budget)
+
+    @property
     def nan_limit_s(self) -> float | None:
         """How long a rank with a NaN waits before its step while the job is saved and ended; None: not at all."""
         return self.freeze_timeout_s + self.persist_timeout_s if self.on_nan == "stop" else None
@@ -309,3 +327,9 @@ class Config(BaseModel):
     def to_yaml(self) -> str:
         """This configuration as a file for `--config`."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def _share_of(text: str) -> float:
+    """ "2.5%" -> 0.025; 0 for what is no share."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text)
+    return float(found[1]) / 100 if found else 0.0

@@ -39,7 +39,7 @@ class Steps:
     """The steps of a framework's loop, which calls done() at the end of each one: a log, and blocks of steps in turns.
 
     With --turns FOLDER, block n of --block steps begins when FOLDER/n exists, and a line on each block goes into
-    FOLDER/rank<rank>.jsonl: median_step_s and cpu_step_s.
+    FOLDER/rank<rank>.jsonl, of which turns.py reads the figures.
     """
 
     def __init__(self, args: argparse.Namespace, started_at_s: float, imported_at_s: float) -> None:
@@ -52,7 +52,9 @@ class Steps:
 
     def begin_block(self) -> None:
         self.step_s: list[float] = []
-        self.cpu_before_s, self.began_s = time.process_time(), time.perf_counter()
+        self.main_s: list[float] = []
+        self.cpu_before_s = time.process_time()
+        self.began_s, self.main_began_s = time.perf_counter(), time.thread_time()
 
     def done(self, step: int) -> None:
         """A step has been completed; steps are counted from 0."""
@@ -60,12 +62,20 @@ class Steps:
         if self.turns is None:
             return
         self.step_s.append(time.perf_counter() - self.began_s)
+        self.main_s.append(time.thread_time() - self.main_began_s)
         if len(self.step_s) < self.block:
-            self.began_s = time.perf_counter()
+            self.began_s, self.main_began_s = time.perf_counter(), time.thread_time()
             return
         cpu_s = time.process_time() - self.cpu_before_s
-        found = {"median_step_s": statistics.median(self.step_s), "cpu_step_s": cpu_s / self.block}
-        found |= memory_bytes()
+        found = {
+            "pid": os.getpid(),
+            "step_s": statistics.median(self.step_s),
+            "mean_step_s": statistics.mean(self.step_s),
+            "main_step_s": statistics.mean(self.main_s),
+            "median_main_step_s": statistics.median(self.main_s),
+            "cpu_step_s": cpu_s / self.block,
+            **memory_bytes(),
+        }
         with open(self.turns / f"rank{self.rank}.jsonl", "a") as file:
             file.write(json.dumps(found) + "\n")
         turn = self.turns / str((step + 1) // self.block)
@@ -81,9 +91,14 @@ def framework_arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint", type=Path, help="directory to save to and to resume from")
     parser.add_argument("--checkpoint-every", type=int, default=50, help="steps from one checkpoint to the next")
     parser.add_argument("--step-logs", type=Path, help="existing directory for one log a rank")
+    add_turns(parser)
+    return parser
+
+
+def add_turns(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a script whose steps are measured in turns."""
     parser.add_argument("--turns", type=Path, help="existing directory in which somebody says which block may begin")
     parser.add_argument("--block", type=int, default=20, help="steps of a block (default 20)")
-    return parser
 
 
 def sha256_of(model: nn.Module) -> str:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class Run:
     script     train.py, unless another one is named
     within     a command that runs the launcher, which keeps its pid: on another node, say
     command    of the launcher, if it is neither of these two; it takes their options
+    extra      of its environment, beside what all have
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Run:
         script: Path = SCRIPT,
         within: Sequence[str] = (),
         command: Sequence[str] = (),
+        extra: Mapping[str, str] | None = None,
     ) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _leave)
@@ -93,7 +95,7 @@ class Run:
                 ]
                 + [argument.format(folder=folder) for argument in arguments],
                 cwd=folder,
-                env=environment(launcher),
+                env=environment(launcher) | dict(extra or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -17,7 +17,7 @@ from pathlib import Path  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from measured import Log, sha256_of, write_report  # noqa: E402
+from measured import Steps, add_turns, sha256_of, write_report  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
@@ -78,15 +78,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=50, help="steps from one checkpoint to the next")
     parser.add_argument("--report", type=Path, help="existing directory for one report of step time and memory a rank")
     parser.add_argument("--warm-up", type=int, default=10, help="steps that the report leaves out")
+    add_turns(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
     dist.init_process_group("gloo")
-    log = Log(args.step_logs / f"rank{dist.get_rank()}.log" if args.step_logs is not None else None)
-    log.write("start", STARTED_AT_S)
-    log.write("imported", IMPORTED_AT_S)
+    steps = Steps(args, STARTED_AT_S, IMPORTED_AT_S)
 
     data, labels, model, optimizer = set_up(args.width, args.depth)
     steps_done = load_checkpoint(args.checkpoint, model, optimizer)
@@ -102,7 +101,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        log.write("step", time.time(), step)
+        steps.done(step)
         if step - steps_done >= args.warm_up:
             step_s.append(time.perf_counter() - began_s)
         else:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from parts import NotDoneError, Place, Row, Task
 
-from ttprun.chaos.drill.compare import compare_runs
-from ttprun.chaos.drill.pairing import pair
+from ttprun.chaos.drill.compare import compare_runs, pair
 from ttprun.chaos.drill.rehearsal import problems_of
 from ttprun.chaos.drill.scenario import Scenario
 from ttprun.chaos.drill.twins import Twin, run_twin

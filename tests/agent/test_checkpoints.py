@@ -125,8 +125,8 @@ def test_a_snapshot_that_is_shorter_than_what_the_ranks_have_written_becomes_no_
 def test_to_look_how_far_a_checkpoint_is_does_no_harm_when_it_has_just_become_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ttprun.observe.progress.SILENT_S", 0.0)
-    monkeypatch.setattr("ttprun.observe.progress._LOG_S", 0.0)
+    monkeypatch.setattr("ttprun.observe.console.SILENT_S", 0.0)
+    monkeypatch.setattr("ttprun.observe.console._LOG_S", 0.0)
     node = FakeNode(LIMIT_S)
     checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
     checkpoints.persist(recovery.Persist(generation=1, boundary=20, ranks=(0,), cause="ended"))
@@ -230,8 +230,8 @@ def mirrored_by(dump: to_rank.Dump) -> list[tuple[int, int]]:
 def test_a_checkpoint_that_is_given_up_leaves_nothing_but_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ttprun.observe.progress.SILENT_S", 0.0)
-    monkeypatch.setattr("ttprun.observe.progress._LOG_S", 0.0)
+    monkeypatch.setattr("ttprun.observe.console.SILENT_S", 0.0)
+    monkeypatch.setattr("ttprun.observe.console._LOG_S", 0.0)
     node = FakeNode(LIMIT_S)
     checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
     checkpoints.persist(persist_order(1))

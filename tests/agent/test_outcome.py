@@ -19,7 +19,7 @@ def _start(save_dir: Path, number: int, command: list[str] = COMMAND) -> Outcome
 
 def _checkpoint(save_dir: Path, boundary: int) -> None:
     """A valid one, of that step."""
-    from ttprun.state.manifest import Description
+    from ttprun.state.checkpoint import Description
     from ttprun.state.store import CheckpointStore
 
     store = CheckpointStore(save_dir)

@@ -15,8 +15,8 @@ import pytest
 from tests.agent.nodes import Store
 from ttprun.agent.cluster import rendezvous
 from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.cluster.spare_launcher import Taken, wait_for_slots
-from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys, SparePool
+from ttprun.agent.cluster.spare_launcher import LOST, Taken, wait_for_slots
+from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys, SparePool, read_where, write_where
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.channel import Channel
@@ -110,7 +110,7 @@ def test_who_waits_knows_what_the_ranks_have_imported_whether_it_came_before_or_
 
     assert warm == [(["torch.optim"], ["model.py"])] * 2
     lead.peers.close(lead.selector)
-    assert [one.result(LIMIT_S) for one in waiting] == [None, None]
+    assert [one.result(LIMIT_S).kind for one in waiting] == [LOST, LOST]
 
 
 def test_nobody_gets_slots_if_nobody_waits(lead: Lead) -> None:
@@ -127,7 +127,7 @@ def test_who_may_not_train_is_passed_over_and_keeps_its_place(lead: Lead, wait: 
     assert address is None
     assert len(lead.peers.pool or ()) == 1
     lead.peers.close(lead.selector)
-    assert waiting.result(LIMIT_S) is None
+    assert waiting.result(LIMIT_S).kind == LOST
 
 
 def test_who_runs_another_script_is_turned_away_with_what_differs(lead: Lead, wait: Wait) -> None:
@@ -151,7 +151,7 @@ def test_strangers_are_hung_up_on_and_silent_ones_hold_up_nobody(lead: Lead, wai
     assert guessing.result() is None
     assert len(lead.peers.pool or ()) == 1
     lead.peers.close(lead.selector)
-    assert waiting.result(LIMIT_S) is None
+    assert waiting.result(LIMIT_S).kind == LOST
     for sock in silent:
         sock.close()
 
@@ -225,19 +225,34 @@ def test_a_launcher_knows_by_the_rendezvous_store_how_many_came_before_and_where
     assert RendezvousKeys(store, "job 8").announced() is None
 
 
-def test_where_a_group_is_stands_in_the_save_directory_if_the_store_is_lost_with_its_node(tmp_path: Path) -> None:
-    class LostStore:
-        def set(self, key: str, value: str) -> None:
-            raise RuntimeError("the store is lost")
-
-    file = tmp_path / "leader-train.json"
+def test_where_a_group_is_stands_in_the_save_directory_for_who_cannot_reach_the_store(tmp_path: Path) -> None:
+    file = tmp_path / "save" / "leader-train.json"
     where = {"address": "10.0.0.1", "port": 7, "token": "secret", "seen": ""}
-    keys = RendezvousKeys(LostStore(), "none", str(file))
 
-    assert keys.written() is None
-    with pytest.raises(RuntimeError, match="the store is lost"):
-        keys.announce(where)
-    assert keys.written() == where
+    before = read_where(str(file))
+    write_where(str(file), where)
+
+    assert before is None
+    assert read_where(str(file)) == where
     assert file.stat().st_mode & 0o077 == 0, "it has the token"
-    assert list(tmp_path.iterdir()) == [file]
-    assert RendezvousKeys(LostStore(), "none").written() is None
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_who_has_come_by_another_store_counts_where_the_job_is_found(tmp_path: Path) -> None:
+    store = Store()
+
+    RendezvousKeys(store, "job").announce({"address": "10.0.0.1", "port": 7, "token": "secret"}, arrived=2)
+
+    assert RendezvousKeys(store, "job").arrive() == 3
+
+
+def test_who_comes_while_the_job_saves_its_state_and_ends_is_for_its_next_start(lead: Lead, wait: Wait) -> None:
+    pool = lead.peers.pool
+    assert pool is not None
+    pool.is_ending = lambda: True
+
+    waiting = wait(lead.where)
+    lead.run(waiting.done)
+
+    assert waiting.result().kind == "restart"
+    assert (lead.came, len(pool)) == ([], 0)

@@ -17,8 +17,8 @@ from tests.state.making import DESCRIPTION, flip_byte, locked, take
 from tests.state.making_models import net, save
 from ttprun.cli.main import main
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.state.manifest import MANIFEST_NAME
-from ttprun.state.unusable import note
+from ttprun.state.checkpoint import MANIFEST_NAME
+from ttprun.state.errors import note
 
 TENSORS = "tensors-00000.safetensors"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.cli.script_config import take_script_config
+from ttprun.cli.options import take_script_config
 from ttprun.config_sources import ConfigSource
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ttprun.chaos.drill.pairing import pair
+from ttprun.chaos.drill.compare import pair
 
 
 def struck(number: int, fault: str, rank: int | None, at_s: float, pid: int | None = None) -> dict[str, Any]:

@@ -187,6 +187,11 @@ class Launch:
             limit_s,
         )
 
+    def wait_for_output(self, text: str, limit_s: float = 180.0) -> None:
+        """Block until the launcher itself has written `text`; AssertionError after `limit_s` or at the end."""
+        log = self.folder / "launcher.log"
+        self._wait_until(lambda: text in log.read_text(errors="replace"), f"the launcher did not say {text!r}", limit_s)
+
     def wait_for_file(self, name: str, limit_s: float = 180.0) -> None:
         """Block until the run's folder has this file, or a pattern's; AssertionError after `limit_s` or at the end."""
         self._wait_until(lambda: any(self.folder.glob(name)), f"there is no file {name}", limit_s)

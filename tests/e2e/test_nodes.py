@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -412,6 +412,59 @@ def test_who_comes_after_the_leader_was_lost_finds_the_job_if_the_store_is_elsew
     assert_same_weights(runs, undisturbed(GATED, 2))
 
 
+@pytest.mark.parametrize("by", ["the save directory", "the discovery command"])
+@pytest.mark.parametrize("host", [0, 1], ids=["the leader had the store", "a follower had it"])
+def test_who_comes_after_the_node_with_the_store_was_lost_finds_the_job(
+    undisturbed: Undisturbed, tmp_path: Path, host: int, by: str
+) -> None:
+    save = ["--save-dir", str(tmp_path / "save")]
+    with Nodes(3) as nodes:
+        named = " ".join(nodes.addresses)
+        is_file = by == "the save directory"
+        options = (
+            [*save, "--run-id", "job"] if is_file else [*save, "--elastic", "--discovery", f"printf '%s\\n' {named}"]
+        )
+        size = "2" if is_file else "2:2"
+        launches = [start_gated(nodes, number, tmp_path, size=size, host=host, options=options) for number in range(2)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+
+        nodes.end_processes(host)
+        came = start_gated(nodes, 2, tmp_path, size=size, host=host, options=options)
+        launches[1 - host].wait_for_event("node_replaced")
+        (tmp_path / "gate").touch()
+        leader, runs = finished([launches[1 - host], came])
+
+    assert [(one["kind"], one["rung"], one["steps_lost"]) for one in leader.incidents] == [("node-lost", "replace", 0)]
+    assert_same_weights(runs, undisturbed(GATED, 2))
+
+
+def test_a_launcher_that_comes_while_the_job_saves_its_state_waits_and_takes_part_in_the_next_start(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    options = ["--save-dir", str(tmp_path / "save"), "--run-id", "job"]
+    with Nodes(2) as nodes:
+        launches = [start_gated(nodes, number, tmp_path, size="2", options=options) for number in range(2)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+        stopped, lead = rank_pid(launches[1]), leading(launches)
+        os.kill(stopped, signal.SIGSTOP)  # so that saving takes as long as the test needs
+        launches[0].process.send_signal(signal.SIGTERM)
+        launches[lead].wait_for_event("phase_changed", after="PERSISTING")
+
+        came = start_gated(nodes, 0, tmp_path / "again", size="2", gate=tmp_path, options=options)
+        came.wait_for_output("the job is ending: this launcher waits for that, and then starts it again")
+        (tmp_path / "gate").touch()
+        os.kill(stopped, signal.SIGCONT)
+        before = [launch.finish() for launch in launches]
+        again = start_gated(nodes, 1, tmp_path / "again", size="2", gate=tmp_path, options=options)
+        _, runs = finished([came, again])
+
+    assert [run.exit_code for run in before] == [143, 143], before[0].story()
+    assert {run.status["resume"]["outcome"] for run in runs} == {"recovered"}, runs[0].story()
+    assert_same_weights(runs, undisturbed(GATED, 2))
+
+
 def test_if_the_leader_is_lost_while_a_rank_of_another_node_is_repaired_both_are_repaired_anew(
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
@@ -474,17 +527,19 @@ def start_gated(
     size: str = "2:3",
     gate: Path | None = None,
     host: int = 0,
+    options: Sequence[str] = (),
 ) -> Launch:
     """A launcher whose ranks wait before step 12 until the gate is open.
 
-    gate   the folder of the gate and of what is written, if it is another one
+    gate      the folder of the gate and of what is written, if it is another one
+    options   further ones
     """
     shared = gate or folder
     return start_ttprun(
         GATED,
         ranks,
         folder / str(number),
-        options=[*nodes.rendezvous(number, size, host), "--node-wait-s", "60"],
+        options=[*nodes.rendezvous(number, size, host), "--node-wait-s", "60", *options],
         script_args=["--gate", str(shared / "gate")],
         out=shared / "out",
         within=nodes.inside(number),

@@ -21,9 +21,8 @@ from tests.e2e.harness import (
     Undisturbed,
     start_ttprun,
 )
-from ttprun.state.checkpoint import inspect
+from ttprun.state.checkpoint import MANIFEST_NAME, Manifest, inspect
 from ttprun.state.files import read_entry
-from ttprun.state.manifest import MANIFEST_NAME, Manifest
 
 SCRIPT = "epochs_dataloader.py"
 STEP = 20

@@ -39,8 +39,7 @@ from ttprun.capture.values import pack
 from ttprun.chaos.faults import parse_fault
 from ttprun.cli.status import status as show_status
 from ttprun.errors import ConfigError
-from ttprun.observe.events import read_events
-from ttprun.observe.history import read_history
+from ttprun.observe.events import read_events, read_history
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import parse_status
 from ttprun.observe.topology import read_topology
@@ -49,9 +48,8 @@ from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import Refused, decode, encode
 from ttprun.protocol.requests import Accepted
 from ttprun.recovery.membership import parse_hosts
-from ttprun.state.checkpoint import Checkpoint, inspect, verify
+from ttprun.state.checkpoint import MANIFEST_NAME, Checkpoint, inspect, verify
 from ttprun.state.errors import InvalidCheckpointError
-from ttprun.state.manifest import MANIFEST_NAME
 
 FOLDER = Path(__file__).resolve().parent
 LONGEST_REASON = 600  # characters

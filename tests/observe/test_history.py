@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.observe import history
-from ttprun.observe.history import History, Point, read_history
+from ttprun.observe import events
+from ttprun.observe.events import History, Point, read_history
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(history, "time", clock)
+    monkeypatch.setattr(events, "time", clock)
     return clock
 
 

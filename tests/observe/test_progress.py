@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ttprun.observe.progress import ProgressLine, ProgressLog, format_bytes
+from ttprun.observe.console import ProgressLine, ProgressLog, format_bytes
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_long_work_reports_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttprun.observe.progress.SILENT_S", 0.01)
+    monkeypatch.setattr("ttprun.observe.console.SILENT_S", 0.01)
     asked = threading.Event()
 
     def count() -> int:
@@ -40,7 +40,7 @@ def test_long_work_reports_how_far_it_is(capsys: pytest.CaptureFixture[str], mon
 def test_the_log_says_how_far_long_work_is_and_not_at_every_step(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ttprun.observe.progress.SILENT_S", 0.0)
+    monkeypatch.setattr("ttprun.observe.console.SILENT_S", 0.0)
     progress = ProgressLog("writing a checkpoint")
 
     progress.show(500_000, 2_000_000)

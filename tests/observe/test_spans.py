@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from ttprun.observe.spans import seconds_of, spans_of
+from ttprun.observe.events import seconds_of, spans_of
 from ttprun.observe.status import IncidentStatus
 
 SLOW_START = IncidentStatus(

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.options import OPTIONS
 from ttprun.capture.records.recorder import Recorder
+from ttprun.capture.rehearsal import Rehearsal
 from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
@@ -15,7 +16,6 @@ from ttprun.introspect import host
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
 from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.session import Session
 from ttprun.rank.step.training import Training

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.rank.records import record_of
+from ttprun.capture.effects.kept import keep_origin
 from ttprun.capture.records.packing import pack
 from ttprun.capture.records.recorder import Recorder
-from ttprun.groups.results import Answers, keep_origin
+from ttprun.groups.results import Answers
 from ttprun.protocol.board import Board, Field
 from ttprun.rank.bootstrap.ahead import Ahead
 

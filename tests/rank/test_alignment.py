@@ -20,8 +20,7 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.session import Session
-from ttprun.tensors.state_places import InDirectory
-from ttprun.tensors.state_transfer import serve_gradients, take_gradients
+from ttprun.tensors.state_transfer import InDirectory, serve_gradients, take_gradients
 
 LIMIT_S = 60.0
 

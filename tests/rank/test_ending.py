@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.rank.worlds import run_world
-from ttprun.rank.bootstrap import shutdown
+from ttprun.rank.bootstrap import reset
 from ttprun.rank.session import current
 
 # Without our part in their end, a third of these processes and more is aborted (signal 6).
@@ -139,14 +139,14 @@ def end_with_an_operation_that_nobody_joins(rank: int) -> Any:
     work = dist.all_reduce(torch.ones(3), async_op=True)
     del work
     began_s = time.monotonic()
-    shutdown.close(session)
+    reset.close(session)
     return time.monotonic() - began_s
 
 
 def test_a_collective_that_no_other_rank_joins_holds_up_the_end_for_a_moment_only() -> None:
     took_s, _ = run_world(end_with_an_operation_that_nobody_joins)
 
-    assert took_s >= shutdown.LIMIT_S  # and it has ended
+    assert took_s >= reset.LIMIT_S  # and it has ended
 
 
 def start_no_thread(thread: threading.Thread) -> None:
@@ -162,7 +162,7 @@ def end_where_no_thread_starts(rank: int) -> Any:
 def test_where_no_thread_starts_any_more_a_collective_that_no_other_rank_joins_is_cut_off_too() -> None:
     took_s, _ = run_world(end_where_no_thread_starts)
 
-    assert took_s >= shutdown.LIMIT_S  # and it has ended
+    assert took_s >= reset.LIMIT_S  # and it has ended
 
 
 def end_at_once(rank: int) -> Any:
@@ -172,7 +172,7 @@ def end_at_once(rank: int) -> Any:
     given = torch.full((1_000_000,), 1.0 + rank)
     work = dist.all_reduce(given, async_op=True)
     if rank == 0:
-        shutdown.close(session)
+        reset.close(session)
         return None
     work.wait()
     return given[0].item()

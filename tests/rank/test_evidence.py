@@ -9,9 +9,9 @@ import torch
 from msgspec import structs
 
 from tests.rank.fakes import FakeChannel, make_session
-from ttprun.capture.records.evidence import BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence
+from ttprun.capture.records.evidence import ALWAYS, BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence
 from ttprun.capture.records.recorder import Recorder
-from ttprun.introspect.samples import is_close, sampled
+from ttprun.introspect.tensor_bytes import is_close, sampled
 from ttprun.protocol import from_rank
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.alignment import Alignment
@@ -45,6 +45,39 @@ def test_the_step_before_is_still_there_and_the_one_before_that_is_not() -> None
         evidence.note(step, LOSS, "", [torch.ones(1)])
 
     assert [len(evidence.left(step)) for step in (1, 2, 3)] == [0, 1, 1]
+
+
+def drawn(evidence: Evidence, step: int, count: int = 400) -> list[int]:
+    return [number for number in range(count) if evidence.is_drawn(evidence.count(step, INPUT, "world"))]
+
+
+def test_of_very_many_inputs_of_a_step_some_are_drawn_the_same_in_each_process_and_others_in_each_step() -> None:
+    lost, replacement = new_evidence(), new_evidence()
+
+    found = [drawn(lost, step) for step in range(1, 51)]
+
+    assert found == [drawn(replacement, step) for step in range(1, 51)]
+    assert all(numbers[:ALWAYS] == list(range(ALWAYS)) for numbers in found)
+    assert all(len(numbers) < 50 for numbers in found)
+    assert {number for numbers in found for number in numbers} > set(range(60))
+
+
+def test_a_replacement_finds_the_drawn_inputs_of_the_lost_rank_at_their_places() -> None:
+    lost, replacement = new_evidence(), new_evidence()
+    tensors = [torch.full((4,), float(number)) for number in range(40)]
+
+    for tensor in tensors:
+        place = lost.count(3, INPUT, "world")
+        if lost.is_drawn(place):
+            lost.write(place, [tensor])
+
+    left = lost.left(3)
+    assert ALWAYS < len(left) < len(tensors)
+    for tensor in tensors:
+        place = replacement.count(3, INPUT, "world")
+        if replacement.is_drawn(place):
+            assert left.pop(place) == replacement.write(place, [tensor])
+    assert not left
 
 
 @pytest.mark.parametrize(("noted", "likely"), [((), [4, 5, 6]), ((5,), [6, 7, 8]), ((5, 6), [7, 8]), ((3, 5), [7, 9])])
@@ -304,7 +337,7 @@ def test_what_cannot_be_compared_is_named_and_the_script_goes_on(
     replacement: Replacement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, channel = replacement(5, {"world": [torch.ones(40)]})
-    monkeypatch.setattr("ttprun.introspect.samples._memory", lambda tensor: 1 / 0)
+    monkeypatch.setattr("ttprun.introspect.tensor_bytes._memory", lambda tensor: 1 / 0)
 
     proof.note(session, INPUT, "world", [torch.ones(40)])
 

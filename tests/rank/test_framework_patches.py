@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ttprun.capture import framework_patches
 from ttprun.capture.effects import files
-from ttprun.rank.bootstrap import framework_patches
 
 
 def imported(monkeypatch: pytest.MonkeyPatch, name: str, kind: type) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.tensors import gradients, kept_gradients, replicated
-from ttprun.tensors.kept_gradients import GRADIENT
+from ttprun.tensors import gradients, replicated
+from ttprun.tensors.gradients import GRADIENT
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_gradients_that_the_script_changes_before_a_backward_adds_to_them_are_ke
         made[0].param_groups[0]["params"][0].grad = change(gradient_of(made[0]))
 
     assert names_of_state()[0] == ["momentum_buffer", GRADIENT]
-    assert torch.equal(kept_gradients.of(made[0], made[0].param_groups[0]["params"][0]), left)
+    assert torch.equal(gradients.of(made[0], made[0].param_groups[0]["params"][0]), left)
 
 
 def test_one_gradient_of_many_that_is_not_zeroed_is_enough(made: list[Any]) -> None:
@@ -92,18 +92,18 @@ def test_one_gradient_of_many_that_is_not_zeroed_is_enough(made: list[Any]) -> N
         made[0].param_groups[0]["params"][0].grad = None
         learn(made[0])
 
-    assert kept_gradients.is_kept(made[0])
+    assert gradients.is_kept(made[0])
 
 
 def test_a_script_that_begins_to_carry_gradients_later_is_told_in_that_step_and_they_are_kept(made: list[Any]) -> None:
     before = [learn(made[0], zeroes=True) for _ in range(5)]
-    assert not kept_gradients.is_kept(made[0])
+    assert not gradients.is_kept(made[0])
 
     after = [learn(made[0]) for _ in range(2)]
 
     assert before == [""] * 5
     assert after == [gradients.CARRIED_NOW, ""]
-    assert kept_gradients.is_kept(made[0])
+    assert gradients.is_kept(made[0])
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -117,7 +117,7 @@ def test_of_optimizers_that_learn_in_turn_and_zero_their_gradients_nothing_is_ke
             said.append(learn(one))
 
     assert said == [""] * 10
-    assert not any(map(kept_gradients.is_kept, made))
+    assert not any(map(gradients.is_kept, made))
 
 
 def test_a_loaded_gradient_is_put_back_where_the_script_adds_to_it(made: list[Any]) -> None:
@@ -144,12 +144,12 @@ def test_a_loaded_gradient_is_put_back_where_the_script_adds_to_it(made: list[An
 def test_a_gradient_that_has_changed_since_its_step_is_not_kept(made: list[Any]) -> None:
     learn(made[0])
     learn(made[0])
-    assert kept_gradients.is_kept(made[0])
+    assert gradients.is_kept(made[0])
 
     gradient_of(made[0]).add_(1)
     learn(made[1], zeroes=True)
 
-    assert not kept_gradients.is_kept(made[0])
+    assert not gradients.is_kept(made[0])
     assert not gradients.were_carried(made[0])  # nothing has shown that its next step uses it
 
 
@@ -159,7 +159,7 @@ def test_the_gradients_of_ranks_with_equal_weights_may_differ(made: list[Any]) -
     digests = replicated.digest(), replicated.digests()
 
     gradient_of(made[0]).add_(1)
-    kept_gradients.note_step(made[0])
+    gradients.note_step(made[0])
 
     assert (replicated.digest(), replicated.digests()) == digests
 
@@ -211,8 +211,8 @@ def test_gradients_that_were_loaded_and_that_the_script_zeroes_are_kept_no_longe
     gradients.poison(made)
 
     learn(made[0], zeroes=True)
-    assert kept_gradients.is_kept(made[0])
+    assert gradients.is_kept(made[0])
     learn(made[0], zeroes=True)
 
-    assert not kept_gradients.is_kept(made[0])
+    assert not gradients.is_kept(made[0])
     assert names_of_state()[0] == ["momentum_buffer"]

@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
 from tests.rank.scripts import run_under_shim
+from ttprun.introspect.patching import replacement_for
 from ttprun.protocol import from_rank
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.bootstrap.patch_table import PATCHES, Patch
-from ttprun.rank.bootstrap.patches import replacement_for
 
 BY_NAME = {f"{patch.module}.{patch.attribute}": patch for patch in PATCHES}
 
@@ -301,7 +301,8 @@ def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(
         "import ttprun.rank.bootstrap.patches as p\n"
-        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'not_there', 'capture.effects.files:wrap_save', ''))\n"
+        "from ttprun.introspect.patching import Patch\n"
+        "p.PATCHES = (*p.PATCHES, Patch('torch', 'not_there', 'capture.effects.files:wrap_save', ''))\n"
         "import torch\nimport torch.distributed\nprint('ran')\n"
     )
 
@@ -316,7 +317,8 @@ def test_hooks_that_break_leave_the_script_alone_and_say_why(tmp_path: Path) -> 
     script = tmp_path / "script.py"
     script.write_text(
         "import ttprun.rank.bootstrap.patches as p\n"
-        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'rand', 'nothing:wrap', ''))\n"
+        "from ttprun.introspect.patching import Patch\n"
+        "p.PATCHES = (*p.PATCHES, Patch('torch', 'rand', 'nothing:wrap', ''))\n"
         "import torch\nprint(torch.rand(1).shape)\n"
     )
 

@@ -10,7 +10,7 @@ import torch
 
 from ttprun.groups.entry import Entry
 from ttprun.groups.journal import Journal
-from ttprun.tensors.reduced_parts import ReducedParts
+from ttprun.tensors.mirror_slots import ReducedParts
 
 LANE = "0"
 

@@ -13,16 +13,16 @@ from tests.rank.records import record_of
 from tests.rank.test_said_at_the_step import BEGIN, STEP, in_a_for
 from tests.rank.test_said_at_the_step import run as hindrances_of
 from tests.rank.worlds import run_world
+from ttprun.capture import rehearsal as module
 from ttprun.capture import values
 from ttprun.capture.position import ast_transform
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.nodes import RefusedNode
 from ttprun.capture.records.recorder import Recorder
+from ttprun.capture.rehearsal import Rehearsal
 from ttprun.introspect import whose
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
-from ttprun.rank.checks import rehearsal as module
-from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.session import current
 
 GENERATOR = "(n for n in range(9))"

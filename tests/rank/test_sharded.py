@@ -30,7 +30,7 @@ from ttprun.state.pieces import assemble, pieces_of
 from ttprun.tensors import checkpoint_shards, replicated, sharded, state_transfer
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.optimizer_registry import forget, optimizers, stepped, stepped_tensors, wrap_optimizer_init
-from ttprun.tensors.state_places import InDirectory
+from ttprun.tensors.state_transfer import InDirectory
 
 STEPS = 3
 LIMIT_S = 60.0
@@ -417,3 +417,20 @@ def test_a_sharded_parameter_that_has_other_memory_is_seen_at_the_next_boundary(
         found = list(map(after.sample, range(len(parameters))))
         assert [new == old for new, old in zip(found, samples, strict=True)] == [False, True, True, True, True]
         assert stepped(optimizers()) is after
+
+
+def test_a_gradient_is_cut_like_its_parameter_only_if_each_rank_holds_the_same_part_of_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with world(0, 2) as mesh:
+        whole = torch.arange(24.0).view(6, 4)
+        parameter = shard(whole, mesh, [Shard(0)])
+        of_fsdp2 = parameter.detach()  # it has its parameter's own description
+        alike, other = shard(whole, mesh, [Shard(0)]), shard(whole, mesh, [Shard(1)])
+
+        found = [sharded.are_cut_alike(one, parameter) for one in (of_fsdp2, alike, other, whole)]
+
+        monkeypatch.setattr(sharded, "place_of", lambda tensor: 1 / 0)
+        parameter_again = DTensor(parameter._local_tensor, parameter._spec, requires_grad=False)
+        assert sharded.are_cut_alike(parameter_again, parameter)
+    assert found == [True, True, False, False]

@@ -8,35 +8,35 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.tensors import shared_backwards
+from ttprun.tensors import open_boundaries
 from ttprun.tensors.open_boundaries import MOST_PUT_OFF
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
-    shared_backwards.forget()
+    open_boundaries.forget_backwards()
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """[optimizer, optimizer], of one parameter each."""
     found = [torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2)]
-    monkeypatch.setattr(shared_backwards, "optimizers", lambda: found)
+    monkeypatch.setattr(open_boundaries, "optimizers", lambda: found)
     return found
 
 
 def step(optimizer: Any) -> bool:
     """Whether the boundary after the step is seen to be open."""
-    is_open = shared_backwards.look(optimizer)
+    is_open = open_boundaries.look(optimizer)
     optimizer.step()
-    shared_backwards.note_step(optimizer)
+    open_boundaries.note_step(optimizer)
     return is_open
 
 
 def go_backward(*optimizers: Any) -> None:
     """Through the parameters of these."""
-    shared_backwards.note_backward()
+    open_boundaries.note_backward()
     torch.stack([one.param_groups[0]["params"][0].square().sum() for one in optimizers]).sum().backward()
 
 

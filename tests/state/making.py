@@ -6,8 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ttprun.state.checkpoint import Checkpoint
-from ttprun.state.manifest import Description
+from ttprun.state.checkpoint import Checkpoint, Description
 from ttprun.state.store import CheckpointStore, last_written_first
 
 DESCRIPTION = Description(world_size=2, cause="periodic", script="train.py")

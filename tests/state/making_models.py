@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from tests.state.making import locked
-from ttprun.state.checkpoint import Checkpoint
-from ttprun.state.manifest import Description
+from ttprun.state.checkpoint import Checkpoint, Description
 from ttprun.state.tensor_file import tensor_chunks
 
 

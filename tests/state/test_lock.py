@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.state.making import locked, names, take
+from ttprun.state.draft import LOCK_NAME
 from ttprun.state.errors import SaveDirectoryInUseError
-from ttprun.state.lock import LOCK_NAME
 from ttprun.state.store import CheckpointStore
 
 HOLD = """

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.state.making import flip_byte, locked, take
+from ttprun.state.checkpoint import MANIFEST_NAME, Description, read_manifest
 from ttprun.state.errors import InvalidCheckpointError
-from ttprun.state.manifest import MANIFEST_NAME, Description, read_manifest
 
 
 @pytest.fixture

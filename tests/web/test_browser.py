@@ -15,7 +15,7 @@ from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import write_status
 from ttprun.observe.topology import RankTopology, Topology
 from ttprun.web.companion import serving
-from ttprun.web.report import as_html, read_run
+from ttprun.web.page import as_html, read_run
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
 wait = pytest.importorskip("selenium.webdriver.support.ui", reason="no selenium")

@@ -17,9 +17,8 @@ from ttprun.config_sources import resolve
 from ttprun.errors import ConfigError
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.web.kinds import USUAL
-from ttprun.web.notifier import MOST_WAITING, run_command
-from ttprun.web.notifying import notifying
+from ttprun.web.companion import USUAL
+from ttprun.web.notifier import MOST_WAITING, notifying, run_command
 
 LIMIT_S = 100
 
@@ -98,7 +97,7 @@ def launcher(run: RunDirectory, tmp_path: Path) -> Iterator[subprocess.Popen[str
     program = f"""
 import sys
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.web.notifying import notifying
+from ttprun.web.notifier import notifying
 with notifying("cat > {tmp_path}/fifo", ["launcher_died"], RunDirectory({str(run.path)!r})):
     print("begun", flush=True)
     sys.stdin.read()

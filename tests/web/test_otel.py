@@ -12,7 +12,7 @@ from tests.web.runs import REPLACED, STARTED_S, incident_event, status_of, write
 from tests.web.test_notifier import log
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.web import otel
-from ttprun.web.notifying import notifying
+from ttprun.web.notifier import notifying
 
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="no otel")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="no otel")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.web.runs import STARTED_S, incident_event, status_of
-from ttprun.observe.history import Point
+from ttprun.observe.events import Point
 from ttprun.web.summary import summarize
 
 

@@ -1,10 +1,9 @@
 """Records the live state of a Python training loop, and restores it in another process.
 
-    position    where the script is: loops, call sites, which variables are alive
-    values      what its variables hold, as nodes that can be packed, compared and restored
-    records     the record of a boundary, and its slots in shared memory
-    data        iterators over loaders
-    effects     what the script has written: files, output, trackers
+    recording.py   gathers a boundary's record: position (loops, call sites), values (variables), data (DataLoaders)
+    replay         how a script, run from its top, becomes what a record says
+    merging        what another run takes of a record, and what of its own set-up
+    effects        what the script has written and was answered: files, output, time, entropy
 
-May import: introspect, device, protocol. Begin with records/boundary_record.py.
+May import: introspect, device, protocol. To use it, begin with `Capture` (alone.py); to read it, with recording.py.
 """

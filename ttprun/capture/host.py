@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ttprun.introspect import host
+from ttprun.introspect.costs import Costs
 from ttprun.protocol.board import Board, Phase
 
 _T = TypeVar("_T")
@@ -51,12 +52,32 @@ class Training(Protocol):
         """The parameters of all optimizers, at the newest boundary."""
 
 
+class Optimizers(Protocol):
+    """The script's optimizers, all in the order in which it has made them; a module may be one."""
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All living ones."""
+
+    def number_of(self, optimizer: Any) -> int | None:
+        """Its place among these; None if it is not among them."""
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Their parameters now; one in two optimizers comes twice."""
+
+    def stepped_tensors(self) -> list[torch.Tensor]:
+        """What they update now: all parameters, then all state, which an optimizer has from its first step on."""
+
+    def counts_now(self) -> list[list[int]]:
+        """Of each: numbers of its parameters and of its state tensors."""
+
+
 class Host(Protocol):
     """The process in which something is captured.
 
     rank         by which its files and lines are distinguished
     applied      number of the newest boundary
     generation   how often the job has been recovered
+    costs        what we take of a step
     is_over      the script has ended with an exception
     address      of this node; "": all ranks are on one node
     row          this rank's fields on the board
@@ -82,6 +103,8 @@ class Host(Protocol):
     def is_over(self) -> bool: ...
     @property
     def mode(self) -> Life: ...
+    @property
+    def costs(self) -> Costs: ...
     @property
     def training(self) -> Training: ...
     def __getitem__(self, kind: type[_T]) -> _T: ...

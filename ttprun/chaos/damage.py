@@ -197,19 +197,19 @@ def _wait_for_agent() -> None:
 
 
 def _break_device(kind: str) -> str:
-    from ttprun.chaos import broken_device
+    from ttprun.chaos import broken
 
-    return broken_device.break_device(kind)
+    return broken.break_device(kind)
 
 
 def _break_something(session: Session, fault: Fault) -> str:
-    from ttprun.chaos import broken_data, broken_links
+    from ttprun.chaos import broken
 
     if fault.kind == "worker-kill":
         return _kill_worker()
     if fault.kind == "flip-bit":
-        return broken_data.flip_bit(fault.seed or 0)
-    return broken_links.break_links(session, fault)
+        return broken.flip_bit(fault.seed or 0)
+    return broken.break_links(session, fault)
 
 
 def _kill_worker() -> str:
@@ -229,12 +229,12 @@ def put_nan(session: Session, armed: Armed, phase: str, op: str, inputs: Any) ->
     inputs   its argument that holds this rank's input tensors: a tensor, or nested lists of tensors; changed in place
     returns  whether they were; False also if the tensors cannot be written (as on another device than the CPU)
     """
-    from ttprun.chaos import broken_data
+    from ttprun.chaos import broken
     from ttprun.groups.process_group import groups_of
 
     detail = ""
     with contextlib.suppress(Exception):
-        detail = broken_data.put_nan(op, inputs, [group.buckets for group in groups_of(session)])
+        detail = broken.put_nan(op, inputs, [group.buckets for group in groups_of(session)])
     if detail:
         report(session.channel, armed, phase, session.applied, detail)
     return bool(detail)

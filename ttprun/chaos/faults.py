@@ -1,7 +1,7 @@
 """Faults that ttprun can cause on purpose, and how they are written: `kill:rank=1,step=5,phase=backward`.
 
 The same form is used by `--fault`, by `faults:` in a configuration or a drill, and between agent and ranks. Standard
-library only, since it is imported inside ranks. Read KINDS first, then `parse_fault`; `ttprun.chaos.schedule` expands
+library only, since it is imported inside ranks. Read KINDS first, then `parse_fault`; `ttprun.chaos.injections` expands
 schedules.
 """
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from ttprun.agent.processes.rank_processes import kill_session
 from ttprun.chaos.faults import AGENT_KINDS, Fault, parse_fault, seconds_of
-from ttprun.chaos.schedule import PlannedStrike, strikes
 from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from ttprun.agent.core.node import Node
     from ttprun.agent.core.rank_slot import RankSlot
     from ttprun.agent.processes.standbys import Standbys
+from ttprun.chaos.schedule import PlannedStrike, strikes
 
 _STALL_S = 2.0
 _SIGNALS = {

@@ -1,15 +1,17 @@
-"""The strikes of a fault's schedule. Pure: the same order, world and step give the same strikes.
-
-Begin with `strikes`.
-"""
+"""The strikes of a fault's schedule. Pure: the same order, world and step give the same strikes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ttprun.chaos.faults import AGENT_KINDS, DRAWN_PHASES, Fault, check_phase, seconds_of, steps_of
+
+if TYPE_CHECKING:
+    pass
+
 
 DRAWN_STEPS = 20  # a drawn step is at most so many steps after the one before
 

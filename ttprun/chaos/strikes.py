@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from ttprun.chaos import broken_links, damage
+from ttprun.chaos import broken, damage
 from ttprun.chaos.damage import Armed
 from ttprun.chaos.faults import RECOVERY_PHASES, Fault, parse_fault
 from ttprun.introspect import moments
@@ -173,7 +173,7 @@ def phase_of_collective(session: Session, op: str) -> str:
     return "checkpoint" if op == "barrier" else "collective"
 
 
-connected = broken_links.publish
+connected = broken.publish
 
 
 def _watch_modules() -> None:

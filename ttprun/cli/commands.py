@@ -6,11 +6,11 @@ from __future__ import annotations
 # commands of its own has a typer app instead.
 COMMANDS = {
     "status": ("ttprun.cli.status", "status"),
-    "report": ("ttprun.cli.report", "report"),
+    "report": ("ttprun.cli.support", "report"),
     "stacks": ("ttprun.cli.stacks", "stacks"),
-    "topology": ("ttprun.cli.topology", "topology"),
+    "topology": ("ttprun.cli.stacks", "topology"),
     "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
-    "recall": ("ttprun.cli.recall", "recall"),
+    "recall": ("ttprun.cli.options", "recall"),
     "check": ("ttprun.cli.check", "check"),
     "drill": ("ttprun.cli.drill", "drill"),
     "checkpoints": ("ttprun.cli.checkpoints", "app"),

@@ -6,25 +6,214 @@ If there is one device only, both ranks use it: NCCL takes them for ranks on two
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ttprun.chaos.drill.twins import FOREIGN
 from ttprun.cli.finding import Finding
 from ttprun.device.environment import VARIABLES
+from ttprun.device.errors import in_one_line
+from ttprun.rank.bootstrap.install import PR_SET_PDEATHSIG
+
+# One of two ranks that try on this machine's devices what a recovery needs there: run by `ttprun doctor`.
+#
+# Rank 0 prints a line of JSON for each thing, when it is known: {"what", "found", "is_well"}. Rank 1 stops itself, goes
+# on, and in the end kills itself. torch may hang in C++ anywhere here; whoever has started us has a limit, and ends us.
+
+
+BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
+ELEMENTS = 1 << 18
+NOTICED_S = 3.0  # for so long a dead peer's error is waited for
+MEET_S = timedelta(seconds=60)
+
+
+def main() -> None:
+    """Be rank `argv[1]` on device `argv[3]` of kind `argv[2]`; both meet in the directory `argv[4]`."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    number, kind, index, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+    what = "connection"
+    try:
+        rank = Rank(number, kind, index, folder)
+        for name, act in STEPS.items():
+            what = name
+            act(rank)
+    except Exception as error:
+        say(what, in_one_line(error), is_well=False)
+    sys.stdout.flush()
+    os._exit(0)  # an operation that is stuck is not waited for
+
+
+def say(what: str, found: str, is_well: bool = True) -> None:
+    """Print what is known; rank 1's goes where nobody reads it."""
+    print(json.dumps({"what": what, "found": found, "is_well": is_well}), flush=True)
+
+
+class Rank:
+    """A rank that is connected with the other one.
+
+    group    None: torch's default group
+    """
+
+    def __init__(self, number: int, kind: str, index: int, folder: Path) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.torch, self.dist, self.number, self.kind, self.index = torch, dist, number, kind, index
+        self.module: Any = None if kind == "cpu" else torch.get_device_module(kind)
+        if self.module is not None:
+            self.module.set_device(index)
+        self.store = torch._C._distributed_c10d.FileStore(str(folder / "store"), 2)
+        dist.init_process_group(BACKENDS[kind], store=self.store, rank=number, world_size=2)
+        self.group: Any = None
+        self.tensor = torch.ones(ELEMENTS, device=kind)
+        self.synchronize()
+        self.meet("ready")  # so that importing torch is not counted as connecting
+        self.peer = int(self.store.get(f"ready {1 - number}"))
+
+    def meet(self, where: str) -> None:
+        """Wait for the other one without a collective. RuntimeError after MEET_S."""
+        self.store.set(f"{where} {self.number}", str(os.getpid()))
+        self.store.wait([f"{where} {1 - self.number}"], MEET_S)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.module is not None:
+            self.module.synchronize()
+
+    def reduce(self) -> None:
+        """An all-reduce of ones, to its end. RuntimeError if the sum is wrong."""
+        self.tensor.fill_(1.0)
+        self.dist.all_reduce(self.tensor, group=self.group)
+        self.synchronize()
+        total = self.tensor[-1].item()
+        if total != 2.0:
+            raise RuntimeError(f"an all-reduce of two ones gives {total}")
+
+    def begin_reduce(self) -> Any:
+        """An all-reduce, not waited for."""
+        return self.dist.all_reduce(self.tensor, group=self.group, async_op=True)
+
+    def abort(self) -> None:
+        """End the communicator, and with it what is stuck in it."""
+        group: Any = self.group or self.dist.group.WORLD
+        backend = group._get_backend(self.torch.device(self.kind))
+        comm_abort = getattr(backend, "abort_hccl_comm", None)
+        if comm_abort is not None:  # HCCL ends no task that runs: the device is stopped first
+            self.module.stop_device(self.index)
+            self.module.restart_device(self.index)
+            comm_abort("ttprun doctor")
+            return
+        (getattr(backend, "abort", None) or backend._abort)()
+
+    def has_ended(self, states: str) -> bool:
+        """Wait at most 10 s until the other process is in one of these states of the kernel, or gone."""
+        ends_s = time.monotonic() + 10.0
+        while time.monotonic() < ends_s:
+            try:
+                if Path(f"/proc/{self.peer}/stat").read_text().rpartition(")")[2].split()[0] in states:
+                    return True
+            except OSError:
+                return "Z" in states
+            time.sleep(0.01)
+        return False
+
+
+def seconds(act: Callable[[], Any]) -> float:
+    """Do something; returns how long that took."""
+    began_s = time.monotonic()
+    act()
+    return time.monotonic() - began_s
+
+
+def connect(rank: Rank) -> None:
+    """The first collective makes the communicator."""
+    say("connection", f"the first all-reduce took {seconds(rank.reduce):.2f} s")
+
+
+def barrier(rank: Rank) -> None:
+    """A synchronous operation without tensors, as scripts have it."""
+    rank.dist.barrier()
+    took_s = min(seconds(rank.dist.barrier) for _ in range(3))
+    say("barrier", f"{took_s * 1e3:.2f} ms")
+
+
+def abort(rank: Rank) -> None:
+    """Rank 1 is stopped in the middle, and rank 0 must come out of its collective."""
+    rank.reduce()
+    rank.meet("before the stop")
+    if rank.number == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)  # until rank 0 has seen what it wants to see
+        rank.abort()
+        return
+    try:
+        if not rank.has_ended("T"):
+            raise RuntimeError("the other rank did not stop")
+        rank.begin_reduce()
+        time.sleep(0.2)  # the operation is to have begun on the device
+        aborted_s = seconds(rank.abort)
+        idle_s = seconds(rank.synchronize)
+        say(
+            "abort",
+            f"it took {aborted_s:.2f} s with a collective under way, and the device was idle {idle_s:.2f} s later",
+        )
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.peer, signal.SIGCONT)
+
+
+def connect_again(rank: Rank) -> None:
+    """Both make a new communicator, as after each recovery."""
+    rank.meet("again")
+    rank.group = rank.dist.new_group([0, 1])
+    say("new communicator", f"with its first all-reduce {seconds(rank.reduce):.2f} s")
+
+
+def lose_peer(rank: Rank) -> None:
+    """Rank 1 is killed, and rank 0 must come out of a collective with it."""
+    rank.meet("before the kill")
+    if rank.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not rank.has_ended("ZX"):
+        raise RuntimeError("the other rank did not die")
+    began_s = time.monotonic()
+    with contextlib.suppress(Exception):  # that it is refused at once is an answer too
+        work = rank.begin_reduce()
+        while not work.is_completed() and time.monotonic() < began_s + NOTICED_S:
+            time.sleep(0.01)
+    noticed_s = time.monotonic() - began_s
+    saw = f"its loss is seen after {noticed_s:.2f} s" if noticed_s < NOTICED_S else "its loss is not seen by itself"
+    freed_s = seconds(rank.abort) + seconds(rank.synchronize)
+    say("killed peer", f"{saw}; an abort then took {freed_s:.2f} s")
+
+
+STEPS: dict[str, Callable[[Rank], None]] = {
+    "connection": connect,
+    "barrier": barrier,
+    "abort": abort,
+    "new communicator": connect_again,
+    "killed peer": lose_peer,
+}
+
+if __name__ == "__main__":
+    main()
+
 
 LIMIT_S = 60.0  # importing torch and a first context take most of it, where the machine is busy
 NAMES = {"cuda": "NCCL", "npu": "HCCL", "cpu": "gloo"}
-RANKS = "import sys; sys.path.append({!r}); from ttprun.cli.device_ranks import main; main()"
+RANKS = "import sys; sys.path.append({!r}); from ttprun.cli.device_check import main; main()"
 _ROOT = str(Path(__file__).resolve().parents[2])
 _WAIT_S = 5.0
 _NOT_FREED = "the survivors of a fault cannot go on: all ranks are started anew"

@@ -17,7 +17,7 @@ from ttprun.chaos.drill.twins import place_for_runs
 from ttprun.cli.terminal import new_table, open_console
 
 if TYPE_CHECKING:
-    from ttprun.chaos.drill.pairing import Injection
+    from ttprun.chaos.drill.compare import Injection
     from ttprun.chaos.drill.rehearsal import DrillReport
 
 

@@ -2,21 +2,71 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
+from msgspec.structs import fields as fields_of
+from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.markdown import Markdown
 
-from ttprun.cli.config_reference import config_reference
-from ttprun.cli.message_reference import message_reference
+from ttprun.cli.options import metavar
 from ttprun.cli.support import support_matrix
 from ttprun.cli.terminal import new_table, open_console
+from ttprun.config import Config
+from ttprun.config_sources import FILE_ONLY, VARIABLE_PREFIX, option_name, preset
 from ttprun.errors import ConfigError, suggestion
+from ttprun.protocol.channel import Report
+
+# The reference of the configuration as Markdown, generated from the model and from the commented preset `default`.
+
+
+def config_reference() -> str:
+    """A list of every key, then the preset `default` with its explanations."""
+    keys = [_item(key, field) for key, field in Config.model_fields.items()]
+    explained = preset("default").read_text(encoding="utf-8").rstrip("\n")
+    return "\n".join([*keys, "", "## The same as a commented file", "", "```yaml", explained, "```"])
+
+
+def _item(key: str, field: FieldInfo) -> str:
+    """One key with its default, its option and its variable, and what it means."""
+    spellings = [f"`{key}: {_as_yaml(field.get_default(call_default_factory=True))}`"]
+    if key not in ("user_paths", *FILE_ONLY):
+        name = option_name(key)
+        option = f"[no-]{name[2:]}" if field.annotation is bool else f"{name[2:]} {metavar(key)}"
+        spellings.append(f"`--{option}`")
+    if key not in FILE_ONLY:
+        spellings.append(f"`{VARIABLE_PREFIX}{key.upper()}`")
+    return f"* {', '.join(spellings)}: {field.description}"
+
+
+def _as_yaml(value: object) -> str:
+    """A default as a YAML file has it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(str, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+# The messages of the protocol as Markdown, generated from their classes.
+
+
+def message_reference() -> str:
+    """A list of what a rank reports to the agent: each message with its fields and the first line of its docstring."""
+    return "\n".join(map(_message_item, get_args(Report)))
+
+
+def _message_item(kind: type) -> str:
+    names = [field.name for field in fields_of(kind)]
+    fields = f" ({', '.join(names)})" if names else ""
+    return f"* `{kind.__name__}`{fields}: {(inspect.getdoc(kind) or '').partition(chr(10))[0]}"
+
 
 FOLDER = Path(__file__).resolve().parent.parent / "guide"
 # In the order in which a reader may want them; each is a file of `ttprun/guide`.
@@ -36,6 +86,7 @@ TOPICS = {
     "migrate": "from torchrun, accelerate, deepspeed, mp.spawn, Slurm, Kubernetes, ...: before and after",
     "glossary": "the words that ttprun uses: boundary, rung, standby, replay, ...",
     "configuration": "every key, variable and option, generated from the configuration model",
+    "capture": "a library of ours, used alone: record a training loop, and go on in another process",
     "architecture": "how the source tree is cut, and where to begin reading",
     "protocol": "messages between agent and ranks, the record, a checkpoint's files",
     "contributing": "how to run the tests, add an adapter, an error text, a patch",

@@ -152,11 +152,12 @@ def run_script(words: list[str]) -> int:
         raise
     except Exception as error:
         early_signals.look()
-        from ttprun.cli import as_torchrun
 
-        if not as_torchrun.can_run(error):
+        from ttprun.cli import torchrun_parser
+
+        if not torchrun_parser.can_run(error):
             raise
-        return as_torchrun.run(words, error)
+        return torchrun_parser.run(words, error)
 
 
 def run_command(name: str, command: Callable[..., Any], arguments: list[str]) -> int:

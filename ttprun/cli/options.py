@@ -2,14 +2,84 @@
 
 from __future__ import annotations
 
+import json
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
-from typing import TYPE_CHECKING, Literal, get_args, get_origin
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_origin
 
+import typer
+import yaml
+
+from ttprun.cli.control import ask_running
 from ttprun.config import Config
-from ttprun.config_sources import option_name
+from ttprun.config_sources import ConfigSource, option_name, ttprun_section
+from ttprun.protocol.requests import Recall
+from ttprun.yaml_files import parse_yaml
 
 if TYPE_CHECKING:
     from argparse import _ArgumentGroup
+
+
+# `ttprun train.py --config job.yaml`: our settings may stand in the script's own file, under a top-level `ttprun:`.
+#
+# Whatever we cannot read, or find nothing of ours in, is the script's alone and is not spoken of.
+
+
+def take_script_config(arguments: list[str]) -> tuple[list[ConfigSource], list[str]]:
+    """Look for `--config FILE` and `--config=FILE` among the script's arguments.
+
+    returns  (our sections, in order; the script's arguments, less those whose file holds nothing but our section)
+    """
+    sections: list[ConfigSource] = []
+    kept: list[str] = []
+    at = 0
+    while at < len(arguments):
+        word = arguments[at]
+        if word == "--":
+            break
+        words = [word]
+        file: str | None = None
+        if word == "--config" and at + 1 < len(arguments):
+            file = arguments[at + 1]
+            words.append(file)
+        elif word.startswith("--config="):
+            file = word.removeprefix("--config=")
+        at += len(words)
+        content = _read(file) if file is not None else None
+        section = ttprun_section(content)
+        if file is not None and section is not None:
+            sections.append(ConfigSource("file", file, {str(key): value for key, value in section.items()}))
+        is_ours_alone = section is not None and content == {"ttprun": section}
+        if not is_ours_alone:
+            kept += words
+    return sections, kept + arguments[at:]
+
+
+def _read(file: str) -> object:
+    """The parsed file, None if it is not for us. Only a regular file is opened: reading a pipe would take it away."""
+    path = Path(file)
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+
+
+# `ttprun recall`: have ranks that are away train again. Without torch.
+
+
+def recall(
+    run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")] = False,
+) -> int:
+    """Re-admit ranks that left the job (--mindio): they get new processes and the state of the others.
+
+    Exit code: 0 they are being started (see 'ttprun status'), 2 no rank has left, or none can be started now.
+    """
+    directory, answer = ask_running(run, Recall(), "no rank was called back")
+    described = {"run": str(directory.path), "ok": True, "message": answer.message}
+    print(json.dumps(described) if as_json else answer.message)
+    return 0
+
 
 # Keeps our values apart from torchrun's in the parsed namespace.
 _DEST = "ttprun_"
@@ -32,7 +102,7 @@ GROUPS = {
     "basic options": "run_dir run_id keep_runs keep_runs_days keep_runs_gib log_format follow mindio allow_faults "
     "faults",
     "recovery": "standbys standby_depth rungs retry_on exception_retries max_incidents_per_hour "
-    "hang_timeout_s verify_every proof on_nan "
+    "hang_timeout_s verify_every overhead_budget proof on_nan "
     "freeze_timeout_s replay_timeout_s transfer_timeout_s resume_timeout_s commit_timeout_s pause_timeout_s "
     "record_limit_mib journal_limit_mib",
     "checkpoints, snapshots and mirrors": "save_dir resume keep_checkpoints persist_timeout_s grace_s snapshot_every "

@@ -27,9 +27,8 @@ from ttprun.agent.report.status import write_last_status
 from ttprun.cli import programs
 from ttprun.cli.dry_run import dry_run, launch_origins, print_config
 from ttprun.cli.old_runs import Keep, remove_old_runs
-from ttprun.cli.options import asked_instead, take_options
+from ttprun.cli.options import asked_instead, take_options, take_script_config
 from ttprun.cli.preflight import check_host, check_launch, check_options
-from ttprun.cli.script_config import take_script_config
 from ttprun.cli.torchrun_parser import SCRIPT, build_parser, launch_words, parse
 from ttprun.config import Config, LaunchValue
 from ttprun.config_sources import ConfigSource, Origins, option_name, origins, read_config_file, resolve
@@ -43,7 +42,7 @@ from ttprun.state.store import CheckpointStore
 from ttprun.web import otel
 from ttprun.web.address import is_loopback
 from ttprun.web.companion import answering_probes, serving
-from ttprun.web.notifying import notifying
+from ttprun.web.notifier import notifying
 
 # torchrun's default; only static rendezvous uses it.
 MASTER_PORT = 29500

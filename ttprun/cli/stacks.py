@@ -12,7 +12,9 @@ from ttprun.cli.control import ask_running
 from ttprun.errors import ConfigError, in_short
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.stacks import StackReport, groups_of, read_stacks
+from ttprun.observe.topology import Topology, read_topology
 from ttprun.protocol.requests import TakeStacks
+from ttprun.state.memory_share import in_words
 
 _LIMIT_S = 10.0
 _LOOK_AGAIN_S = 0.02
@@ -38,7 +40,7 @@ def stacks(
     elif rank:
         print("\n\n".join(f"rank {stack.rank}, pid {stack.pid}\n{stack.all_threads.strip()}" for stack in report.ranks))
     else:
-        _show(report, answer.message)
+        _show_stacks(report, answer.message)
     return 0
 
 
@@ -64,7 +66,7 @@ def _check_ranks(report: StackReport, wanted: list[int], elsewhere: str) -> None
         raise ConfigError(f"no stack of rank {', '.join(missing)}; there are those of {known}", cure)
 
 
-def _show(report: StackReport, elsewhere: str) -> None:
+def _show_stacks(report: StackReport, elsewhere: str) -> None:
     for group in groups_of(report.ranks):
         ranks = in_short([*map(str, group.ranks)], _MOST_RANKS)
         print(f"rank{'s' if len(group.ranks) > 1 else ''} {ranks}: {group.place}")
@@ -74,3 +76,73 @@ def _show(report: StackReport, elsewhere: str) -> None:
         print("no rank of this node is running")
     if elsewhere:
         print(elsewhere)
+
+
+# `ttprun topology`: which ranks hold the same, and what the loss of each would cost; without torch.
+
+
+_MOST_PEERS = 8
+_MOST_NAMES = 12
+_LOSSES = {
+    "peer": "replaced, no step lost",
+    "buddy": "replaced from its mirror, no step lost",
+    "snapshot": "all ranks go back to the newest snapshot",
+    "restart": "all ranks start again",
+}
+
+
+def topology(
+    run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False,
+) -> int:
+    """Show which ranks hold the same weights and optimizer state, and from where a lost rank would get its own.
+
+    Coordinates are those in the script's device meshes. Without a mesh they are those in its process groups: ep, cp
+    and pp if what the ranks send each other shows experts, context or a pipeline. Who holds the same was compared by
+    digests in the first steps, not assumed.
+    """
+    directory = RunDirectory.find(run)
+    try:
+        found = read_topology(directory.topology)
+    except FileNotFoundError:
+        why = f"the ranks of the run in '{directory.path}' have not been compared yet"
+        raise ConfigError(why, "this happens in the first two steps; try again then") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the topology cannot be read ({error})", "name another run") from None
+    if as_json:
+        print(found.to_json(), flush=True)
+    else:
+        _show_topology(found)
+    return 0
+
+
+def _show_topology(found: Topology) -> None:
+    from ttprun.cli.terminal import new_table, open_console
+
+    console = open_console()
+    for name, members in found.groups.items():
+        console.print(f"{name} = {{{', '.join(map(str, members))}}}")
+    dimensions = list(dict.fromkeys(name for rank in found.ranks for name in rank.coordinates))
+    mirror = ("mirror",) if any(rank.mirror_bytes for rank in found.ranks) else ()
+    numbers = ("rank", *dimensions, *mirror)
+    table = new_table(console, "rank", *dimensions, "replica peers", *mirror, "if it is lost", right=numbers)
+    for rank in found.ranks:
+        coordinates = [str(rank.coordinates.get(name, "-")) for name in dimensions]
+        peers = in_short([*map(str, found.peers(rank.rank))], _MOST_PEERS) or "-"
+        size = [in_words(rank.mirror_bytes) if rank.mirror_bytes else "-"] if mirror else []
+        table.add_row(str(rank.rank), *coordinates, peers, *size, _LOSSES[rank.loss])
+    console.print(table)
+    if not found.unequal:
+        console.print(f"all ranks hold the same (compared at step {found.boundary})")
+        return
+    unequal = in_short(found.unequal, _MOST_NAMES)
+    console.print(f"not the same in all ranks (compared at step {found.boundary}): {unequal}")
+    for part in found.parts:
+        held = " | ".join(in_short([*map(str, ranks)], _MOST_PEERS) for ranks in part.holders[:_MOST_PEERS])
+        more = f" and {len(part.holders) - _MOST_PEERS} more parts" if len(part.holders) > _MOST_PEERS else ""
+        console.print(f"parts held by ranks {held}{more}: {in_short(part.names, _MOST_NAMES)}")
+    if any(rank.loss in ("snapshot", "restart") for rank in found.ranks):
+        console.print(
+            "A shard with one holder is gone with its rank. A mesh of 2 replicas (HSDP, tensor x data parallel) "
+            "gives each a second holder; --snapshot-every says how many steps are lost otherwise."
+        )

@@ -5,18 +5,232 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
-from datetime import datetime
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Annotated
 
 import typer
 from pydantic import TypeAdapter
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 
+from ttprun.cli.terminal import fitting_table
 from ttprun.errors import ConfigError
-from ttprun.observe.history import read_history
+from ttprun.observe.console import format_bytes
+from ttprun.observe.events import COLUMNS, read_history, seconds_of, spans_of
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.status import RunStatus, read_status
+from ttprun.observe.status import (
+    CheckpointStatus,
+    IncidentStatus,
+    ResumeStatus,
+    RunStatus,
+    describe_cost,
+    describe_protection,
+    read_status,
+)
+
+# What `ttprun status` shows to people. Apart from the command, so that `--json` need not import rich.
+
+
+STYLES = {"healthy": "green", "done": "green", "failed": "red"}
+STYLES |= dict.fromkeys(("recovering", "restarting", "stopped"), "yellow")
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE = 40  # characters of the curve of speeds, at most
+# What a narrow terminal does without, the first one first: never a rank, its pid and state, nor how an incident ended.
+_SPARE = {
+    "ranks": ("local", "protection", "last seen", "phase", "node", "step"),
+    "incidents": ("boundary", "steps lost", "rung", "ranks"),
+    "phases": ("detect", "reissue", "transfer", "rebuild", "freeze"),
+}
+
+
+def draw(console: Console, shown: RunStatus, speeds: Sequence[float] = ()) -> RenderableType:
+    """The whole picture: headline, speed, ranks, incidents.
+
+    speeds   steps per second, in their order
+    """
+    parts: list[RenderableType] = [draw_headline(shown)]
+    if speeds:
+        speed = f"{speeds[-1]:.3g}, at most {max(speeds):.3g}"
+        width = max(1, min(_CURVE, console.width - len(f"steps/s  {speed}")))
+        parts.append(Text(f"steps/s {draw_sparkline(speeds, width)} {speed}"))
+    if shown.ranks:
+        parts.append(draw_ranks(console, shown))
+    if shown.incidents:
+        parts += [Text("\nincidents"), draw_incidents(console, shown.incidents)]
+        parts += [Text("\nseconds of each phase"), draw_phases(console, shown.incidents)]
+        last = shown.incidents[-1]
+        parts += [
+            Text(line) for line in (f"\nincident {last.id}, phase by phase", *draw_waterfall(last, console.width))
+        ]
+        for one in shown.incidents:
+            parts += [Text(f"incident {one.id}: {sentence}") for sentence in sentences_of(one)]
+    return Group(*parts)
+
+
+def draw_sparkline(values: Sequence[float], width: int = _CURVE) -> str:
+    """The newest of some numbers as a curve in a line of text, from zero to the highest."""
+    shown = values[-width:]
+    highest = max(shown)
+    return "".join(_BARS[round(value / highest * (len(_BARS) - 1))] if highest else _BARS[0] for value in shown)
+
+
+def sentences_of(incident: IncidentStatus) -> list[str]:
+    """The sentences of an incident: its reason, what was compared and found equal, what is not proved."""
+    found = [incident.reason] if incident.reason else []
+    found += [f"equal: {one}" for one in incident.equal]
+    return found + [f"not proved: {one}" for one in incident.not_proved]
+
+
+def draw_headline(shown: RunStatus) -> Text:
+    """State, generation and budgets, then what else a person must know."""
+    facts = [f"generation {shown.generation}", f"{shown.world_size} ranks"]
+    if not shown.has_ended:
+        facts += [describe_standbys(shown), f"restarts left {shown.restarts_left}"]
+    if shown.exit_code is not None:
+        facts.append(f"exit code {shown.exit_code}")
+    line = Text.assemble(
+        f"run {shown.run_id} · ", (shown.state, STYLES.get(shown.state, "")), " · " + " · ".join(facts)
+    )
+    if shown.nodes:
+        named = ", ".join(f"{number}: {name}" for number, name in enumerate(shown.nodes))
+        line.append(f"\nnodes {named}; this is {shown.node}" + (", whose agent leads" if shown.is_leading else ""))
+    if shown.away:
+        line.append(f"\n{describe_away(shown)}")
+    if shown.reason:
+        line.append(f"\n{shown.reason}")
+    if shown.resume is not None:
+        line.append(f"\n{describe_resume(shown.resume)}")
+    if shown.checkpoint is not None:
+        line.append(f"\n{describe_checkpoint(shown.checkpoint)}")
+    if shown.snapshot_step is not None and not shown.has_ended:
+        line.append(f"\nsnapshot in shared memory: step {shown.snapshot_step}")
+    if shown.protection != "on":
+        line.append(f"\n{describe_protection(shown.protection)}")
+    if shown.cost is not None and not shown.has_ended:
+        line.append(f"\n{describe_cost(shown.cost)}")
+    line.append("".join(f"\nnot proved: {name}" for name in shown.not_proved))
+    return line
+
+
+def describe_standbys(shown: RunStatus) -> str:
+    """How many processes wait to replace a lost rank, and how they stand."""
+    how = f" ({shown.standby_state})" if shown.standby_state else ""
+    return (
+        f"{shown.standbys} standby{'' if shown.standbys == 1 else 's'}{how}"
+        if shown.standbys
+        else f"no standby yet{how}"
+    )
+
+
+def describe_away(shown: RunStatus) -> str:
+    """Which ranks are away, and since when: "rank 1, 3 away since step 12, training goes on with 2 of 4 ranks"."""
+    steps = {rank.step for rank in shown.ranks if rank.rank in shown.away}
+    since = f" since step {', '.join(map(str, sorted(filter(None, steps))))}" if any(steps) else ""
+    goes_on = "went" if shown.has_ended else "goes"
+    left = f"training {goes_on} on with {shown.world_size - len(shown.away)} of {shown.world_size} ranks"
+    return f"rank {', '.join(map(str, shown.away))} away{since}, {left}"
+
+
+def describe_resume(one: ResumeStatus) -> str:
+    """From where the run has resumed, in a line."""
+    if one.outcome == "open":
+        return f"resuming: {one.reason}"
+    if one.outcome != "recovered":
+        return "not resumed"
+    took = "" if one.total_s is None else f" in {one.total_s:.1f} s"
+    return f"resumed from step {one.boundary}{took}" if one.boundary else f"started anew: {one.reason}"
+
+
+def describe_checkpoint(one: CheckpointStatus) -> str:
+    """The newest checkpoint in a line, or why there is none."""
+    if not one.path or one.took_s is None:
+        return f"no checkpoint of step {one.boundary} ({one.cause}): {one.reason}"
+    rate = f", {format_bytes(one.bytes / one.took_s)}/s" if one.took_s > 0 else ""
+    wrong = f"; {one.reason}" if one.reason else ""
+    return (
+        f"checkpoint of step {one.boundary} ({one.cause}): {format_bytes(one.bytes)} in {one.took_s:.2f} s{rate}{wrong}"
+    )
+
+
+def draw_ranks(console: Console, shown: RunStatus) -> RenderableType:
+    """One line a rank."""
+    # Of several nodes the node is shown in place of the local rank, so that the table fits into 80 columns.
+    first = ("node", "rank") if shown.nodes else ("rank", "local")
+    numbers = (*first, "pid", "step", "last seen")
+    columns = (*first, "pid", "state", "step", "phase", "last seen", "protection")
+    updated_at = datetime.fromisoformat(shown.updated_at)
+    since_update_s = 0.0 if shown.has_ended else max(0.0, (datetime.now(UTC) - updated_at).total_seconds())
+    rows = []
+    for rank in shown.ranks:
+        seen = "-" if rank.last_seen_s is None else f"{rank.last_seen_s + since_update_s:.1f} s"
+        names = (rank.node, rank.rank) if shown.nodes else (rank.rank, rank.local_rank)
+        cells = (*names, rank.pid, rank.state, rank.step, rank.phase)
+        rows.append((*map(_cell, cells), seen, rank.protection))
+    spare = [name for name in _SPARE["ranks"] if name in columns]
+    return fitting_table(console, columns, rows, numbers, spare)
+
+
+def draw_incidents(console: Console, incidents: tuple[IncidentStatus, ...]) -> RenderableType:
+    """One line an incident: what happened and how it ended."""
+    numbers = ("#", "boundary", "steps lost")
+    columns = ("#", "kind", "ranks", "rung", "outcome", "boundary", "steps lost")
+    rows = []
+    for one in incidents:
+        ranks = ",".join(map(str, one.ranks))
+        rows.append([*map(_cell, (one.id, one.kind, ranks, one.rung, one.outcome, one.boundary, one.steps_lost))])
+    return fitting_table(console, columns, rows, numbers, _SPARE["incidents"])
+
+
+def draw_phases(console: Console, incidents: tuple[IncidentStatus, ...]) -> RenderableType:
+    """One line an incident: its number, and the seconds of each phase; they add up to the total."""
+    # A narrow first heading: with it the table fits into 80 columns.
+    columns = ("#", *COLUMNS)
+    rows = []
+    for one in incidents:
+        took = seconds_of(one)
+        rows.append((str(one.id), *(_seconds(took.get(phase)) for phase in COLUMNS)))
+    return fitting_table(console, columns, rows, columns, _SPARE["phases"])
+
+
+def _seconds(value: float | None) -> str:
+    """Milliseconds matter below ten seconds only; a longer str would not fit its column."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+# The phases of one incident as bars in lines of text, each where it lay in time.
+
+
+WIDTH = 40  # characters of the time axis
+_BESIDE = len("transfer |") + len("| 1000.000 s")
+
+
+def draw_waterfall(incident: IncidentStatus, columns: int = WIDTH + _BESIDE) -> list[str]:
+    """One line a phase, all on one scale of time; none if no phase was reached.
+
+    columns   characters of a line, at most
+    """
+    width = max(1, min(WIDTH, columns - _BESIDE))
+    spans = spans_of(incident)
+    first_s = min((start_s for _, start_s, _ in spans), default=0.0)
+    last_s = max((end_s for _, _, end_s in spans), default=0.0)
+    per_s = width / (last_s - first_s) if last_s > first_s else 0.0
+    lines = []
+    for phase, start_s, end_s in spans:
+        before = min(int((start_s - first_s) * per_s), width - 1)
+        length = max(1, round((end_s - first_s) * per_s) - before)
+        lines.append(
+            f"{phase:>8} |{' ' * before}{'=' * length}{' ' * (width - before - length)}| {end_s - start_s:.3f} s"
+        )
+    return lines
+
 
 REFRESH_S = 0.5
 EXIT_CODES = {"starting": 0, "healthy": 0, "done": 0, "stopped": 0, "recovering": 1, "restarting": 1, "failed": 2}
@@ -76,7 +290,6 @@ def watch_on_terminal(directory: RunDirectory, first: RunStatus) -> RunStatus:
     """Keep one picture up to date until the run has ended; returns the last status."""
     from rich.live import Live
 
-    from ttprun.cli.status_picture import draw
     from ttprun.cli.terminal import open_console
 
     shown = first
@@ -109,7 +322,6 @@ def print_status(directory: RunDirectory, shown: RunStatus, as_json: bool) -> No
     if as_json:
         print(shown.to_json(), flush=True)
         return
-    from ttprun.cli.status_picture import draw
     from ttprun.cli.terminal import open_console
 
     console = open_console()

@@ -23,22 +23,23 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ttprun.capture.data import loaders, rest_of_epoch
 from ttprun.capture.effects import files
+from ttprun.capture.merging.merge import Merge
+from ttprun.capture.merging.outcome import state_of
+from ttprun.capture.merging.touched import spoil
 from ttprun.capture.position import loops
+from ttprun.capture.recording import look, tree_of
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.nodes import NumpyRandomNode, RandomNode
 from ttprun.capture.records.recorder import Recorder
+from ttprun.capture.replay.differences import difference_of_place
 from ttprun.capture.values import CannotRestoreError, Tree, pack
 from ttprun.elastic_resume.derive import Derived, states_in
 from ttprun.elastic_resume.donors import MOST, OldRank, closest
-from ttprun.elastic_resume.merge import Merge
-from ttprun.elastic_resume.outcome import state_of
-from ttprun.elastic_resume.touched import spoil
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Answers
 from ttprun.introspect.random_state import RngState
 from ttprun.protocol.to_rank import Adapt
 from ttprun.rank.checks.replay_guard import MismatchError
-from ttprun.rank.replay.differences import difference_of_place
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
 from ttprun.rank.step import boundary
@@ -60,7 +61,7 @@ class Adapted(ReplayRun):
         self._is_resized = session.world_size != len(adapt.paths)
         self._default = session.rank % len(adapt.paths)
         last = self._take(self._default, session.rank if session.rank >= len(adapt.paths) else None)
-        super().__init__(session, number, (0, 0), last, last, Answers([], []))
+        super().__init__(session, (0, 0), last, last, Answers([], []))
         self._before_first_step: Tree | None = None
         self._forward = register_module_forward_pre_hook(self._before_forward)
 
@@ -84,7 +85,7 @@ class Adapted(ReplayRun):
         """Continue the old rank that was like this one; its own setup, `mine` and its random states, shows it."""
         found = closest([_old_rank(path) for path in self._paths[:MOST]], mine, rng, self._default)
         if found.rank is not None and (found.seeds or found.rank != self._default or self._derived is not None):
-            self._target = self._take(found.rank, found.seeds or None)
+            self.target = self._take(found.rank, found.seeds or None)
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
         """What a loader's iterator yields: dummies, and then the rest of the epoch."""
@@ -104,22 +105,22 @@ class Adapted(ReplayRun):
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """The first step begins with the first call of a model that trains: record the variables after the setup."""
-        is_in_loop = bool(self._jumps.loops_used) or not any(self._target.fields.loops)
+        is_in_loop = bool(self.jumps.loops_used) or not any(self.target.fields.loops)
         if not is_in_loop or not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
             return
         self._forward.remove()
         try:
-            self._before_first_step = boundary.look(sys._getframe(1))
+            self._before_first_step = look(sys._getframe(1), boundary.steps_now())
         except Exception as error:  # it must not end the script's own step
             self.refuse(f"the variables before the first step cannot be read: {error!r}")
 
     def before_step(self, frame: FrameType, returned: Any = None, optimizer: Any = None) -> Any:
         """Pre-hook of Optimizer.step: at the old run's boundary, take its variables."""
-        assert not self._has_arrived
+        assert not self.has_arrived
         self._note_setup()
-        difference = difference_of_place(self._target.fields, frame) or self._difference_of_loaders()
+        difference = difference_of_place(self.target.fields, frame) or self._difference_of_loaders()
         if difference:
-            self._note_other_place(difference)
+            self.note_other_place(difference)
             return returned
         for entry in self.session[Journal].unfinished():
             self.session[Journal].wait(entry)
@@ -131,14 +132,14 @@ class Adapted(ReplayRun):
             self.refuse(str(error))
         except Exception as error:  # the script must not run with half of the variables
             self.refuse(f"the variables cannot be taken over: {error!r}")
-        self._has_arrived = self._is_at_target = True
+        self.has_arrived = self.is_at_target = True
         loops.give_back()
         return returned
 
     def _difference_of_loaders(self) -> str:
         """How far the iterators are from the dummies and what is read ahead; "" if they have yielded these."""
         handed = sorted((it["name"], it["yielded"]) for it in loaders.records())
-        expected = sorted((it["name"], max(1, it["lead"])) for it in self._target.fields.loaders)
+        expected = sorted((it["name"], max(1, it["lead"])) for it in self.target.fields.loaders)
         if handed == expected:
             return ""
         return f"its DataLoaders have yielded {handed} in the first step, and in the old run {expected}"
@@ -147,28 +148,28 @@ class Adapted(ReplayRun):
         session = self.session
         fields, tensors, _ = boundary.describe(session, self.boundary, frame, returned)
         head, own_loaders = pack(fields), fields.loaders
-        mine = boundary.tree_of(head, tensors)
+        mine = tree_of(head, tensors)
         session[Recorder].write_first(self.boundary, head, tensors)
         self._take_closest(mine, fields.rng)
-        found = [it["ahead"] for it in self._target.fields.loaders]
+        found = [it["ahead"] for it in self.target.fields.loaders]
         ahead = frozenset(one for fingerprints in found for one in fingerprints or ())
         first = Tree(*self._first)
         self._forward.remove()
         if self._before_first_step is not None:
             spoil(first, self._before_first_step, mine)
         merge = Merge(first, self._old, mine, ahead, is_resized=self._is_resized)
-        taken = Record(replace(self._target.fields, **merge.record()), merge.blobs)
+        taken = Record(replace(self.target.fields, **merge.record()), merge.blobs)
         if merge.left != ahead:
             raise CannotRestoreError(
                 "prefetched batches are not in the variables as the DataLoader has made them, so they cannot be "
                 "distinguished from other data"
             )
-        restore, returned = self._restore(taken, frame, returned, is_comparing=True)
+        restore, returned = self.restore(taken, frame, returned, is_comparing=True)
         if self._derived is not None:
             for number, state in merge.generators.items():
                 self._derived.reseed(restore.object_of(number), state)
-        old = replace(self._target.fields, files=files.positions_again(self._target.fields.files))
-        self._target = Record(old, self._target.blobs)
+        old = replace(self.target.fields, files=files.positions_again(self.target.fields.files))
+        self.target = Record(old, self.target.blobs)
         fields, tensors, _ = boundary.describe(session, self.boundary, frame, returned)
         fields = replace(fields, is_straight=True, weights=old.weights, files=old.files, held=old.held)
         fields = replace(fields, loaders=own_loaders)  # the restored variables may have overwritten the newest batch

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from ttprun.capture.merging.outcome import state_of
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.nodes import NumpyRandomNode, RandomNode
 from ttprun.capture.records.packing import pack
 from ttprun.capture.values import Tree
-from ttprun.elastic_resume.outcome import state_of
 from ttprun.introspect.random_state import RngState
 
 MOST = 64  # old ranks that are looked at

@@ -18,10 +18,13 @@ from ttprun.groups.journal import Journal
 
 
 class Own:
-    """Whose the operations of one group are."""
+    """Whose the operations of one group are.
+
+    is_of_main   the main thread uses the group: nothing in it is another thread's own
+    """
 
     def __init__(self) -> None:
-        self._is_of_main = False
+        self.is_of_main = False
 
     def look(self, entry: Entry) -> bool:
         """An operation is about to be issued: note whether it is another thread's own, and return that.
@@ -29,10 +32,10 @@ class Own:
         Those of a group that the main thread uses as well are the step's, and so are those of a backward pass. Raises
         GivenUpError if it is of a save that is given up.
         """
-        if not self._is_of_main:
+        if not self.is_of_main:
             is_main = threading.current_thread() is threading.main_thread()
-            self._is_of_main = is_main or torch._C._current_graph_task_id() != -1
-            if not self._is_of_main:
+            self.is_of_main = is_main or torch._C._current_graph_task_id() != -1
+            if not self.is_of_main:
                 entry.is_apart = True
                 entry.save = saves.of_this_thread()
                 saves.raise_if_given_up(entry.save)

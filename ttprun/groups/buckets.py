@@ -239,7 +239,7 @@ class Buckets:
 
     def hold(self, entry: Entry) -> bool:
         """Note the input of an operation before it is issued; False if it must be copied."""
-        if entry.op != "allreduce" or len(entry.outputs) != 1:
+        if not self._buckets or entry.op != "allreduce" or len(entry.outputs) != 1:
             return False
         flat = entry.outputs[0]
         if flat.layout is not torch.strided:
@@ -278,7 +278,7 @@ class Buckets:
         flat = _reduced(entry)
         if flat is None:
             return
-        bucket = self._find(flat)
+        bucket = self._find(flat) if self._buckets else None
         known = [bucket] if bucket is not None else [one for one in self._buckets if not one.pointer]
         likely = [one for one in known if one.size_bytes == flat.nbytes and not one.is_refused]
         self._is_to_look = self._is_to_look or not likely

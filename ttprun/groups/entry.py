@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -152,12 +153,24 @@ class Entry:
 
     def _drop_tensors(self) -> None:
         """Keep the form of its tensors alone, and the copies of its inputs."""
-        forms = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors_in(self.args)}
+        forms = {
+            id(tensor): _form(at, tensor.shape, tensor.stride(), tensor.dtype)
+            for at, tensor in enumerate(tensors_in(self.args))
+        }
         self.args = with_tensors_replaced(self.args, forms)
         self.saved = [(forms[id(tensor)], copy) for tensor, copy in self.saved]
         self.inner = _OVER
         if self.op not in REDUCING:  # whose small results are looked through for NaN
             self.outputs = []
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(at: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor without elements; the same for the operations of each step, another one for each tensor of one.
+
+    at   which of the operation's tensors has this form
+    """
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def _value_or_raise(promise: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.device.updates import UpdateTimes
 from ttprun.introspect import host
+from ttprun.introspect.costs import PARTS, Costs
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES, Board, Field, Phase
 from ttprun.protocol.to_rank import Options
@@ -93,11 +94,12 @@ class Life:
 class Training:
     """The training that the groups serve; of one that knows nothing, unless a subclass does."""
 
-    def note_input(self, name: str, inputs: Sequence[torch.Tensor], op: str) -> bool:
+    def note_input(self, name: str, inputs: Sequence[torch.Tensor], op: str, is_one_of_many: bool = False) -> bool:
         """An operation is about to be issued; returns whether its inputs equal a lost rank's to rounding alone.
 
         name     of the group and operation, or of the message; the same in all processes of this rank
         inputs   that this rank gives: dense, any dtype, shape and device
+        is_one_of_many  a step may have hundreds: not all need be compared
 
         May raise what ends a replacement that comes to something else.
         """
@@ -197,6 +199,7 @@ class Member(RankContext):
     trains_alone  it takes its steps without a process group, in a world of several ranks
     framework     set if the script's framework recovers by callbacks of its own (--mindio)
     updates       when this run of the script last stepped an optimizer
+    costs         what we take of a step
     row           this rank's fields on the board
     lock          the lock of `changed`; taking it directly is quicker
     away          ranks without which the others keep training (--mindio)
@@ -223,6 +226,7 @@ class Member(RankContext):
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
         self.row = self.board.row(self.rank)
+        self.costs = Costs(self.row[Field.COST : Field.COST + 1 + len(PARTS)])
         self._is_joined = False
 
     def __getitem__(self, kind: type[_T]) -> _T:

@@ -128,9 +128,10 @@ class Journal:
 
         inputs   any dtype, shape, layout and device; a copy is on the same device
         """
-        size = sum(map(size_of, inputs))
-        if entry.outputs and not (inputs and inputs[0] is entry.outputs[0]):
-            size += sum(map(size_of, entry.outputs))
+        outputs = entry.outputs
+        size = size_of(inputs[0]) if len(inputs) == 1 else sum(map(size_of, inputs))
+        if outputs and not (inputs and inputs[0] is outputs[0]):
+            size += sum(map(size_of, outputs))
         if not self.reserve(entry, size):
             return False
         if entry.is_borrowed:
@@ -301,12 +302,13 @@ class Journal:
         failed: Any = None
         while not entry.is_done:
             self.admit()
-            saves.raise_if_given_up(entry.save)
-            with self.changed:
-                inner = entry.inner
-                if inner is None or inner is failed:
+            if entry.save is not None:
+                saves.raise_if_given_up(entry.save)
+            inner = entry.inner
+            if inner is None or inner is failed:
+                with self.changed:
                     self._wait_for_recovery(entry, failed)
-                    continue
+                continue
             try:
                 inner.wait(_LOOK_AGAIN)
             except Exception as error:

@@ -33,6 +33,7 @@ class Links:
     backends       type of device -> name of the backend for its tensors
     member         this process's place in the group, in the generation of the links; -1 before the first
     is_joined      all members have connected once; until then the main thread connects
+    is_late        a backend's works are waited for on a device
     """
 
     def __init__(self, session: Member, member: GroupMember, backends: Mapping[str, str]) -> None:
@@ -42,7 +43,7 @@ class Links:
         self._session = session
         self._by_type: dict[str, Link] = {}  # by type of device; {} while there is no connection
         self._connecting = threading.Lock()
-        self._is_late = any(TRANSPORTS[name].is_late for name in backends.values())
+        self.is_late = any(TRANSPORTS[name].is_late for name in backends.values())
         self._was_used = False  # a communicator of an older generation was
 
     @property
@@ -53,7 +54,7 @@ class Links:
     @property
     def needs_stop(self) -> bool:
         """Whether a backend ends no running operation by itself, see `Link.needs_stop`."""
-        return self._is_late and any(link.needs_stop for link in self.all)
+        return self.is_late and any(link.needs_stop for link in self.all)
 
     @property
     def by_gloo(self) -> Connection | None:
@@ -158,7 +159,7 @@ class Links:
 
     def is_ready(self, args: tuple[Any, ...]) -> bool:
         """Whether a collective with these arguments can be issued without waiting for the other members to connect."""
-        return not self._is_late or not self._by_type or self.that_carries(args).is_ready(args)
+        return not self.is_late or not self._by_type or self.that_carries(args).is_ready(args)
 
     def make_ready(self, args: tuple[Any, ...]) -> None:
         """Wait until it can, or the journal is frozen: then the recovery's thread issues it.
@@ -193,7 +194,7 @@ class Links:
 
     def check_repairable(self) -> None:
         """Give up protection if a backend turns out to lack what a recovery needs."""
-        if not self._is_late:
+        if not self.is_late:
             return
         why_not = next((link.why_not for link in self.all if link.why_not), "")
         if why_not:
@@ -201,7 +202,7 @@ class Links:
 
     def gives_work(self, args: tuple[Any, ...]) -> bool:
         """Whether torch's own group would return a work for a collective with these arguments, and not None."""
-        if not self._is_late or getattr(args[-1] if args else None, "asyncOp", True):
+        if not self.is_late or getattr(args[-1] if args else None, "asyncOp", True):
             return True
         tensors = tensors_in(args)
         kinds = [kind for kind in self.backends if kind != "cpu"] or ["cpu"]
@@ -226,7 +227,7 @@ class Links:
 
     def device_fault_of(self, error: BaseException | None) -> str:
         """The device fault that an operation's error means; "" if it is the connection's, or unknown."""
-        return self._session.diagnose(error).name if self._is_late and error is not None else ""
+        return self._session.diagnose(error).name if self.is_late and error is not None else ""
 
 
 def cut_all(of_groups: Iterable[Links]) -> None:

@@ -21,7 +21,7 @@ from ttprun.groups.journal import SMALL_RESULT_BYTES, Journal
 from ttprun.groups.work import ManagedWork
 from ttprun.introspect import moments
 from ttprun.introspect.frames import calls_key
-from ttprun.introspect.samples import sampled
+from ttprun.introspect.tensor_bytes import sampled
 from ttprun.protocol.board import OPERATION_NAMES
 
 _NUMBERS = {op: OPERATION_NAMES.index(op) for op in ("send", "recv")}

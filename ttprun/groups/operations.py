@@ -6,6 +6,7 @@ added `gather_single`. OPERATIONS holds all.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if not isinstance(value, (list, tuple)):
         return []
     if len(value) == 1:  # most often
-        return tensors_in(value[0])
+        (one,) = value
+        return [one] if isinstance(one, torch.Tensor) else tensors_in(one)
     return [tensor for item in value for tensor in tensors_in(item)]
 
 
@@ -114,7 +116,19 @@ def signature_of(op: str, args: tuple[Any, ...]) -> str:
 
 def with_options(op: str, args: tuple[Any, ...]) -> str:
     """The operation, how it reduces and from or to which rank: "allreduce RedOpType.SUM "."""
-    options = args[-1] if args else None
-    reduce_op = getattr(options, "reduceOp", None)
-    root = getattr(options, "rootRank", None)
-    return f"{op} {reduce_op.op if reduce_op is not None else ''} {'' if root is None else root}"
+    options: Any = args[-1] if args else None
+    kind: Any = type(options)
+    has_reduce_op, has_root = _fields_of(kind)
+    reduce_op = options.reduceOp.op if has_reduce_op else None
+    return _described(op, reduce_op, options.rootRank if has_root else None)
+
+
+@functools.cache
+def _fields_of(kind: Any) -> tuple[bool, bool]:
+    """Whether torch's options of this kind say how to reduce, and a root."""
+    return hasattr(kind, "reduceOp"), hasattr(kind, "rootRank")
+
+
+@functools.cache
+def _described(op: str, reduce_op: Any, root: int | None) -> str:
+    return f"{op} {'' if reduce_op is None else reduce_op} {'' if root is None else root}"

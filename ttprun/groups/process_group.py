@@ -15,6 +15,7 @@ import dataclasses
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from ttprun.groups.seen_by_torch import SeenByTorch
 from ttprun.groups.transports import TRANSPORTS, GroupMember
 from ttprun.groups.work import ManagedWork, Refused
 from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
+from ttprun.introspect.costs import COLLECTIVES
 from ttprun.introspect.frames import location_key
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES, Phase
@@ -205,9 +207,12 @@ class ManagedGroup(SeenByTorch):
         """Write a collective to the journal and issue it; every collective comes here."""
         if self._batch_on is not None:
             return self.links.issue_plainly(op, args)
-        session, journal = self.session, self.session[Journal]
+        session = self.session
+        costs, journal = session.costs, session.parts[Journal]
+        since = costs.now() if costs.is_on else 0
         inputs_at, outputs_at = OPERATIONS[op]
-        self._exchanges |= op in EXCHANGING and signal_handlers.Now.is_in_engine()
+        if op in EXCHANGING:
+            self._exchanges |= signal_handlers.Now.is_in_engine()
         outputs = [] if outputs_at is None else tensors_in(args[outputs_at])
         if outputs and not (outputs[0].is_cpu or self._is_repaired(outputs[0].device.type)):
             return self._issue_unprotected(op, args, outputs[0].device)
@@ -215,8 +220,8 @@ class ManagedGroup(SeenByTorch):
             session.give_up_protection(f"the script captures {op} in a graph of the device, which cannot be repeated")
         given = () if inputs_at is None else args[inputs_at]
         entry = Entry(self, op, args, outputs)
-        is_apart = self._own.look(entry)
-        is_skipped = not is_apart and moments.reached_collective(op, given)
+        is_apart = not self._own.is_of_main and self._own.look(entry)
+        is_skipped = moments.listener is not None and not is_apart and moments.reached_collective(op, given)
         if not (is_skipped or is_apart):
             session.meet(OPERATION_NUMBERS[op], self._size)
         if session.unprotected and not is_skipped and session.mode.is_live and self._is_late(args):
@@ -224,14 +229,10 @@ class ManagedGroup(SeenByTorch):
         if session.framework is not None:
             return session.framework.issue(entry, is_skipped)
         is_kept = session.is_repairable()
-        is_small = (
-            is_kept
-            and not is_apart
-            and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
-        )
-        entry.is_passing = op in GATHERING and outputs[0].is_cpu and distributed_tensors.is_gathering()
-        entry.is_borrowed = entry.is_passing and op in REDUCING and distributed_tensors.is_lending()
-        if is_small and not entry.is_passing:
+        if op in GATHERING and outputs[0].is_cpu:
+            entry.is_passing = distributed_tensors.is_gathering()
+            entry.is_borrowed = entry.is_passing and op in REDUCING and distributed_tensors.is_lending()
+        if is_kept and not (is_apart or entry.is_passing) and _are_small(outputs):
             entry.place = place_of(op, outputs, location_key())
         if is_skipped or session.mode.is_alone:
             session.mode.answer(entry)
@@ -241,21 +242,26 @@ class ManagedGroup(SeenByTorch):
             session.note_collective_step()
         if session.expected is not None:
             session.expected.check(entry)
-        if inputs_at is None or self._input_is_ignored(op, args):
+        if inputs_at is None or (op == "broadcast" and self._input_is_ignored(args)):
             inputs = []
         else:
             inputs = outputs if inputs_at == outputs_at else tensors_in(given)
-        tensors = outputs if inputs is outputs else (*outputs, *inputs)
-        unusual = [tensor for tensor in tensors if tensor.layout is not torch.strided]
+        unusual = []
+        for tensor in outputs if inputs is outputs else (*outputs, *inputs):
+            if tensor.layout is not torch.strided:
+                unusual.append(tensor)
         if unusual and not (op == "allreduce" and unusual[0].layout is torch.sparse_coo):
             session.give_up_protection(f"the script's {op} takes sparse tensors: only all_reduce of these is repaired")
         if inputs and not (unusual or is_apart):
-            session.training.note_input(f"{self._name} {with_options(op, entry.args)}", inputs, op)
+            name = f"{self._name} {with_options(op, args)}"
+            session.training.note_input(name, inputs, op, is_one_of_many=True)
         is_kept = self.enter(entry, inputs)
         if is_kept and session.training.has_a_look():
             self.buckets.look_for_nan(entry)
-        if not is_apart:
+        if moments.listener is not None and not is_apart:
             moments.reached("collective")
+        if since:
+            costs.add(COLLECTIVES, since)
         return ManagedWork(journal, entry)
 
     def enter(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
@@ -265,15 +271,17 @@ class ManagedGroup(SeenByTorch):
 
         inputs   of the operation that this rank gives, [] if it only receives
         """
-        session, journal = self.session, self.session[Journal]
+        session = self.session
+        journal, is_late = session.parts[Journal], self.links.is_late
         while True:
-            self.links.make_ready(entry.args)
+            if is_late:
+                self.links.make_ready(entry.args)
             with journal.lock:
-                if not (journal.is_frozen or self.links.is_ready(entry.args)):
+                if is_late and not (journal.is_frozen or self.links.is_ready(entry.args)):
                     continue  # a recovery has begun, and ended: connect again, without the lock
                 is_kept = session.is_repairable() and self._keep(entry, inputs)
-                if journal.is_frozen or self.links.needs_stop:  # another thread may issue it, on another stream
-                    entry.ready = accelerator.mark()
+                if journal.is_frozen or (is_late and self.links.needs_stop):
+                    entry.ready = accelerator.mark()  # another thread may issue it, on another stream
                 if is_kept or journal.is_frozen:
                     journal.entries.append(entry)
                     journal.note_order(entry)
@@ -284,14 +292,15 @@ class ManagedGroup(SeenByTorch):
                 if is_kept:
                     entry.note_copy()
                 break
-        self.links.check_repairable()
+        if is_late:
+            self.links.check_repairable()
         return is_kept
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
         """Copy or note the inputs; if journal_limit_mib is reached, protection ends: False."""
         if self.buckets.hold(entry):
             return True
-        if not self.session[Journal].save(entry, inputs):
+        if not self.session.parts[Journal].save(entry, inputs):
             self.session.give_up_protection("the journal of one step has reached journal_limit_mib")
             return False
         self.buckets.compare(entry)
@@ -324,7 +333,7 @@ class ManagedGroup(SeenByTorch):
     def _begin(self, entry: Entry) -> Any:
         """Issue an operation of the journal. Raises the backend's error if no recovery would help."""
         try:
-            journal = self.session[Journal]
+            journal = self.session.parts[Journal]
             if not (journal.sources or journal.received or journal.settled):
                 return self.call(entry.op, entry.args)
             return call_or_take(self.session, entry, entry.args)
@@ -337,42 +346,60 @@ class ManagedGroup(SeenByTorch):
 
     def call(self, op: str, args: tuple[Any, ...]) -> Any:
         """Issue an operation on the current connection, without the journal; returns the backend's work."""
-        return fail_open.call_original(op, self.links.issue, op, args)
+        costs = self.session.costs
+        since = costs.now() if costs.is_on else 0
+        try:
+            return fail_open.call_original(op, self.links.issue, op, args)
+        finally:
+            if since:
+                costs.leave_out(COLLECTIVES, since)
 
-    def _input_is_ignored(self, op: str, args: tuple[Any, ...]) -> bool:
+    def _input_is_ignored(self, args: tuple[Any, ...]) -> bool:
         """Whether this rank only receives: a broadcast reads the root's tensors alone."""
-        return op == "broadcast" and len(args) > 1 and args[1].rootRank != self._rank
+        return len(args) > 1 and args[1].rootRank != self._rank
 
     def bridge(self, entry: Entry, inner: Any) -> None:
         """Complete the entry's future when `inner` completes; not in the caller's thread, or DDP loses its overlap."""
 
-        def completed(finished: torch.futures.Future[Any]) -> None:
-            try:
-                finished.value()
-            except Exception as error:
-                self.session[Journal].note_failure(entry, inner, error)
-                return
-            self.complete(entry, inner)
+        inner.get_future().add_done_callback(partial(self._end, entry, inner))
 
-        inner.get_future().add_done_callback(completed)
+    def _end(self, entry: Entry, inner: Any, finished: torch.futures.Future[Any]) -> None:
+        try:
+            finished.value()
+        except Exception as error:
+            self.session[Journal].note_failure(entry, inner, error)
+            return
+        self.complete(entry, inner)
 
     def complete(self, entry: Entry, inner: Any) -> None:
         """The operation has completed; ignored if `inner` is not its newest work."""
-        with self.session[Journal].lock:
+        journal = self.session.parts[Journal]
+        with journal.lock:
             if entry.is_done or entry.inner is not inner:
                 return
-            unpack_given(entry)
+            if entry.given is not None:
+                unpack_given(entry)
             entry.note_result()
             if entry.is_borrowed:
                 self.session.training.keep_result(entry)
             entry.is_done = True
-            self.session[Journal].settle_before(entry)
+            if journal.may_settle:
+                journal.settle_before(entry)
         try:
             if entry.place:
                 self.session[Results].keep(entry)
         finally:  # a device may have failed meanwhile: whoever waits must not wait for ever
-            entry.settle(entry.outputs)
+            if entry.promise is not None:
+                entry.settle(entry.outputs)
             entry.release()
+
+
+def _are_small(outputs: list[torch.Tensor]) -> bool:
+    """Whether the outputs of a collective are dense, and few enough bytes together for its result to be kept."""
+    size_bytes = 0
+    for output in outputs:
+        size_bytes += output.nbytes if output.layout is torch.strided else _LARGE
+    return size_bytes < _LARGE
 
 
 def groups_of(session: Member) -> list[ManagedGroup]:

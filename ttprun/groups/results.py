@@ -3,7 +3,7 @@
 A replacement runs the script from the top; the other ranks are far ahead and cannot take part in, say, the broadcast of
 a seed at startup. So each rank keeps the results of its small collectives: of rare calls (setup, epoch starts) in the
 recorder's log, of the newest steps in each boundary's record. A result is found by the call's place in the script and
-by its step.
+by its step. Entries of the log with a negative step are of others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgpack
 import torch
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 # A place called in more steps than this belongs to the step itself, and is kept in the records alone.
 SELDOM = 16
-ORIGIN = -1  # the "step" of the times, pids and entropy that the setup has drawn (origins.py), kept in the same log
-FILE = -2  # likewise, of what the file system has answered (file_answers.py)
 Result = tuple[int, str, list[bytes]]  # step (boundary that it follows), place, bytes of each output
 
 
@@ -79,30 +77,6 @@ class Results:
             ended, self._newest = self._newest, []
             self.step = step
         return ended
-
-
-def keep_origin(recorder: Log, drawn: tuple[str, Any]) -> None:
-    """Keep a time, pid or entropy that the setup has drawn."""
-    recorder.append_log(msgpack.packb((ORIGIN, *drawn)))
-
-
-def origins_in(log: Iterable[bytes]) -> list[tuple[str, Any]]:
-    """What `keep_origin` has kept, oldest first."""
-    found = map(msgpack.unpackb, log)
-    return [(place, value) for step, place, value in found if step == ORIGIN]
-
-
-def keep_file_answer(recorder: Log, kept: tuple[int, Any]) -> int:
-    """Keep what the file system has answered; returns the size."""
-    packed: bytes = msgpack.packb((FILE, *kept))
-    recorder.append_log(packed)
-    return len(packed)
-
-
-def file_answers_in(log: Iterable[bytes]) -> list[tuple[int, Any]]:
-    """What `keep_file_answer` has kept, oldest first."""
-    found = map(msgpack.unpackb, log)
-    return [(place, entry) for step, place, entry in found if step == FILE]
 
 
 class Answers:

@@ -48,11 +48,13 @@ class ManagedWork(Work):
         self._wait()
 
     def _wait(self) -> None:
-        session = None if self._entry.is_apart else current()
-        if session is not None and not self._entry.is_done:
-            session.touch(Phase.WAITING)
+        entry = self._entry
+        session = None if entry.is_apart else current()
         try:
-            fail_open.run("wait for a collective", self._journal.wait, self._wait_plainly, (self._entry,), {})
+            if not entry.is_done:
+                if session is not None:
+                    session.touch(Phase.WAITING)
+                fail_open.run("wait for a collective", self._journal.wait, self._wait_plainly, (entry,), {})
         finally:
             if session is not None:
                 session.touch(Phase.COMPUTING)

@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+from ttprun.observe.status import IncidentStatus
+
+# When each phase of an incident went on: what the page, reports and `ttprun status` draw.
+
+
+PHASES = ("detect", "freeze", "spawn", "replay", "transfer", "rebuild", "reissue")
+COLUMNS = (*PHASES, "total")  # of a table of phases
+_IN_ORDER = ("replay", "transfer", "rebuild", "reissue")  # each begins when the one before it ends
+
+
+def spans_of(incident: IncidentStatus) -> list[tuple[str, float, float]]:
+    """(phase, beginning, end) of each phase that was reached, in seconds since the loss was noticed.
+
+    They follow one another. The replacement is started while the others freeze: "spawn" is what is left of its start
+    when they have.
+    """
+    spans: list[tuple[str, float, float]] = []
+    end_s = incident.freeze_s or 0.0
+    if incident.detect_s is not None:
+        spans.append(("detect", -incident.detect_s, 0.0))
+    if incident.freeze_s is not None:
+        spans.append(("freeze", 0.0, end_s))
+    if incident.spawn_s is not None:
+        started_s = max(end_s, incident.spawn_s)
+        spans.append(("spawn", end_s, started_s))
+        end_s = started_s
+    for phase in _IN_ORDER:
+        took_s = getattr(incident, f"{phase}_s")
+        if took_s is not None:
+            spans.append((phase, end_s, end_s + took_s))
+            end_s += took_s
+    return spans
+
+
+def seconds_of(incident: IncidentStatus) -> dict[str, float]:
+    """How long each phase that was reached took of the whole, and of one that has ended the "total"."""
+    found = {phase: end_s - start_s for phase, start_s, end_s in spans_of(incident)}
+    return found if incident.total_s is None else found | {"total": incident.total_s}
+
 
 logger = logging.getLogger(__name__)
 
@@ -64,3 +108,58 @@ def read_events(path: str | Path) -> Iterator[dict[str, object]]:
                 continue
             if isinstance(event, dict):
                 yield event
+
+
+# How far a run was, and when: `history.csv`, a line for each moment at which its step had changed.
+#
+# Lines are a second apart at first, and further apart the longer a run lasts, so that a week takes some hundred kB.
+
+
+_EVERY_S = 1.0
+_PER_RUN = 2_000  # lines in the time that a run has lasted so far
+
+
+@dataclass(frozen=True)
+class Point:
+    """At `unix_s` the job had passed `step` optimizer steps."""
+
+    unix_s: float
+    step: int
+
+
+class History:
+    """Appends to the file. Never raises: a full disk makes a gap."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._began_s = time.monotonic()
+        self._written_s = 0.0
+        self._written_step = self._step = -1
+        self._stepped_unix_s = 0.0
+
+    def note(self, step: int, is_last: bool = False) -> None:
+        """The job has passed that many steps; `is_last`: it has ended, and this is written in any case."""
+        now = time.monotonic()
+        if step != self._step:
+            self._step, self._stepped_unix_s = step, time.time()  # when it got there, not when that is written
+        pause_s = max(_EVERY_S, (now - self._began_s) / _PER_RUN)
+        if step == self._written_step or (now - self._written_s < pause_s and not is_last):
+            return
+        self._written_step, self._written_s = step, now
+        with suppress(OSError):
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, f"{self._stepped_unix_s:.3f},{step}\n".encode())
+            finally:
+                os.close(fd)
+
+
+def read_history(path: Path, since_unix_s: float = 0.0) -> list[Point]:
+    """The points that are not older, in order; lines that were cut off are left out. Empty without a file."""
+    points = []
+    with suppress(OSError, csv.Error), open(path, encoding="utf-8", errors="replace", newline="") as lines:
+        for row in csv.reader(lines):
+            with suppress(ValueError):
+                unix_s, step = row
+                points.append(Point(float(unix_s), int(step)))
+    return [point for point in points if point.unix_s >= since_unix_s]

@@ -95,6 +95,23 @@ class IncidentStatus:
 
 
 @dataclass(frozen=True)
+class CostStatus:
+    """What protection takes of a step without a fault: averages of this node's ranks.
+
+    step_s   from one optimizer step to the next
+    parts    seconds of the thread that trains, for each part: record, commit, collectives, data, copies, checks
+    """
+
+    step_s: float
+    parts: dict[str, float]
+
+    @property
+    def taken_s(self) -> float:
+        """All parts together."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
 class CheckpointStatus:
     """The newest checkpoint of a run, or the newest attempt at one.
 
@@ -149,6 +166,7 @@ class RunStatus:
     checkpoint     the newest one, null if there was none
     resume         how it has gone on from a checkpoint, null if it has begun at the top of the script
     snapshot_step  boundary of the snapshot in shared memory to which all ranks can go back, null if there is none
+    cost           what protection takes of a step, null while nothing was measured
     save_dir       directory of the run's checkpoints
     not_proved     what of the ranks' variables can change and is in no record, by name, type and reason
     away           ranks without which the others train on
@@ -183,6 +201,7 @@ class RunStatus:
     checkpoint: CheckpointStatus | None = None
     resume: ResumeStatus | None = None
     snapshot_step: int | None = None
+    cost: CostStatus | None = None
     save_dir: str | None = None
     away: tuple[int, ...] = ()
     not_proved: tuple[str, ...] = ()
@@ -267,7 +286,8 @@ def parse_status(text: str) -> RunStatus:
         status = _adapter().validate_json(text)
         for moment in (status.started_at, status.updated_at):
             datetime.fromisoformat(moment).timestamp()
-        for part in (status, *status.ranks, *status.incidents):
+        costs = () if status.cost is None else (status.cost,)
+        for part in (status, *status.ranks, *status.incidents, *costs):
             for name, value in vars(part).items():
                 if isinstance(value, float) and not abs(value) < _LONGEST_S:
                     raise ValueError(f"{name} is {value}")
@@ -278,6 +298,16 @@ def parse_status(text: str) -> RunStatus:
     except (ValueError, OverflowError) as error:
         raise ValueError(f"it is not the status of a run: {str(error)[:160]}") from None
     return status
+
+
+def describe_cost(cost: CostStatus) -> str:
+    """A line: what protection takes of a step, the largest part first."""
+    parts = sorted(cost.parts.items(), key=lambda part: -part[1])
+    named = ", ".join(f"{name} {spent_s * 1e3:.2f}" for name, spent_s in parts if spent_s >= 5e-6)
+    share = cost.taken_s / cost.step_s if cost.step_s else 0.0
+    return f"protection takes {cost.taken_s * 1e3:.2f} ms of a step of {cost.step_s * 1e3:.1f} ms ({share:.1%})" + (
+        f": {named}" if named else ""
+    )
 
 
 def describe_protection(protection: str) -> str:

@@ -19,7 +19,7 @@ import os
 import sys
 from typing import Any
 
-ROW_FIELDS = 48  # whole cache lines
+ROW_FIELDS = 56  # whole cache lines
 LEADER = 0  # local rank whose row has the node's own fields
 FINISHED = 1 << 62  # RECORDED of a rank that has ended well: no rank waits for it
 
@@ -40,7 +40,7 @@ class Field:
     MEETINGS = 10  # collectives of the whole world, and connecting to it, since the newest boundary
     PULSE_NS = 11  # time.monotonic_ns() of the heartbeat's thread: it got the GIL
     MAIN_BEATS = 12  # heartbeats that the main thread has answered: it runs bytecode; a semaphore (four cells)
-    LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.process.life_lock`
+    LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.process.heartbeat`
     SNAPSHOT_ASKED = 22  # leader: number of the requested snapshot; the agent writes it
     SNAPSHOT_NUMBER = 23  # leader: number of the snapshot that is taken at SNAPSHOT_AT
     SNAPSHOT_AT = 24  # leader: the boundary at which all ranks take it
@@ -58,10 +58,11 @@ class Field:
     AGENT_NS = 36  # leader: time.monotonic_ns() when the agent's supervisor last came by; the agent writes it
     ENDED = 37  # 1: the script has come to its end, exit handlers included, and its process stays for the others
     STEPPED = 39  # the newest boundary whose optimizer step has run to its end
-    REHEARSED = 38  # the newest boundary whose record was read back, see `ttprun.rank.checks.rehearsal`; 0: none so far
+    REHEARSED = 38  # the newest boundary whose record was read back, see `ttprun.capture.rehearsal`; 0: none so far
     MIRROR_COPY_0 = 40  # what this rank keeps of the mirror of a rank of the node before, in its first slot
     MIRROR_COPY_1 = 41  # and in the second one
     MIRROR_COPY_BYTES = 42  # memory that both take
+    COST = 44  # what we take of a step (seven cells), see `ttprun.introspect.costs`
     STACK_ASKED = 43  # when the agent asked this process for its stacks (ns), 0: it does not; the agent writes it
 
 

@@ -17,6 +17,8 @@ from msgspec import field
 
 from ttprun.protocol.codec import Message
 
+WAITS, ASKS = -1, -2  # in place of a node's number
+
 
 class Where(Message, frozen=True):
     """Where an agent listens; "" and 0: nowhere.
@@ -36,7 +38,7 @@ class Hello(Message, frozen=True):
     """A follower has connected.
 
     token     of the listener that it has come to, from the rendezvous store or from SparePools
-    node      its number in the group; -1: it waits for slots of a lost node
+    node      its number in the group; WAITS: it waits for slots of a lost node; ASKS: whether the job goes on
     address   of the node
     alike     what must be the same on all nodes, by its name for people
     shares    this node sees the file that the leader has written next to its checkpoints

@@ -30,6 +30,7 @@ class Options(Message, frozen=True):
     own_state             (records, share) paths of the two places where a rank that is alone keeps its state; or empty
     buffers               for each place of a snapshot, paths for this rank's records and for its share
     snapshot_every_steps  0: when the agent requests one
+    overhead_budget       share of a step that protection may take; 0: all of it
     nan_limit_s           how long a NaN in its own gradient blocks a rank's step; None: it is only reported
     is_replaced           a lost rank gets a new process
     may_rerun             the script may be run again in the same process
@@ -50,6 +51,7 @@ class Options(Message, frozen=True):
     commit_timeout_s: float
     is_replaced: bool
     verify_every: int
+    overhead_budget: float
     nan_limit_s: float | None
     user_paths: list[str]
     follow: list[str]

@@ -34,6 +34,7 @@ class Session(Member):
     hindrance: str = ""
     settle_at: int = 0  # boundary up to which a held rank may still step: another survivor already has
     is_over: bool = False
+    is_over_budget: bool = False  # it was said that protection takes more than its budget
     mode: Mode = LIVE
     training: Training = field(default_factory=Training)
     proof: Comparing | None = None

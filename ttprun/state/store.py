@@ -18,13 +18,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ttprun import __version__
-from ttprun.state.checkpoint import Checkpoint, inspect, is_checkpoint_name, verify
-from ttprun.state.draft import Draft
-from ttprun.state.errors import cannot_write, free_name
+from ttprun.state.checkpoint import Checkpoint, Description, Manifest, inspect, is_checkpoint_name, verify
+from ttprun.state.draft import DirectoryLock, Draft
+from ttprun.state.errors import cannot_write, free_name, is_noted
 from ttprun.state.files import FileEntry, Progress, sync, write_file
-from ttprun.state.lock import DirectoryLock
-from ttprun.state.manifest import Description, Manifest
-from ttprun.state.unusable import is_noted
 
 LATEST_NAME = "latest"
 DEFAULT_KEEP = 3

@@ -18,15 +18,13 @@ import torch
 import xxhash
 
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
-from ttprun.introspect.frames import user_frames
+from ttprun.introspect.frames import user_frames, variables_of
 from ttprun.introspect.looks import is_a, items_of, pairs_of, plain_of
-from ttprun.introspect.module_parts import parameters_of
-from ttprun.introspect.parameter_groups import shown_to
+from ttprun.introspect.models import parameters_of, shown_to
 from ttprun.introspect.tensor_bytes import content_of
-from ttprun.introspect.variables import variables_of
 from ttprun.tensors import optimizer_registry, replicated, sharded
 from ttprun.tensors.checkpoint_shards import modules_in
-from ttprun.tensors.kept_gradients import GRADIENT
+from ttprun.tensors.gradients import GRADIENT
 
 FIRST_LOOKS = 2  # of each optimizer: its state exists from its first step on
 SAMPLE_BYTES = 64

@@ -25,10 +25,9 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of, unpack
 from ttprun.tensors import optimizer_registry, replicated, sharded
-from ttprun.tensors.mirror_slots import Layout, Part, Slot, Stored, lay_out
+from ttprun.tensors.mirror_slots import Layout, Part, ReducedParts, Slot, Stored, lay_out
 from ttprun.tensors.own_state import forms_of, held_now
 from ttprun.tensors.post_step_weights import KeptWeights
-from ttprun.tensors.reduced_parts import ReducedParts
 
 if TYPE_CHECKING:
     from ttprun.tensors.host import Host
@@ -278,7 +277,7 @@ class Mirror:
             if local.layout is not torch.strided or local.dtype != slot.gradients[at].dtype:
                 self._why_no_step = "a gradient is sparse, or of another type than its parameter"
                 return False
-            if sharded.place_of(gradient) != sharded.place_of(parameter):
+            if not sharded.are_cut_alike(gradient, parameter):
                 self._why_no_step = "a gradient is sharded in another way than its parameter"
                 return False
             targets.append(slot.gradients[at])
@@ -367,7 +366,7 @@ def load_step(path: str, optimizer: torch.optim.Optimizer | None) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter.detach())
         gradient = parameter.grad
-        if sharded.place_of(gradient) != sharded.place_of(parameter) or local_of(gradient).dtype != parameter.dtype:
+        if not sharded.are_cut_alike(gradient, parameter) or local_of(gradient).dtype != parameter.dtype:
             raise NotRepairableError(f"{name}: its gradient has another form than in the lost rank")
         stored.copy_to(local_of(gradient), stored.gradients[number])
 

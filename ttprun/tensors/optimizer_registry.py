@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,12 +15,46 @@ import torch
 import xxhash
 
 from ttprun.device import accelerator
-from ttprun.introspect import fail_open, parameter_groups, script_end
+from ttprun.introspect import fail_open, frames, models
 from ttprun.introspect.distributed_tensors import are_any, local_of
 from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import bytes_of, places
-from ttprun.tensors import last_hook
 from ttprun.tensors.host import current
+
+# Call our pre-hook of Optimizer.step after the script's own ones, global and the optimizer's.
+#
+# A hook of the script may print, or reduce or clip gradients; what it did after our record would be lost with its rank.
+# torch calls the global hooks first and then the optimizer's, as the values of a dictionary: ours is appended to these
+# values, without being an item.
+
+
+_NAME = "_optimizer_step_pre_hooks"
+_last: Any = None
+
+
+class _HooksAndOurs(OrderedDict[int, Any]):
+    """An optimizer's own hooks before its step."""
+
+    def values(self) -> Any:
+        return [*super().values(), _last]
+
+
+def after_all_others(hook: Any) -> Any:
+    """The global hook to register, for `hook` to be called last."""
+    global _last
+    _last = hook
+
+    def place(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        return None if type(getattr(optimizer, _NAME, None)) is _HooksAndOurs else hook(optimizer, args, kwargs)
+
+    return place
+
+
+def make_place(optimizer: torch.optim.Optimizer) -> None:
+    """Called with a new optimizer, before the script can add hooks; one that has some already is left as it is."""
+    if _last is not None and type(own := getattr(optimizer, _NAME, None)) is OrderedDict and not own:
+        setattr(optimizer, _NAME, _HooksAndOurs())
+
 
 _optimizers: list[Callable[[], Any]] = []  # weak references, or what gives the remains of one
 _wrapped_models: list[weakref.ref[Any]] = []
@@ -33,8 +68,8 @@ def wrap_optimizer_init(original: Any) -> Any:
         original(self, *args, **kwargs)
         known = weakref.ref(self, _keep_remains)
         _optimizers.append(known)
-        parameter_groups.all_of(self)  # before an engine hides some
-        last_hook.make_place(self)
+        models.all_of(self)  # before an engine hides some
+        make_place(self)
         _note_made("an optimizer was made", "make it before the loop", known)
 
     return init
@@ -84,7 +119,7 @@ def _keep_remains(dead: Any) -> None:
     """
     place = _optimizers.index(dead) if dead in _optimizers else -1
     remains = _remains.pop(dead, None)
-    if remains is not None and place >= 0 and script_end.is_reached(sys._getframe().f_back):
+    if remains is not None and place >= 0 and frames.is_reached(sys._getframe().f_back):
         _optimizers[place] = lambda: remains
 
 
@@ -102,7 +137,7 @@ class Remains:
     """What counts of an optimizer, for as long as it lives and perhaps longer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.groups = parameter_groups.all_of(optimizer)
+        self.groups = models.all_of(optimizer)
         self.state = optimizer.state
         self.param_groups = [{**settings, "params": parameters} for settings, parameters in self.groups]
 
@@ -115,7 +150,7 @@ def note_remains() -> None:
     for known in _optimizers:
         found = known()
         if found is not None:
-            remains, groups = _remains.get(known), parameter_groups.all_of(found)
+            remains, groups = _remains.get(known), models.all_of(found)
             if remains is None or remains.groups is not groups or remains.state is not found.state:
                 _remains[known] = Remains(found)
 
@@ -239,7 +274,7 @@ def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
     for optimizer in living:
         state = optimizer.state
         seen.append(len(state))
-        for _, in_group in parameter_groups.all_of(optimizer):
+        for _, in_group in models.all_of(optimizer):
             held.append(in_group)
             seen.append(len(in_group))
             for end in (in_group[0], in_group[-1]) if in_group else ():
@@ -308,5 +343,5 @@ def device_in_use() -> torch.device | None:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """The parameters of one optimizer now, in the order of its groups; those that it is not shown, too."""
-    for group in parameter_groups.all_of(optimizer):
+    for group in models.all_of(optimizer):
         yield from group.parameters

@@ -17,14 +17,14 @@ import torch
 import xxhash
 
 from ttprun.device import registry
-from ttprun.introspect import distributed_tensors, parameter_groups
+from ttprun.introspect import distributed_tensors, models
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import content_of
 from ttprun.state.chunks import Chunk
-from ttprun.tensors import kept_gradients, optimizer_registry, sharded
+from ttprun.tensors import gradients, optimizer_registry, sharded
+from ttprun.tensors.gradients import GRADIENT
 from ttprun.tensors.host import current
-from ttprun.tensors.kept_gradients import GRADIENT
 from ttprun.tensors.post_step_weights import KeptWeights
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -82,11 +82,11 @@ def rows() -> Iterator[Row]:
     To the state belongs the gradient, if it is kept: the script adds to it (kept_gradients.py).
     """
     for number, optimizer in enumerate(optimizer_registry.optimizers()):
-        for group_number, group in enumerate(parameter_groups.all_of(optimizer)):
+        for group_number, group in enumerate(models.all_of(optimizer)):
             for index, parameter in enumerate(group.parameters):
                 key = key_of(number, group_number, index)
                 state = optimizer.state.get(parameter, {})
-                gradient = kept_gradients.of(optimizer, parameter)
+                gradient = gradients.of(optimizer, parameter)
                 if gradient is not None:
                     state = {**state, GRADIENT: gradient}
                 yield key, parameter, state, group.settings, optimizer
@@ -211,7 +211,7 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
     Raises NotRepairableError if this rank's parameters differ from those.
     """
     device = registry.current()
-    kept_gradients.begin_load()
+    gradients.begin_load()
     held = list(rows())
     if len(held) != len(header):
         raise NotRepairableError(f"this rank's optimizers have {len(held)} parameters, and the source {len(header)}")
@@ -230,7 +230,7 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
             new[entry[0]] = _take_over_state(name, parameter, old.get(entry[0]), entry, left, fill)
         gradient = new.pop(GRADIENT, None)
         if gradient is not None:
-            kept_gradients.load(optimizer, parameter, gradient)
+            gradients.load(optimizer, parameter, gradient)
         if not new:
             optimizer.state.pop(parameter, None)
             continue

@@ -14,8 +14,7 @@ import torch
 
 from ttprun import torch_versions
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
-from ttprun.introspect.module_parts import parts_of
-from ttprun.introspect.parameter_groups import shown_to
+from ttprun.introspect.models import parts_of, shown_to
 from ttprun.state.chunks import Chunk
 
 
@@ -33,6 +32,16 @@ def place_of(tensor: torch.Tensor) -> str | None:
     mesh, here = whole.device_mesh, whole.device_mesh.get_coordinate()
     parts = ", ".join(f"{here[at]} of {mesh.size(at)} by {whole.placements[at]}" for at in cut)
     return f"{list(whole.shape)}: {parts}"
+
+
+def are_cut_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether this rank holds the same part of two tensors of one shape, such as a parameter and its gradient."""
+    if is_distributed(one) and is_distributed(other):
+        first: Any = one
+        second: Any = other
+        if first._spec is second._spec:  # FSDP2 gives a gradient that of its parameter
+            return True
+    return place_of(one) == place_of(other)
 
 
 def layout_of(tensor: torch.Tensor) -> str:

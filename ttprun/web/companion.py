@@ -15,16 +15,91 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import urlencode
 
 from ttprun.errors import ConfigError
 from ttprun.observe import console
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.web import helper
 from ttprun.web.address import parse_address
+
+# Events that are reported by a command (`--on-event`). Nothing is imported here but typing.
+
+
+Kind = Literal[
+    "incident_opened",
+    "incident_ended",
+    "run_ended",
+    "launcher_died",
+    "stalled",
+    "straggler",
+    "nan_found",
+    "node_lost",
+    "node_replaced",
+    "checkpoint_written",
+    "checkpoint_failed",
+    "rank_unprotected",
+    "replicas_diverged",
+    "supervisor_failed",
+]
+USUAL: tuple[Kind, ...] = (
+    "incident_ended",
+    "run_ended",
+    "launcher_died",
+    "stalled",
+    "nan_found",
+    "node_lost",
+    "checkpoint_failed",
+    "replicas_diverged",
+    "supervisor_failed",
+)
+
+
+class Namer:
+    """Gives events their kinds: an incident is logged at each of its phases, and reported when it begins and ends."""
+
+    def __init__(self) -> None:
+        self._opened: set[object] = set()
+
+    def kind_of(self, event: Mapping[str, Any]) -> str:
+        """The kind of an event; "" for a phase in between."""
+        if event["event"] != "incident":
+            return str(event["event"])
+        if event["outcome"] != "open":
+            return "incident_ended"
+        is_new = event["id"] not in self._opened
+        self._opened.add(event["id"])
+        return "incident_opened" if is_new else ""
+
+
+# A process beside the launcher that only reads the run directory: started in a session of its own, so that Ctrl-C is
+# for the launcher, and ended by closing its standard input.
+
+
+def start(module: str, *words: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start `python -m module words`. Raises OSError if there is no room for it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Let it come to its end, and wait until it is gone: `limit_s` seconds at most."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
 
 logger = logging.getLogger("ttprun")
 
@@ -119,7 +194,7 @@ def _running(what: str, run: RunDirectory, listener: socket.socket, *words: str)
     """The process that serves runs inside `with`; its end before is reported. Raises OSError if there is no room."""
     with listener:
         fd = listener.fileno()
-        process = helper.start("ttprun.web.server", str(run.path), str(fd), *words, pass_fds=[fd])
+        process = start("ttprun.web.server", str(run.path), str(fd), *words, pass_fds=[fd])
     is_wanted = threading.Event()
     is_wanted.set()
     threading.Thread(target=_say_end, args=(what, process, is_wanted), name="ttprun-http", daemon=True).start()
@@ -127,7 +202,7 @@ def _running(what: str, run: RunDirectory, listener: socket.socket, *words: str)
         yield
     finally:
         is_wanted.clear()
-        helper.end(process, _END_LIMIT_S)
+        end(process, _END_LIMIT_S)
 
 
 def _say_end(what: str, process: subprocess.Popen[bytes], is_wanted: threading.Event) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ttprun.observe.history import Point, read_history
+from ttprun.observe.events import Point, read_history
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, read_status
 from ttprun.web.histogram import StepTimes

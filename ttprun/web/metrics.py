@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ttprun import __version__
-from ttprun.observe.spans import COLUMNS, seconds_of
+from ttprun.observe.events import COLUMNS, seconds_of
 from ttprun.observe.status import RunStatus
 from ttprun.web.feed import Feed
 from ttprun.web.histogram import Histogram
@@ -79,6 +79,12 @@ def _of_run(status: RunStatus) -> Iterator[Metric]:
 
 def _of_time(status: RunStatus, summary: Summary) -> Iterator[Metric]:
     yield GaugeMetricFamily("ttprun_step", "Optimizer steps that are done", value=status.step)
+    if status.cost is not None:
+        yield GaugeMetricFamily("ttprun_step_seconds", "From one optimizer step to the next", value=status.cost.step_s)
+        taken = GaugeMetricFamily("ttprun_overhead_seconds", "What protection takes of a step", labels=("part",))
+        for part, spent_s in status.cost.parts.items():
+            taken.add_metric((part,), spent_s)
+        yield taken
     yield GaugeMetricFamily("ttprun_stragglers", "Ranks for which the others wait", value=len(summary.stragglers))
     if not status.is_leading:
         return  # when incidents went on is in the log of the node whose agent leads

@@ -6,6 +6,7 @@ job never waits for it. It outlives the launcher by some seconds, to report its 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -14,14 +15,43 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
+from ttprun.errors import ConfigError
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_status
-from ttprun.web.kinds import Namer
+from ttprun.web import companion
+from ttprun.web.companion import Namer
+
+# The launcher's side of `--on-event`: starts the process that runs the command, and ends it.
+
+
+@contextlib.contextmanager
+def notifying(command: str | None, kinds: Collection[str], run: RunDirectory) -> Iterator[None]:
+    """Run a command of the user's for the events of a run that come inside `with`.
+
+    command   a line for the shell; None: nothing is run
+    kinds     of events, as `ttprun.web.companion` names them; others are left out
+
+    At its end waits until the command was run for the last ones, END_LIMIT_S at most. Raises ConfigError if the process
+    cannot be started.
+    """
+    if command is None:
+        yield
+        return
+    offset = run.events.stat().st_size if run.events.exists() else 0  # what stands there is of an earlier launch
+    try:
+        process = companion.start("ttprun.web.notifier", str(run.path), str(offset), command, *kinds)
+    except OSError as error:
+        raise ConfigError(f"--on-event: its process cannot be started ({error.strerror})", "leave it out") from None
+    try:
+        yield
+    finally:
+        companion.end(process, END_LIMIT_S + 5.0)
+
 
 COMMAND_LIMIT_S = 10.0
 END_LIMIT_S = 15.0  # for all that is left when the launcher has ended

@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from ttprun import __version__
-from ttprun.observe.spans import spans_of
+from ttprun.observe.events import spans_of
 from ttprun.observe.status import IncidentStatus
-from ttprun.web.kinds import Kind
+from ttprun.web.companion import Kind
 from ttprun.web.summary import unix_s
 
 KINDS: tuple[Kind, ...] = ("incident_ended",)

@@ -18,7 +18,7 @@ from types import FrameType
 import uvicorn
 
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.web import limits
+from ttprun.web import access
 from ttprun.web.app import build
 from ttprun.web.companion import PROBES_ONLY
 from ttprun.web.feed import Feed
@@ -44,13 +44,13 @@ async def serve(run: RunDirectory, listener: socket.socket, token: str | None, i
     feed = Feed(run)
     config = uvicorn.Config(
         build(feed, token, is_for_probes),
-        http=limits.LimitedProtocol,
+        http=access.LimitedProtocol,
         ws="none",
         lifespan="off",
         log_level="critical",
         access_log=False,
         server_header=False,
-        h11_max_incomplete_event_size=limits.HEADER_BYTES,
+        h11_max_incomplete_event_size=access.HEADER_BYTES,
         timeout_graceful_shutdown=_END_LIMIT_S,
     )
     server = Server(config)
@@ -62,7 +62,7 @@ async def serve(run: RunDirectory, listener: socket.socket, token: str | None, i
             server.should_exit = True
 
     asyncio.get_running_loop().add_reader(0, end)
-    beside = [asyncio.create_task(feed.follow()), asyncio.create_task(limits.watch())]
+    beside = [asyncio.create_task(feed.follow()), asyncio.create_task(access.watch())]
     await server.serve([listener])
     for task in beside:
         task.cancel()

@@ -12,8 +12,7 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
-from ttprun.observe.history import Point
-from ttprun.observe.spans import spans_of
+from ttprun.observe.events import Point, spans_of
 from ttprun.observe.status import IncidentStatus, RunStatus, describe_protection
 
 Event = Mapping[str, Any]

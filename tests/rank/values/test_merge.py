@@ -17,10 +17,10 @@ from tests.rank.records import record_of
 from tests.rank.user_values import Meter, State
 from tests.rank.values.carrying import as_the_recorder_writes_them
 from ttprun.capture import values
+from ttprun.capture.merging.merge import Merge
+from ttprun.capture.merging.touched import spoil
 from ttprun.capture.records.boundary_record import read_head
 from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, Tree
-from ttprun.elastic_resume.merge import Merge
-from ttprun.elastic_resume.touched import spoil
 from ttprun.introspect.tensor_bytes import places
 
 Scope = dict[str, Any]

@@ -24,16 +24,15 @@ from ttprun.agent.launcher.resume import ENDED_NAME, Resumption
 from ttprun.agent.processes.rank_processes import command_of
 from ttprun.agent.repair.stored_states import STATE_FILE, rank_file
 from ttprun.errors import ConfigError
+from ttprun.observe.console import ProgressLog
 from ttprun.observe.events import timestamp
-from ttprun.observe.progress import ProgressLog
 from ttprun.observe.status import CheckpointStatus
 from ttprun.protocol.snapshots import Share
 from ttprun.recovery.replicas import Replicas
-from ttprun.state.checkpoint import Checkpoint
+from ttprun.state.checkpoint import Checkpoint, Description
 from ttprun.state.draft import Draft
 from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.files import Fill
-from ttprun.state.manifest import Description
 from ttprun.state.store import CheckpointStore
 from ttprun.tensors.checkpoint_shards import file_of
 

@@ -89,7 +89,7 @@ class Leader:
             self._rows_next_s = now + _ROWS_EVERY_S * min(_ROWS_RARELY, max(1.0, peers.size / _ROWS_OFTEN))
             peers.to_all(board_rows.rows_of(node, node.slots))
         for number in peers.silent(node.has_stepped()):
-            peers.note_out_of_reach()
+            peers.note_out_of_reach(number)
             self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
         self.decide_lost()
 

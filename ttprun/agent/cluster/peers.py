@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ttprun.agent.cluster.spare_pool import HUNG_UP, SparePool
+from ttprun.agent.cluster.spare_pool import HUNG_UP, SparePool, retransmit_soon
 from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.all_ranks import shortened
 from ttprun.protocol.channel import Channel
@@ -44,6 +44,7 @@ class Peers:
     master          address and port for the environment of new ranks
     waiting         launchers that wait for slots, as far as this agent knows
     has_lost        some node of the group has been lost, perhaps the one that has the rendezvous store
+    cut_off         lost nodes that did not answer any more: their agents may live, and go on
     without_save_dir  nodes that do not share the directory in which the leader keeps checkpoints
     listeners           where each agent would listen if it led the next group, by node; on the leader
     """
@@ -77,6 +78,7 @@ class Peers:
         self.pools: dict[int, meeting.Where] = {}
         self.waiting = 0
         self.has_lost = False
+        self.cut_off: set[int] = set()
         self._out_of_reach_s: list[float] = []
         self.pool = pool
         self.without_save_dir: list[int] = []
@@ -129,7 +131,7 @@ class Peers:
                 self._links.pop(node, None)
                 link.close()
                 if isinstance(error, OSError) and error.errno not in HUNG_UP:
-                    self.note_out_of_reach()
+                    self.note_out_of_reach(node)
                 lose(node, "its agent has closed the connection" if isinstance(error, EOFError) else str(error))
                 return
             self._heard_s[node] = time.monotonic()
@@ -142,6 +144,7 @@ class Peers:
     def note_pools(self, known: meeting.SparePools) -> None:
         """The leader says where all agents listen."""
         self.has_lost = self.has_lost or any(known.pools.get(number) != pool for number, pool in self.pools.items())
+        self.cut_off.clear()
         self.pools, self.listeners = known.pools, known.listeners
         self.names |= {number: pool.address for number, pool in known.pools.items()}
         self.waiting = known.waiting
@@ -182,6 +185,7 @@ class Peers:
         if found is None:
             return None
         self._links[node] = ready(found.link)
+        self.cut_off.discard(node)
         self.names[node] = found.address
         self.pools[node], self.listeners[node] = found.pool, found.listener
         self._heard_s[node] = time.monotonic()
@@ -212,8 +216,9 @@ class Peers:
             self._last_word = last_word
             self.to_all(last_word)
 
-    def note_out_of_reach(self) -> None:
+    def note_out_of_reach(self, node: int) -> None:
         """An agent cannot be reached: it may live, and go on without this one."""
+        self.cut_off.add(node)
         self._out_of_reach_s.append(time.monotonic())
 
     @property
@@ -352,6 +357,7 @@ def ready(link: Channel) -> Channel:
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_UNACKNOWLEDGED_LIMIT_S * 1000))
+    retransmit_soon(sock)
     link.waits = False
     return link
 

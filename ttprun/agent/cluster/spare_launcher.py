@@ -40,6 +40,7 @@ class Taken:
 
 
 WarmUp = Callable[[list[str], list[str]], None]
+LOST = "lost"  # a kind, as in `Concluded`: the connection
 Outcome = Taken | meeting.Regroup | meeting.Concluded
 
 
@@ -58,7 +59,8 @@ def wait_for_slots(
     warm_up   called with what standbys should import and compile
     listener, page   as in `Place`
 
-    returns   how the group has ended, if it did so first; None: nobody leads it any more
+    returns   how the group has ended, if it did so first, or LOST if nobody can be reached any more; None: this
+              launcher was not let in
 
     Blocks as long as nothing happens; a signal's handler may end it by an exception. Raises ConfigError if this node
     does not fit the others.
@@ -77,14 +79,6 @@ def wait_for_slots(
     return found
 
 
-def is_reached(where: Mapping[str, Any]) -> bool:
-    """Whether somebody listens where a spare pool was. Blocks _POOL_LIMIT_S at most."""
-    with contextlib.suppress(OSError):
-        socket.create_connection((where["address"], where["port"]), timeout=_POOL_LIMIT_S).close()
-        return True
-    return False
-
-
 class _Waiting:
     """A launcher that waits.
 
@@ -97,6 +91,7 @@ class _Waiting:
         self._pool = pool
         self._warm_up = warm_up
         self._others: Iterator[meeting.Where] = iter(())  # who may lead next
+        self._was_let_in = False
 
     def wait(self, where: Mapping[str, Any]) -> Outcome | None:
         """As `wait_for_slots`."""
@@ -106,7 +101,7 @@ class _Waiting:
                 return self._wait_in(where, limit_s)
             following = next(self._others, None)
             if following is None:
-                return None
+                return meeting.Concluded(LOST, "nobody can be reached", True, 0) if self._was_let_in else None
             where, limit_s = asdict(following), _SUCCESSION_LIMIT_S
 
     def _wait_in(self, where: Mapping[str, Any], limit_s: float) -> Outcome:
@@ -128,6 +123,7 @@ class _Waiting:
             match message:
                 case meeting.Accepted():
                     link.sock.settimeout(None)
+                    self._was_let_in = True
                 case meeting.Rejected(reason=reason, cure=cure):
                     raise ConfigError(reason, cure)
                 case meeting.Concluded() | meeting.Regroup():

@@ -27,7 +27,9 @@ _POOL, _ARRIVALS = "ttprun/spare-pool", "ttprun/arrivals"
 _BACKLOG = 1024
 _NEWCOMERS = 16  # that have not said who they are; the oldest gives way to another
 HUNG_UP = (errno.ECONNRESET, errno.EPIPE)  # the other end's kernel has said so: its process has ended, or wants no more
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
+# Three seconds without a network lose nobody, whenever they begin: a probe comes after them, and a retransmission.
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 5))
+_RTO_MAX_MS, _RETRANSMIT_MS = 44, 1000  # Linux 6.15; before, waits double
 
 
 Came = Callable[[Channel, meeting.Hello], None]
@@ -141,6 +143,7 @@ class SparePool:
     alike         what must be the same on all nodes, by its name for people
     sees_needed   who waits must see the save directory: its ranks will resume from there
     out_of_reach_s  when those were lost that cannot be reached any more
+    is_ending     whether the job saves its state and ends: who comes then is for its next start
     """
 
     def __init__(self, listener: Listener, alike: Mapping[str, str], sees_needed: bool = False) -> None:
@@ -153,6 +156,7 @@ class SparePool:
         self._selector: selectors.BaseSelector | None = None
         self._warmth: meeting.Warmth | None = None
         self.out_of_reach_s: list[float] = []
+        self.is_ending: Callable[[], bool] = lambda: False
 
     def warm_up(self, warmth: meeting.Warmth) -> None:
         """Let all who wait know what their standbys should have imported; also those who come later."""
@@ -173,6 +177,14 @@ class SparePool:
         assert self._selector is not None
         if hello.node >= 0:
             link.send(meeting.Deposed("its node was given up, and another one may have its slots"))
+            link.close()
+            return
+        if self.is_ending():
+            link.send(meeting.Concluded("restart", "the job is ending", True, 0))
+            link.close()
+            return
+        if hello.node == meeting.ASKS:
+            link.send(meeting.Accepted())
             link.close()
             return
         differs = [name for name, mine in self._alike.items() if hello.alike.get(name, "") != mine]
@@ -256,47 +268,39 @@ def keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    retransmit_soon(sock)
+
+
+def retransmit_soon(sock: socket.socket) -> None:
+    """Have the kernel try again every second: else it may be silent for seconds after a network is there again."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _RETRANSMIT_MS)
 
 
 class RendezvousKeys:
-    """Where launchers learn of a job that runs: keys in the rendezvous store that all its groups share, and a file.
+    """Where launchers learn of a job that runs: keys in the rendezvous store that all its groups share.
 
     store    of the rendezvous
     run_id   of the job (--rdzv-id)
-    file     in the save directory; "": there is none. The store is lost with its node, and whoever comes back to serve
-             it again would find nobody, and start the job a second time
     """
 
-    def __init__(self, store: Any, run_id: str, file: str = "") -> None:
+    def __init__(self, store: Any, run_id: str) -> None:
         self._store = store
         self._run_id = run_id
-        self._file = file
 
     def arrive(self) -> int:
         """This launcher is there; returns how many have come before it and with it. Raises what the store does."""
         number: int = self._store.add(f"{_ARRIVALS}/{self._run_id}", 1)
         return number
 
-    def announce(self, where: Mapping[str, Any]) -> None:
-        """Name the spare pool of a group that starts. Raises what the store does."""
-        text = json.dumps(dict(where))
-        if self._file:
-            with contextlib.suppress(OSError):
-                draft = Path(f"{self._file}-{secrets.token_hex(4)}")
-                draft.touch(mode=0o600)  # it has the token
-                draft.write_text(text, encoding="utf-8")
-                draft.replace(self._file)
-        self._store.set(f"{_POOL}/{self._run_id}", text)
+    def announce(self, where: Mapping[str, Any], arrived: int = 0) -> None:
+        """Name the spare pool of a group that starts. Raises what the store does.
 
-    def written(self) -> dict[str, Any] | None:
-        """Where a spare pool is or was, according to the file."""
-        if not self._file:
-            return None
-        with contextlib.suppress(OSError, ValueError):
-            where = json.loads(Path(self._file).read_text(encoding="utf-8"))
-            if isinstance(where, dict) and {"address", "port", "token"} <= where.keys():
-                return where
-        return None
+        arrived   launchers that have come by another store
+        """
+        if arrived:
+            self._store.add(f"{_ARRIVALS}/{self._run_id}", arrived)
+        self._store.set(f"{_POOL}/{self._run_id}", json.dumps(dict(where)))
 
     def announced(self) -> dict[str, Any] | None:
         """Where the newest spare pool is, if any was announced."""
@@ -306,3 +310,22 @@ class RendezvousKeys:
                 where: dict[str, Any] = json.loads(self._store.get(key))
                 return where
         return None
+
+
+def write_where(file: str, where: Mapping[str, Any]) -> None:
+    """Name the spare pool of a group in the leader's file, for who cannot reach the store. A full disk costs that."""
+    with contextlib.suppress(OSError):
+        draft = Path(f"{file}-{secrets.token_hex(4)}")
+        draft.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft.touch(mode=0o600)  # it has the token
+        draft.write_text(json.dumps(dict(where)), encoding="utf-8")
+        draft.replace(file)
+
+
+def read_where(file: str) -> dict[str, Any] | None:
+    """Where a spare pool is or was, according to a leader's file; None if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        where = json.loads(Path(file).read_text(encoding="utf-8"))
+        if isinstance(where, dict) and {"address", "port", "token"} <= where.keys():
+            return where
+    return None

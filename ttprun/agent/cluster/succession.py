@@ -5,9 +5,10 @@ Next is the lowest node whose agent is not known to be lost. It waits for what t
 that of any other. Until then no orders are given: a replacement that has not caught up is ended, since its orders are
 lost.
 
-Two never lead. An agent whose listener does not answer has ended. Of all others who were there, launchers that wait
-among them, the next leader must reach more than half, and one that has lost nodes at least half; else it ends its
-ranks. Begin with `Succession.begin`.
+Two never lead. An agent that hangs up, and whose listener refuses a connection, has ended. One that did not answer any
+more may have gone on without this node, and even have finished the job since, whatever its listener does. Of all others
+who were there, launchers that wait among them, the next leader must reach more than half, and one that has lost nodes
+at least half; else it ends its ranks. Begin with `Succession.begin`.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ _GATHER_S = 10.0  # for the others to notice, too
 _CONNECT_LIMIT_S = 5.0
 _PROBE_LIMIT_S = 1.0
 _PROBE_AGAIN_S = 0.3
+_DYING_S = 3.0  # a process that ends closes one thing after the other; one that listens for longer has given us up
 
 
 @dataclass
@@ -82,6 +84,7 @@ class Succession:
     _gathers: Patience | None = field(default=None, init=False)
     _ended: set[int] = field(default_factory=set, init=False)  # lost agents that have ended for sure
     _probe_again: dict[int, float] = field(default_factory=dict, init=False)
+    _lost_s: dict[int, float] = field(default_factory=dict, init=False)  # when the first probe was made
     _dials: list[Dial] = field(default_factory=list, init=False)
     _store: Any = field(default=None, init=False)
 
@@ -91,6 +94,7 @@ class Succession:
         self._lost.clear()
         self._ended.clear()
         self._probe_again.clear()
+        self._lost_s.clear()
         self._heirs.clear()
         self._gathers = None
 
@@ -119,16 +123,18 @@ class Succession:
 
     def _probe(self, number: int) -> None:
         """Whether the lost agent has ended for sure: then nobody listens at its listener, though its node answers."""
-        listener = self.node.peers.pools.get(number)
-        if listener is None or number in self._ended:
+        peers = self.node.peers
+        listener = peers.pools.get(number)
+        if listener is None or number in self._ended or number in peers.cut_off:
             return
+        self._lost_s.setdefault(number, time.monotonic())
 
         def done(sock: socket.socket | None, code: int) -> None:
             if sock is not None:
                 sock.close()
             if code == errno.ECONNREFUSED:
                 self._ended.add(number)
-            else:  # a process that ends closes one thing after the other
+            elif time.monotonic() < self._lost_s[number] + _DYING_S:
                 self._probe_again[number] = time.monotonic() + _PROBE_AGAIN_S
 
         self._dials.append(Dial(self.node.selector, listener.address, listener.port, _PROBE_LIMIT_S, done))
@@ -152,8 +158,10 @@ class Succession:
             if sock is not None:
                 self._report_to(following, sock, listener)
                 return
-            if code == errno.ECONNREFUSED:
+            if code == errno.ECONNREFUSED and not self._lost.keys() & peers.cut_off:
                 self._ended.add(following)
+            else:
+                peers.cut_off.add(following)
             self.begin(following, f"it cannot be reached: {os.strerror(code)}")
 
         self._dials.append(Dial(node.selector, listener.address, listener.port, _CONNECT_LIMIT_S, done))

@@ -30,6 +30,7 @@ from ttprun.protocol import meeting
 from ttprun.protocol.board import FINISHED, Board, Field
 
 _LOOK_AGAIN_S = 0.05
+_LAST_PHASES = (recovery.JobPhase.PERSISTING, recovery.JobPhase.DRAINING, recovery.JobPhase.FAILED)
 
 
 class Node:
@@ -187,8 +188,16 @@ class Node:
         """Something has happened that is decided on, here or by the agent that leads; within a decision it is next."""
         self.role.advance(event)
 
+    @property
+    def is_ending(self) -> bool:
+        """This agent leads, and the job saves its state and ends: nobody can join it any more."""
+        is_over = self.verdict is not None and self.verdict.kind != "done"
+        return is_over or bool(self.ended_by) or self.job.phase in _LAST_PHASES
+
     def watch_peers(self) -> None:
         """Listen to the agents of the other nodes from now on."""
+        if self.peers.pool is not None:
+            self.peers.pool.is_ending = lambda: self.is_ending
         self.peers.watch(self.selector, self.role.take, self.role.lose, self.role.welcome)
 
     def log(self, event: str, **fields: object) -> None:

@@ -16,30 +16,34 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from ttprun.agent.cluster.moved_store import MovedStore
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.regroup import meet_again
 from ttprun.agent.cluster.rendezvous import KNOWN, NotMetError, Place, meet
-from ttprun.agent.cluster.spare_launcher import Taken, is_reached, wait_for_slots
+from ttprun.agent.cluster.spare_launcher import LOST, Taken, wait_for_slots
 from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.new_group import NewGroup
 from ttprun.agent.core.supervisor import Supervisor
+from ttprun.agent.launcher.outcome import DO_NOT_RESTART, Outcome
 from ttprun.agent.launcher.signals import Signals
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.processes.rank_processes import RankHandler
-from ttprun.protocol.meeting import Regroup, Where
+from ttprun.early_signals import ENDED_BY_SIGNAL
+from ttprun.protocol.meeting import Concluded, Regroup, Where
 from ttprun.torch_versions import GRACE_S
 
 logger = logging.getLogger("ttprun")
 _NO_JOB_LIMIT_S = 20.0  # for who comes too many to learn of the job, before it takes part in the rendezvous
 _LOOK_AGAIN_S = 0.3
+_LOOK_FOR_JOB_S = 2.0
 _STANDBY_LIMIT_S = 20.0
 _LEAST_GRACE_S = 0.5  # of ranks at the end of a scheduler's grace time
 torch_distributed: Any = importlib.import_module("torch.distributed")
@@ -52,21 +56,36 @@ class Meeting:
 
     address, alike, save_dir, page   as in `rendezvous.Place`
     seen_file    who sees it shares the save directory
-    leader_file  names the agent that leads; "": there is none
+    moved_store  which this agent serves when it leads; None: the rendezvous needs none
+    find_job     returns where the launchers of the job meet if it runs already, host:port; "": nowhere
     nodes        that train
     is_elastic   nodes may join and leave
     begin_to_lead   called when a group starts that this node's agent leads
+    ended_meanwhile   how the job has ended since this launcher was started; None if it has not, as far as is known
     """
 
     address: str = ""
     alike: Mapping[str, str] = field(default_factory=dict)
     save_dir: str = ""
     seen_file: str = ""
-    leader_file: str = ""
+    moved_store: MovedStore | None = None
+    find_job: Callable[[], str] | None = None
     nodes: int = 1
     is_elastic: bool = False
     page: str = ""
     begin_to_lead: Callable[[], None] = lambda: None
+    ended_meanwhile: Callable[[], Outcome | None] = lambda: None
+
+
+class JobFoundError(Exception):
+    """The job runs already, and its launchers meet elsewhere: this one waits for the rendezvous in vain.
+
+    store   where they meet, host:port
+    """
+
+    def __init__(self, store: str) -> None:
+        super().__init__(f"the job runs already, and its launchers meet at {store}")
+        self.store = store
 
 
 class ReplacingAgent(LocalElasticAgent):
@@ -148,11 +167,17 @@ class ReplacingAgent(LocalElasticAgent):
 
     def _announce(self, worker_group: WorkerGroup, peers: Peers) -> None:
         """Name the spare pool of a group that this agent leads."""
-        rendezvous_keys = self._rendezvous_keys(worker_group)
-        if peers.pool is not None and not peers.is_follower and rendezvous_keys is not None:
-            try:
-                rendezvous_keys.announce(peers.pool.listener.where | {"seen": self.meeting.seen_file})
-            except Exception as error:  # torch's stores raise errors of their own
+        if peers.pool is None or peers.is_follower:
+            return
+        where = peers.pool.listener.where | {"seen": self.meeting.seen_file}
+        moved, keys = self.meeting.moved_store, self._rendezvous_keys(worker_group)
+        try:
+            if moved is not None:
+                moved.announce(self.meeting.address, where)
+            if keys is not None:
+                keys.announce(where)
+        except Exception as error:  # torch's stores raise errors of their own
+            if moved is None:
                 logger.warning("no other node can join: the rendezvous store is lost (%s)", error)
 
     def _announce_in_background(self, worker_group: WorkerGroup, peers: Peers) -> None:
@@ -210,7 +235,40 @@ class ReplacingAgent(LocalElasticAgent):
         elif self._taken is not None:
             self._join_group(worker_group, self._taken.peers, self._taken.master)
         else:
-            super()._rendezvous(worker_group)
+            with self._looking_for_job(worker_group.spec.rdzv_handler):
+                super()._rendezvous(worker_group)
+
+    @contextlib.contextmanager
+    def _looking_for_job(self, handler: Any) -> Iterator[None]:
+        """While this launcher waits for the others, they may turn out to train: it came before another one led.
+
+        In it, the rendezvous raises JobFoundError then, or SystemExit if the job is done.
+        """
+        holder, find_job = getattr(handler, "_state_holder", None), self.meeting.find_job
+        if holder is None or find_job is None or self._groups_started:
+            yield
+            return
+        found: list[str] = []
+        is_over, sync = threading.Event(), holder.sync
+
+        def look() -> None:
+            while not is_over.wait(_LOOK_FOR_JOB_S) and not found:
+                found.extend(filter(None, [find_job()]))
+
+        def sync_unless_found() -> Any:
+            ended = self.meeting.ended_meanwhile()
+            if found or (ended is not None and ended.is_done):
+                handler.shutdown = lambda: True  # others may meet there
+                raise JobFoundError(found[0]) if found else SystemExit(0)
+            return sync()
+
+        holder.sync = sync_unless_found
+        threading.Thread(target=look, name="ttprun-find-job", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            holder.sync = sync
 
     def _join_group(self, worker_group: WorkerGroup, peers: Peers, master: str) -> None:
         """Let the group be as the others have it.
@@ -231,44 +289,58 @@ class ReplacingAgent(LocalElasticAgent):
         """None: this kind of rendezvous has no store that all its groups share."""
         handler: Any = worker_group.spec.rdzv_handler
         store = getattr(handler, "_store", None)
-        return None if store is None else RendezvousKeys(store, handler.get_run_id(), self.meeting.leader_file)
+        return None if store is None else RendezvousKeys(store, handler.get_run_id())
 
     def _wait_for_slots(self, worker_group: WorkerGroup) -> Taken | Regroup | None:
         """Slots of a lost node, or of a group that grows; None: the job has room for one more, or nobody runs it."""
         rendezvous_keys = self._rendezvous_keys(worker_group)
         if rendezvous_keys is None:
             return None
-        is_one_too_many = rendezvous_keys.arrive() > self.meeting.nodes
-        where = rendezvous_keys.written()
-        if not is_one_too_many and (where is None or not is_reached(where)):
+        if rendezvous_keys.arrive() <= self.meeting.nodes:
             return None
         self.supervisor.prepare_standbys()
         if self.meeting.is_elastic:  # all wait for its ranks when it joins
             self.supervisor.wait_for_standby(_STANDBY_LIMIT_S)
-        tried: set[str] = set()
+        is_over: set[str] = set()
         ends_s = time.monotonic() + _NO_JOB_LIMIT_S
+        what_for = "to join at a boundary" if self.meeting.is_elastic else "to take the place of one that is lost"
+        logger.warning("the job has all its nodes: this one waits %s", what_for)
         while time.monotonic() < ends_s:
-            where = rendezvous_keys.announced() if is_one_too_many else rendezvous_keys.written()
-            if where is None or where["token"] in tried:
+            self._end_with_job(worker_group)
+            where = rendezvous_keys.announced()
+            if where is None or where["token"] in is_over:
                 time.sleep(_LOOK_AGAIN_S)
                 continue
-            tried.add(where["token"])
-            what_for = "to join at a boundary" if self.meeting.is_elastic else "to take the place of one that is lost"
-            logger.warning("the job has all its nodes: this one waits %s", what_for)
             listener = self._next_listener()
             meeting, warm_up = self.meeting, self.supervisor.warm_up_standbys
             taken = wait_for_slots(where, meeting.address, meeting.alike, warm_up, listener, meeting.page)
             if isinstance(taken, Taken | Regroup):
                 return taken
-            if taken is not None and taken.kind not in ("restart", "resize", "leave"):
-                if taken.kind == "done":
-                    raise SystemExit(0)
-                # A scheduler that starts the others again must not take this one for done.
-                self.supervisor.node.end_by(taken.ended_by)
-                self.supervisor.node.hear_conclusion(Verdict(taken.kind, taken.reason, taken.has_progress))
-                raise ChildFailedError(worker_group.spec.role, {0: ProcessFailure(0, 0, taken.exit_code, "")})
+            if taken is None:  # nobody is there, or not yet
+                time.sleep(_LOOK_AGAIN_S)
+                continue
+            if taken.kind not in ("restart", "resize", "leave", LOST):
+                self._end_like_job(worker_group, taken)
+            if taken.kind != LOST:  # else the network was down: its agent may lead yet
+                is_over.add(where["token"])
             ends_s = time.monotonic() + _NO_JOB_LIMIT_S
         return None
+
+    def _end_with_job(self, worker_group: WorkerGroup) -> None:
+        """End if the job has come to its end while nobody could let this launcher know."""
+        ended = self.meeting.ended_meanwhile()
+        if ended is not None:
+            kind, code = "done" if ended.is_done else "fail", ended.exit_code or 0
+            exit_code = ENDED_BY_SIGNAL - code if code > ENDED_BY_SIGNAL else code
+            self._end_like_job(worker_group, Concluded(kind, ended.reason, code != DO_NOT_RESTART, exit_code))
+
+    def _end_like_job(self, worker_group: WorkerGroup, concluded: Concluded) -> NoReturn:
+        if concluded.kind == "done":
+            raise SystemExit(0)
+        # A scheduler that starts the others again must not take this one for done.
+        self.supervisor.node.end_by(concluded.ended_by)
+        self.supervisor.node.hear_conclusion(Verdict(concluded.kind, concluded.reason, concluded.has_progress))
+        raise ChildFailedError(worker_group.spec.role, {0: ProcessFailure(0, 0, concluded.exit_code, "")})
 
     def _leave_lost_store_alone(self, handler: Any) -> None:
         """At the end torch writes to the rendezvous store; on a node that cannot be reached that takes minutes.

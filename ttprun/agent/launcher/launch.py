@@ -19,13 +19,15 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname as matches_machine_hostname
 
 from ttprun import __version__, mindio, torch_versions
 from ttprun.agent.cluster.discovery import Discovery
 from ttprun.agent.cluster.membership import Elasticity
+from ttprun.agent.cluster.moved_store import JobFinder, MovedStore
 from ttprun.agent.cluster.rendezvous import address_for_ranks, own_address
 from ttprun.agent.core.supervisor import Supervisor
-from ttprun.agent.launcher.elastic_agent import Meeting, ReplacingAgent
+from ttprun.agent.launcher.elastic_agent import JobFoundError, Meeting, ReplacingAgent
 from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT, stores_on_loopback
 from ttprun.agent.launcher.outcome import DO_NOT_RESTART, Outcomes
 from ttprun.agent.launcher.resume import Resumption
@@ -43,6 +45,7 @@ from ttprun.state.store import CheckpointStore
 logger = logging.getLogger("ttprun")
 
 SCRIPT_FAILED = 1
+_TRUE = ("1", "true", "t", "yes", "y")  # as torch reads --rdzv-conf
 
 
 def launch(
@@ -88,9 +91,27 @@ def launch(
     world_size = launch_config.nproc_per_node * launch_config.max_nodes
     meeting = Meeting()
     how = ""
+    leader_file = str(outcomes.path.with_name(f"leader-{config.run_id}.json")) if outcomes and is_on_several else ""
+    discovery = Discovery(config.discovery, launch_config.nproc_per_node) if config.discovery is not None else None
+    if discovery is not None:
+        discovery.first()
     if is_on_several:
         config = config.for_several_nodes()
+        finder = None
+        if launch_config.rdzv_backend == "c10d":
+            finder = _finder_of(launch_config, leader_file, discovery)
+            _meet_at(launch_config, finder.find_at_start())
+        ended = outcomes.ended_meanwhile() if outcomes is not None else None
+        if ended is not None and ended.is_done:
+            reason = f"job {config.run_id} was done while this launcher waited for its end"
+            write_last_status(run, 0, reason, False)
+            _say(reason)
+            return 0
         meeting = _meeting_of(config, launch_config, args, page)
+        if finder is not None:
+            meeting = replace(meeting, find_job=finder.find, moved_store=_store_of(launch_config, leader_file))
+        if outcomes is not None:
+            meeting = replace(meeting, ended_meanwhile=outcomes.ended_meanwhile)
         how = _how_it_runs(config, launch_config, spares)
 
     def begin_to_lead() -> None:
@@ -101,8 +122,7 @@ def launch(
         if outcomes is not None:
             outcomes.begin()
 
-    leader_file = str(outcomes.path.with_name(f"leader-{config.run_id}.json")) if outcomes and is_on_several else ""
-    meeting = replace(meeting, begin_to_lead=begin_to_lead, leader_file=leader_file)
+    meeting = replace(meeting, begin_to_lead=begin_to_lead)
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
     if is_python and store.save_dir.parent != run.path and not is_on_several:
         store.lock(config.run_id or "")  # whoever has it could add and remove checkpoints while one is chosen
@@ -114,18 +134,41 @@ def launch(
             meeting = replace(meeting, seen_file=str(seen))
         words = command_of({"args": args}) if is_python else []
         resumption = Resumption(config, store, world_size, words, is_place_named, is_on_several)
-        discovery = Discovery(config.discovery, launch_config.nproc_per_node) if config.discovery is not None else None
         supervisor = Supervisor(
             *(config, run, world_size, is_python, launch_config.max_restarts, store, resumption),
             Elasticity(policy, discovery),
         )
-        if discovery is not None:
-            discovery.first()
-        return _supervise(config, supervisor, meeting, launch_config, entrypoint, args, outcomes)
+        return _supervise(config, supervisor, meeting, launch_config, entrypoint, args, outcomes, leader_file)
     finally:
         if seen is not None:
             seen.unlink(missing_ok=True)
         store.unlock()
+
+
+def _finder_of(launch_config: torch_launcher.LaunchConfig, leader_file: str, discovery: Discovery | None) -> JobFinder:
+    """Finds the store of this job if it runs already."""
+
+    def hosts() -> tuple[str, ...]:
+        return () if discovery is None or discovery.named is None else tuple(discovery.named)
+
+    endpoint, is_host = launch_config.rdzv_endpoint, launch_config.rdzv_configs.get("is_host")
+    if is_host is None:
+        is_host = matches_machine_hostname(endpoint.rpartition(":")[0])
+    return JobFinder(endpoint, launch_config.run_id, leader_file, hosts, str(is_host).lower() in _TRUE)
+
+
+def _store_of(launch_config: torch_launcher.LaunchConfig, leader_file: str) -> MovedStore:
+    """The store that this launcher serves if it leads."""
+    port = launch_config.rdzv_endpoint.rpartition(":")[2]
+    return MovedStore(int(port) if port.isdecimal() else 0, launch_config.run_id, launch_config.max_nodes, leader_file)
+
+
+def _meet_at(launch_config: torch_launcher.LaunchConfig, store: str) -> None:
+    """Meet the others at the store of a job that runs; "": where the user says."""
+    if store and store != launch_config.rdzv_endpoint:
+        given, launch_config.rdzv_endpoint = launch_config.rdzv_endpoint, store
+        launch_config.rdzv_configs["is_host"] = "0"
+        logger.warning("the job runs already, and its launchers meet at %s by now, not at %s", store, given)
 
 
 def _how_it_runs(config: Config, launch_config: torch_launcher.LaunchConfig, spares: int) -> str:
@@ -200,6 +243,7 @@ def _supervise(
     entrypoint: str,
     args: list[str],
     outcomes: Outcomes | None,
+    leader_file: str,
 ) -> int:
     handled = torch_versions.launch_option(launch_config, "signals_to_handle")
     signals = Signals(handled, config.grace_s, supervisor.note_end_asked, supervisor.end_ranks_at_once)
@@ -228,7 +272,7 @@ def _supervise(
     if outcomes is not None and not node.peers.is_follower and ReplacingAgent.has_started_ranks and not goes_on:
         outcomes.end(code, supervisor.parts.status.step, reason)
         with contextlib.suppress(OSError):  # also if there is none
-            os.unlink(meeting.leader_file)
+            os.unlink(leader_file)
     return code
 
 
@@ -244,7 +288,12 @@ def _run(
     try:
         if signals is not None:
             signals.install()
-        run(*args)
+        while True:
+            try:
+                run(*args)
+                break
+            except JobFoundError as found:
+                _meet_at(launch_config, found.store)
     except ChildFailedError as error:
         verdict = supervisor.node.verdict if supervisor is not None else None
         reason = verdict.reason if verdict is not None else "a rank has failed"

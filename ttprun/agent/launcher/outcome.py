@@ -132,6 +132,12 @@ class Outcomes:
         self._write(replace(own, state="ended", exit_code=DO_NOT_RESTART, reason=reason, restart=False))
         return DO_NOT_RESTART, reason
 
+    def ended_meanwhile(self) -> Outcome | None:
+        """How the job has ended since this was made; None if it has not."""
+        now = read(self.path)
+        has_ended = now is not None and now != self._before and now.state == "ended" and now.command == self.own.command
+        return now if has_ended else None
+
     def begin(self) -> None:
         """The ranks are about to start, and this launcher leads."""
         self._write(self.own)

@@ -77,6 +77,7 @@ class ProcessWatch:
             commit_timeout_s=config.commit_timeout_s,
             is_replaced="replace" in rungs,
             verify_every=config.verify_every,
+            overhead_budget=config.overhead_share,
             nan_limit_s=config.nan_limit_s,
             user_paths=config.user_paths,
             follow=config.follow,

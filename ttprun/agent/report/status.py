@@ -19,10 +19,11 @@ from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.agent.report.busy_shares import BusyShares
 from ttprun.errors import in_short
-from ttprun.observe.events import timestamp
-from ttprun.observe.history import History
+from ttprun.introspect.costs import PARTS
+from ttprun.observe.events import History, timestamp
 from ttprun.observe.run_directory import RunDirectory, replace_file
 from ttprun.observe.status import (
+    CostStatus,
     RankStatus,
     RunState,
     RunStatus,
@@ -189,6 +190,7 @@ class StatusPublisher:
             checkpoint=self._checkpoint_writer.status,
             resume=self._incidents.resume,
             snapshot_step=None if newest is None else newest.boundary,
+            cost=_cost(node, slots),
             save_dir=node.config.save_dir,
             away=job.away,
             not_proved=self._incidents.not_proved.names,
@@ -224,6 +226,16 @@ class StatusPublisher:
             unseen = list(range(node.job.settings.world_size))
         unchecked = [slot.rank for slot in node.slots if not node.board.get(slot.rank, Field.REHEARSED)]
         return protection_of(node.job, unseen, unchecked, self._incidents.not_proved.unrecorded)
+
+
+def _cost(node: Node, slots: Sequence[RankSlot]) -> CostStatus | None:
+    """What protection takes of a step; None while no rank here has measured it."""
+    rows = [node.board_row(slot)[Field.COST :] for slot in slots if slot.is_present]
+    measured = [row for row in rows if row[0]]
+    if not measured:
+        return None
+    step_s, *parts = (sum(row[at] for row in measured) / len(measured) / 1e9 for at in range(1 + len(PARTS)))
+    return CostStatus(step_s, dict(zip(PARTS, parts, strict=True)))
 
 
 def _rank(node: Node, slot: RankSlot, has_ended: bool, busy_shares: BusyShares) -> RankStatus:

@@ -32,6 +32,7 @@ from ttprun.capture.host import current
 from ttprun.capture.position import placeholders
 from ttprun.capture.values import streams
 from ttprun.introspect import random_state
+from ttprun.introspect.costs import DATA
 from ttprun.introspect.frames import location_key
 from ttprun.introspect.looks import attributes_of
 from ttprun.introspect.unseen import unseen
@@ -383,7 +384,11 @@ def wrap_next(original: Any) -> Any:
             raise
         session, began = current(), getattr(self, "_ttprun", None)
         if session is not None and began is not None and threading.current_thread() is threading.main_thread():
+            costs = session.costs
+            since = costs.now() if costs.is_on else 0
             batches.note(session, str(began["name"]), batch)
+            if since:
+                costs.add(DATA, since)
         return batch
 
     return advance

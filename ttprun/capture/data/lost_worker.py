@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ttprun.introspect.variables import variables_of
+from ttprun.introspect.frames import variables_of
 
 _DEATH_LIMIT_S = 1.0  # of a worker that has closed its connections
 

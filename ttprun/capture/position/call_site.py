@@ -10,8 +10,7 @@ from __future__ import annotations
 from types import CodeType, FrameType
 
 from ttprun.capture.position import ast_transform, control_flow, gathering, library_loops, liveness, loop_sites, loops
-from ttprun.introspect.frames import place
-from ttprun.introspect.variables import variables_of
+from ttprun.introspect.frames import place, variables_of
 from ttprun.introspect.whose import is_script_code
 
 _MOST_WAYS = 1000

@@ -17,8 +17,8 @@ import torch
 from ttprun import frameworks
 from ttprun.capture.position import control_flow, remembered
 from ttprun.introspect import whose
+from ttprun.introspect.frames import variables_of
 from ttprun.introspect.looks import is_a
-from ttprun.introspect.variables import variables_of
 from ttprun.introspect.whose import is_script_code
 
 # Their loops are not training loops: they run threads, event loops and hooks.

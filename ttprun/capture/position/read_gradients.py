@@ -12,9 +12,8 @@ from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 from ttprun.capture.position.control_flow import flow_of, instruction_at
-from ttprun.introspect.frames import user_frames
+from ttprun.introspect.frames import user_frames, variables_of
 from ttprun.introspect.looks import bases_of, dictionary_of_class
-from ttprun.introspect.variables import variables_of
 from ttprun.introspect.whose import is_script_code
 
 _READING = frozenset({"grad", "clip_grad_norm_", "get_total_norm"})

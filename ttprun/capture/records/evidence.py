@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import xxhash
 
-from ttprun.introspect.samples import SAMPLE_BYTES, sampled
+from ttprun.introspect.tensor_bytes import SAMPLE_BYTES, sampled
 
 ENTRIES = 256  # of one step; later ones are not noted
+ALWAYS = 4  # inputs of a group's collectives of one kind, from which on not all of a step are noted
+_FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd, of 64 bits: see `Evidence.is_drawn`
 _HEAD = struct.Struct("<qq")  # step, entries
 _ENTRY = struct.Struct("<HHIQQ")  # kind, bytes of the sample, number, key, digest
 _ENTRY_BYTES = _ENTRY.size + SAMPLE_BYTES
@@ -66,7 +67,8 @@ class Evidence:
         self._step = -1
         self._at = 0
         self._count = 0
-        self._counts: Counter[tuple[int, int]] = Counter()
+        self._counts: dict[tuple[int, int], int] = {}
+        self._noted = 0  # by this process, of the step
         self._newest = -1  # step of which a loss or an input was noted
         self._apart = 1  # steps from one of these to the next
 
@@ -105,24 +107,47 @@ class Evidence:
 
         The note of an older process at the same place of the same step is kept.
         """
+        place = self.count(step, kind, name)
+        return place, self.write(place, tensors)
+
+    def count(self, step: int, kind: int, name: str) -> Place:
+        """Count one batch, loss or input; returns its place in the step. The arguments are those of `note`."""
         if step != self._step:
             self._begin(step)
         if kind != BATCH and step != self._newest:
             self._apart = max(step - self._newest, 1) if self._newest >= 0 else 1
             self._newest = step
-        key = _key_of(name)
-        number = self._counts[kind, key]
-        self._counts[kind, key] += 1
-        noted = Noted(*sampled(tensors, step + number))
-        at = sum(self._counts.values()) - 1
+        counted = kind, _key_of(name)
+        number = self._counts.get(counted, 0)
+        self._counts[counted] = number + 1
+        return (*counted, number)
+
+    def write(self, place: Place, tensors: Sequence[torch.Tensor]) -> Noted:
+        """Note what was counted last; see `note`."""
+        kind, key, number = place
+        noted = Noted(*sampled(tensors, self._step + number))
+        at, self._noted = self._noted, self._noted + 1
         if at == self._count < ENTRIES:
             start = self._at + _HEAD.size + at * _ENTRY_BYTES
             sample = noted.sample
             _ENTRY.pack_into(self._region, start, kind, len(sample), number, key, noted.digest)
             self._region[start + _ENTRY.size : start + _ENTRY.size + len(sample)] = sample
             self._count += 1
-            _HEAD.pack_into(self._region, self._at, step, self._count)  # last: a killed rank leaves complete entries
-        return (kind, key, number), noted
+            # last: a killed rank leaves complete entries
+            _HEAD.pack_into(self._region, self._at, self._step, self._count)
+        return noted
+
+    def is_drawn(self, place: Place) -> bool:
+        """Whether what was counted last is among those of the step that are noted, if there may be very many.
+
+        The first ALWAYS of a kind and name are, and of the others some that the step draws: in each process the same,
+        in each step others, and the fewer the more there are.
+        """
+        _, key, number = place
+        if number < ALWAYS:
+            return True
+        mixed = ((number * _FACTORS[0]) ^ (self._step * _FACTORS[1]) ^ key) * _FACTORS[2]
+        return (mixed >> 32 & 0xFFFFFFFF) * (number + 1) >> 32 < ALWAYS
 
     def is_likely(self, step: int) -> bool:
         """Whether a loss or an input will be noted of a step, if the script goes on as it has.
@@ -135,6 +160,7 @@ class Evidence:
         self._step = step
         self._at = self._at_of(step)
         self._counts.clear()
+        self._noted = 0
         known, count = _HEAD.unpack_from(self._region, self._at)
         self._count = count if known == step else 0
         if known != step:

@@ -30,7 +30,7 @@ from ttprun.capture.values.unchanged import ARE_COUNTED, Remembered, Unchanged, 
 from ttprun.capture.values.unrecorded import forget_gradient
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
 from ttprun.introspect.looks import bases_of, dictionary_of_class, is_a, module_of_class, of_types
-from ttprun.introspect.module_parts import parts_of, tables_of
+from ttprun.introspect.models import parts_of, tables_of
 from ttprun.introspect.tensor_bytes import plain
 
 _INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}

@@ -11,7 +11,7 @@ from ttprun.capture.values.nodes import MISSING, name_of
 from ttprun.capture.values.objects import restore_attributes
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
-from ttprun.introspect.parameter_groups import all_of, how_many_shown
+from ttprun.introspect.models import all_of, how_many_shown
 
 _PARAMS = frozenset({"params"})
 

@@ -22,8 +22,8 @@ from ttprun.capture.values.cures import not_recorded
 from ttprun.capture.values.nodes import MISSING, CannotRestoreError, name_of, short_name
 from ttprun.capture.values.snapshot import FIXED, Snapshot, is_hidden
 from ttprun.introspect import fail_open
+from ttprun.introspect.frames import set_local, unset_local, variables_of
 from ttprun.introspect.tensor_bytes import places
-from ttprun.introspect.variables import set_local, unset_local, variables_of
 
 # Restores a value from one kind of node: restore_... with these four arguments.
 #

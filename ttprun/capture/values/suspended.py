@@ -18,7 +18,7 @@ from ttprun.capture.records.nodes import Node, RefusedNode, SameNode, SuspendedN
 from ttprun.capture.values.nodes import MISSING, name_of
 from ttprun.capture.values.restore import Restore, kind_of, unlike
 from ttprun.capture.values.snapshot import Snapshot
-from ttprun.introspect.variables import variables_of
+from ttprun.introspect.frames import variables_of
 from ttprun.introspect.whose import is_script_code
 
 _FIRST = ".0"  # the variable in which a generator expression has its first iterable

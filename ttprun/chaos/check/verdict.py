@@ -19,8 +19,7 @@ from ttprun.chaos.check.notes import (
     differing_variables,
 )
 from ttprun.chaos.check.trial import Trial
-from ttprun.chaos.drill.compare import TWINS, Kinds, compare_runs
-from ttprun.chaos.drill.pairing import pair
+from ttprun.chaos.drill.compare import TWINS, Kinds, compare_runs, pair
 from ttprun.chaos.faults import Fault
 from ttprun.observe.cures import says_cure, split_cure, with_cure
 from ttprun.observe.status import IncidentStatus

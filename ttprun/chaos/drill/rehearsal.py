@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ttprun.chaos.drill.compare import OutputComparison, compare_runs
-from ttprun.chaos.drill.pairing import Injection, pair
+from ttprun.chaos.drill.compare import Injection, OutputComparison, compare_runs, pair
 from ttprun.chaos.drill.scenario import Scenario
 from ttprun.chaos.drill.twins import Twin, run_twin
 

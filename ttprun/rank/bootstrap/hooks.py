@@ -11,29 +11,27 @@ import time
 from functools import partial
 from typing import NoReturn
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ttprun.capture.data import workers
-from ttprun.capture.effects import append_dedup, file_answers, origins, output, trackers
-from ttprun.capture.position import loops, torch_compile
+from ttprun.capture import hooks as capture
+from ttprun.capture.effects.effects import Effects
 from ttprun.capture.records.recorder import Recorder
+from ttprun.capture.rehearsal import Rehearsal
 from ttprun.chaos import observer, strikes
 from ttprun.elastic_resume.adapted import Adapted, log_of
-from ttprun.groups import groups, results
+from ttprun.groups import groups
 from ttprun.groups.connection import Exchange
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
-from ttprun.introspect import fail_open, moments, random_state
+from ttprun.introspect import fail_open, moments
 from ttprun.introspect.host import begin, leave_in_children
 from ttprun.protocol import from_rank, patience, standbys, to_rank
 from ttprun.protocol.board import Board, Phase
-from ttprun.rank.bootstrap import framework_patches, patches, reset
+from ttprun.rank.bootstrap import patches, reset
 from ttprun.rank.bootstrap.ahead import Ahead, has_children
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.proof import Proof
-from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.replay import resuming
@@ -45,7 +43,7 @@ from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
 from ttprun.rank.step.training import Training
-from ttprun.tensors import last_hook, optimizer_registry
+from ttprun.tensors import optimizer_registry
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
@@ -56,20 +54,16 @@ from ttprun.tensors.snapshots import SnapshotPart
 def install(presence: Presence) -> None:
     """Install what lasts as long as the process."""
     options = presence.welcome.options
-    loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
-    torch_compile.leave_us_alone()
+    why_not = capture.install()
     groups.register()
     missing = patches.apply_all(with_replay=False)
     if missing:
         presence.channel.send(from_rank.Note(f"not protected on this torch version: {', '.join(missing)}"))
-    if origins.why_not():
-        presence.channel.send(from_rank.Note(origins.why_not()))
+    if why_not:
+        presence.channel.send(from_rank.Note(why_not))
     before_step = fail_open.hook("the hook before Optimizer.step", step_hooks.before_step)
-    register_optimizer_step_pre_hook(last_hook.after_all_others(before_step))
+    register_optimizer_step_pre_hook(optimizer_registry.after_all_others(before_step))
     register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", step_hooks.after_step))
-    output.count_lines()
-    trackers.follow()
-    framework_patches.follow()
     leave_in_children()
     if options.allow_faults:
         moments.listener = observer.ordered(presence.welcome.rank) or strikes
@@ -90,10 +84,11 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     order = presence.order if is_replacement else None
     if is_replacement:
         patches.apply_all(with_replay=True)
-    workers.keep_in(session[Recorder])
     begin(session)
-    _begin_origins(session, isinstance(order, to_rank.Replay) and order.adapt is None)
-    _begin_file_answers(session, order)
+    effects = Effects(session[Recorder])
+    adapt = order.adapt if isinstance(order, to_rank.Replay) else None
+    is_replay = isinstance(order, to_rank.Replay) and adapt is None
+    effects.begin(is_replay, None if adapt is None else log_of(adapt, session.rank))
     match order:
         case to_rank.Replay(adapt=None):
             session.mode = replay = _replay_of(session, order)
@@ -102,8 +97,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
             session.mode = replay = Adapted(session, boundary, adapt)
             replay.begin()
         case to_rank.Resume(boundary=boundary, expected=expected, skip_lines=skip_lines):
-            output.skip_lines(*skip_lines)
-            append_dedup.resume_from(session[Recorder], boundary)
+            effects.resume_at(boundary, skip_lines)
             session.expected = Expected(session.channel, session.generation, expected)
             resuming.note_agreed(session, order)  # before it issues anything
             session.proof = Proof.of(session, boundary)
@@ -132,10 +126,9 @@ def _run_ahead(presence: Presence, session: Session, ahead: Ahead) -> None:
     """The rank still lives: the script runs up to where its replay would depend on what it still does."""
     began_s = time.monotonic()
     patches.apply_all(with_replay=True)
-    workers.keep_in(session[Recorder])
     begin(session)
-    _begin_origins(session, is_replay=True)
-    file_answers.begin_ahead(results.file_answers_in(session[Recorder].read_log()))
+    effects = Effects(session[Recorder])
+    effects.begin_ahead()
 
     def leave(why_not: str) -> NoReturn:
         presence.channel.send(standbys.SetUpDone(why_not, time.monotonic() - began_s))
@@ -156,8 +149,7 @@ def _run_ahead(presence: Presence, session: Session, ahead: Ahead) -> None:
         presence.ahead = None
         set_up.end_output()
         session.generation = presence.generation
-        keep = partial(results.keep_file_answer, session[Recorder])
-        file_answers.go_on(results.file_answers_in(session[Recorder].read_log()), keep)
+        effects.go_on()
         replay = _replay_of(session, order)
         why_not = set_up.end(replay)
         if why_not:
@@ -173,29 +165,6 @@ def _run_ahead(presence: Presence, session: Session, ahead: Ahead) -> None:
     session.mode = set_up
     set_up.begin()
     session.touch(Phase.SETUP)
-
-
-_RANDOM = "random states"  # of this process when the run begins; a script without seeds draws from these
-
-
-def _begin_origins(session: Session, is_replay: bool) -> None:
-    """Give a replacement's setup the times, pids and entropy that the lost rank's had, and record what is new."""
-    known = results.origins_in(session[Recorder].read_log())
-    keep = partial(results.keep_origin, session[Recorder])
-    origins.begin(known, None if is_replay else keep)
-    states = next((value for place, value in known if place == _RANDOM), None)
-    if states is not None:
-        random_state.restore(states)
-    elif not is_replay:
-        keep((_RANDOM, random_state.capture()))
-
-
-def _begin_file_answers(session: Session, order: object) -> None:
-    """Answer a replacement as the file system has answered its lost rank, and keep what is new."""
-    known = results.file_answers_in(session[Recorder].read_log())
-    if isinstance(order, to_rank.Replay) and order.adapt is not None:
-        known = results.file_answers_in(log_of(order.adapt, session.rank))
-    file_answers.begin(known, partial(results.keep_file_answer, session[Recorder]))
 
 
 def make_session(presence: Presence) -> Session:

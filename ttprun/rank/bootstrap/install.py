@@ -21,8 +21,8 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from ttprun import text_hashes
+from ttprun.capture import early
 from ttprun.capture.data.lost_worker import lost_worker
-from ttprun.capture.effects import file_answers, file_system, origins
 from ttprun.capture.position import ast_transform
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
@@ -36,7 +36,7 @@ from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import patches, unhooked
 from ttprun.rank.bootstrap.presence import Presence, diagnose
-from ttprun.rank.process import heartbeat, held_signals, stack
+from ttprun.rank.process import heartbeat, held_signals
 
 if TYPE_CHECKING:
     from ttprun.rank.bootstrap.ahead import Ahead
@@ -99,7 +99,7 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
     _presence = Presence(channel, welcome, fds)
     _presence.ahead = ahead
     _presence.start()
-    stack.write_when_asked(fds[2])
+    heartbeat.write_when_asked(fds[2])
     board = Board(fds[0], welcome.world_size)
     heartbeat.start(board, welcome.rank, _look_for_hooks)
     held_signals.hold(board)
@@ -113,9 +113,7 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
         _presence.may_start.wait()  # until the agent's order; at its deadline the agent kills this process
     patches.apply_early(welcome.options.mindio)
     if not welcome.options.mindio:
-        origins.listen()
-        file_answers.listen()
-        file_system.watch()
+        early.listen()
     after_import("torch", take_over)
     if welcome.is_replacement and (welcome.had_torch or isinstance(_presence.order, to_rank.Replay | mindio.Prepare)):
         # With torch imported first, the setup gets what the lost rank drew before it imported torch, and nothing that a
@@ -292,7 +290,7 @@ def _leave_in_child() -> None:
     global _presence
     if _presence is not None:
         children.note(_presence.welcome.run_dir)
-        stack.forget()
+        heartbeat.forget()
         for fd in _presence.fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -319,12 +317,10 @@ def _finish() -> None:
     if not _presence.has_script_failed:  # else the exit code reports it
         _finish_well(session)
     if session is not None:
-        from ttprun.rank.process import open_files
+        with heartbeat.with_room():  # the script may have used up its files
+            from ttprun.rank.bootstrap import reset
 
-        with open_files.with_room():  # the script may have used up its files
-            from ttprun.rank.bootstrap import shutdown
-
-            shutdown.close(session)
+            reset.close(session)
     gc.unfreeze()  # Python's last collection frees what it would free under torchrun; nanobind reports what is left
 
 

@@ -5,43 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ttprun.capture.patches import PATCHES as OF_CAPTURE
 from ttprun.device.environment import VARIABLES
+from ttprun.introspect.patching import Patch
 
-
-@dataclass(frozen=True)
-class Patch:
-    """One change.
-
-    module, attribute  what is changed ("a.b" for a class's method)
-    ours               "module:function" in ttprun; given the original, it returns the replacement
-    why                one phrase
-    where              "script"  once the script has imported torch
-                       "replay"  the same, only before a replay
-                       "early"   before the script starts
-                       "first"   the same, and with --mindio too
-                       "mindio"  only where a framework recovers by callbacks (--mindio) and no script is replayed
-                       "always"  as "script", and with --mindio too
-                       "imported"  the same, once the script has imported this module, whose import costs seconds
-    """
-
-    module: str
-    attribute: str
-    ours: str
-    why: str
-    where: Literal["script", "replay", "early", "first", "mindio", "always", "imported"] = "script"
+__all__ = ["ALSO", "PATCHES", "Change", "Patch"]
 
 
 _C10D = "torch.distributed.distributed_c10d"
-_LOADER = "torch.utils.data.dataloader"
-_CLOCKS = {
-    "time": "wrap_time",
-    "time_ns": "wrap_time_ns",
-    "localtime": "wrap_of_seconds",
-    "gmtime": "wrap_of_seconds",
-    "ctime": "wrap_of_seconds",
-    "strftime": "wrap_strftime",
-    "asctime": "wrap_asctime",
-}
 _SYNCHRONIZING: tuple[tuple[str, Literal["script", "imported"]], ...] = (
     ("torch.cuda", "script"),
     ("torch.accelerator", "imported"),
@@ -127,7 +98,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.distributed.fsdp._flat_param",
         "FlatParamHandle.__init__",
-        "introspect.original_parameters:wrap_init",
+        "introspect.distributed_tensors:wrap_init",
         "to know which part of FSDP1's flat parameters is whose",
         "imported",
     ),
@@ -154,12 +125,6 @@ PATCHES: tuple[Patch, ...] = (
         "to know that ranks will take different numbers of steps: none is replaced from then on",
     ),
     Patch(
-        "torch.autograd.graph",
-        "saved_tensors_hooks.__enter__",
-        "capture.values.histories:wrap_saved_tensors_hooks",
-        "before torch 2.13, to leave alone what the script packs itself when a tensor's history is looked at",
-    ),
-    Patch(
         "torch.optim.optimizer",
         "Optimizer.__init__",
         "tensors.optimizer_registry:wrap_optimizer_init",
@@ -171,42 +136,6 @@ PATCHES: tuple[Patch, ...] = (
         "Optimizer.add_param_group",
         "tensors.optimizer_registry:wrap_add_param_group",
         "to report parameters that are added during the training, which a replay would lack",
-    ),
-    Patch(
-        _LOADER, "DataLoader.__init__", "capture.data.loaders:wrap_init", "to name a loader by its place in the script"
-    ),
-    Patch(_LOADER, "DataLoader.__iter__", "capture.data.loaders:wrap_iter", "to record the positions of its iterators"),
-    Patch(
-        _LOADER,
-        "_BaseDataLoaderIter.__next__",
-        "capture.data.loaders:wrap_next",
-        "to know the newest batch, and when an iterator has ended",
-    ),
-    Patch(
-        _LOADER,
-        "_BaseDataLoaderIter.__next__",
-        "capture.data.loaders:wrap_next_in_replay",
-        "in a replay, to return placeholders for batches that were used",
-        "replay",
-    ),
-    Patch(
-        _LOADER,
-        "_BaseDataLoaderIter._reset",
-        "capture.data.loaders:wrap_reset",
-        "to know when a persistent iterator restarts",
-    ),
-    Patch(
-        _LOADER,
-        "_BaseDataLoaderIter._next_index",
-        "capture.data.loaders:wrap_next_index",
-        "in a replay, to skip batches that were used",
-        "replay",
-    ),
-    Patch(
-        "torch.utils.data._utils.worker",
-        "_worker_loop",
-        "capture.data.workers:wrap_worker_loop",
-        "to keep the random states of DataLoader workers",
     ),
     Patch(
         "multiprocessing.util",
@@ -234,8 +163,6 @@ PATCHES: tuple[Patch, ...] = (
         "in a replay, to do nothing after a loop of steps that was skipped",
         "replay",
     ),
-    Patch("torch.serialization", "save", "capture.effects.files:wrap_save", "in a replay, to save nothing"),
-    Patch("safetensors", "serialize_file", "capture.effects.files:wrap_save", "in a replay, to save nothing"),
     Patch(
         "atexit",
         "register",
@@ -270,46 +197,7 @@ PATCHES: tuple[Patch, ...] = (
         "to show the script its own handlers",
         "first",
     ),
-    *(
-        Patch(
-            "time",
-            name,
-            f"capture.effects.origins:{ours}",
-            "up to the first step, to give a replacement's setup the same time, so that it names the same folders",
-            "early",
-        )
-        for name, ours in _CLOCKS.items()
-    ),
-    Patch(
-        "os",
-        "getpid",
-        "capture.effects.origins:wrap_getpid",
-        "up to the first step, so that TensorBoard names the same files; other callers get the real pid",
-        "early",
-    ),
-    Patch(
-        "os",
-        "urandom",
-        "capture.effects.os_entropy:wrap_urandom",
-        "up to the first step, to give a replacement the same uuids; then to notice what cannot be replayed",
-        "early",
-    ),
-    Patch(
-        "random",
-        "_urandom",
-        "capture.effects.os_entropy:wrap_urandom",
-        "as os.urandom, for random.SystemRandom",
-        "early",
-    ),
-    Patch("queue", "Queue.get", "capture.values.streams:wrap_get", "to distinguish a log's queue from a queue of data"),
-    Patch("queue", "Queue.put", "capture.values.streams:wrap_put", "to distinguish a log's queue from a queue of data"),
-    Patch(
-        "builtins",
-        "open",
-        "capture.effects.files:wrap_open",
-        "to know the positions in the files that the script writes",
-    ),
-    Patch("io", "open", "capture.effects.files:wrap_open", "to know the positions in the files that pathlib opens"),
+    *OF_CAPTURE,
 )
 
 

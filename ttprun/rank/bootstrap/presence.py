@@ -19,7 +19,7 @@ from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.channel import Channel, Message
 from ttprun.protocol.codec import Refused
 from ttprun.rank.bootstrap import unhooked
-from ttprun.rank.process import held_signals, life_lock
+from ttprun.rank.process import heartbeat, held_signals
 
 if TYPE_CHECKING:
     from ttprun.rank.bootstrap.ahead import Ahead
@@ -63,7 +63,7 @@ class Presence:
     def greet(self, board: Board) -> None:
         """This process is the rank from now on; main thread only."""
         with contextlib.suppress(AttributeError):  # a C library without such locks
-            life_lock.hold(board, self.welcome.rank)
+            heartbeat.hold(board, self.welcome.rank)
         self.channel.send(from_rank.Present(os.getpid(), threading.main_thread().ident or 0))
 
     def hand_over(self, heir: Callable[[Message], None], begin_in: Callable[[int], None]) -> None:

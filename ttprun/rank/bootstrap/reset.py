@@ -16,7 +16,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -25,15 +26,80 @@ import torch
 import torch.distributed as dist
 
 from ttprun import frameworks
-from ttprun.capture import values
-from ttprun.capture.data import loaders
-from ttprun.capture.effects import files, os_entropy
-from ttprun.capture.position import ast_transform, loops, made_inside
+from ttprun.capture import hooks as capture
+from ttprun.capture.effects import os_entropy
+from ttprun.capture.effects.effects import Effects
+from ttprun.capture.position import ast_transform
 from ttprun.groups import saves
-from ttprun.introspect import fail_open, original_parameters, random_state
+from ttprun.groups.journal import Journal, has_ended
+from ttprun.groups.links import run_together
+from ttprun.groups.process_group import living
+from ttprun.groups.transports import Link
+from ttprun.introspect import distributed_tensors, fail_open, random_state
 from ttprun.introspect.whose import has_muted_effects
+from ttprun.rank.checks.verification import Verifier
+from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
 from ttprun.tensors import gradients, open_boundaries, optimizer_registry
+
+# The end of a rank's process: end the threads of process groups before the interpreter ends.
+#
+# A gloo thread that completes an operation takes the GIL, for a callback or to release a tensor. If the interpreter is
+# finalizing, Python ends the thread by unwinding its stack, and C++ answers that with abort() (torch 2.13; torch's own
+# groups too, unless the script has destroyed them). A script that ended well would then be "ended by signal 6": one
+# time in some hundreds, or nearly always if it does not wait for its last collectives.
+
+
+LIMIT_S = 1.0  # of each wait
+
+
+def close(session: Session) -> None:
+    """End this rank's native threads and connections, after the script's own exit handlers.
+
+    Mostly takes a millisecond. Operations that the script has not waited for get LIMIT_S to finish, and are then cut;
+    what does not end then either is left running.
+    """
+    if session.recovery is not None:
+        session.recovery.retire()
+        session.recovery.join(LIMIT_S)
+    session[Verifier].end(LIMIT_S)
+    works = [entry.inner for entry in session[Journal].unfinished() if entry.inner is not None]
+    session[Journal].clear()
+    links = [link for group in living for link in group.links.all]
+    for group in living:
+        group.links.forget()
+    closing = threading.Thread(target=_close_all, args=(links,), name="ttprun-ending", daemon=True)
+    try:
+        closing.start()
+    except RuntimeError:  # Python 3.12 starts no thread so late
+        _close_here(links, works)
+        return
+    closing.join(LIMIT_S)
+    if closing.is_alive():
+        run_together([link.abort for link in links], LIMIT_S)
+        closing.join(LIMIT_S)
+
+
+def _close_all(links: list[Link]) -> None:
+    for link in links:
+        link.close()
+
+
+def _close_here(links: list[Link], works: Iterable[Any]) -> None:
+    """Close the connections on this thread, which that must not block: those still in use are abandoned."""
+    if not _have_ended(works):
+        for link in links:
+            link.abort()
+        if not _have_ended(works):
+            for link in links:
+                link.abandon()
+    _close_all(links)
+
+
+def _have_ended(works: Iterable[Any]) -> bool:
+    """Whether all have ended; waits LIMIT_S at most."""
+    end_s = time.monotonic() + LIMIT_S
+    return all(has_ended(work, end_s - time.monotonic()) for work in works)
 
 
 @dataclass
@@ -95,7 +161,7 @@ def _is_in_user_code(frame: Any) -> bool:
 
 def clear(error: BaseException) -> None:
     """Forget a run of the script that an error has ended; its connections are cut already."""
-    files.forget()
+    Effects.close_files()
     _leave_process_groups()
     _clear_frames(error)
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
@@ -103,10 +169,9 @@ def clear(error: BaseException) -> None:
     for function in _registered:
         atexit.unregister(function)
     _registered.clear()
-    of_steps = (step_hooks, optimizer_registry, original_parameters, gradients, open_boundaries)
-    for room in (*of_steps, loaders, values, saves, made_inside):
+    of_steps = (step_hooks, optimizer_registry, distributed_tensors, gradients, open_boundaries)
+    for room in (*of_steps, capture, saves):
         room.forget()
-    loops.give_back()
     _empty_shared_states()
     _forget_modules()
     gc.collect()

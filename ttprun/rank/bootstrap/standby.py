@@ -19,11 +19,11 @@ import sys
 from collections.abc import Sequence
 
 from ttprun.capture.position import ast_transform
+from ttprun.capture.script import run
 from ttprun.protocol import standbys, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import install, patches, preload
 from ttprun.rank.bootstrap.ahead import Ahead
-from ttprun.rank.bootstrap.script import run
 
 WARM = (
     "torch",

@@ -24,8 +24,8 @@ from ttprun.capture.records.evidence import BATCH, INPUT, LOSS, Noted, Place
 from ttprun.capture.records.recorder import Recorder
 from ttprun.device import accelerator
 from ttprun.introspect import fail_open
-from ttprun.introspect.samples import comparable, is_close
-from ttprun.introspect.unseen import unseen
+from ttprun.introspect.tensor_bytes import comparable, is_close
+from ttprun.introspect.unseen import Unseen
 from ttprun.protocol import from_rank
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
@@ -205,12 +205,14 @@ def is_decisive(session: Session, step: int) -> bool:
     return any(kind in (LOSS, INPUT) for kind, _, _ in session[Recorder].evidence.left(step))
 
 
-@unseen
-def note(session: Session, kind: int, name: str, values: Sequence[Any], what: str = "") -> bool:
+def note(
+    session: Session, kind: int, name: str, values: Sequence[Any], what: str = "", is_one_of_many: bool = False
+) -> bool:
     """Note what this rank is about to use in the current step; a replacement compares it.
 
     values    of which the dense tensors are noted
     what      which one it is, for a person
+    is_one_of_many  a step may have hundreds of these: of most of them only some are noted, see `Evidence.is_drawn`
     returns   whether it is equal to rounding alone
 
     Raises MismatchError, and nothing else.
@@ -218,12 +220,18 @@ def note(session: Session, kind: int, name: str, values: Sequence[Any], what: st
     if not session.mode.is_live or not session.is_repairable():
         return False
     try:
-        tensors = comparable(values)
-        if not tensors:
+        evidence = session.parts[Recorder].evidence
+        if is_one_of_many and not evidence.is_drawn(place := evidence.count(session.applied, kind, name)):
             return False
-        place, noted = session[Recorder].evidence.note(session.applied, kind, name, tensors)
-        if session.proof is not None:
-            return session.proof.compare(place, noted, tensors, what)
+        with Unseen():
+            tensors = comparable(values)
+            if not tensors:
+                return False
+            if not is_one_of_many:
+                place = evidence.count(session.applied, kind, name)
+            noted = evidence.write(place, tensors)
+            if session.proof is not None:
+                return session.proof.compare(place, noted, tensors, what)
     except MismatchError:
         raise
     except Exception as error:  # not proved; training continues

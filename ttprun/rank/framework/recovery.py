@@ -42,7 +42,7 @@ from ttprun.rank.framework.handlers import Size
 from ttprun.rank.replay import freezing
 from ttprun.rank.replay.recovery import JoinsTraining, Ordered, Recovery
 from ttprun.rank.session import Session
-from ttprun.tensors import state_places, state_transfer
+from ttprun.tensors import state_transfer
 
 LOADS = (RepairType.RT_LOAD_CKPT, RepairType.RT_LOAD_REBUILD)
 REBUILDS = (RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_LOAD_REBUILD)
@@ -246,11 +246,11 @@ class CallbackRecovery(Recovery):
         if kind is RepairType.RT_SEND:
             name = f"state-{session.generation}-{session.rank}.sock"
             state_transfer.serve(
-                state_places.InDirectory(session.run_dir, name), len(part.dst), limit_s, self._check_overtaken
+                state_transfer.InDirectory(session.run_dir, name), len(part.dst), limit_s, self._check_overtaken
             )
         elif kind in RECEIVES:
             for source in part.src:
-                place = state_places.InDirectory(session.run_dir, f"state-{session.generation}-{source}.sock")
+                place = state_transfer.InDirectory(session.run_dir, f"state-{session.generation}-{source}.sock")
                 state_transfer.fetch(place, limit_s, self._check_overtaken)
         elif kind in LOADS:
             raise NotRepairableError("a checkpoint must be loaded, and no repair handler is registered")

@@ -28,7 +28,7 @@ from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.process import open_files
+from ttprun.rank.process import heartbeat
 from ttprun.rank.replay import freezing, repairing, resuming
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
@@ -195,7 +195,7 @@ class Recovery:
     def _answer(self, order: Ordered) -> None:
         session = self._session
         try:
-            with open_files.with_room():
+            with heartbeat.with_room():
                 self._carry_out(order)
         except (OvertakenError, GenerationOverError):
             return

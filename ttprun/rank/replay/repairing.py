@@ -24,7 +24,7 @@ from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.session import Session
 from ttprun.state.errors import cannot_write
-from ttprun.tensors import checkpoint_shards, mirror, mirrored_share, replicated, sharded, state_places, state_transfer
+from ttprun.tensors import checkpoint_shards, mirror, mirror_slots, replicated, sharded, state_transfer
 
 _LOOK_AGAIN_S = 0.05
 IN_STEP = "its optimizer communicates inside step(), so in the middle of it this rank holds the state of no boundary"
@@ -91,11 +91,11 @@ def _await_step(
 
 def _place_of(
     session: Session, order: to_rank.SendState | to_rank.FetchState | to_rank.SendGradients | to_rank.TakeGradients
-) -> state_places.MeetingPlace:
+) -> state_transfer.MeetingPlace:
     """Where the source and the receivers meet."""
     if not session.address:
-        return state_places.InDirectory(*os.path.split(os.path.join(session.run_dir, order.name)))
-    return state_places.OverNodes(session[Exchange], order.generation, order.name, order.limit_s)
+        return state_transfer.InDirectory(*os.path.split(os.path.join(session.run_dir, order.name)))
+    return state_transfer.OverNodes(session[Exchange], order.generation, order.name, order.limit_s)
 
 
 def load_mirror(session: Session, order: to_rank.LoadMirror) -> None:
@@ -129,7 +129,7 @@ def dump(session: Session, order: to_rank.Dump) -> None:
             raise fail_open.NotRepairableError(IN_STEP)
         differing = checkpoint_shards.Differing(order.owners, session.rank, order.writers)
         share = checkpoint_shards.write(order.path, order.share, order.of, main, differing)
-        mirrored = {one.rank: mirrored_share.write(one, order.owners, order.writers) for one in order.mirrors}
+        mirrored = {one.rank: mirror_slots.write(one, order.owners, order.writers) for one in order.mirrors}
     except (fail_open.NotRepairableError, ValueError) as error:  # only the checkpoint is lost
         why_not = f"rank {session.rank}: {error}"
     except OSError as error:

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ttprun.capture.effects import file_answers, files
+from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position import loop_sites
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.results import Answers
-from ttprun.rank.replay.jumps import sites_of
 from ttprun.rank.replay.replay import ReplayRun
 from ttprun.rank.session import Session
 
@@ -32,17 +31,20 @@ class SetUp(ReplayRun):
     leave    called with the reason if this process is of no use; does not return
     """
 
-    newest_step = 0
-
     def __init__(
         self, session: Session, sample: Record, go_on: Callable[[], ReplayRun], leave: Callable[[str], NoReturn]
     ) -> None:
         answers = Answers(session[Recorder].read_log(), [])
-        super().__init__(session, sample.fields.boundary, (0, 0), sample, sample, answers)
+        super().__init__(session, (0, 0), sample, sample, answers)
         self._go_on = go_on
         self._leave = leave
         self._asked: list[str] = []  # places of collectives
         self._made: set[str] = set()  # places of loaders of which iterators were made
+
+    @property
+    def newest_step(self) -> int:
+        """As in ReplayRun: nothing of a step is known yet."""
+        return 0
 
     def refuse(self, reason: str, is_contradiction: bool = True) -> NoReturn:
         """As in ReplayRun."""
@@ -56,7 +58,7 @@ class SetUp(ReplayRun):
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
         """As in ReplayRun."""
-        if name[0] in _loaders_of(self._target):
+        if name[0] in _loaders_of(self.target):
             return self._go_on().iterator_to_make(loader, name)
         self._made.add(name[0])
         return None
@@ -65,31 +67,30 @@ class SetUp(ReplayRun):
         """As in ReplayRun."""
         return self._go_on().before_step(frame, returned, optimizer)
 
-    def _enter(self, site: loop_sites.Site, frame: FrameType) -> Any:
-        return self._go_on()._enter(site, frame) if site.key in self._jumps.sites else super()._enter(site, frame)
+    def enter(self, site: loop_sites.Site, frame: FrameType) -> Any:
+        """As in ReplayRun."""
+        return self._go_on().enter(site, frame) if site.key in self.jumps.sites else super().enter(site, frame)
 
     def end(self, replay: ReplayRun) -> str:
         """The replay that follows is known; returns why it cannot begin with this set-up, "" if it can."""
-        before = replay._before
+        before = replay.before
         if before is None:
             return "the replay begins at the first boundary"
-        if self._jumps.entered.keys() & sites_of(before):
+        if self.jumps.entered.keys() & replay.jumps.sites:
             return "a loop of the set-up trains by now"
         if self._made & _loaders_of(before):
             return "a loader of the set-up is trained with by now"
         if any(replay._answers.has_newer(place, replay.newest_step) for place in self._asked):
             return "a collective of the set-up was issued again since"
-        if file_answers.are_newer(replay.newest_step):
-            return "the set-up's questions to the file system were asked again since"
-        if files.were_moved():
-            return "a file of the set-up was renamed since"
+        if why_not := Effects.why_set_up_again(replay.newest_step):
+            return why_not
         for place in self._asked:
             replay._answers.pass_over(place)
         return ""
 
     def end_output(self) -> None:
         """What follows has a log of its own."""
-        self._output.end(0, 0)
+        self.output.end(0, 0)
 
 
 def _loaders_of(record: Record) -> set[str]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
+from ttprun.capture.replay.findings import Findings
 from ttprun.introspect import fail_open
 from ttprun.introspect.tensor_bytes import bytes_of
-from ttprun.rank.replay.findings import Findings
 from ttprun.tensors import mirror, replicated
-from ttprun.tensors.kept_gradients import GRADIENT
+from ttprun.tensors.gradients import GRADIENT
 from ttprun.tensors.mirror_slots import Stored
 
 STEP = "the step of its optimizer"

@@ -1,24 +1,18 @@
-"""What is written at a boundary: the state of the script, of torch and of our own parts, gathered into a record.
+"""What a rank adds to the record of a boundary: what its groups, its tensors and its copies of weights know of it.
 
-The fields are those of records/boundary_record.py. Begin with `describe`.
+All else is gathered by capture/recording.py. Begin with `describe`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import torch
 
-from ttprun.capture import values
-from ttprun.capture.data import loaders
-from ttprun.capture.effects import file_answers, files, os_entropy, output
-from ttprun.capture.position import call_site, iterables, loop_sites, loops, made_inside
-from ttprun.capture.records.boundary_record import BoundaryRecord, ScriptState, read_state
+from ttprun.capture import recording
+from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.groups.results import Results
-from ttprun.introspect import random_state
-from ttprun.introspect.tensor_bytes import bytes_of
 from ttprun.rank.session import Session
 from ttprun.tensors import optimizer_registry
 from ttprun.tensors.holdings import Holdings
@@ -32,103 +26,29 @@ def describe(
     returned: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[BoundaryRecord, list[torch.Tensor], bool]:
-    """The record of a boundary: (plain part, tensors to write after it, whether another thread still computes a part).
+    """The record of a boundary; arguments and result as in capture/recording.py.
 
-    frame       as for `look`, before the step
-    returned    the result of the step's closure
     optimizer   about to make its step; None: it does not matter
     """
-    whereabouts = call_site.look(frame)
     living = optimizer_registry.optimizers()
-    around = whereabouts.around
-    loops.note_steps(around, whereabouts.unfollowed)
-    is_draining = loaders.note_boundary()
-    values.begin_boundary()
     stepped = optimizer_registry.stepped(living)
     sample = stepped.sample(boundary)
     session[KeptWeights].compare(stepped, sample)
-    snapshot = values.Snapshot(stepped.storages, iterables.followed(around))
-    variables = [
-        snapshot.variables(scope, (id(code), depth), is_lasting=code.co_name == "<module>")
-        for depth, (code, scope) in enumerate(zip(whereabouts.codes, whereabouts.scopes, strict=True))
-    ]
-    active = [[snapshot.loop(loop) for loop in of_frame] for of_frame in whereabouts.active]
-    modules = {
-        name: snapshot.variables(vars(module), name, is_lasting=True) for name, module in _other_modules(whereabouts)
-    }
-    optimizers = [snapshot.node(optimizer, 0) for optimizer in living]
-    returned = snapshot.node(returned, 0)
-    not_proved = file_answers.not_proved()
-    if snapshot.not_proved:
-        names = ["" if code.co_name == "<module>" else code.co_qualname for code in whereabouts.codes]
-        scopes = dict(zip(names, variables, strict=True)) | modules
-        scopes["optimizers"] = dict(zip(map(str, range(len(living))), optimizers, strict=True))
-        not_proved = values.names_not_proved(snapshot, scopes) + not_proved
-    record = BoundaryRecord(
-        boundary=boundary,
-        place=whereabouts.place,
-        dead=whereabouts.dead,
-        unfollowed=whereabouts.why_not or made_inside.why_skipped(boundary, whereabouts),
-        variables=variables,
-        loops=active,
-        generator_loops=snapshot.generator_loops,
-        modules=modules,
-        optimizers=optimizers,
-        returned=returned,
-        stepped=stepped.counts,
-        rng=random_state.capture(),
-        loaders=loaders.records(),
-        loaders_made=loaders.made(),
-        groups_made=dict(session.made.by_ranks),
-        results=session[Results].begin_step(boundary),
-        rebuilt=optimizer_registry.rebuilt(),
-        files=files.positions(),
-        at_ns=files.clock_ns(),
-        has_steps=loop_sites.keys_with_steps,
-        lines=output.lines_printed(session),
+    beside = recording.Beside(
         weights=b"" if stepped.is_sharded else sample,
         held=session[Holdings].mark(stepped, optimizer, boundary),
         kept=session[KeptWeights].is_kept,
-        entropy=os_entropy.drawn_since_last_asked(),
-        blobs=[blob.nbytes for blob in snapshot.blobs],
-        not_proved=not_proved,
-        is_draining=is_draining,
-        stepping=optimizer_registry.number_of(optimizer),
+        rebuilt=optimizer_registry.rebuilt(),
+        groups_made=dict(session.made.by_ranks),
+        results=session[Results].begin_step(boundary),
         is_before_step=session.has_collective_steps,
     )
-    return record, snapshot.blobs, any(map(values.is_awaited, snapshot.computed))
+    steps = recording.Steps(living, stepped.storages, stepped.counts, optimizer_registry.number_of(optimizer))
+    return recording.describe(session, boundary, frame, steps, beside, returned)
 
 
-def _other_modules(whereabouts: call_site.Whereabouts) -> Iterator[tuple[str, ModuleType]]:
-    """The user's modules whose variables are not those of a frame on the stack."""
-    on_stack = set(map(id, whereabouts.scopes))
-    return ((name, module) for name, module in files.user_modules() if id(module.__dict__) not in on_stack)
-
-
-def look(frame: FrameType) -> values.Tree:
-    """The user's variables between two boundaries, in the form of a record; changes no state.
-
-    frame   the innermost frame of the script, or one called by it
-    """
-    whereabouts = call_site.look(frame)
-    stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-    snapshot = values.Snapshot(stepped.storages, iterables.followed(whereabouts.around))
-    state = ScriptState(
-        place=whereabouts.place,
-        variables=[snapshot.variables(scope) for scope in whereabouts.scopes],
-        loops=[],
-        modules={name: snapshot.variables(vars(module)) for name, module in _other_modules(whereabouts)},
-        optimizers=[],
-        stepped=stepped.counts,
-        blobs=[blob.nbytes for blob in snapshot.blobs],
-    )
-    return tree_of(values.pack(state), snapshot.blobs)
-
-
-def tree_of(packed: bytes, tensors: list[torch.Tensor]) -> values.Tree:
-    """A record as another process would read it.
-
-    packed    its plain part
-    tensors   its blobs, dense, any dtype, shape and device
-    """
-    return values.Tree(read_state(packed), [memoryview(bytes(bytes_of(tensor))) for tensor in tensors])
+def steps_now() -> recording.Steps:
+    """The optimizers between two boundaries."""
+    living = optimizer_registry.optimizers()
+    stepped = optimizer_registry.stepped(living)
+    return recording.Steps(living, stepped.storages, stepped.counts, None)

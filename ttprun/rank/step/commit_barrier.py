@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ttprun.groups.journal import EndedError, Journal
+from ttprun.introspect.costs import COMMIT, measured
 from ttprun.protocol import patience
 from ttprun.protocol.board import Board, Field, Phase
 from ttprun.rank.session import Session
@@ -13,6 +14,7 @@ from ttprun.rank.step.inter_node_commit import InterNodeCommit
 _LOOK_AGAIN_S = 1.0
 
 
+@measured(COMMIT)
 def commit(
     session: Session, boundary: int, held: Callable[[], None] = lambda: None, look_again_s: float = _LOOK_AGAIN_S
 ) -> None:

@@ -22,27 +22,29 @@ from typing import Any
 import torch
 
 from ttprun.capture import values
-from ttprun.capture.effects import origins, output
+from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position.read_gradients import are_read_after
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
+from ttprun.capture.rehearsal import Rehearsal
 from ttprun.capture.values.trees import name_of_blob
 from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
 from ttprun.introspect import distributed_tensors, fail_open, moments, signal_handlers
+from ttprun.introspect.costs import CHECKS, COPIES, RECORD, measured
+from ttprun.introspect.frames import variables_of
 from ttprun.introspect.unseen import unseen
-from ttprun.introspect.variables import variables_of
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.checks.alignment import Alignment
-from ttprun.rank.checks.rehearsal import Rehearsal
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.session import Session, current
 from ttprun.rank.step import closures, for_standbys, hindrances, pending
 from ttprun.rank.step.boundary import describe
 from ttprun.rank.step.commit_barrier import commit
-from ttprun.tensors import gradients, open_boundaries, optimizer_registry, replicated, sharded, shared_backwards
+from ttprun.tensors import gradients, open_boundaries, optimizer_registry, replicated, sharded
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
@@ -142,6 +144,9 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
             session.touch(Phase.STEPPING)
         signal_handlers.Now.is_stepping = True
         return returned
+    costs = session.costs
+    costs.begin(session.applied + 1, _is_on_device)
+    since = costs.now() if costs.is_on else 0
     moments.reached("before_step")
     if accelerator.is_capturing():
         session.give_up_protection("the script captures its optimizer's step in a graph of the device: use it outside")
@@ -166,6 +171,8 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
                 _collect_dropped()
                 session[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
             session[Verifier].look(boundary, optimizer, frame, are_new)
+        if since:
+            costs.add(CHECKS, since)
         if _write_record(session, boundary, frame, optimizer, returned):
             commit(session, boundary)
     for group in groups_of(session):
@@ -201,6 +208,10 @@ def _check_given_results(session: Session) -> None:
             report_mismatch(session.channel, session.generation, reason)
 
 
+def _is_on_device() -> bool:
+    return accelerator.in_use() is not None
+
+
 @unseen
 def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Global post-hook of Optimizer.step: it has run to its end.
@@ -220,6 +231,8 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
         session.mode.after_step()
         return
     moments.reached_step_end()
+    costs = session.costs
+    since = costs.now() if costs.is_on else 0
     session.updates.end()
     gradients.watch(optimizer, partial(are_read_after, fail_open.caller()))
     if session.is_recorded():
@@ -237,7 +250,20 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
         pass_boundary(session)
     _end_step(session)
     session[Verifier].stop_if_divergent()
+    if since:
+        costs.add(COPIES, since)
+        _report_cost(session)
     moments.reached("after_step")
+
+
+def _report_cost(session: Session) -> None:
+    """Say once, for the rank that speaks for all, that protection takes more than its budget."""
+    if session.rank or session.is_over_budget:
+        return
+    over = session.costs.over(session.options.overhead_budget)
+    if over:
+        session.is_over_budget = True
+        session.channel.send(from_rank.Note(over))
 
 
 def _note_weights(session: Session) -> None:
@@ -266,7 +292,7 @@ def _end_step(session: Session) -> None:
     session.touch(Phase.COMPUTING)
     if not session.has_stepped:
         session.has_stepped = True
-        origins.end()
+        Effects.end_set_up()
         _look_at_state(session)
         for_standbys.report(session)
         if not session.unprotected:
@@ -282,10 +308,11 @@ def _look_at_state(session: Session) -> None:
             session.give_up_protection(f"{error}, and another rank cannot load that")
 
 
+@measured(RECORD)
 def _write_record(
     session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
 ) -> bool:
-    is_open = shared_backwards.look(optimizer)
+    is_open = open_boundaries.look(optimizer)
     is_open = is_open or open_boundaries.is_in_backward()
     session[OwnState].is_apt = False
     try:
@@ -351,7 +378,7 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
     """Why this rank's state could not be restored from records, other ranks and snapshots; "" if it could."""
     if not session.has_stepped and (why_not := hindrances.why_shards_unknown(optimizer)):
         return why_not
-    elsewhere = output.why_not_counted()
+    elsewhere = Effects.why_not_counted()
     if elsewhere:
         return elsewhere
     if session.has_stepped:

@@ -37,8 +37,8 @@ class Training(context.Training):
     def weights(self) -> Sequence[torch.Tensor]:
         return optimizer_registry.newest().weights
 
-    def note_input(self, name: str, inputs: Sequence[torch.Tensor], op: str) -> bool:
-        return proof.note(self._session, INPUT, name, inputs, op)
+    def note_input(self, name: str, inputs: Sequence[torch.Tensor], op: str, is_one_of_many: bool = False) -> bool:
+        return proof.note(self._session, INPUT, name, inputs, op, is_one_of_many)
 
     def sends_otherwise(self, tensor: torch.Tensor, difference: str) -> None:
         session = self._session

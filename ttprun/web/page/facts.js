@@ -46,6 +46,11 @@ function drawSaved(status) {
   const one = status.checkpoint;
   if (one) facts.push(["checkpoint", one.path && !one.reason ? `step ${one.boundary} (${one.cause}), ${bytes(one.bytes)} in ${seconds(one.took_s)}, ${one.path}` : `step ${one.boundary} (${one.cause}) was not saved: ${one.reason}`]);
   else facts.push(["checkpoint", "none yet"]);
+  if (status.cost !== null) {
+    const taken = Object.values(status.cost.parts).reduce((sum, part) => sum + part, 0);
+    const share = (100 * taken / status.cost.step_s).toFixed(1);
+    facts.push(["protection takes", `${(1000 * taken).toFixed(2)} ms of a step of ${(1000 * status.cost.step_s).toFixed(1)} ms (${share} %)`]);
+  }
   facts.push(["snapshot", status.snapshot_step === null ? "none" : `step ${status.snapshot_step}, in shared memory`]);
   if (status.resume) facts.push(["resumed", `${status.resume.outcome}, step ${status.resume.boundary ?? "–"}: ${status.resume.reason}`]);
   facts.push(["save_dir", status.save_dir ?? "–"]);

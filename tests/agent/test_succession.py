@@ -1,0 +1,115 @@
+"""The agent that leads is lost: whether the next one may lead. Real sockets, no ranks."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ttprun.agent.cluster import rendezvous, succession
+from ttprun.agent.cluster.peers import Peers
+from ttprun.agent.cluster.spare_pool import Listener, SparePool
+from ttprun.agent.cluster.succession import Succession
+from ttprun.protocol import meeting
+
+LIMIT_S = 30.0
+
+
+class Follower:
+    """The second of two nodes, whose agent has just lost the first one, which leads."""
+
+    def __init__(self) -> None:
+        self.leads_at = Listener("127.0.0.1", rendezvous.KNOWN)
+        pool = SparePool(Listener("127.0.0.1", rendezvous.KNOWN), {})
+        self.peers = Peers(1, "127.0.0.1", 1, {}, {0: "127.0.0.1", 1: "127.0.0.1"}, 2, pool, "", leader=0)
+        listeners = {0: self.leads_at, 1: pool.listener}
+        self.peers.note_pools(
+            meeting.SparePools({number: meeting.Where(**one.where) for number, one in listeners.items()}, 0)
+        )
+        self.selector = selectors.DefaultSelector()
+        self.became: list[str] = []
+        node: Any = SimpleNamespace(
+            verdict=None, peers=self.peers, selector=self.selector, here=[], ended_by=0, log=lambda *_, **__: None
+        )
+        follower: Any = SimpleNamespace(give_up=lambda reason: self.became.append(reason))
+        nothing: Any = None
+        self.succession = Succession(node, follower, nothing, nothing, nothing)
+        self.succession.begin_group(lambda: None)
+        self.succession._lead = lambda: self.became.append("leader")  # type: ignore[method-assign]
+
+    def wait(self, until_s: float = LIMIT_S) -> list[str]:
+        """What this agent becomes."""
+        ends_s = time.monotonic() + until_s
+        while not self.became and time.monotonic() < ends_s:
+            for key, _ in self.selector.select(0.05):
+                key.data()
+            self.succession.look()
+        return self.became
+
+
+@pytest.fixture
+def follower(monkeypatch: pytest.MonkeyPatch) -> Iterator[Follower]:
+    monkeypatch.setattr(succession, "_GATHER_S", 0.8)
+    found = Follower()
+    yield found
+    found.leads_at.close()
+    found.peers.close(found.selector)
+    found.selector.close()
+
+
+def test_an_agent_leads_if_the_process_of_the_one_that_led_has_ended(follower: Follower) -> None:
+    follower.leads_at.close()
+
+    follower.succession.begin(0, "its agent has closed the connection")
+
+    assert follower.wait() == ["leader"]
+
+
+def test_an_agent_leads_if_the_process_of_the_one_that_led_closes_its_listener_a_little_later(
+    follower: Follower,
+) -> None:
+    follower.succession.begin(0, "its agent has closed the connection")
+    before = list(follower.wait(0.1))
+    follower.leads_at.close()
+
+    assert before == []
+    assert follower.wait() == ["leader"]
+
+
+def test_whoever_was_cut_off_from_the_leader_does_not_lead_though_that_has_ended_by_now(follower: Follower) -> None:
+    follower.peers.note_out_of_reach(0)
+    follower.leads_at.close()
+
+    follower.succession.begin(0, "[Errno 110] Connection timed out")
+
+    assert follower.wait() == ["node 1 (127.0.0.1) reaches 1 of 2 agents: the others may go on without it"]
+
+
+def test_a_leader_that_hangs_up_and_ends_later_has_gone_on_without_this_node(
+    follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, "_DYING_S", 0.1)
+    follower.succession.begin(0, "[Errno 104] Connection reset by peer")
+    before = list(follower.wait(0.4))
+    follower.leads_at.close()
+
+    assert before == []
+    assert follower.wait() == ["node 1 (127.0.0.1) reaches 1 of 2 agents: the others may go on without it"]
+
+
+def test_nobody_that_was_cut_off_takes_the_refusal_of_another_node_for_its_end(
+    follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = Listener("127.0.0.1", rendezvous.KNOWN)
+    follower.peers.pools |= {2: follower.peers.pools[1], 1: meeting.Where(**ended.where)}
+    follower.peers.node = 2
+    ended.close()
+    follower.peers.note_out_of_reach(0)
+
+    follower.succession.begin(0, "[Errno 110] Connection timed out")
+
+    assert follower.wait() == ["node 2 (unknown) reaches 1 of 3 agents: the others may go on without it"]

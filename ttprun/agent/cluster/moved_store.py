@@ -1,0 +1,157 @@
+"""The rendezvous store is lost with its node, so the agent that leads serves another one. Who comes later finds that by
+the leader's file in the save directory, or by the hosts that the discovery command names.
+
+Else it would wait for a store that does not come back or, if it is to serve that itself, find nobody there and start
+the job a second time. Begin with `JobFinder`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from ttprun.agent.cluster.rendezvous import KNOWN
+from ttprun.agent.cluster.spare_pool import RendezvousKeys, read_where, write_where
+from ttprun.protocol import meeting
+from ttprun.protocol.channel import Channel
+
+logger = logging.getLogger("ttprun")
+LATE_LIMIT_S = 30.0  # another one leads by then
+_ASK_LIMIT_S = 5.0
+_LOOK_AGAIN_S = 0.5
+_AT_A_TIME = 16
+
+
+class MovedStore:
+    """The store that this agent serves when it leads.
+
+    port      of the rendezvous; another one if it is taken here
+    run_id    of the job (--rdzv-id)
+    arrived   launchers that a job needs
+    file      in the save directory; "": there is none
+    """
+
+    def __init__(self, port: int, run_id: str, arrived: int, file: str) -> None:
+        self._port = port
+        self._run_id = run_id
+        self._arrived = arrived
+        self._file = file
+        self._store: TCPStore | None = None
+
+    def announce(self, address: str, where: Mapping[str, Any]) -> None:
+        """This agent leads: serve the store, and name the spare pool there and in the file.
+
+        address   of this node
+
+        Raises what torch's stores do.
+        """
+        arrived = 0 if self._store is not None else self._arrived
+        if self._store is None:
+            self._store = self._served(address)
+        RendezvousKeys(self._store, self._run_id).announce(where, arrived)
+        if self._file:
+            write_where(self._file, {**where, "store": f"{address}:{self._store.port}"})
+
+    def _served(self, address: str) -> TCPStore:
+        with contextlib.suppress(Exception):  # that port is taken, on one machine; torch raises errors of its own
+            return TCPStore(address, self._port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        return TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+
+
+class JobFinder:
+    """Finds the store of a job that runs.
+
+    endpoint   of the rendezvous, host:port
+    run_id     of the job (--rdzv-id)
+    file       the leader's; "": there is none
+    hosts      returns those that may train
+    is_host    this launcher serves the store of the rendezvous
+    """
+
+    def __init__(
+        self, endpoint: str, run_id: str, file: str, hosts: Callable[[], Iterable[str]], is_host: bool
+    ) -> None:
+        self._host, _, port = endpoint.rpartition(":")
+        self._port = int(port) if port.isdecimal() else 0
+        self._run_id = run_id
+        self._file = file
+        self._hosts = hosts
+        self._is_host = is_host
+
+    def find_at_start(self) -> str:
+        """As `find`, before this launcher takes part in the rendezvous.
+
+        Blocks while the job saves its state and ends, and for LATE_LIMIT_S if neither it nor the store can be reached.
+        """
+        has_ended, ends_s = False, time.monotonic() + LATE_LIMIT_S
+        while not (found := self.find()):
+            if isinstance(self._ask_leader(), meeting.Concluded):
+                if not has_ended:
+                    logger.warning("the job is ending: this launcher waits for that, and then starts it again")
+                has_ended, ends_s = True, time.monotonic() + LATE_LIMIT_S
+            elif time.monotonic() > ends_s or not self._is_awaited(has_ended):
+                return ""
+            time.sleep(_LOOK_AGAIN_S)
+        return found
+
+    def _is_awaited(self, has_ended: bool) -> bool:
+        """Whether the rendezvous is not to be entered yet.
+
+        has_ended   the job was here, and its launchers are leaving: the store of the one that had it goes last
+        """
+        if has_ended and _has_job(self._host, self._port, self._run_id):
+            return True
+        return not self._is_host and not _answers(self._host, self._port)
+
+    def find(self) -> str:
+        """host:port of the store that the agent that leads serves; "": none is known, or can be reached."""
+        if isinstance(self._ask_leader(), meeting.Accepted):
+            return str((read_where(self._file) or {}).get("store", ""))
+        named = [one for one in dict.fromkeys(self._hosts()) if one != self._host]
+        if not named or not self._port or (not self._is_host and _answers(self._host, self._port)):
+            return ""
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            found = list(pool.map(lambda one: _has_job(one, self._port, self._run_id), named))
+        return next((f"{one}:{self._port}" for one, has_job in zip(named, found, strict=True) if has_job), "")
+
+    def _ask_leader(self) -> meeting.Accepted | meeting.Concluded | None:
+        where = read_where(self._file) if self._file else None
+        return None if where is None else _asked(where)
+
+
+def _asked(where: Mapping[str, Any]) -> meeting.Accepted | meeting.Concluded | None:
+    """Whether a job goes on, as its leader says; None if that cannot be reached, or does not know the token."""
+    with contextlib.suppress(OSError, EOFError):
+        link = Channel(socket.create_connection((where["address"], where["port"]), timeout=_ASK_LIMIT_S), KNOWN)
+        try:
+            link.send(meeting.Hello(where["token"], meeting.ASKS, "", {}))
+            answer: Any = link.receive_with_fds()[0]
+        finally:
+            link.close()
+        return answer if isinstance(answer, meeting.Accepted | meeting.Concluded) else None
+    return None
+
+
+def _answers(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection((host or "localhost", port), timeout=_ASK_LIMIT_S).close()
+        return True
+    return False
+
+
+def _has_job(host: str, port: int, run_id: str) -> bool:
+    """A running job is named in the store of a host."""
+    if not _answers(host, port):
+        return False
+    with contextlib.suppress(Exception):  # torch raises errors of its own
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_ASK_LIMIT_S))
+        return RendezvousKeys(store, run_id).announced() is not None
+    return False

@@ -1,0 +1,89 @@
+"""The effects of one run of the script, as far as the next process repeats or skips them. Begin with `Effects`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from ttprun.capture.data import workers
+from ttprun.capture.effects import append_dedup, file_answers, files, origins, output
+from ttprun.capture.effects.kept import file_answers_in, keep_file_answer, keep_origin, origins_in
+from ttprun.capture.records.recorder import Recorder
+from ttprun.introspect import random_state
+
+_RANDOM = "random states"  # of this process when the run begins; a script without seeds draws from these
+
+
+class Effects:
+    """What a run draws, is answered and writes, kept in a recorder that outlives its process.
+
+    end_set_up        the script has reached its first step: what it draws is not kept from here on
+    why_not_counted   why lines would be lost or printed twice if this process were replaced; "" if they would not
+    close_files       the run is over: nothing of it may be written later
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def begin(self, is_replay: bool, answered: Iterable[bytes] | None = None) -> None:
+        """A run of the script begins, or has just imported torch; the host is this process's own.
+
+        is_replay   of the run that the recorder is of: what it draws is kept already
+        answered    log of what the file system has answered the run before; None: the recorder's
+        """
+        workers.keep_in(self._recorder)
+        self._begin_origins(is_replay)
+        known = file_answers_in(self._recorder.read_log() if answered is None else answered)
+        file_answers.begin(known, partial(keep_file_answer, self._recorder))
+
+    def begin_ahead(self) -> None:
+        """A set-up begins before its rank is lost."""
+        workers.keep_in(self._recorder)
+        self._begin_origins(is_replay=True)
+        file_answers.begin_ahead(file_answers_in(self._recorder.read_log()))
+
+    def go_on(self) -> None:
+        """The rank is lost: all that it was answered is known now."""
+        file_answers.go_on(file_answers_in(self._recorder.read_log()), partial(keep_file_answer, self._recorder))
+
+    def _begin_origins(self, is_replay: bool) -> None:
+        """Give a replacement's setup the times, pids and entropy that the lost rank's had, and record what is new."""
+        known = self.drawn()
+        keep = partial(keep_origin, self._recorder)
+        origins.begin(known, None if is_replay else keep)
+        states = next((value for place, value in known if place == _RANDOM), None)
+        if states is not None:
+            random_state.restore(states)
+        elif not is_replay:
+            keep((_RANDOM, random_state.capture()))
+
+    def drawn(self) -> list[tuple[str, Any]]:
+        """(place, value) of all that set-ups have drawn, oldest first."""
+        return origins_in(self._recorder.read_log())
+
+    def keep_origin(self, place: str, value: Any) -> None:
+        """Keep a value for the set-ups that follow."""
+        keep_origin(self._recorder, (place, value))
+
+    def resume_at(self, boundary: int, skip_lines: tuple[int, int]) -> None:
+        """The run goes on at a boundary: what the lost process has written since is not written again.
+
+        skip_lines   lines of stdout and stderr that it has printed since
+        """
+        output.skip_lines(*skip_lines)
+        append_dedup.resume_from(self._recorder, boundary)
+
+    @staticmethod
+    def why_set_up_again(newest_step: int) -> str:
+        """Why a set-up that has run ahead would be another one by now, "" if it would not. Once, after `go_on`.
+
+        newest_step   up to which its rank had come
+        """
+        if file_answers.are_newer(newest_step):
+            return "the set-up's questions to the file system were asked again since"
+        return "a file of the set-up was renamed since" if files.were_moved() else ""
+
+    end_set_up = staticmethod(origins.end)
+    why_not_counted = staticmethod(output.why_not_counted)
+    close_files = staticmethod(files.forget)

@@ -1,0 +1,28 @@
+"""What capturing installs in a process, beside its rows of the table of patches, and what it forgets after a run."""
+
+from __future__ import annotations
+
+import torch
+
+from ttprun.capture import framework_patches, values
+from ttprun.capture.data import loaders
+from ttprun.capture.effects import origins, output, trackers
+from ttprun.capture.position import loops, made_inside, torch_compile
+
+
+def install() -> str:
+    """Install what needs torch; returns which times are not repeated for a replacement, "" if all are."""
+    loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
+    torch_compile.leave_us_alone()
+    output.count_lines()
+    trackers.follow()
+    framework_patches.follow()
+    return origins.why_not()
+
+
+def forget() -> None:
+    """The run of the script is over."""
+    loaders.forget()
+    values.forget()
+    made_inside.forget()
+    loops.give_back()

@@ -1,0 +1,150 @@
+"""What is written at a boundary: the state of the script, gathered into a record.
+
+The fields are those of records/boundary_record.py. Begin with `describe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from ttprun.capture import values
+from ttprun.capture.data import loaders
+from ttprun.capture.effects import file_answers, files, os_entropy, output
+from ttprun.capture.host import Host
+from ttprun.capture.position import call_site, iterables, loop_sites, loops, made_inside
+from ttprun.capture.records.boundary_record import BoundaryRecord, ScriptState, read_state
+from ttprun.introspect import random_state
+from ttprun.introspect.tensor_bytes import bytes_of
+
+
+class Steps(NamedTuple):
+    """The script's optimizers at a boundary.
+
+    living     in the order in which they were made
+    storages   data pointer of each tensor that they update -> its index among these
+    counts     of each optimizer: numbers of its parameters and of its state tensors
+    number     of the one that is about to step; None: it is not known
+    """
+
+    living: Sequence[torch.optim.Optimizer]
+    storages: dict[int, int]
+    counts: list[list[int]]
+    number: int | None
+
+
+class Beside(NamedTuple):
+    """What others add to a record: its fields of the same names (records/boundary_record.py)."""
+
+    weights: bytes
+    held: bytes
+    kept: bool
+    rebuilt: list[bool]
+    groups_made: dict[str, int]
+    results: list[tuple[int, str, list[bytes]]]
+    is_before_step: bool
+
+
+NOTHING_BESIDE = Beside(b"", b"", False, [], {}, [], False)
+
+
+def describe(
+    host: Host, boundary: int, frame: FrameType, steps: Steps, beside: Beside = NOTHING_BESIDE, returned: Any = None
+) -> tuple[BoundaryRecord, list[torch.Tensor], bool]:
+    """The record of a boundary: (plain part, tensors to write after it, whether another thread still computes a part).
+
+    frame      as for `look`, before the step
+    returned   the result of the step's closure
+    """
+    whereabouts = call_site.look(frame)
+    around = whereabouts.around
+    loops.note_steps(around, whereabouts.unfollowed)
+    is_draining = loaders.note_boundary()
+    values.begin_boundary()
+    snapshot = values.Snapshot(steps.storages, iterables.followed(around))
+    variables = [
+        snapshot.variables(scope, (id(code), depth), is_lasting=code.co_name == "<module>")
+        for depth, (code, scope) in enumerate(zip(whereabouts.codes, whereabouts.scopes, strict=True))
+    ]
+    active = [[snapshot.loop(loop) for loop in of_frame] for of_frame in whereabouts.active]
+    modules = {
+        name: snapshot.variables(vars(module), name, is_lasting=True) for name, module in _other_modules(whereabouts)
+    }
+    optimizers = [snapshot.node(optimizer, 0) for optimizer in steps.living]
+    returned = snapshot.node(returned, 0)
+    not_proved = file_answers.not_proved()
+    if snapshot.not_proved:
+        names = ["" if code.co_name == "<module>" else code.co_qualname for code in whereabouts.codes]
+        scopes = dict(zip(names, variables, strict=True)) | modules
+        scopes["optimizers"] = dict(zip(map(str, range(len(optimizers))), optimizers, strict=True))
+        not_proved = values.names_not_proved(snapshot, scopes) + not_proved
+    record = BoundaryRecord(
+        boundary=boundary,
+        place=whereabouts.place,
+        dead=whereabouts.dead,
+        unfollowed=whereabouts.why_not or made_inside.why_skipped(boundary, whereabouts),
+        variables=variables,
+        loops=active,
+        generator_loops=snapshot.generator_loops,
+        modules=modules,
+        optimizers=optimizers,
+        returned=returned,
+        stepped=steps.counts,
+        rng=random_state.capture(),
+        loaders=loaders.records(),
+        loaders_made=loaders.made(),
+        groups_made=beside.groups_made,
+        results=beside.results,
+        rebuilt=beside.rebuilt,
+        files=files.positions(),
+        at_ns=files.clock_ns(),
+        has_steps=loop_sites.keys_with_steps,
+        lines=output.lines_printed(host),
+        weights=beside.weights,
+        held=beside.held,
+        kept=beside.kept,
+        entropy=os_entropy.drawn_since_last_asked(),
+        blobs=[blob.nbytes for blob in snapshot.blobs],
+        not_proved=not_proved,
+        is_draining=is_draining,
+        stepping=steps.number,
+        is_before_step=beside.is_before_step,
+    )
+    return record, snapshot.blobs, any(map(values.is_awaited, snapshot.computed))
+
+
+def _other_modules(whereabouts: call_site.Whereabouts) -> Iterator[tuple[str, ModuleType]]:
+    """The user's modules whose variables are not those of a frame on the stack."""
+    on_stack = set(map(id, whereabouts.scopes))
+    return ((name, module) for name, module in files.user_modules() if id(module.__dict__) not in on_stack)
+
+
+def look(frame: FrameType, steps: Steps) -> values.Tree:
+    """The user's variables between two boundaries, in the form of a record; changes no state.
+
+    frame   the innermost frame of the script, or one called by it
+    """
+    whereabouts = call_site.look(frame)
+    snapshot = values.Snapshot(steps.storages, iterables.followed(whereabouts.around))
+    state = ScriptState(
+        place=whereabouts.place,
+        variables=[snapshot.variables(scope) for scope in whereabouts.scopes],
+        loops=[],
+        modules={name: snapshot.variables(vars(module)) for name, module in _other_modules(whereabouts)},
+        optimizers=[],
+        stepped=steps.counts,
+        blobs=[blob.nbytes for blob in snapshot.blobs],
+    )
+    return tree_of(values.pack(state), snapshot.blobs)
+
+
+def tree_of(packed: bytes, tensors: list[torch.Tensor]) -> values.Tree:
+    """A record as another process would read it.
+
+    packed    its plain part
+    tensors   its blobs, dense, any dtype, shape and device
+    """
+    return values.Tree(read_state(packed), [memoryview(bytes(bytes_of(tensor))) for tensor in tensors])
