@@ -40,8 +40,8 @@ FLOORS = {
     | {"protocol", "rank", "tensors", "text_hashes", "yaml_files"},
     "shim": {"rank"},
     "mindio": {"errors", "protocol", "rank"},
-    "agent": {"capture", "chaos", "config", "device", "elastic_resume", "errors", "introspect", "mindio", "observe"}
-    | {"protocol", "rank", "recovery", "tensors"}
+    "agent": {"capture", "chaos", "config", "device", "elastic_resume", "errors", "groups", "introspect", "mindio"}
+    | {"observe", "protocol", "rank", "recovery", "tensors"}
     | {"__version__", "early_signals", "state", "text_hashes", "torch_versions"},
     "web": {"__version__", "errors", "observe"},
     "cli": {"agent", "capture", "chaos", "config", "config_sources", "device", "errors", "introspect", "mindio"}

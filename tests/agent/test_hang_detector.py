@@ -35,9 +35,9 @@ LIMIT_S = 60.0  # against one that hangs
 PROGRAM = """\
 import ctypes, os, sys, threading, time
 from ttprun.protocol.board import Board
-from ttprun.rank.process import heartbeat, stack
+from ttprun.rank.process import heartbeat
 heartbeat.EVERY_S = {period_s}
-stack.write_when_asked({stack_fd})
+heartbeat.write_when_asked({stack_fd})
 heartbeat.start(Board({board_fd}, 1), 0)
 
 def stand_there():

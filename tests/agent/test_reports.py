@@ -7,7 +7,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -19,7 +19,7 @@ from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.local_actuator import LocalActuator
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.core.reports import Reports
+from ttprun.agent.core.reports import _ROWS, Reports
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.topology import read_topology
@@ -409,3 +409,11 @@ def test_on_several_nodes_the_console_says_whether_a_lost_node_takes_the_mirrors
         comparisons.note_mirrored(slot, MIRRORED)
 
     assert f"mirrored in 3.0 MiB of memory, {where} (--buddy off to save it)" in "".join(caplog.messages)
+
+
+def test_each_row_of_the_table_names_something_that_takes_a_message() -> None:
+    parts = get_type_hints(Reports)
+
+    for row in _ROWS.values():
+        first, _, rest = row.take.partition(".")
+        assert hasattr(parts[first] if rest else Reports, rest or first), row

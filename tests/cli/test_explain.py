@@ -18,6 +18,7 @@ from ttprun.capture.position.judgement import (
 )
 from ttprun.capture.records.nodes import DataNode, EffectNode, ListNode, NotProvedNode, Number, RefusedNode, SameNode
 from ttprun.cli.main import main
+from ttprun.protocol.reasons import KINDS, WORDS
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ def test_the_order_in_which_a_variable_is_judged_is_printed_from_the_place_that_
 ) -> None:
     main(["explain"])
 
-    said = capsys.readouterr().out.partition("When a rank is replaced")[2].split("\n\n")[1:]
+    said = (
+        capsys.readouterr().out.partition("When a rank is replaced")[2].partition("\n\nWhy a rank")[0].split("\n\n")[1:]
+    )
     assert [paragraph.splitlines()[0] for paragraph in said] == [one.name for one in ORDER]
     told = [" ".join(paragraph.split()) for paragraph in said]
     assert all(f"{one.when} → {one.follows}" in text for one, text in zip(ORDER, told, strict=True))
@@ -99,3 +102,68 @@ def test_the_order_in_which_a_variable_is_judged_is_printed_from_the_place_that_
 )
 def test_a_variable_is_judged_by_the_first_row_that_fits(node: Any, is_dead: bool, judged: Judgement) -> None:
     assert judge(node, is_dead) is judged
+
+
+def test_the_last_section_lists_the_kinds_of_reasons_by_their_words(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["explain"])
+
+    said = capsys.readouterr().out.partition("Why a rank is not replaced")[2].split("\n\n")[1:]
+    assert [paragraph.splitlines()[0] for paragraph in said] == list(WORDS)
+    listed = {word.strip(",") for paragraph in said for word in paragraph.partition("\n")[2].split()}
+    assert listed == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["journal-full"],
+        ["the journal of one step has reached journal_limit_mib"],
+        [
+            "not",
+            "protected:",
+            "rank",
+            "1",
+            "reports:",
+            "the",
+            "journal",
+            "of",
+            "one",
+            "step",
+            "has",
+            "reached",
+            "journal_limit_mib.",
+            "If",
+            "a",
+            "rank",
+        ],
+    ],
+)
+def test_a_reason_is_explained_by_its_kind_and_by_its_message(
+    capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
+    code = main(["explain", *asked])
+
+    said = " ".join(capsys.readouterr().out.split())
+    row = KINDS["journal-full"]
+    assert code == 0
+    assert said.startswith(
+        f"journal-full: not protected {row.means} what ttprun does then {WORDS[row.word]} what helps"
+    )
+    assert said.endswith("what helps raise journal_limit_mib more ttprun guide configuration, under 'Configuration'")
+
+
+@pytest.mark.parametrize(
+    ("asked", "cure"),
+    [
+        ("jurnal-full", "did you mean 'journal-full'?"),
+        ("something with collectives in memory", "did you mean 'symmetric-memory'?"),
+        ("xyz", "'ttprun explain' lists the kinds"),
+    ],
+)
+def test_an_unknown_reason_is_one_line_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], asked: str, cure: str
+) -> None:
+    code = main(["explain", asked])
+
+    assert code == 2
+    assert capsys.readouterr().err == f"ttprun: error: no reason is known as '{asked}'; {cure}\n"

@@ -297,6 +297,13 @@ def test_a_missing_attribute_switches_off_that_patch_alone() -> None:
     ]  # fmt: skip
 
 
+def test_a_script_starts_before_torch_is_imported(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint('torch' in sys.modules)\n")
+
+    assert run_under_shim([str(script)], tmp_path).printed == "False\n"
+
+
 def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -22,8 +22,8 @@ from msgspec.structs import asdict
 from tests.options import OPTIONS
 from tests.rank.fakes import RECORD_BYTES
 from tests.rank.processes import run_alone
-from ttprun.agent.repair.replays import received_of, sources_of
 from ttprun.capture.records.recorder import Recorder
+from ttprun.groups.agreement import received_of, sources_of
 from ttprun.groups.connection import Exchange
 from ttprun.introspect import whose
 from ttprun.protocol import channel, from_rank, to_rank

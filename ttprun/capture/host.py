@@ -1,15 +1,19 @@
-"""What capturing needs of whoever uses it; in a rank that is its Host (rank/session.py)."""
+"""What capturing needs of whoever uses it; in a rank that is its Host (rank/session.py).
+
+This file does not import torch: what watches the script's draws and files is there before it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ttprun.introspect import host
 from ttprun.introspect.costs import Costs
 from ttprun.protocol.board import Board, Phase
+
+if TYPE_CHECKING:
+    import torch
 
 _T = TypeVar("_T")
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
 
 from ttprun.capture import values
@@ -21,8 +22,8 @@ from ttprun.introspect import random_state
 from ttprun.introspect.tensor_bytes import bytes_of
 
 
-class Steps(NamedTuple):
-    """The script's optimizers at a boundary.
+class Steps(msgspec.Struct, frozen=True, gc=False):
+    """The script's optimizers at a boundary; a Struct, as it is made at each step.
 
     living     in the order in which they were made
     storages   data pointer of each tensor that they update -> its index among these
@@ -36,7 +37,7 @@ class Steps(NamedTuple):
     number: int | None
 
 
-class Beside(NamedTuple):
+class Beside(msgspec.Struct, frozen=True, gc=False):
     """What others add to a record: its fields of the same names (records/boundary_record.py)."""
 
     weights: bytes

@@ -43,7 +43,7 @@ class GivenUpError(Exception):
     """Some rank makes torch's own groups, so all must."""
 
 
-_GIVEN_UP = "groups are torch's own"
+GIVEN_UP = "groups are torch's own"
 
 
 class Exchange:
@@ -75,13 +75,13 @@ class Exchange:
         generation, key, value   as some rank has given them to `put`
         """
         with self._changed:
-            self.is_given_up = self.is_given_up or key == _GIVEN_UP
+            self.is_given_up = self.is_given_up or key == GIVEN_UP
             self._values[generation, key] = value
             self._changed.notify_all()
 
     def give_up(self, generation: int) -> None:
         """Have all ranks make torch's own groups; those that wait for a member of a managed one get GivenUpError."""
-        self.put(generation, _GIVEN_UP, b"")
+        self.put(generation, GIVEN_UP, b"")
 
     def end_before(self, generation: int) -> None:
         """Generations before this one are over: waits in them raise GenerationOverError."""

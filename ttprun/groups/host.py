@@ -22,7 +22,7 @@ from ttprun.protocol.board import OPERATION_NAMES, Board, Field, Phase
 from ttprun.protocol.to_rank import Options
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from types import CodeType, FrameType
 
     import torch
     from torch._C._distributed_c10d import Work
@@ -93,6 +93,11 @@ class Life:
 
 class Training:
     """The training that the groups serve; of one that knows nothing, unless a subclass does."""
+
+    gates: frozenset[CodeType] = frozenset()  # where a thread of the script waits for a recovery, beside groups' own
+
+    def cut(self) -> None:
+        """The connections of all groups are cut: what the training waits for over its own ends, too."""
 
     def note_input(self, name: str, inputs: Sequence[torch.Tensor], op: str, is_one_of_many: bool = False) -> bool:
         """An operation is about to be issued; returns whether its inputs equal a lost rank's to rounding alone.

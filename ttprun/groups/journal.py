@@ -87,6 +87,7 @@ class Journal:
                    instead of the collective
     received       sequence -> digests of messages since the boundary that living ranks had received at the newest fault
     settled        sequence -> how many of its borrowed entries all members had completed at the newest fault
+    issued_again   entries that a recovery has issued again, with the works of the backend; [] once all have completed
     may_settle     no rank is ever repaired from another one's copies: what all have completed is not issued again
     is_ended       this process has been ordered to end, and no recovery will come
     """
@@ -105,6 +106,7 @@ class Journal:
         self.received: Mapping[str, Sequence[str]] = {}
         self.settled: Mapping[str, int] = {}
         self.may_settle = False
+        self.issued_again: list[tuple[Entry, Any]] = []
         self._unsettled: list[Entry] = []
         self._numbers: Counter[str] = Counter()  # of messages and of borrowed entries, by sequence
         self._issued = 0
@@ -233,6 +235,11 @@ class Journal:
         sources, received, settled   replace the attributes of these names
         """
         self.sources, self.received, self.settled = sources, received, settled
+
+    def take_issued_again(self) -> list[tuple[Entry, Any]]:
+        """What a recovery was issuing again when it was interrupted, for whoever has to end it; noted no longer."""
+        taken, self.issued_again = self.issued_again, []
+        return taken
 
     def note_order(self, entry: Entry) -> None:
         """A collective is about to be issued."""

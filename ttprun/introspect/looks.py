@@ -118,7 +118,7 @@ def has_dictionary(kind: type) -> bool:
 
 
 @of_types
-def _dictionary_getter(kind: type) -> Callable[[Any], dict[str, Any]] | None:
+def dictionary_getter(kind: type) -> Callable[[Any], dict[str, Any]] | None:
     if issubclass(kind, threading.local):  # each thread has another one, which the class does not have
         return lambda one: threading.local.__getattribute__(one, "__dict__")
     found = (dictionary_of_class(base).get("__dict__") for base in bases_of(kind))
@@ -128,7 +128,7 @@ def _dictionary_getter(kind: type) -> Callable[[Any], dict[str, Any]] | None:
 
 def dictionary_of(value: Any) -> dict[str, Any] | None:
     """The dictionary of an object's attributes itself; None if it has none."""
-    get = _dictionary_getter(type(value))
+    get = dictionary_getter(type(value))
     return None if get is None else get(value)
 
 

@@ -9,8 +9,10 @@ import torch
 from hypothesis import strategies as st
 
 from tests.rank import user_values
+from tests.rank.records import record_of
 from ttprun.capture import values
 from ttprun.capture.values import CannotRestoreError, Restore, Snapshot
+from ttprun.capture.values.trees import Comparison
 from ttprun.introspect import whose
 
 whose.add_user_directory(user_values.__file__)
@@ -77,3 +79,9 @@ plain = st.recursive(
 def big(fill: float) -> torch.Tensor:
     """A tensor of LARGE elements."""
     return torch.full((LARGE,), fill)
+
+
+def are_alike(one: tuple[Scope, list[memoryview]], other: tuple[Scope, list[memoryview]]) -> bool:
+    """Whether two scopes that were recorded stand for the same; numbers of objects do not count."""
+    trees = [values.Tree(record_of(variables=[scope]), blobs) for scope, blobs in (one, other)]
+    return Comparison(*trees).are_same_named(trees[0].variables[0], trees[1].variables[0])

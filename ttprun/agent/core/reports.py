@@ -1,13 +1,15 @@
-"""What ranks report: passed on, noted, or made into events of the state machine. Begin with `Reports.take`."""
+"""What ranks report: passed on, noted, or made into events of the state machine. Begin with `_ROWS`."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
@@ -29,32 +31,104 @@ from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.injections import Injections
-from ttprun.observe.cures import with_cure
-from ttprun.protocol import from_rank, meeting, mindio, node_orders, standbys
+from ttprun.protocol import from_rank, meeting, mindio, node_orders
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
+from ttprun.protocol.reasons import with_cure
 from ttprun.protocol.snapshots import Dumped, SnapshotSize, SnapshotTaken
+from ttprun.protocol.standbys import Imported, ModulesOfTorch, Ready, SetUpDone
 from ttprun.recovery.journals import find_difference
 from ttprun.recovery.members import MemberFlag
 
 logger = logging.getLogger("ttprun")
 
-# Messages for what protection does not need, see `domains.py`.
-_PARTS: dict[type, str] = {
-    standbys.ModulesOfTorch: "standbys",
-    standbys.Imported: "standbys",
-    from_rank.Compared: "incident notes",
-    from_rank.NotProved: "incident notes",
-    from_rank.NotRecorded: "incident notes",
-    from_rank.Note: "incident notes",
-    from_rank.Held: "comparisons",
-    from_rank.FaultStruck: "fault injection",
-    from_rank.FaultFailed: "fault injection",
-    SnapshotSize: "snapshots",
-    SnapshotTaken: "snapshots",
+# Messages that are events of the state machine as they are: the fields that both have say the same.
+_EVENTS: dict[type[Message], type[Any]] = {
+    from_rank.StateSent: recovery.StateSent,
+    from_rank.Rebuilt: recovery.RankRebuilt,
+    from_rank.Reissued: recovery.RankReissued,
+    from_rank.Replayed: recovery.RankReplayed,
+    mindio.Prepared: recovery.RankReplayed,
 }
-OF_THIS_NODE = (standbys.ModulesOfTorch, standbys.Imported, standbys.Ready, Refused)
+_SHARED = {
+    message: [name for name in message.__struct_fields__ if name in {one.name for one in dataclasses.fields(event)}]
+    for message, event in _EVENTS.items()
+}
+OF_THIS_NODE = (ModulesOfTorch, Imported, Ready, Refused)
+
+
+class Row(NamedTuple):
+    """What becomes of a message.
+
+    take   of Reports, or of one of its parts; given the slot whose process has sent it, and the message
+    part   what protection does not need, and fails by itself (domains.py); "": no such part
+    """
+
+    take: str
+    part: str = ""
+
+
+_ROWS: dict[type[Message], Row] = {
+    from_rank.Present: Row("_on_present"),
+    from_rank.Put: Row("_on_put"),
+    from_rank.RowChanged: Row("_on_row"),
+    # Protection.
+    from_rank.Protected: Row("_on_protected"),
+    from_rank.Unprotected: Row("_on_unprotected"),
+    from_rank.Hindered: Row("protection.note_hindered"),
+    from_rank.TrainsAlone: Row("protection.note_membership"),
+    from_rank.Joined: Row("protection.note_membership"),
+    from_rank.CollectiveStep: Row("_on_collective_steps"),
+    # Faults.
+    from_rank.ScriptError: Row("note_script_error"),
+    from_rank.Faulted: Row("_on_faulted"),
+    from_rank.Broken: Row("hang_detector.take_broken"),
+    from_rank.StoppedDivergent: Row("_on_stopped"),
+    from_rank.NanFound: Row("_on_nan"),
+    from_rank.Mismatch: Row("_on_mismatch"),
+    # A repair.
+    from_rank.Frozen: Row("_on_frozen"),
+    from_rank.Replayed: Row("_on_replayed"),
+    from_rank.StateSent: Row("_advance"),
+    from_rank.Repaired: Row("_on_repaired"),
+    from_rank.Rebuilt: Row("_advance"),
+    from_rank.Reissued: Row("_advance"),
+    from_rank.Unaligned: Row("repairs.take"),
+    from_rank.Aligned: Row("repairs.take"),
+    # Copies of a rank's state.
+    from_rank.OwnStateKept: Row("own_states.note"),
+    from_rank.StateMirrored: Row("comparisons.note_mirrored"),
+    from_rank.MirrorCopied: Row("comparisons.note_mirror_copied"),
+    from_rank.Held: Row("comparisons.take", "comparisons"),
+    SnapshotSize: Row("_on_snapshot_size", "snapshots"),
+    SnapshotTaken: Row("snapshots.take", "snapshots"),
+    Dumped: Row("checkpoints.take_dumped"),
+    # What is not proved.
+    from_rank.Compared: Row("_on_compared", "incident notes"),
+    from_rank.NotProved: Row("_on_not_proved", "incident notes"),
+    from_rank.NotRecorded: Row("_on_not_recorded", "incident notes"),
+    from_rank.Note: Row("_on_note", "incident notes"),
+    # Standbys.
+    Ready: Row("_on_ready"),
+    ModulesOfTorch: Row("_on_modules", "standbys"),
+    Imported: Row("_on_imported", "standbys"),
+    SetUpDone: Row("_on_set_up_done"),
+    # Injected faults.
+    from_rank.FaultStruck: Row("injections.struck", "fault injection"),
+    from_rank.FaultFailed: Row("injections.failed", "fault injection"),
+    # A framework with callbacks of its own.
+    mindio.Prepared: Row("_on_prepared"),
+    mindio.ReplicasDeclared: Row("repairs.take"),
+    mindio.DataParallelDeclared: Row("repairs.take"),
+    mindio.ElasticDeclared: Row("repairs.take"),
+    mindio.SchedulerRegistered: Row("repairs.take"),
+    mindio.SchedulerAsked: Row("repairs.take"),
+    mindio.Paused: Row("repairs.take"),
+    mindio.SavedByFramework: Row("repairs.take"),
+    mindio.Renamed: Row("repairs.take"),
+    Refused: Row("_on_refused"),
+}
 
 
 @dataclass
@@ -87,144 +161,109 @@ class Reports:
 
     def take(self, slot: RankSlot, message: Message) -> None:
         """A message has come from the process of a slot."""
-        part = _PARTS.get(type(message))
-        if part is None:
-            self._take(slot, message)
+        row = _ROWS.get(type(message))
+        if row is None:
+            self._refuse(slot, f"{type(message).__name__} is no message of a rank")
+            return
+        take = attrgetter(row.take)(self)
+        if row.part:
+            self.node.domains.run(row.part, lambda: take(slot, message))
         else:
-            self.node.domains.run(part, lambda: self._take(slot, message))
+            take(slot, message)
 
-    def _take(self, slot: RankSlot, message: Message) -> None:
-        node = self.node
-        at_s, rank = time.monotonic(), slot.rank
-        match message:
-            case from_rank.Put():
-                slot.report_in(message.generation)
-                self._to_pass_on.append((slot.rank, message))
-            case from_rank.RowChanged():
-                board_rows.share(node, [slot])
-            case standbys.Ready():
-                pass  # a standby that was needed before it was ready
-            case standbys.ModulesOfTorch(modules=modules, files=files):
-                self.standbys.warm_up(modules, files)
-                if node.peers.pool is not None:
-                    node.peers.pool.warm_up(meeting.Warmth(modules, files))
-                self.standby_watch.start()
-            case standbys.Imported():
-                starts = [other.handler.start for other in node.here]
-                self.standbys.preloads.note(slot.local_rank, message, starts)
-            case standbys.SetUpDone(why_not=why_not):
-                node.log(
-                    "set_up_of_no_use", rank=rank, reason=why_not
-                )  # it ends, and another process replaces the rank
-            case from_rank.Present():
-                self._on_present(slot, message)
-            case from_rank.Protected():
-                slot.protect()
-                node.advance(recovery.RankProtected(at_s=at_s, rank=rank))
-            case from_rank.Unprotected(reason=reason):
-                self.protection.note_unprotected(slot, reason)
-            case from_rank.TrainsAlone() | from_rank.Joined():
-                self.protection.note_membership(slot, message)
-            case from_rank.OwnStateKept():
-                self.own_states.note(slot, message)
-            case from_rank.StateMirrored():
-                self.comparisons.note_mirrored(slot, message)
-            case from_rank.MirrorCopied():
-                self.comparisons.note_mirror_copied(slot, message)
-            case from_rank.CollectiveStep():
-                self.comparisons.note_collective_steps()
-            case from_rank.Hindered():
-                self.protection.note_hindered(slot, message)
-            case from_rank.ScriptError():
-                self.note_script_error(slot, message)
-            case from_rank.Faulted():
-                self._on_faulted(slot, message)
-            case from_rank.Broken():
-                self.hang_detector.take_broken(slot, message)
-            case from_rank.Frozen():
-                self._on_frozen(slot, message)
-            case from_rank.Replayed(generation=generation, boundary=boundary):
-                node.log("rank_replayed", rank=rank, **asdict(message))
-                replayed = recovery.RankReplayed(at_s=at_s, rank=rank, generation=generation, boundary=boundary)
-                node.advance(replayed)
-            case mindio.Prepared(generation=generation, boundary=boundary):
-                self.repairs.take(slot, message)
-                node.log("rank_replayed", rank=rank, generation=generation, boundary=boundary, setup_s=0.0)
-                replayed = recovery.RankReplayed(at_s=at_s, rank=rank, generation=generation, boundary=boundary)
-                node.advance(replayed)
-            case from_rank.StateSent(generation=generation, digest=digest):
-                sent = recovery.StateSent(at_s=at_s, rank=rank, generation=generation, digest=digest)
-                node.advance(sent)
-            case from_rank.Repaired(generation=generation, digest=digest, loaded=loaded):
-                repaired = recovery.RankRepaired(
-                    at_s=at_s, rank=rank, generation=generation, digest=digest, boundary=loaded or None
-                )
-                node.advance(repaired)
-            case from_rank.Rebuilt(generation=generation):
-                node.advance(recovery.RankRebuilt(at_s=at_s, rank=rank, generation=generation))
-            case from_rank.Reissued(generation=generation):
-                node.advance(recovery.RankReissued(at_s=at_s, rank=rank, generation=generation))
-            case from_rank.Mismatch(generation=generation, reason=reason, detail=detail):
-                if detail:
-                    node.log("mismatch_detail", rank=rank, detail=detail)
-                found = recovery.MismatchFound(
-                    at_s=at_s,
-                    rank=rank,
-                    generation=generation,
-                    reason=reason if message.is_near else with_cure(reason),
-                    is_contradiction=message.is_contradiction,
-                    is_near=message.is_near,
-                )
-                node.advance(found)
-            case from_rank.Compared(equal=equal, not_proved=not_proved):
-                self.incidents.note_compared(rank, equal, not_proved)
-            case from_rank.Unaligned() | from_rank.Aligned():
-                self.repairs.take(slot, message)
-            case from_rank.Held():
-                self.comparisons.take(slot, message)
-            case from_rank.StoppedDivergent():
-                self._on_stopped(slot)
-            case from_rank.NanFound():
-                self._on_nan(slot, message)
-            case SnapshotSize(bytes=share_bytes):
-                self.snapshots.share_bytes = share_bytes
-            case SnapshotTaken():
-                self.snapshots.take(slot, message)
-            case Dumped():
-                self.checkpoints.take_dumped(slot, message)
-            case from_rank.FaultStruck():
-                self.injections.struck(slot, message)
-            case from_rank.FaultFailed():
-                self.injections.failed(slot, message)
-            case from_rank.NotProved(names=names):
-                node.log("not_proved", rank=rank, names=names)
-                self.incidents.not_proved.take(rank, names)
-            case from_rank.NotRecorded(sentences=sentences):
-                node.log("not_recorded", rank=rank, sentences=sentences)
-                self.incidents.not_proved.take_unrecorded(rank, sentences)
-            case from_rank.Note(text=text):
-                node.log("note", rank=rank, text=text)
-                logger.warning("rank %d: %s", rank, text)
-            case (
-                mindio.ReplicasDeclared()
-                | mindio.DataParallelDeclared()
-                | mindio.ElasticDeclared()
-                | mindio.SchedulerRegistered()
-                | mindio.SchedulerAsked()
-                | mindio.Paused()
-                | mindio.SavedByFramework()
-                | mindio.Renamed()
-            ):
-                self.repairs.take(slot, message)
-            case Refused(reason=reason):
-                self._refuse(slot, reason)
-            case _:
-                self._refuse(slot, f"{type(message).__name__} is no message of a rank")
+    def _advance(self, slot: RankSlot, message: Message) -> None:
+        """A message that is an event."""
+        kind = _EVENTS[type(message)]
+        shared = {name: getattr(message, name) for name in _SHARED[type(message)]}
+        self.node.advance(kind(at_s=time.monotonic(), rank=slot.rank, **shared))
 
     def _refuse(self, slot: RankSlot, reason: str) -> None:
         """A rank has sent what is no message, which has no effect: what should have come instead has its deadline."""
         self.node.log("message_refused", rank=slot.rank, reason=reason)
         logger.warning("a message of rank %d is ignored: %s", slot.rank, reason)
+
+    def _on_row(self, slot: RankSlot, message: from_rank.RowChanged) -> None:
+        board_rows.share(self.node, [slot])
+
+    def _on_unprotected(self, slot: RankSlot, message: from_rank.Unprotected) -> None:
+        self.protection.note_unprotected(slot, message.reason)
+
+    def _on_collective_steps(self, slot: RankSlot, message: from_rank.CollectiveStep) -> None:
+        self.comparisons.note_collective_steps()
+
+    def _on_ready(self, slot: RankSlot, message: Ready) -> None:
+        """It was needed before it was ready."""
+
+    def _on_refused(self, slot: RankSlot, message: Refused) -> None:
+        self._refuse(slot, message.reason)
+
+    def _on_protected(self, slot: RankSlot, message: from_rank.Protected) -> None:
+        slot.protect()
+        self.node.advance(recovery.RankProtected(at_s=time.monotonic(), rank=slot.rank))
+
+    def _on_mismatch(self, slot: RankSlot, message: from_rank.Mismatch) -> None:
+        if message.detail:
+            self.node.log("mismatch_detail", rank=slot.rank, detail=message.detail)
+        found = recovery.MismatchFound(
+            at_s=time.monotonic(),
+            rank=slot.rank,
+            generation=message.generation,
+            reason=message.reason if message.is_near else with_cure(message.reason),
+            is_contradiction=message.is_contradiction,
+            is_near=message.is_near,
+        )
+        self.node.advance(found)
+
+    def _on_replayed(self, slot: RankSlot, message: from_rank.Replayed) -> None:
+        self.node.log("rank_replayed", rank=slot.rank, **asdict(message))
+        self._advance(slot, message)
+
+    def _on_prepared(self, slot: RankSlot, message: mindio.Prepared) -> None:
+        self.repairs.take(slot, message)
+        where = {"generation": message.generation, "boundary": message.boundary}
+        self.node.log("rank_replayed", rank=slot.rank, **where, setup_s=0.0)
+        self._advance(slot, message)
+
+    def _on_repaired(self, slot: RankSlot, message: from_rank.Repaired) -> None:
+        repaired = recovery.RankRepaired(
+            at_s=time.monotonic(),
+            rank=slot.rank,
+            generation=message.generation,
+            digest=message.digest,
+            boundary=message.loaded or None,
+        )
+        self.node.advance(repaired)
+
+    def _on_snapshot_size(self, slot: RankSlot, message: SnapshotSize) -> None:
+        self.snapshots.share_bytes = message.bytes
+
+    def _on_compared(self, slot: RankSlot, message: from_rank.Compared) -> None:
+        self.incidents.note_compared(slot.rank, message.equal, message.not_proved)
+
+    def _on_not_proved(self, slot: RankSlot, message: from_rank.NotProved) -> None:
+        self.node.log("not_proved", rank=slot.rank, names=message.names)
+        self.incidents.not_proved.take(slot.rank, message.names)
+
+    def _on_not_recorded(self, slot: RankSlot, message: from_rank.NotRecorded) -> None:
+        self.node.log("not_recorded", rank=slot.rank, sentences=message.sentences)
+        self.incidents.not_proved.take_unrecorded(slot.rank, message.sentences)
+
+    def _on_note(self, slot: RankSlot, message: from_rank.Note) -> None:
+        self.node.log("note", rank=slot.rank, text=message.text)
+        logger.warning("rank %d: %s", slot.rank, message.text)
+
+    def _on_modules(self, slot: RankSlot, message: ModulesOfTorch) -> None:
+        self.standbys.warm_up(message.modules, message.files)
+        if self.node.peers.pool is not None:
+            self.node.peers.pool.warm_up(meeting.Warmth(message.modules, message.files))
+        self.standby_watch.start()
+
+    def _on_imported(self, slot: RankSlot, message: Imported) -> None:
+        self.standbys.preloads.note(slot.local_rank, message, [other.handler.start for other in self.node.here])
+
+    def _on_set_up_done(self, slot: RankSlot, message: SetUpDone) -> None:
+        """It ends, and another process replaces the rank."""
+        self.node.log("set_up_of_no_use", rank=slot.rank, reason=message.why_not)
 
     def _on_present(self, slot: RankSlot, message: from_rank.Present) -> None:
         """A process has greeted: it is sent what it has missed."""
@@ -249,7 +288,7 @@ class Reports:
         self._nan_step = -2
         self._passed_on, self._to_pass_on, self._voided = [], [], set()
 
-    def _on_stopped(self, slot: RankSlot) -> None:
+    def _on_stopped(self, slot: RankSlot, message: from_rank.StoppedDivergent) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
         recorded = self.node.board.get(slot.rank, Field.RECORDED)
         at_s, reason = time.monotonic(), slot.divergence
@@ -307,6 +346,11 @@ class Reports:
             self.node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
         else:
             logger.warning("%s; training continues (on_nan: warn)", finding)
+
+    def _on_put(self, slot: RankSlot, put: from_rank.Put) -> None:
+        """A rank reports something to all others."""
+        slot.report_in(put.generation)
+        self._to_pass_on.append((slot.rank, put))
 
     def pass_on(self) -> None:
         """Pass on what ranks have reported to all others; one that has no process now hears it when it has greeted."""

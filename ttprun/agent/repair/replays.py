@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ttprun import recovery
@@ -22,10 +21,9 @@ from ttprun.agent.repair import alignments
 from ttprun.agent.repair.alignments import Alignments
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.repairs import Repairs
+from ttprun.groups.agreement import Agreed, Operation, expected_of
 from ttprun.protocol import from_rank, mindio, node_orders, to_rank
 from ttprun.protocol.from_rank import GroupJournal
-
-Operation = tuple[str, int]  # group, number of a collective
 
 
 @dataclass
@@ -97,20 +95,18 @@ class Replays(Repairs):
         """Have all ranks connect and issue their journals again."""
         slots = self._node.slots
         journals = {slot.rank: slot.journal for slot in slots if slot.journal}
-        given = sources_of(journals)
-        sources = [(name, number, rank) for (name, number), rank in given.items()]
+        agreed, expected = Agreed.of_each(action.ranks, journals), expected_of(journals.values())
+        given = next((one.sources for one in agreed.values()), {})  # the same for all
         takes_from = self._whose_gradients(action, journals, given)
         self._alignments.begin(takes_from)
-        expected, received = expected_of(journals.values()), received_of(journals.values())
-        settled = settled_of(journals.values())
         for rank in action.ranks:
             resume = to_rank.Resume(
                 action.generation,
                 action.boundary,
                 expected.get(rank, {}),
-                sources,
-                received=received.get(rank, {}),
-                settled=settled,
+                [(name, number, giver) for (name, number), giver in agreed[rank].sources.items()],
+                received=agreed[rank].received,
+                settled=agreed[rank].settled,
                 takes_from=takes_from.get(rank),
             )
             self._actuators.of(rank).forward(rank, resume)
@@ -135,50 +131,3 @@ class Replays(Repairs):
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold."""
         self._checkpoints.persist(action)
-
-
-def expected_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[int, dict[str, list[str]]]:
-    """Rank -> the collectives, by group, that a replacement has to issue: those of the survivor that is farthest."""
-    farthest: dict[tuple[str, tuple[int, ...]], list[GroupJournal]] = {}  # alike at a glance -> one a membership
-    for name, group in (item for journal in journals for item in journal.items()):
-        glance = (len(group.ranks), *group.ranks[:1], *group.ranks[-1:])
-        known = farthest.setdefault((name, glance), [])
-        place = next((at for at, one in enumerate(known) if one.ranks is group.ranks or one.ranks == group.ranks), None)
-        if place is None:
-            known.append(group)
-        elif len(group.issued) > len(known[place].issued):
-            known[place] = group
-    expected: defaultdict[int, dict[str, list[str]]] = defaultdict(dict)
-    for (name, _), groups in farthest.items():
-        for rank, issued in ((rank, group.issued) for group in groups for rank in group.ranks):
-            if len(issued) > len(expected[rank].get(name, [])):
-                expected[rank][name] = issued
-    return expected
-
-
-def received_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[int, dict[str, list[str]]]:
-    """Rank -> by point-to-point channel, the digests of the messages to or from it that their receivers have."""
-    received: defaultdict[int, dict[str, list[str]]] = defaultdict(dict)
-    for channel, group in (item for journal in journals for item in journal.items() if item[1].received):
-        for rank in group.ranks:
-            received[rank][channel] = group.received
-    return received
-
-
-def settled_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[str, int]:
-    """By group, how many of FSDP2's reduce-scatters need not be issued again: one rank that knows it is enough."""
-    found: dict[str, int] = {}
-    for name, group in (item for journal in journals for item in journal.items()):
-        if group.settled:
-            found[name] = max(found.get(name, 0), group.settled[-1] + 1)
-    return found
-
-
-def sources_of(journals: Mapping[int, dict[str, GroupJournal]]) -> dict[Operation, int]:
-    """(group, number of a collective) -> the lowest of the ranks that have its result and no input any more."""
-    sources: dict[Operation, int] = {}
-    for rank, journal in sorted(journals.items()):
-        for name, group in journal.items():
-            for number in group.results:
-                sources.setdefault((name, number), rank)
-    return sources

@@ -158,7 +158,7 @@ class Merge(Outcome):
             is_wrapped = isinstance(mine, WrapperNode) or isinstance(last, WrapperNode)
             return is_wrapped or first.kind == last.kind == mine.kind
         shape = PARTS[type(last)]
-        if not any(part is not Part.NUMBER and part is not Part.UNORDERED for part in shape.values()):
+        if not any(part not in (Part.NUMBER, Part.AGE, Part.UNORDERED) for part in shape.values()):
             return False
         if isinstance(last, DictNode) and not self._has_keys_alike(first, last, mine):
             return False

@@ -148,7 +148,7 @@ class Outcome:
                 made[name] = some(listed(held), listed(other) if is_in_order and other is not None else [])
             elif part is Part.NAMED:
                 made[name] = {key: one(p, (other or {}).get(key, MISSING)) for key, p in held.items()}
-            else:
+            elif part is Part.GROUPS:
                 made[name] = [{key: one(p, MISSING) for key, p in group.items()} for group in held]
         shift = len(self._last.blobs) if is_mine else 0
         if isinstance(node, ChangedDataNode):

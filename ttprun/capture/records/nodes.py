@@ -32,6 +32,7 @@ class ObjectOfKind(NumberedNode, frozen=True, gc=False):
     kind: str
 
 
+Age: TypeAlias = int  # how many boundaries ago all of it was looked at, at most
 Nodes: TypeAlias = "list[Node]"
 Items: TypeAlias = "list[Node] | bytes"  # bytes: packed, see values/long_items.py
 Unordered: TypeAlias = "list[Node]"
@@ -43,6 +44,7 @@ class Part(enum.Enum):
     """The kind of content of a node's part."""
 
     NUMBER = "Number"
+    AGE = "Age"
     NODE = "Node"
     NODES = "Nodes"
     ITEMS = "Items"
@@ -114,6 +116,7 @@ class LongNode(AnyNode, frozen=True, gc=False, tag="L"):
     length: int
     digest: str
     first: Number
+    age: Age = 0
 
 
 class ReferenceNode(AnyNode, frozen=True, gc=False, tag="r"):
@@ -170,6 +173,7 @@ class ListNode(NumberedNode, frozen=True, gc=False, tag="l"):
     items: Items
     kind: str | None = None
     attributes: Named = {}
+    age: Age = 0
 
 
 class TupleNode(AnyNode, frozen=True, gc=False, tag="t"):
@@ -212,6 +216,7 @@ class DictNode(NumberedNode, frozen=True, gc=False, tag="d"):
     values: Items
     kind: str | None = None
     attributes: Named = {}
+    age: Age = 0
 
 
 class BytesNode(NumberedNode, frozen=True, gc=False, tag="b"):

@@ -8,16 +8,17 @@ is written. A class of the user's may hold counters and tables; those are attrib
 from __future__ import annotations
 
 import functools
+import gc
 import types
 from operator import is_
 from typing import Any
 
-from ttprun.capture.records.nodes import ClassNode, FunctionNode, MethodNode, Number, PartialNode, PlainNode, SameNode
-from ttprun.capture.values.nodes import MISSING, SETTLED, is_settled, look_up, name_of
+from ttprun.capture.records.nodes import ClassNode, FunctionNode, MethodNode, PartialNode, PlainNode, SameNode
+from ttprun.capture.values.nodes import MISSING, SETTLED, look_up, name_of
 from ttprun.capture.values.not_proved import record_not_proved
 from ttprun.capture.values.objects import is_of_user
 from ttprun.capture.values.restore import Restore, unlike
-from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.snapshot import Snapshot, traces
 from ttprun.capture.values.unchanged import Remembered
 from ttprun.introspect.looks import bases_of, dictionary_of_class, is_a
 from ttprun.introspect.whose import is_script_code
@@ -30,6 +31,7 @@ _DESCRIPTORS = (
 _named: Remembered[tuple[Any, PlainNode]] = Remembered()
 
 
+@traces
 def record_named(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A function or class that carries no state: found under its name, or compared by it."""
     node = _named.get(id(value))
@@ -45,13 +47,17 @@ def record_named(snapshot: Snapshot, value: Any, depth: int) -> Any:
     return found
 
 
+@traces
 def record_cache(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A function with functools.lru_cache: what one of the user's remembers cannot be put into another process's."""
+    if _is_own_cache(value):
+        snapshot.trace.open += 1
     if _is_own_cache(value) and value.cache_info().currsize:
         return record_not_proved(snapshot, value, "what it remembers is not recorded: a replacement computes it anew")
     return record_named(snapshot, value, depth)
 
 
+@traces
 def record_function(snapshot: Snapshot, value: types.FunctionType, depth: int) -> Any:
     """A Python function."""
     if not is_script_code(value.__code__.co_filename):
@@ -60,7 +66,9 @@ def record_function(snapshot: Snapshot, value: types.FunctionType, depth: int) -
     if not value.__closure__ and not value.__dict__ and all(type(item) in SETTLED for item in defaults):
         node = record_named(snapshot, value, depth)
         if isinstance(node, PlainNode):
+            snapshot.trace.objects.append((value, value.__dict__))
             return node
+    snapshot.trace.open += 1
     number = snapshot.number(value)
     cells = {}
     for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -115,6 +123,7 @@ def restore_function(restore: Restore, live: Any, node: FunctionNode, name: str)
     return live
 
 
+@traces
 def record_method(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A bound method: its object, and the name."""
     owner = value.__self__
@@ -135,6 +144,7 @@ def restore_method(restore: Restore, live: Any, node: MethodNode, name: str) -> 
     return restore.refuse(live, unlike(name, "builtins:method", live, f"the method {node.name}"))
 
 
+@traces
 def record_partial(snapshot: Snapshot, value: functools.partial[Any], depth: int) -> Any:
     """functools.partial: function, arguments, keywords."""
     number = snapshot.number(value)
@@ -188,27 +198,26 @@ def _unbound(item: Any) -> Any:
     return item.__func__ if type(item) in (staticmethod, classmethod) else item
 
 
-# Class: (all that its dictionary holds, the nodes of its attributes if none of them can change by itself)
-_classes: Remembered[tuple[list[Any], dict[str, Any]]] = Remembered()
+_classes: Remembered[tuple[list[Any], dict[str, Any]]] = Remembered()  # (all that a class holds, its attributes)
 
 
+@traces
 def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
     """A class of the user's, whose attributes may be counters and tables; other classes are recorded by name."""
     if not is_of_user(value):
         return record_named(snapshot, value, depth)
-    held = list(dictionary_of_class(value).values())
+    scope: dict[str, Any] = gc.get_referents(dictionary_of_class(value))[0]
+    snapshot.trace.contents.append(scope)
+    held = [*scope, *scope.values()]
     known = _classes.get(value)
-    if known is not None and len(known[0]) == len(held) and all(map(is_, held, known[0])):
-        attributes = known[1]
-        if not attributes:
-            return _without_attributes(snapshot, value, depth)
-        return ClassNode(snapshot.number(value), name_of(value), attributes)
-    found = class_attributes(value)
-    number = snapshot.number(value) if found else Number(0)
-    attributes = snapshot.attributes(found, depth)
-    if all(map(is_settled, attributes.values())):
-        _classes.keep(value, (held, attributes))
-    return ClassNode(number, name_of(value), attributes) if found else _without_attributes(snapshot, value, depth)
+    if known is None or len(known[0]) != len(held) or not all(map(is_, held, known[0])):
+        known = (held, class_attributes(value))
+        _classes.keep(value, known)
+    found = known[1]
+    if not found:
+        return _without_attributes(snapshot, value, depth)
+    names = snapshot.names_of(found)
+    return ClassNode(snapshot.number(value, names), name_of(value), snapshot.lasting_attributes(names, found, depth))
 
 
 def _without_attributes(snapshot: Snapshot, value: type, depth: int) -> Any:

@@ -34,16 +34,17 @@ from ttprun.capture.records.nodes import (
     WeightNode,
 )
 from ttprun.capture.records.packing import listed
-from ttprun.capture.values.long_items import MAX_ITEMS, MIN_ITEMS, KeptItems, kept_items, objects_in
+from ttprun.capture.values.long_items import MANY_ROWS, MAX_ITEMS, MIN_ITEMS, KeptItems, kept_items, objects_in
 from ttprun.capture.values.nodes import MISSING, is_settled, look_up, look_up_type, name_of
 from ttprun.capture.values.objects import restore_attributes
 from ttprun.capture.values.restore import Restore, has_no_state, unlike
-from ttprun.capture.values.snapshot import Snapshot
-from ttprun.introspect.looks import attributes_of, base_of, is_a, length_of
+from ttprun.capture.values.snapshot import Snapshot, traces
+from ttprun.introspect.looks import attributes_of, base_of, dictionary_of, is_a, length_of, slots_of
 
 _OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt one does not get back: a dict keeps it"
 Handler = Callable[[Snapshot, Any, int], Any]
 _FIXED_ITEMS = (SameNode, WeightNode, ReferenceNode)  # of a set
+_PLAIN: tuple[Any, ...] = (None, {})  # what `_own` says of a subclass, of the class itself
 _LOWEST_ID = 1 << 32  # what a script counts is mostly less, and an address more
 
 
@@ -76,26 +77,45 @@ def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: 
     """Nodes of items; remembered ones if they are many and unchanged."""
     if len(items) < MIN_ITEMS:
         return snapshot.items(items, depth)
-    return kept_items(snapshot, value, items, which) or snapshot.items(list(items), depth)
+    kept = kept_items(snapshot, value, items, which)
+    if len(items) > MANY_ROWS or (kept is not None and len(kept.objects) > MANY_ROWS):
+        snapshot.trace.open += 1  # what is in it is looked at here
+    elif kept is not None and kept.objects:
+        snapshot.trace.contents += kept.objects
+        snapshot.alive += kept.objects
+    return kept or snapshot.items(list(items), depth)
 
 
-def _packed(found: list[Node] | KeptItems) -> Any:
-    return found if isinstance(found, list) else found.packed
+def _packed(snapshot: Snapshot, found: list[Node] | KeptItems) -> Any:
+    if isinstance(found, list):
+        return found
+    return bytes(found.packed) if snapshot.is_keeping else found.packed
 
 
 def _long(value: Any, length: int, *parts: list[Node] | KeptItems) -> LongNode | RefusedNode:
     """Too long to be recorded: compared by a digest."""
-    digests, first = [], 0
+    digests, first, age = [], 0, _age(*parts)
     for part in parts:
         if isinstance(part, list):
             return RefusedNode(f"is a container of {length} items that can change")
         digests.append(part.digest)
         first = first or part.first
-    return LongNode(name_of(type(value)), length, " ".join(digests), Number(first))
+    return LongNode(name_of(type(value)), length, " ".join(digests), Number(first), age)
+
+
+def _age(*parts: list[Node] | KeptItems) -> int:
+    return max(0 if isinstance(part, list) else part.age for part in parts)
+
+
+def _name_age(restore: Restore, node: ListNode | DequeNode | DictNode | LongNode, name: str) -> None:
+    """What was not looked at as a whole at the boundary itself is named."""
+    if not isinstance(node, DequeNode) and node.age:
+        restore.note_age(name, node.age)
 
 
 def restore_long(restore: Restore, live: Any, node: LongNode, name: str) -> Any:
     """Compare with what the replay has made."""
+    _name_age(restore, node, name)
     if live is MISSING or name_of(type(live)) != node.kind:
         return restore.refuse(live, unlike(name, node.kind, live))
     if length_of(live) != node.length:
@@ -116,17 +136,19 @@ def record_sequence(base: type) -> Handler:
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = snapshot.number(value)
+        snapshot.trace.contents.append(value)
         items = value if type(value) is list else list(iterate(value))
         found = _items(snapshot, value, items, depth)
         if len(items) > MAX_ITEMS:
             return _long(value, len(items), found)
-        nodes = _packed(found)
+        nodes = _packed(snapshot, found)
         if base is list:
-            return ListNode(number, nodes, *_own(snapshot, value, list, depth))
+            kind, attributes = _own(snapshot, value, list, depth) or _PLAIN
+            return ListNode(number, nodes, kind, attributes, _age(found))
         kind, attributes = _own(snapshot, value, None, depth)
         return DequeNode(number, nodes, kind, attributes, _max_length_of(value))
 
-    return handle
+    return traces(handle)
 
 
 def _made(restore: Restore, live: Any, number: int, kind_name: str | None, base: type, name: str) -> Any:
@@ -145,6 +167,7 @@ def _made(restore: Restore, live: Any, number: int, kind_name: str | None, base:
 
 def restore_list(restore: Restore, live: Any, node: ListNode | DequeNode, name: str) -> Any:
     """A list or deque: in place, or a new one if it is another one's or a deque of another maximal length."""
+    _name_age(restore, node, name)
     base: Any = deque if isinstance(node, DequeNode) else list
     is_alike = not (isinstance(node, DequeNode) and isinstance(live, deque)) or _max_length_of(live) == node.max_length
     target = _made(restore, live if is_alike else MISSING, node.number, node.kind, base, name)
@@ -162,8 +185,11 @@ def restore_list(restore: Restore, live: Any, node: ListNode | DequeNode, name: 
     return target
 
 
+@traces
 def record_tuple(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A tuple; with the type of a named tuple."""
+    if type(value) is not tuple and (dictionary_of(value) is not None or slots_of(type(value))):
+        snapshot.trace.open += 1
     items = snapshot.items(value if type(value) is tuple else tuple(tuple.__iter__(value)), depth)
     if len(items) > MAX_ITEMS:
         return RefusedNode(f"is a tuple of {len(items)} items")
@@ -196,6 +222,7 @@ def _ids(snapshot: Snapshot, items: Iterable[Any], depth: int) -> list[Node] | N
     first = next(iter(items), None)
     if type(first) is not int or first < _LOWEST_ID:
         return None
+    snapshot.trace.open += 1
     carrier = host.current()
     weights = {id(one): one for one in ([] if carrier is None else carrier.training.weights())}
 
@@ -221,6 +248,8 @@ def record_set(exact: Any) -> Handler:
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = snapshot.number(value) if exact is set else Number(0)
+        if type(value) is not frozenset:
+            snapshot.trace.contents.append(value)
         items = list(exact.__iter__(value))
         if all(type(item) is types.FunctionType or is_a(item, type) for item in items) and not all(
             map(_has_name, items)
@@ -236,7 +265,7 @@ def record_set(exact: Any) -> Handler:
         kinds = sorted(name_of(type(item)) for item in items)
         return SameNode(name_of(type(value)), f"{len(kinds)} of {', '.join(kinds)}")
 
-    return handle
+    return traces(handle)
 
 
 def _has_name(item: Any) -> bool:
@@ -301,9 +330,11 @@ def restore_frozenset(restore: Restore, live: Any, node: FrozensetNode, name: st
     return made
 
 
+@traces
 def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A dictionary: keys and values, in order."""
     number = snapshot.number(value)
+    snapshot.trace.contents.append(value)
     all_keys: Any
     all_values: Any
     if type(value) is dict and len(value) >= MIN_ITEMS:
@@ -313,6 +344,7 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     else:
         base = base_of(value)
         all_keys, all_values = list(base.__iter__(value)), list(base.values(value))
+    age = 0
     if len(all_keys) <= MAX_ITEMS and (ids := _ids(snapshot, all_keys, depth)) is not None:
         keys, values = ids, snapshot.items(list(all_values), depth)
     elif len(all_keys) < MIN_ITEMS:
@@ -322,12 +354,14 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
         of_values = _items(snapshot, value, all_values, depth, 1)
         if len(all_keys) > MAX_ITEMS:
             return _long(value, len(all_keys), of_keys, of_values)
-        keys, values = _packed(of_keys), _packed(of_values)
-    return DictNode(number, keys, values, *_own(snapshot, value, dict, depth))
+        keys, values, age = _packed(snapshot, of_keys), _packed(snapshot, of_values), _age(of_keys, of_values)
+    kind, attributes = _own(snapshot, value, dict, depth) or _PLAIN
+    return DictNode(number, keys, values, kind, attributes, age)
 
 
 def restore_dict(restore: Restore, live: Any, node: DictNode, name: str) -> Any:
     """In place, in the order of the lost rank, without further keys; or a new one."""
+    _name_age(restore, node, name)
     target = _made(restore, live, node.number, node.kind, dict, name)
     if target is MISSING:
         return live

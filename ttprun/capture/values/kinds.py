@@ -103,6 +103,7 @@ EXACT: dict[type, Handler] = {
 BY_BASE: list[tuple[type, Handler]] = [
     *((base, plain.record_plain(kind)) for base, kind in plain.BASES if kind in ("enum", "path")),
     (type, callables.record_class),
+    (types.GenericAlias, process_local.record_same),
     (torch.Tensor, tensors.record_tensor),
     (torch.jit.ScriptModule, modules.record_traced),
     (torch.nn.Module, modules.record_module),
@@ -240,4 +241,4 @@ def _recorded_or_compared(record: Handler, compared: Handler) -> Handler:
     return handle
 
 
-choose_with(handler_for, fixed=(callables.record_named, callables.record_function))
+choose_with(handler_for)

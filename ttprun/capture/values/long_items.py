@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ttprun.capture.records.nodes import DictNode, ListNode, Node, Number, ReferenceNode, TupleNode, WeightNode
 from ttprun.capture.records.packing import listed, pack
+from ttprun.capture.values.kept import Names, lasting_numbers
 from ttprun.capture.values.nodes import SETTLED, is_settled
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.capture.values.unchanged import Remembered, Unchanged, begins_with
@@ -27,10 +28,9 @@ from ttprun.introspect.whose import is_script_code
 
 MIN_ITEMS = 12  # for fewer items packing again is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
-MANY_ROWS = 4096  # objects in a container, above which they are not added to those that a walk has met
+MANY_ROWS = 512  # objects in a container, above which they are not added to those that a walk has met
 WALKS = 16  # boundaries for which a container that has changed, or cannot be kept, is walked over before another try
 _MAY_BE_KEPT = (bytes, tuple, list, dict, Tensor, PurePath, enum.Enum, FunctionType)
-_next = 1 << 24  # number of the next object in rows; above all numbers of a snapshot
 
 
 class _Walk(Snapshot):
@@ -45,11 +45,8 @@ class _Walk(Snapshot):
         super().__init__({}, is_separate=True)
         self.is_relative = is_relative
 
-    def number(self, value: Any) -> Number:
-        global _next
-        number = len(self.alive)
-        if not self.is_relative:
-            number, _next = _next, _next + 1
+    def number(self, value: Any, names: Names | None = None) -> Number:
+        number = len(self.alive) if self.is_relative else lasting_numbers(1)
         self.numbers[id(value)] = number
         self.alive.append(value)
         return Number(number)
@@ -96,6 +93,11 @@ class KeptItems:
         self._disjoint: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
         self.objects: list[Any] = []
         self.first = 0
+
+    @property
+    def age(self) -> int:
+        """How many boundaries ago each of the lists and dictionaries in the items was looked at, at most."""
+        return self._inner.age
 
     @property
     def digest(self) -> str:
@@ -147,7 +149,8 @@ class KeptItems:
         count = len(self._items)
         if len(items) != count and (self._memory or (self.objects and len(items) > MAX_ITEMS)):
             return False
-        if not self._inner.holds() or (self._memory and not self._is_in_place(items, snapshot)):
+        holds = self._inner.holds if snapshot.is_separate else self._inner.holds_in_turn
+        if not holds() or (self._memory and not self._is_in_place(items, snapshot)):
             return False
         if self._whole is not None and len(items) == count and self._whole.holds():
             return True
@@ -178,7 +181,6 @@ class KeptItems:
         return True
 
     def _rows(self, container: Any, added: list[Any], is_long: bool) -> list[Any] | None:
-        global _next
         walk = self._walk = self._walk or _Walk(is_long)
         begin = len(walk.alive)
         if any(type(item) is FunctionType and is_script_code(item.__code__.co_filename) for item in added):
@@ -190,7 +192,7 @@ class KeptItems:
         self._inner.add(new)
         self.objects += new
         if is_long:
-            self.first, _next = _next, _next + len(new)
+            self.first = lasting_numbers(len(new))
         numbered = ((id(value), walk.numbers[id(value)]) for value in new)
         self.numbers.update((key, self.first + number) for key, number in numbered if number is not None)
         return nodes

@@ -20,6 +20,7 @@ from ttprun import frameworks
 from ttprun.capture.records.module_description import ModuleDescription
 from ttprun.capture.records.nodes import AnyNode, ModuleNode, Number, RefusedNode, SameNode, WrapperNode
 from ttprun.capture.records.packing import pack, unpack_description
+from ttprun.capture.values.kept import lasting_numbers
 from ttprun.capture.values.nodes import MISSING, SETTLED, is_settled, name_of
 from ttprun.capture.values.not_proved import record_not_proved
 from ttprun.capture.values.objects import left_out_by_framework, made_when_needed, restore_attributes
@@ -102,6 +103,7 @@ class _Layout:
     settled    (attributes, how to take their settled ones) of each part that has any
     tensors    those that no optimizer updates
     packed     the description
+    first_number   of the objects in it, one after the other
     """
 
     def __init__(self, root: torch.nn.Module, snapshot: Snapshot, lively: dict[str, set[str]]) -> None:
@@ -134,6 +136,7 @@ class _Layout:
         self.objects += self.tensors
         self.ids = list(map(id, self.objects))
         self.id_set = frozenset(self.ids)
+        self.first_number = Number(lasting_numbers(len(self.ids)))
         self.values = self.settled_values()
         self.learnt = list(map(_HOOKED, self.parameters))
         of_parameters = [table for _, *tables in self.learnt for table in tables if table is not None]
@@ -299,13 +302,15 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
     if layout is None or not layout.holds(snapshot):
         layout = _Layout(value, snapshot, layout.lively if layout is not None else {})
         _layouts.keep(id(value), layout)
-    first_number = Number(len(snapshot.numbers))
+    first_number = layout.first_number
     snapshot.numbers.update(zip(layout.ids, range(first_number, first_number + len(layout.ids)), strict=True))
     snapshot.alive.append(layout)
     first = len(snapshot.blobs)
     snapshot.blobs += map(plain, layout.held)
     attributes = {
-        path: {name: snapshot.node(scope[name], depth + 1) for name in names if name in scope}
+        path: snapshot.lasting_attributes(snapshot.names_of(scope, only=names), scope, depth)
+        if type(scope) is dict
+        else {name: snapshot.node(scope[name], depth + 1) for name in names if name in scope}
         for path, scope, names in layout.moving
     }
     return ModuleNode(first_number, name_of(type(value)), layout.packed, attributes, first)

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from ttprun import frameworks
 from ttprun.capture.records.nodes import AnyNode, ObjectNode, PlainNode, SameNode, ValueObjectNode
 from ttprun.capture.values.nodes import MISSING, look_up_type, name_of
 from ttprun.capture.values.restore import Restore, unlike
-from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.snapshot import Snapshot, traces
 from ttprun.introspect.looks import (
     attributes_of,
     bases_of,
+    dictionary_getter,
     dictionary_of,
     dictionary_of_class,
+    has_method,
     of_types,
     slots_of,
 )
@@ -72,21 +75,43 @@ def left_out_by_framework(kind: type) -> frozenset[str]:
     return frozenset().union(*(frameworks.LEFT_OUT.get(name_of(base), "").split() for base in bases_of(kind)))
 
 
+class _Form(NamedTuple):
+    """What is known of a class.
+
+    getter    of the dictionary of one of its objects; None if attributes are anywhere else
+    has_end   its objects notice when they die
+    without   what is left out of them
+    """
+
+    name: str
+    getter: Callable[[Any], dict[str, Any]] | None
+    has_end: bool
+    without: frozenset[str]
+
+
 @of_types
-def _form(kind: type) -> tuple[str, bool, frozenset[str]]:
-    """(name, whether its objects have no slots, what is left out of them) of a class."""
-    return name_of(kind), not slots_of(kind), left_out(kind)
+def _form(kind: type) -> _Form:
+    getter = None if slots_of(kind) else dictionary_getter(kind)
+    return _Form(name_of(kind), getter, has_method(kind, "__del__"), left_out(kind))
 
 
+@traces
 def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """An object with attributes."""
-    number = snapshot.number(value)
-    name, is_without_slots, without = _form(type(value))
-    if is_without_slots and (held := dictionary_of(value)) is not None:
-        return ObjectNode(number, name, snapshot.lasting_attributes(held, depth, without))
-    return ObjectNode(number, name, snapshot.attributes(attributes_of(value), depth, without))
+    name, getter, has_end, without = _form(type(value))
+    if getter is None:
+        snapshot.trace.open += 1
+        return ObjectNode(snapshot.number(value), name, snapshot.attributes(attributes_of(value), depth, without))
+    held = getter(value)
+    names = snapshot.names_of(held, without)
+    number = snapshot.number(value, names)
+    if has_end:  # it is not kept alive
+        snapshot.trace.open += 1
+    snapshot.trace.objects.append((value, held))
+    return ObjectNode(number, name, snapshot.lasting_attributes(names, held, depth))
 
 
+@traces
 def record_python_module(snapshot: Snapshot, value: types.ModuleType, depth: int) -> Any:
     """A module by its name. One that is not found by it is a part of an extension or a file that was run by hand."""
     scope = dictionary_of(value) or {}
@@ -94,9 +119,10 @@ def record_python_module(snapshot: Snapshot, value: types.ModuleType, depth: int
     if sys.modules.get(name) is value:
         return PlainNode("module", [name])
     file = scope.get("__file__")
-    return (
-        record_object(snapshot, value, depth) if file and is_script_code(file) else SameNode(name_of(type(value)), name)
-    )
+    if file and is_script_code(file):
+        return record_object(snapshot, value, depth)
+    snapshot.trace.open += 1
+    return SameNode(name_of(type(value)), name)
 
 
 def made_when_needed(name: str, attributes: dict[str, Any]) -> Any:
@@ -180,8 +206,14 @@ def is_frozen(kind: type) -> bool:
     return bool(getattr(next(filter(None, found), None), "frozen", False))
 
 
+@traces
 def record_value_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A frozen dataclass: it has no identity worth keeping."""
+    held = dictionary_of(value)
+    if held is None or slots_of(type(value)):
+        snapshot.trace.open += 1
+    else:
+        snapshot.trace.objects.append((value, held))
     return ValueObjectNode(name_of(type(value)), snapshot.attributes(attributes_of(value), depth))
 
 

@@ -28,9 +28,12 @@ _INTERNALS = frozenset(vars(_Empty([torch.zeros(1)], lr=0.1))) | {"step", "_opt_
 
 def record_optimizer(snapshot: Snapshot, value: torch.optim.Optimizer, depth: int) -> Any:
     """Hyper-parameters of each group, and attributes."""
-    number = snapshot.number(value)
-    groups = [snapshot.lasting_attributes(group.settings, depth, _PARAMS) for group in all_of(value)]
-    own = snapshot.lasting_attributes(vars(value), depth, _INTERNALS)
+    scope = vars(value)
+    names = snapshot.names_of(scope, _INTERNALS)
+    number = snapshot.number(value, names)
+    settings = [group.settings for group in all_of(value)]
+    groups = [snapshot.lasting_attributes(snapshot.names_of(one, _PARAMS), one, depth) for one in settings]
+    own = snapshot.lasting_attributes(names, scope, depth)
     return OptimizerNode(number, name_of(type(value)), groups, how_many_shown(value), own)
 
 

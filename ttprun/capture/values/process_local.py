@@ -18,15 +18,17 @@ from ttprun.capture.values import saves
 from ttprun.capture.values.nodes import MISSING, name_of
 from ttprun.capture.values.not_proved import record_not_proved
 from ttprun.capture.values.restore import Restore
-from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.snapshot import Snapshot, traces
 from ttprun.capture.values.trees import walk
 from ttprun.introspect.looks import attributes_of, is_a, plain_of
 
 _DONE = (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED)  # states of a future
 
 
+@traces
 def record_same(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Compared by type."""
+    snapshot.trace.typed.append(value)
     return SameNode(name_of(type(value)), "")
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from ttprun.capture.position.judgement import DEAD, judge
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.nodes import Node, RefusedNode
-from ttprun.capture.values.cures import not_recorded
-from ttprun.capture.values.trees import walk, with_fixed
+from ttprun.capture.values.snapshot import with_fixed
+from ttprun.capture.values.trees import walk
+from ttprun.protocol.reasons import not_recorded
 
 MARK_OF_REFUSED = b"\x92\xa1!"  # a RefusedNode as `pack` packs it; a str of the user's may look alike
 

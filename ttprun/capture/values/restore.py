@@ -17,13 +17,13 @@ import torch
 
 from ttprun.capture.position.judgement import DEAD, NO_STATE, judge
 from ttprun.capture.records.nodes import AnyNode, EffectNode, Node, ReferenceNode, RefusedNode, SameNode
-from ttprun.capture.records.packing import listed, unpack_named
-from ttprun.capture.values.cures import not_recorded
+from ttprun.capture.records.packing import listed
 from ttprun.capture.values.nodes import MISSING, CannotRestoreError, name_of, short_name
-from ttprun.capture.values.snapshot import FIXED, Snapshot, is_hidden
+from ttprun.capture.values.snapshot import Snapshot, is_hidden, with_fixed
 from ttprun.introspect import fail_open
 from ttprun.introspect.frames import set_local, unset_local, variables_of
 from ttprun.introspect.tensor_bytes import places
+from ttprun.protocol.reasons import not_recorded
 
 # Restores a value from one kind of node: restore_... with these four arguments.
 #
@@ -107,8 +107,7 @@ class Restore:
         self, scope: Mapping[str, Any], recorded: dict[str, Any], where: str, dead: Container[str] = frozenset()
     ) -> tuple[dict[str, Any], list[str]]:
         """What to write, and what to delete."""
-        nodes = dict(recorded)
-        nodes.update(unpack_named(nodes.pop(FIXED).packed) if FIXED in nodes else {})
+        nodes = with_fixed(recorded)
         written = {}
         for name, node in nodes.items():
             live = scope.get(name, MISSING)
@@ -250,6 +249,12 @@ class Restore:
                 raise CannotRestoreError(why)
             self.named.append(why)
         return live
+
+    def note_age(self, name: str, age: int) -> None:
+        """Of the lost rank's, not all was looked at at the boundary itself: what has never changed is, in turns."""
+        if self.is_comparing and not self._is_dead:
+            steps = "1 step" if age == 1 else f"{age} steps"
+            self.named.append(f"{name} had never changed, and was last seen whole {steps} before")
 
     def note_made(self, live: Any, name: str) -> None:
         """An object was made as pickle would, without its constructor."""

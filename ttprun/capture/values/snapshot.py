@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from operator import attrgetter, is_
-from types import FunctionType
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ import torch
 from ttprun.capture.position import iterables, loops
 from ttprun.capture.records.boundary_record import LoopRecord
 from ttprun.capture.records.nodes import (
-    FixedNode,
     NotProvedNode,
     Number,
     PlainNode,
@@ -30,11 +27,11 @@ from ttprun.capture.records.nodes import (
     SameNode,
     TupleNode,
 )
-from ttprun.capture.records.packing import pack
-from ttprun.capture.values.nodes import MAX_DEPTH, SETTLED, is_settled, name_of
-from ttprun.capture.values.unchanged import ARE_COUNTED, Remembered, Unchanged, version_of
+from ttprun.capture.records.packing import unpack_named
+from ttprun.capture.values.kept import Names, Trace, lasting_numbers
+from ttprun.capture.values.nodes import MAX_DEPTH, SETTLED, name_of
+from ttprun.capture.values.unchanged import Remembered
 from ttprun.introspect import fail_open
-from ttprun.introspect.looks import is_a
 
 # Names that the interpreter puts into modules; other dunder names are the script's own.
 _HIDDEN = """
@@ -43,6 +40,7 @@ _HIDDEN = """
 """
 HIDDEN = frozenset(_HIDDEN.split())
 _NOT_DEFINED = (RefusedNode, SameNode)
+NONE = frozenset[str]()
 FIXED = ""  # the name of the packed nodes, in a scope's record, that are the same at each boundary
 
 # Makes the node of a value, as its type needs it: record_... with these three arguments.
@@ -56,16 +54,18 @@ FIXED = ""  # the name of the packed nodes, in a scope's record, that are the sa
 Handler = Callable[["Snapshot", Any, int], Any]
 HANDLERS: dict[type, Handler] = {}
 _choosers: list[Callable[[type], Handler]] = []
-_fixed: set[Handler] = set()
+_tracing: set[Handler] = set()
 
 
-def choose_with(chooser: Callable[[type], Handler], fixed: Iterable[Handler]) -> None:
-    """Register the function that chooses, once for each type, how its values are recorded.
+def traces(handler: Handler) -> Handler:
+    """A decorator, of a handler that notes in `Snapshot.trace` what its nodes depend on; of others it is not known."""
+    _tracing.add(handler)
+    return handler
 
-    fixed    handlers whose SameNodes depend on the type or name alone
-    """
+
+def choose_with(chooser: Callable[[type], Handler]) -> None:
+    """Register the function that chooses, once for each type, how its values are recorded."""
     _choosers[:] = [chooser]
-    _fixed.update(fixed)
 
 
 _MOST_LETTERS = 100  # of an error
@@ -83,68 +83,19 @@ def is_hidden(name: str) -> bool:
     return name.startswith("__") and (name in HIDDEN or name.startswith(_HIDDEN_PREFIXES))
 
 
-class _Scope:
-    """What is remembered of one scope from earlier boundaries.
-
-    fixed       variables whose object has the same node at each boundary: functions, modules, numbers, paths, ...
-    packed      the nodes of `fixed`
-    moving      names whose node must be computed at each boundary
-    rest        names of the scope that are neither hidden nor fixed
-    """
-
-    __slots__ = ("_lasting", "_names", "_sizes", "_version", "_watched", "fixed", "moving", "packed", "rest", "stepped")
-
-    def __init__(self, stepped: Any, lasting: dict[str, Any] | None) -> None:
-        self.stepped = stepped
-        self._lasting = lasting
-        self._version = -1
-        self._names: list[str] = []
-        self._watched: dict[str, Any] = {}  # the functions and classes in `fixed`, which may get attributes
-        self._sizes: list[int] = []  # number of attributes of each of those
-        self.fixed: dict[str, Any] = {}
-        self.moving: set[str] = set()
-        self.packed = FixedNode(b"")
-        self.rest: list[str] = []
-
-    def look_at(self, scope: dict[str, Any]) -> None:
-        """Update this at a boundary."""
-        has_sizes = self._sizes_now() == self._sizes
-        if self._lasting is scope:
-            version = version_of(scope)  # what it holds is not kept: it may have to go, or be resized
-            if ARE_COUNTED and self._names and has_sizes and version == self._version:
-                return
-            self._version = version
-        names, fixed = list(scope), self.fixed
-        is_named_alike = names == self._names
-        is_held = is_named_alike or fixed.keys() <= scope.keys()
-        if not (has_sizes and is_held and all(map(is_, map(scope.__getitem__, fixed), fixed.values()))):
-            sizes = zip(self._watched, self._sizes, self._sizes_now(), strict=True)
-            self.moving.update(name for name, before, now in sizes if before != now)
-            self.moving.update(name for name, value in fixed.items() if scope.get(name, self) is not value)
-            self.fixed, self._watched, self._sizes = {}, {}, []  # the others become fixed again
-        elif is_named_alike:
-            return
-        self._names = names
-        self._update_rest()
-
-    def _sizes_now(self) -> list[int]:
-        return list(map(len, map(_attributes_of, self._watched.values())))
-
-    def settle(self, new: Iterable[str], scope: Mapping[str, Any]) -> None:
-        """Add variables to `fixed`, which must be packed again then."""
-        self.fixed.update((name, scope[name]) for name in new)
-        self._watched = {name: value for name, value in self.fixed.items() if is_a(value, FunctionType | type)}
-        self._sizes = self._sizes_now()
-        self._update_rest()
-
-    def _update_rest(self) -> None:
-        self.rest = [name for name in self._names if name not in self.fixed and not is_hidden(name)]
+def with_fixed(scope: dict[str, Any]) -> dict[str, Any]:
+    """A scope's nodes, including the packed ones that are the same at each boundary, which come first."""
+    if FIXED not in scope:
+        return scope
+    return unpack_named(scope[FIXED].packed) | {name: node for name, node in scope.items() if name != FIXED}
 
 
-_scopes: Remembered[_Scope] = Remembered()
-_attributes_of = attrgetter("__dict__")
-# By the id of an object's dictionary: (names that have no node, nodes of the others, all settled, the dictionary).
-_attributes: Remembered[tuple[frozenset[str], dict[str, Any], Unchanged]] = Remembered()
+def _shown(scope: dict[str, Any]) -> list[str]:
+    return [name for name in scope if not is_hidden(name)]
+
+
+_scopes: Remembered[tuple[Any, Names]] = Remembered()  # with what optimizers update
+_attributes: Remembered[tuple[Any, Names]] = Remembered()  # by the id of an object's dictionary; with what is left out
 
 
 class Snapshot:
@@ -163,6 +114,8 @@ class Snapshot:
     storages   number of the tensor, or large array, with which a storage was recorded, by the storage's address
     memories   (address, end, number) of each small numpy array with memory of its own
     arrays     (hash, whether it has ever changed) of each large numpy array met so far, by its id
+    trace      what the nodes so far depend on
+    is_keeping the nodes that are made may be kept: their numbers are the same at each boundary
     parts      number of the first tensor met of which only the elements are recorded, by its storage's address
     """
 
@@ -182,6 +135,8 @@ class Snapshot:
         self.memories: list[tuple[int, int, int]] = []
         self.arrays: dict[int, tuple[bytes, bool]] = {}
         self.parts: dict[int, int] = {}
+        self.trace = Trace()
+        self.is_keeping = False
         self.alive: list[Any] = []  # ids stay valid only as long as the objects live
 
     def variables(self, scope: dict[str, Any], key: Hashable = None, is_lasting: bool = False) -> dict[str, Any]:
@@ -193,32 +148,12 @@ class Snapshot:
         if key is None:
             return {name: self.node(value, 0) for name, value in scope.items() if not is_hidden(name)}
         known = _scopes.get(key)
-        if known is None or known.stepped is not self.stepped:
-            known = _Scope(self.stepped, scope if is_lasting else None)
+        if known is None or known[0] is not self.stepped:
+            known = (self.stepped, Names(_shown))
             _scopes.keep(key, known)
-        known.look_at(scope)
-        found = {}
-        for name in known.rest:
-            value = scope[name]
-            found[name] = value if type(value) in SETTLED else self.node(value, 0)
-        if not known.moving.issuperset(found):
-            self._settle(known, scope, found)
-        if known.fixed:
-            found[FIXED] = known.packed
-        return found
-
-    def _settle(self, known: _Scope, scope: Mapping[str, Any], found: dict[str, Any]) -> None:
-        """Move nodes that will be the same at the next boundary from `found` to `known`."""
-        unknown = [name for name in found if name not in known.moving]
-        new = [name for name in unknown if _is_fixed(scope[name], found[name])]
-        known.moving.update(unknown)
-        known.moving.difference_update(new)
-        if not new:
-            return
-        for name in new:
-            del found[name]
-        known.settle(new, scope)
-        known.packed = FixedNode(pack({name: self.node(value, 0) for name, value in known.fixed.items()}))
+        names = known[1]
+        found = names.nodes(self, scope, 0, is_lasting)
+        return {FIXED: names.entered.packed} | found if names.entered is not None else found
 
     def loop(self, loop: loops.Loop) -> LoopRecord:
         """An active loop, with what it iterates over if its position does not determine that."""
@@ -236,12 +171,28 @@ class Snapshot:
             return RefusedNode(why)
         return self.node(items, 1)
 
-    def number(self, value: Any) -> Number:
-        """The number of an object that is met for the first time."""
-        number = Number(len(self.numbers))
+    def number(self, value: Any, names: Names | None = None) -> Number:
+        """The number of an object that is met for the first time.
+
+        names   of its attributes, as of `names_of`: then it is the same at each boundary
+        """
+        number = len(self.numbers)
+        if self.is_keeping:
+            number = lasting_numbers(1)
+        if names is not None and names.owner in (0, id(value)) and not self.is_separate:
+            names.owner = id(value)  # another object may share its dictionary
+            number = names.number
         self.numbers[id(value)] = number
         self.alive.append(value)
-        return number
+        return Number(number)
+
+    def kept_node(self, value: Any, depth: int) -> Any:
+        """As `node`, with numbers that can stay the same: the node may be kept."""
+        self.is_keeping = True
+        try:
+            return value if type(value) in SETTLED else self.node(value, depth)
+        finally:
+            self.is_keeping = False
 
     def node(self, value: Any, depth: int) -> Any:
         """The node of one value.
@@ -258,6 +209,7 @@ class Snapshot:
         if known is None and self.rows:
             known = next((numbers[id(value)] for numbers in self.rows if id(value) in numbers), None)
         if known is not None:
+            self.trace.referred.append((id(value), known))
             return ReferenceNode(known)
         if len(self.alive) > MAX_OBJECTS and self.has_limit:
             return self._not_proved(kind, f"it comes after the {MAX_OBJECTS:,} objects that are recorded at each step")
@@ -268,11 +220,16 @@ class Snapshot:
         except Exception as error:  # e.g. another thread is changing it: record the others
             fail_open.raise_if_meant(error)
             made = RefusedNode(f"raised {type(error).__name__} when it was read: {str(error)[:_MOST_LETTERS]}")
+        if type(made) is RefusedNode or (
+            handler not in _tracing and not (type(made) is PlainNode and made.kind != "class")
+        ):
+            self.trace.open += 1
         if type(made) in _NOT_DEFINED and id(value) in self.numbers:
             self.numbers[id(value)] = None  # where it is met again it is judged by that place: here it may be dead
         return made
 
     def _not_proved(self, kind: type, why: str) -> NotProvedNode:
+        self.trace.open += 1
         self.not_proved.append(name_of(kind))
         return NotProvedNode(name_of(kind), why)
 
@@ -302,19 +259,41 @@ class Snapshot:
             if type(name) is str and name not in without
         }
 
-    def lasting_attributes(self, scope: dict[str, Any], depth: int, without: frozenset[str]) -> dict[str, Any]:
-        """Nodes of an object's own dictionary, which is not walked again while it is unchanged.
+    def names_of(
+        self, scope: dict[str, Any], without: frozenset[str] = NONE, only: Collection[str] | None = None
+    ) -> Names:
+        """What is remembered of the names of an object's own dictionary.
 
-        scope            the object's own __dict__, known by its id
-        depth, without   as for `attributes`; the same frozenset each time
+        scope     the object's own __dict__, known by its id
+        without   names that are left out; the same frozenset each time
+        only      the names that count, the same each time; None: all
         """
         known = _attributes.get(id(scope))
-        if known is not None and known[0] is without and known[2].holds():
-            return known[1]
-        nodes = self.attributes(scope, depth, without)
-        if all(map(is_settled, nodes.values())):
-            _attributes.keep(id(scope), (without, nodes, Unchanged((scope,))))
-        return nodes
+        left_out = without if only is None else only
+        if known is None or known[0] is not left_out:
+
+            def choose(names: dict[str, Any]) -> list[str]:
+                own = names if only is None else filter(names.__contains__, only)
+                return [one for one in own if type(one) is str and one not in without]
+
+            known = (left_out, Names(choose))
+            _attributes.keep(id(scope), known)
+        return known[1]
+
+    def lasting_attributes(self, names: Names, scope: dict[str, Any], depth: int) -> dict[str, Any]:
+        """Nodes of an object's own dictionary; what of it has not changed is not walked over again.
+
+        names   as `names_of` returns them
+        depth   of the object
+        """
+        if self.is_separate:
+            return {
+                name: value if type(value := scope[name]) in SETTLED else self.node(value, depth + 1)
+                for name in names.choose(scope)
+            }
+        found = names.nodes(self, scope, depth + 1, True)
+        kept = names.entered
+        return found if kept is None else kept.nodes | found if found else kept.nodes
 
 
 @contextlib.contextmanager
@@ -326,12 +305,3 @@ def room_to_walk() -> Iterator[None]:
         yield
     finally:
         sys.setrecursionlimit(limit)
-
-
-def _is_fixed(value: Any, node: Any) -> bool:
-    """Whether the same object has the same node at each boundary."""
-    if type(value) is FunctionType and value.__dict__:
-        return False
-    if is_settled(node):
-        return True
-    return HANDLERS[type(value)] in _fixed if isinstance(node, SameNode) else isinstance(node, PlainNode)

@@ -29,10 +29,10 @@ from ttprun.capture.records.nodes import (
     TensorNode,
     WeightNode,
 )
-from ttprun.capture.records.packing import listed, unpack_description, unpack_named
+from ttprun.capture.records.packing import listed, unpack_description
 from ttprun.capture.values.large_data import tensor_of
 from ttprun.capture.values.nodes import MISSING
-from ttprun.capture.values.snapshot import FIXED
+from ttprun.capture.values.snapshot import with_fixed
 
 LISTS = (Part.NODES, Part.ITEMS, Part.UNORDERED)
 
@@ -81,7 +81,7 @@ def _named_parts(node: AnyNode, name: str) -> Iterator[tuple[Node, str]]:
             yield from ((one, f"{name}.{key}") for key, one in held.items())
         elif part is Part.GROUPS:
             yield from ((one, f"{name}.{key}") for group in held for key, one in group.items())
-        elif part is Part.NUMBER or isinstance(held, bytes | bytearray):
+        elif part in (Part.NUMBER, Part.AGE) or isinstance(held, bytes | bytearray):
             continue
         elif isinstance(node, DictNode) and field == "keys":
             yield from ((key, f"a key of {name}") for key in held)
@@ -170,12 +170,6 @@ class Tree:
         if not is_parameter or optimizer >= len(counts) or index >= counts[optimizer][0]:
             return None
         return int(sum(parameters for parameters, _ in counts[:optimizer])) + index
-
-
-def with_fixed(scope: dict[str, Any]) -> dict[str, Any]:
-    """A scope's nodes, including the packed ones that are the same at each boundary."""
-    found = {name: node for name, node in scope.items() if name != FIXED}
-    return (unpack_named(scope[FIXED].packed) if FIXED in scope else {}) | found
 
 
 def name_of_blob(fields: ScriptState, index: int) -> str:
@@ -273,7 +267,7 @@ class Comparison:
         return all(self._is_same_part(shape.get(name), getattr(first, name), getattr(last, name)) for name in fields)
 
     def _is_same_part(self, part: Part | None, first: Any, last: Any) -> bool:
-        if part is Part.NUMBER:
+        if part in (Part.NUMBER, Part.AGE):
             return True
         if part is Part.NODE:
             return self.is_same(first, last)

@@ -2,13 +2,15 @@
 
 `Unchanged` decides whether lists and dictionaries hold the same objects as before: of a dictionary by a version from
 torch (CPython's own up to 3.11, a watcher's later); if that has changed, the items are compared, and so are those of
-lists, of a long one by the addresses of its items. `Remembered` holds results, as long as they are used at each
+lists, of a long one by the addresses of its items. Very many that were the same for some boundaries are looked at in
+turns, some at each boundary (`Unchanged.holds_in_turn`). `Remembered` holds results, as long as they are used at each
 boundary.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
 from operator import is_
@@ -84,36 +86,135 @@ def begins_with(items: Any, first: list[Any]) -> bool:
 
 
 _LONG = 64  # items of a list, from which on its memory is compared
+# What is looked at in turns, and how many of each kind at a boundary: long lists, dictionaries, short lists.
+_TURNS = (64, 2048, 128)
+_LOOKS = 3  # whole looks in a row that have found nothing, before turns begin
+_MOST_LENGTHS = 8192  # of lists that are asked for their lengths at each boundary
+
+
+class Clock:
+    """What all that is looked at in turns follows.
+
+    boundary   number of the boundary, of all in this process
+    is_whole   nothing is left to its turn: what is recorded now is needed for more than evidence covers
+    """
+
+    boundary = 0
+    is_whole = False
 
 
 class Unchanged:
     """The contents of some lists and dictionaries, which are kept alive."""
 
-    __slots__ = ("_contents", "_dictionaries", "_items", "_lengths", "_lists", "_long", "_versions")
+    _CONTENTS = (
+        *("_contents", "_dictionaries", "_held", "_items", "_lengths", "_lists", "_long", "_lengths_of_long"),
+        *("_starts", "_versions"),
+    )
+    __slots__ = (*_CONTENTS, "_looked_at", "_looks", "_turn", "_whole_at")
 
     def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]] = ()) -> None:
         self._dictionaries: list[dict[Any, Any]] = []
         self._versions: list[int] = []
         self._contents: list[list[Any]] = []
-        self._lists: list[list[Any]] = []
+        self._lists: list[Any] = []
         self._lengths: list[int] = []
+        self._starts: list[int] = []  # of each list's items in `_items`
         self._items: list[Any] = []
-        self._long: list[tuple[list[Any], list[Any]]] = []  # lists compared by their memory, with what they held
+        self._long: list[list[Any]] = []  # lists that are compared by their memory
+        self._held: list[list[Any]] = []  # what each of them held
+        self._lengths_of_long: list[int] = []
+        self._looks = self._turn = 0
+        self._looked_at, self._whole_at = -1, Clock.boundary
         self.add(containers)
 
-    def add(self, containers: Iterable[list[Any] | dict[Any, Any]]) -> None:
-        """Add containers with their current contents."""
+    @classmethod
+    def joined(cls, parts: Iterable[Unchanged]) -> Unchanged:
+        """Those of several, with the contents that are known of them."""
+        made = cls()
+        for part in parts:
+            count = len(made._items)
+            for name in cls._CONTENTS:
+                getattr(made, name).extend(getattr(part, name))
+            made._starts[len(made._starts) - len(part._starts) :] = [start + count for start in part._starts]
+        return made
+
+    def add(self, containers: Iterable[Any]) -> None:
+        """Add lists, dictionaries, sets or deques with their current contents."""
         for one in containers:
             if isinstance(one, dict):
                 self._dictionaries.append(one)
                 self._versions.append(version_of(one))
                 self._contents.append([*one, *one.values()])
+                if type(one) is OrderedDict:  # items that change places are not counted
+                    self._add_items(one)
             elif len(one) >= _LONG and type(one) is list and HAVE_ADDRESSES:
-                self._long.append((one, one.copy()))
+                self._long.append(one)
+                self._held.append(one.copy())
+                self._lengths_of_long.append(len(one))
             else:
-                self._lists.append(one)
-                self._lengths.append(len(one))
-                self._items += one
+                self._add_items(one)
+
+    def _add_items(self, one: Any) -> None:
+        self._lists.append(one)
+        self._lengths.append(len(one))
+        self._starts.append(len(self._items))
+        self._items += one
+
+    @property
+    def age(self) -> int:
+        """How many boundaries ago each of these was looked at, at most."""
+        counts = len(self._long), len(self._dictionaries), len(self._lists)
+        a_round = max(-(-count // turn) for count, turn in zip(counts, _TURNS, strict=True))
+        return min(Clock.boundary - self._whole_at, a_round)
+
+    def holds_in_turn(self) -> bool:
+        """As `holds`, of very many that have been the same for some boundaries only of those whose turn it is."""
+        is_long = len(self._long) > _TURNS[0] or len(self._dictionaries) > _TURNS[1] or len(self._lists) > _TURNS[2]
+        if not is_long or self._looks < _LOOKS or Clock.is_whole:
+            if not self.holds():
+                self._looks = 0
+                return False
+            if self._whole_at != Clock.boundary:
+                self._whole_at = Clock.boundary
+                self._looks += 1
+            return True
+        if self._looked_at == Clock.boundary:
+            return True
+        self._looked_at = Clock.boundary
+        self._turn += 1
+        if self._look():
+            return True
+        self._looks = 0
+        return False
+
+    def _look(self) -> bool:
+        """Whether those hold whose turn it is."""
+        if len(self._lists) <= _MOST_LENGTHS and list(map(len, self._lists)) != self._lengths:
+            return False
+        if len(self._long) <= _MOST_LENGTHS and list(map(len, self._long)) != self._lengths_of_long:
+            return False
+        counts = len(self._long), len(self._dictionaries), len(self._lists)
+        of_long, of_dictionaries, of_lists = (
+            slice(begin := self._turn * turn % max(1, -(-count // turn) * turn), begin + turn)
+            for turn, count in zip(_TURNS, counts, strict=True)
+        )
+        long = self._long[of_long]
+        if list(map(len, long)) != self._lengths_of_long[of_long]:
+            return False
+        if not all(map(begins_with, long, self._held[of_long])):
+            return False
+        found = self._dictionaries[of_dictionaries]
+        if not ARE_COUNTED or list(map(version_of, found)) != self._versions[of_dictionaries]:
+            contents = ([*dictionary, *dictionary.values()] for dictionary in found)
+            if not all(map(_are_the_same, contents, self._contents[of_dictionaries])):
+                return False
+            self._versions[of_dictionaries] = map(version_of, found)
+        lists, lengths = self._lists[of_lists], self._lengths[of_lists]
+        if not lists:
+            return True
+        begin = self._starts[of_lists.start]
+        items = self._items[begin : begin + sum(lengths)]
+        return list(map(len, lists)) == lengths and all(map(is_, chain.from_iterable(lists), items))
 
     def holds(self) -> bool:
         """Whether all hold the same objects, in the same order."""
@@ -126,7 +227,9 @@ class Unchanged:
             and all(map(is_, chain.from_iterable(self._lists), self._items))
         ):
             return False
-        return not self._long or all(len(one) == len(held) and begins_with(one, held) for one, held in self._long)
+        return not self._long or (
+            list(map(len, self._long)) == self._lengths_of_long and all(map(begins_with, self._long, self._held))
+        )
 
     def _changed(self) -> Iterable[int]:
         """The places of dictionaries that may have changed: those with another version than before."""
@@ -176,6 +279,7 @@ _all: list[Remembered[Any]] = []
 
 def begin_boundary() -> None:
     """Begin a boundary for all results."""
+    Clock.boundary += 1
     for one in _all:
         one.begin_boundary()
 

@@ -21,8 +21,8 @@ from ttprun.chaos.check.notes import (
 from ttprun.chaos.check.trial import Trial
 from ttprun.chaos.drill.compare import TWINS, Kinds, compare_runs, pair
 from ttprun.chaos.faults import Fault
-from ttprun.observe.cures import says_cure, split_cure, with_cure
 from ttprun.observe.status import IncidentStatus
+from ttprun.protocol.reasons import says_cure, split_cure, with_cure
 
 KillResult = Literal["exact", "by a weaker rung", "refused", "differs", "not reached", "not tried"]
 WITHOUT_LOSS = ("reconnect", "rerun", "replace")

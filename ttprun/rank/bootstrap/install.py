@@ -27,7 +27,7 @@ from ttprun.capture.position import ast_transform
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
 from ttprun.device.errors import DeviceFault, Diagnosis, in_one_line
-from ttprun.introspect import children, signal_handlers
+from ttprun.introspect import children, host, signal_handlers
 from ttprun.introspect.after_import import after_import, is_overdue
 from ttprun.introspect.fail_open import session_now
 from ttprun.introspect.whose import add_named_path, add_user_directory
@@ -357,7 +357,5 @@ def take_over() -> None:
         hooks.install(presence)
         hooks.begin_run(presence, presence.welcome.is_replacement)
     except Exception as error:  # fail open: the script runs as under torchrun
-        session = sys.modules.get("ttprun.rank.session")
-        if session is not None:
-            session.end()
+        host.end()
         presence.channel.send(from_rank.Unprotected(f"the hooks could not be installed: {error!r}"))

@@ -24,6 +24,7 @@ from msgspec.structs import asdict
 
 from ttprun.device import accelerator
 from ttprun.device.interface import DeviceFailedError
+from ttprun.groups import generations
 from ttprun.groups.journal import Journal
 from ttprun.groups.links import cut_all
 from ttprun.groups.process_group import groups_of
@@ -163,7 +164,7 @@ class CallbackRecovery(Recovery):
         """Fail all waits for collectives, and start the names of new groups again."""
         session = self._session
         unfinished = session[Journal].unfinished()
-        self._break_connections()
+        generations.break_connections(session)
         for entry in unfinished:
             if not entry.is_done:
                 entry.settle(RuntimeError(f"{FORCE_STOP}. A recovery has begun (ttprun)"))
@@ -172,7 +173,9 @@ class CallbackRecovery(Recovery):
 
     def _signatures(self) -> dict[str, GroupJournal]:
         """By group: its ranks. What was issued is not issued again."""
-        return {group.group_name: GroupJournal(list(group.ranks), []) for group in freezing.all_groups(self._session)}
+        return {
+            group.group_name: GroupJournal(list(group.ranks), []) for group in generations.all_groups(self._session)
+        }
 
     def _prepare(self, order: mindio.Prepare) -> None:
         """Memory of this rank's device has failed, and all others are frozen."""

@@ -5,40 +5,25 @@ Begin with `freeze`.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-from ttprun.device.interface import DeviceFailedError
-from ttprun.groups import apart, on_device
-from ttprun.groups.entry import Entry
-from ttprun.groups.journal import Journal, has_ended
-from ttprun.groups.links import cut_all
-from ttprun.groups.operations import SAME_FOR_ALL
-from ttprun.groups.process_group import ManagedGroup, living
+from ttprun.groups import apart, generations, on_device
+from ttprun.groups.generations import LOOK_AGAIN_S
+from ttprun.groups.journal import Journal
 from ttprun.introspect import moments
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field
-from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.patience import Patience
-from ttprun.rank.replay import stopping
 from ttprun.rank.session import Session
-from ttprun.rank.step.inter_node_commit import InterNodeCommit
 from ttprun.tensors import replicated
 
-LOOK_AGAIN_S = 0.05
-LET_FINISH_S = 0.05  # time for operations between living ranks to end by themselves
 COLLECTIVE_STEP_S = 5.0  # within which a collective step ends, if no rank is lost
-LOCK_LIMIT_S = 1.0  # in which an operation is issued
-STUCK_AFTER_S = 2.0  # after a cut; an operation that can end does so within milliseconds
-Issued = Sequence[tuple[Entry, Any]]  # entries with the works of the backend, which another recovery has to end
 
 
-def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_overtaken: Callable[[], None]) -> None:
+def freeze(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[], None]) -> None:
     """Stop, and report where this rank is.
 
-    issued_again      what an older recovery was issuing
     check_overtaken   called now and then; its exception ends the order
     """
     moments.reached("freeze")
@@ -49,8 +34,8 @@ def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_
         session.changed.notify_all()
     if session.has_collective_steps and not order.lost:
         let_collective_step_end(session, order, check_overtaken)
-    freeze_journal(session)
-    break_connections(session, issued_again, check_overtaken)
+    generations.freeze(session)
+    generations.break_connections(session, check_overtaken)
     let_step_end(session, check_overtaken)
     settle(session, order, check_overtaken)
     apart.give_up_older(session)
@@ -60,25 +45,9 @@ def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_
         session.applied,
         digest=replicated.digest() if session.applied and not session.has_collective_steps else "",
         has_group=bool(session.made.living or session.made.left),
-        journal=_signatures(session),
+        journal=generations.known(session),
     )
     session.channel.send(frozen)
-
-
-def freeze_journal(session: Session) -> None:
-    """From now on no operation is issued but by the recovery.
-
-    Raises DeviceFailedError if the main thread is stuck while it issues one: it holds the journal's lock then, and may
-    wait for the device in C++, where the launch of a kernel waits for a stuck collective. An abort ends that.
-    """
-    journal = session[Journal]
-    if not journal.lock.acquire(timeout=LOCK_LIMIT_S):
-        cut_all(group.links for group in list(living))
-        if not journal.lock.acquire(timeout=on_device.SETTLE_LIMIT_S):
-            raise DeviceFailedError("the main thread is stuck in a call of the device, which the abort has not ended")
-    journal.is_frozen = True
-    journal.changed.notify_all()
-    journal.lock.release()
 
 
 def let_step_end(session: Session, check_overtaken: Callable[[], None]) -> None:
@@ -111,41 +80,6 @@ def let_collective_step_end(session: Session, order: to_rank.Freeze, check_overt
         check_overtaken()
 
 
-def break_connections(
-    session: Session, issued_again: Issued, check_overtaken: Callable[[], None] = lambda: None
-) -> None:
-    """Cut every connection, and wait until no operation of the old generation touches a tensor any more.
-
-    issued_again      what an older recovery was issuing
-    check_overtaken   called while this waits for the script; its exception ends the wait
-
-    Operations between living ranks first get LET_FINISH_S: one that is cut with messages in flight may never end.
-    """
-    groups = all_groups(session)
-    works = [(entry, entry.inner) for entry in session[Journal].entries if entry.inner is not None]
-    works += issued_again
-    end_s = time.monotonic() + LET_FINISH_S
-    for _, inner in works:
-        has_ended(inner, end_s - time.monotonic())
-    stopping.end_stuck_tasks(session, [link for group in groups for link in group.links.all], check_overtaken)
-    cut_all(group.links for group in groups)
-    if (commit := session.get(InterNodeCommit)) is not None:
-        commit.cut()
-    on_device.settle()
-    end_s = time.monotonic() + STUCK_AFTER_S
-    for entry, inner in works:
-        if not has_ended(inner, end_s - time.monotonic()):
-            entry.group.links.abandon()
-            continue
-        with contextlib.suppress(Exception):
-            inner.wait()
-            entry.group.complete(entry, inner)
-    for entry in session[Journal].unfinished():
-        session[Journal].attach(entry, None)
-    for group in groups:
-        group.links.forget()
-
-
 def settle(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[], None]) -> None:
     """Bring all survivors to one boundary.
 
@@ -173,29 +107,3 @@ def settle(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[]
         while session.applied < boundary or session.is_applying:
             session.changed.wait(LOOK_AGAIN_S)
             check_overtaken()
-
-
-def all_groups(session: Session) -> list[ManagedGroup]:
-    """All groups that exist, or did at the newest boundary, or that the journal needs, in the order of their making."""
-    with session[Journal].lock:
-        found = {entry.group for entry in session[Journal].entries}
-    found |= {*session.made.living.values(), *session.made.left}
-    return sorted((one for one in found if isinstance(one, ManagedGroup)), key=lambda group: group.number)
-
-
-def _signatures(session: Session) -> dict[str, GroupJournal]:
-    """By group and sequence: ranks, operations since the boundary, and what of them need not be issued again."""
-    found: dict[str, GroupJournal] = {}
-    with session[Journal].lock:
-        for entry in session[Journal].entries:
-            group = found.setdefault(entry.sequence, GroupJournal(list(entry.members), []))
-            if entry.is_settled:
-                group.settled.append(entry.number)
-            if entry.digest and len(group.received) == len(group.issued):
-                group.received.append(entry.digest)
-            if entry.is_done and (entry.result is not None or (entry.held is not None and entry.held.is_kept)):
-                group.results.append(len(group.issued))
-            elif entry.is_done and entry.op in SAME_FOR_ALL:
-                group.taken.append(len(group.issued))
-            group.issued.append(entry.signature)
-    return found

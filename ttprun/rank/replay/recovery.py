@@ -14,12 +14,11 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ttprun.device.interface import DeviceFailedError
-from ttprun.groups import on_device
+from ttprun.groups import generations, on_device
 from ttprun.groups.connection import Exchange, GenerationOverError
-from ttprun.groups.entry import Entry
 from ttprun.groups.journal import REPORT_AFTER_S, Journal
 from ttprun.groups.links import abort_all, cut_all
 from ttprun.groups.process_group import living
@@ -72,7 +71,6 @@ class Recovery:
         self._session = session
         self._orders: queue.Queue[Ordered | None] = queue.Queue()
         self._newest_generation = session.generation
-        self._issued_again: list[tuple[Entry, Any]] = []
         self._thread = threading.Thread(target=self._work, name="ttprun-recovery", daemon=True)
 
     def begin_in(self, generation: int) -> None:
@@ -98,13 +96,13 @@ class Recovery:
 
         Raises TimeoutError after RETIRE_LIMIT_S.
         """
-        self._thread.join(freezing.LET_FINISH_S)
+        self._thread.join(generations.LET_FINISH_S)
         if self._thread.is_alive():
-            cut_all(group.links for group in freezing.all_groups(self._session))
+            cut_all(group.links for group in generations.all_groups(self._session))
         self._thread.join(RETIRE_LIMIT_S)
         if self._thread.is_alive():
             raise TimeoutError(f"the recovery thread has not ended within {RETIRE_LIMIT_S:.0f} s")
-        self._break_connections()
+        generations.break_connections(self._session)
         with self._session[Journal].lock:
             self._session[Journal].is_frozen = False
         self._session[Journal].clear()
@@ -210,7 +208,7 @@ class Recovery:
             if isinstance(order, _OF_CONNECTIONS) and isinstance(error, RuntimeError | OSError) and not is_refusal:
                 # These errors only mean that another rank is lost or a connection has broken.
                 if not self._is_overtaken_soon(order.generation):
-                    groups = freezing.all_groups(session)
+                    groups = generations.all_groups(session)
                     fault = next(filter(None, (group.links.device_fault_of(error) for group in groups)), "")
                     session.report_broken(order.generation, str(error), REPORT_AFTER_S, fault)
                 return
@@ -248,7 +246,7 @@ class Recovery:
         """Whether a newer generation begins within REPORT_AFTER_S, as the agent has noticed the fault itself."""
         give_up_at_s = time.monotonic() + REPORT_AFTER_S
         while self._newest_generation <= generation and time.monotonic() < give_up_at_s:
-            time.sleep(freezing.LOOK_AGAIN_S)
+            time.sleep(generations.LOOK_AGAIN_S)
         return self._newest_generation > generation
 
     def _check_overtaken(self) -> None:
@@ -256,12 +254,7 @@ class Recovery:
             raise OvertakenError
 
     def _freeze(self, order: to_rank.Freeze) -> None:
-        issued_again, self._issued_again = self._issued_again, []
-        freezing.freeze(self._session, order, issued_again, self._check_overtaken)
-
-    def _break_connections(self) -> None:
-        issued_again, self._issued_again = self._issued_again, []
-        freezing.break_connections(self._session, issued_again)
+        freezing.freeze(self._session, order, self._check_overtaken)
 
     def _resume(self, order: to_rank.Resume) -> None:
         session = self._session
@@ -269,6 +262,4 @@ class Recovery:
         if isinstance(session.mode, ReplayRun):
             resuming.go_live(session, session.mode, order)
             return
-        self._issued_again = []
-        resuming.resume(session, order, self._issued_again, self._check_overtaken)
-        self._issued_again = []
+        resuming.resume(session, order, self._check_overtaken)

@@ -43,7 +43,12 @@ def describe(
         results=session[Results].begin_step(boundary),
         is_before_step=session.has_collective_steps,
     )
-    steps = recording.Steps(living, stepped.storages, stepped.counts, optimizer_registry.number_of(optimizer))
+    number = None
+    for at, one in enumerate(living):  # as optimizer_registry.number_of, without asking for them again
+        if one is optimizer:
+            number = at
+            break
+    steps = recording.Steps(living, stepped.storages, stepped.counts, number)
     return recording.describe(session, boundary, frame, steps, beside, returned)
 
 

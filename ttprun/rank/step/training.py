@@ -14,7 +14,9 @@ from ttprun.rank import context
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.checks.verification import Verifier
-from ttprun.tensors import optimizer_registry
+from ttprun.rank.step import commit_barrier
+from ttprun.rank.step.inter_node_commit import InterNodeCommit
+from ttprun.tensors import open_boundaries, optimizer_registry
 from ttprun.tensors.mirror import Mirror
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 class Training(context.Training):
     """The training of a rank; what each method is for: groups/host.py, capture/host.py and tensors/host.py."""
+
+    gates = frozenset({commit_barrier.commit.__code__, open_boundaries.come_to.__code__})
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -36,6 +40,10 @@ class Training(context.Training):
 
     def weights(self) -> Sequence[torch.Tensor]:
         return optimizer_registry.newest().weights
+
+    def cut(self) -> None:
+        if (commit := self._session.get(InterNodeCommit)) is not None:
+            commit.cut()
 
     def note_input(self, name: str, inputs: Sequence[torch.Tensor], op: str, is_one_of_many: bool = False) -> bool:
         return proof.note(self._session, INPUT, name, inputs, op, is_one_of_many)

@@ -20,29 +20,19 @@ from typing import Any
 
 from ttprun.device import accelerator, registry
 from ttprun.device.interface import DeviceFailedError
+from ttprun.groups.host import Member
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import ManagedGroup
 from ttprun.groups.transports import Link
-from ttprun.rank.session import Session
-from ttprun.rank.step import commit_barrier
-from ttprun.tensors import open_boundaries
 
 LIMIT_S = 30.0  # for the script to stand still; the agent waits for a minute
 _LOOK_S = 0.05  # between two looks at the threads: one that has not run meanwhile waits for something
 # Where a thread of the script waits for this recovery, and does not go on before it lets it.
-_GATES: frozenset[CodeType] = frozenset(
-    function.__code__
-    for function in (
-        Journal._wait_for_recovery,
-        ManagedGroup.enter,
-        commit_barrier.commit,
-        open_boundaries.come_to,
-    )
-)
+_GATES: frozenset[CodeType] = frozenset({Journal._wait_for_recovery.__code__, ManagedGroup.enter.__code__})
 _Look = dict[int, tuple[str, str]]  # native id of a thread -> its state, and how often it has been switched
 
 
-def end_stuck_tasks(session: Session, links: Iterable[Link], check_overtaken: Callable[[], None]) -> None:
+def end_stuck_tasks(session: Member, links: Iterable[Link], check_overtaken: Callable[[], None]) -> None:
     """End what runs on the device for these links, if their backend cannot: nothing runs there any more then.
 
     links             of all groups; each counts as aborted from now on
@@ -55,17 +45,17 @@ def end_stuck_tasks(session: Session, links: Iterable[Link], check_overtaken: Ca
         return
     for link in late:
         link.is_aborted = True  # who waits for its operations waits for this recovery from now on
-    journal, end_s = session[Journal], time.monotonic() + LIMIT_S
+    journal, gates, end_s = session[Journal], _GATES | session.training.gates, time.monotonic() + LIMIT_S
     while time.monotonic() < end_s:
         check_overtaken()
         before = _threads()
         time.sleep(_LOOK_S)
-        if not _stand_still(before) or not _has_computed(journal, end_s):
+        if not _stand_still(before, gates) or not _has_computed(journal, end_s):
             continue
         with journal.lock:  # nobody leaves a collective, or issues one
-            if _stand_still(before):
+            if _stand_still(before, gates):
                 _stop_and_restart()
-                if not _stand_still(before):
+                if not _stand_still(before, gates):
                     raise DeviceFailedError("the script has worked on while its device was stopped: work is lost")
                 return
     raise DeviceFailedError(
@@ -106,9 +96,9 @@ def _threads() -> _Look:
     return found
 
 
-def _stand_still(before: _Look) -> bool:
+def _stand_still(before: _Look, gates: frozenset[CodeType]) -> bool:
     """Whether each of these threads waits at a gate, or has not run since that look."""
-    at_gates = set(_at_gates())
+    at_gates = set(_at_gates(gates))
     now = _threads()
     return now.keys() == before.keys() and all(
         number in at_gates or (state != "R" and (state, switches) == before[number])
@@ -116,18 +106,18 @@ def _stand_still(before: _Look) -> bool:
     )
 
 
-def _at_gates() -> Iterable[int]:
+def _at_gates(gates: frozenset[CodeType]) -> Iterable[int]:
     """Native ids of the threads that wait at one."""
     native = {thread.ident: thread.native_id for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
-        if _is_at_gate(frame) and (number := native.get(ident)) is not None:
+        if _is_at_gate(frame, gates) and (number := native.get(ident)) is not None:
             yield number
 
 
-def _is_at_gate(frame: FrameType | None) -> bool:
+def _is_at_gate(frame: FrameType | None, gates: frozenset[CodeType]) -> bool:
     found: Any = frame
     while found is not None:
-        if found.f_code in _GATES:
+        if found.f_code in gates:
             return True
         found = found.f_back
     return False

@@ -1,0 +1,325 @@
+"""The nodes of what has not changed since an earlier boundary, whatever it is made of.
+
+A walk notes what each node depends on (`Trace`): the containers and objects that it has met, whose changes can be told,
+and how many things it has met whose changes cannot ("open" ones: tensors, generators, files, ...). `Names` remembers
+the names of one dictionary, a scope's or an object's, from boundary to boundary: those whose values hold nothing open
+are kept, and are not walked over again while nothing in them has changed (`Kept`).
+
+An object in what is kept has the same number at each boundary. What is kept is valid in a walk only if none of its
+objects was met before in this walk, and all objects that it refers to were, with the same numbers. Begin with
+`Names.nodes`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from ttprun.capture.records.nodes import FixedNode
+from ttprun.capture.records.packing import pack
+from ttprun.capture.values.nodes import SETTLED
+from ttprun.capture.values.unchanged import ARE_COUNTED, Unchanged, version_of
+from ttprun.introspect.looks import dictionary_getter, dictionary_of
+
+Snapshot = Any  # snapshot.py imports this module
+
+
+_FOLLOWED: dict[type, int] = {list: 4096, dict: 4096, OrderedDict: 1024, set: 512, deque: 512}  # with how many items
+_STRIKES = 3  # how often something in a name's value may have changed before it is walked over at each boundary
+_next = 1 << 24  # the next of the numbers that last; above all numbers of a single walk
+
+
+def lasting_numbers(count: int) -> int:
+    """The first of so many numbers that no other object has at any boundary."""
+    global _next
+    first, _next = _next, _next + count
+    return first
+
+
+class Trace:
+    """What the nodes that a walk has made depend on.
+
+    open       how many things were met of which not every change can be told
+    contents   the lists, dictionaries, sets and deques met, and the dictionaries of classes
+    objects    (object, dictionary of its attributes) of those that have all attributes there
+    typed      further objects, of which the type counts
+    referred   (id, number) of objects that had been met before
+    """
+
+    __slots__ = ("contents", "objects", "open", "referred", "typed")
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.contents: list[Any] = []
+        self.objects: list[tuple[Any, dict[str, Any]]] = []
+        self.typed: list[Any] = []
+        self.referred: list[tuple[int, int]] = []
+
+
+class Kept:
+    """The nodes of the values of some names, and what they depend on.
+
+    names, values   one each
+    nodes           by name
+    contents, objects, typed   as in a `Trace`
+    alive           the objects that have a number, in the order in which they were met
+    numbers         of these, by their ids
+    elsewhere       numbers of the objects that are only referred to, by their ids
+    parts           the same of each name alone; empty if there is one name
+    """
+
+    __slots__ = (
+        *("_dictionaries", "_getters", "_owners", "_packed", "_types", "_unchanged", "alive", "contents", "elsewhere"),
+        *("names", "nodes", "numbers", "objects", "parts", "typed", "values"),
+    )
+
+    def __init__(self, nodes: dict[str, Any], values: list[Any]) -> None:
+        self.names, self.values, self.nodes = list(nodes), values, nodes
+        self.contents: list[Any] = []
+        self.objects: list[tuple[Any, dict[str, Any]]] = []
+        self.typed: list[Any] = []
+        self.alive: list[Any] = []
+        self.numbers: dict[int, int] = {}
+        self.elsewhere: dict[int, int] = {}
+        self.parts: list[Kept] = []
+        self._unchanged = Unchanged()
+        self._owners: list[Any] = []
+        self._dictionaries: list[dict[str, Any]] = []
+        self._getters: list[Any] = []
+        self._types: list[type] = []
+        self._packed: FixedNode | None = None
+
+    @classmethod
+    def of(cls, name: str, value: Any, node: Any, marks: tuple[int, ...], snapshot: Snapshot) -> Kept | None:
+        """What a walk has just found of one name. None if not every change of it can be told.
+
+        marks   as `marks_in` has returned them before
+        """
+        trace, numbers = snapshot.trace, snapshot.numbers
+        made = cls({name: node}, [value])
+        made.contents = trace.contents[marks[0] :]
+        if not all(len(one) <= _FOLLOWED.get(type(one), -1) for one in made.contents):
+            return None
+        made.objects = list({id(pair[0]): pair for pair in trace.objects[marks[1] :]}.values())
+        made.objects += [
+            (one, held)
+            for one in made.contents
+            if type(one) is OrderedDict and (held := dictionary_of(one)) is not None
+        ]
+        made.typed = trace.typed[marks[2] :]
+        made.alive = [one for one in snapshot.alive[marks[4] :] if numbers.get(id(one)) is not None]
+        made.numbers = {id(one): number for one in made.alive if (number := numbers[id(one)]) is not None}
+        made.elsewhere = {key: number for key, number in trace.referred[marks[3] :] if key not in made.numbers}
+        made._owners = [one for one, _ in made.objects]
+        made._dictionaries = [held for _, held in made.objects]
+        made._getters = [dictionary_getter(type(one)) for one in made._owners]
+        made._types = list(map(type, [*made._owners, *made.typed]))
+        made._unchanged = Unchanged([*made.contents, *made._dictionaries])
+        return made
+
+    @classmethod
+    def joined(cls, parts: list[Kept]) -> Kept | None:
+        """Several as one; those are left out whose references do not fit to the others. None if none is left."""
+        parts = _fitting(parts)
+        if not parts:
+            return None
+        nodes = {name: node for part in parts for name, node in part.nodes.items()}
+        made = cls(nodes, [value for part in parts for value in part.values])
+        made.parts = parts
+        for part in parts:
+            made.contents += part.contents
+            made.objects += part.objects
+            made.typed += part.typed
+            made.alive += part.alive
+            made.numbers.update(part.numbers)
+            made._owners += part._owners
+            made._dictionaries += part._dictionaries
+            made._getters += part._getters
+        referred = (item for part in parts for item in part.elsewhere.items())
+        made.elsewhere = {key: number for key, number in referred if key not in made.numbers}
+        of_owners = [one for part in parts for one in part._types[: len(part._owners)]]
+        made._types = [*of_owners, *(one for part in parts for one in part._types[len(part._owners) :])]
+        made._unchanged = Unchanged.joined([part._unchanged for part in parts])
+        return made
+
+    @property
+    def packed(self) -> FixedNode:
+        """The nodes, packed once."""
+        if self._packed is None:
+            self._packed = FixedNode(pack(self.nodes))
+        return self._packed
+
+    def holds(self, snapshot: Snapshot) -> bool:
+        """Whether this walk would find the same nodes."""
+        if not self._types and not self.contents:
+            return not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items()
+        return (
+            self._is_unchanged()
+            and (not self.numbers or self._is_new_to(snapshot))
+            and (not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items())
+        )
+
+    def _is_unchanged(self) -> bool:
+        """Whether nothing has changed that the nodes depend on."""
+        try:
+            return (
+                self._unchanged.holds()
+                and (not self._types or all(map(is_, map(type, chain(self._owners, self.typed)), self._types)))
+                and (
+                    not self._owners
+                    or all(map(is_, map(operator.call, self._getters, self._owners), self._dictionaries))
+                )
+            )
+        except RuntimeError:  # another thread is changing it
+            return False
+
+    def _is_new_to(self, snapshot: Snapshot) -> bool:
+        own = self.numbers.keys()
+        return own.isdisjoint(snapshot.numbers.keys()) and (
+            not snapshot.rows or all(own.isdisjoint(rows.keys()) for rows in snapshot.rows)
+        )
+
+    def enter(self, snapshot: Snapshot) -> None:
+        """The walk has met all of it."""
+        if self.numbers:
+            snapshot.numbers.update(self.numbers)
+            snapshot.alive += self.alive
+        trace = snapshot.trace
+        trace.contents += self.contents
+        trace.objects += self.objects
+        trace.typed += self.typed
+        trace.referred += self.elsewhere.items()
+
+    def holding(self, snapshot: Snapshot) -> list[Kept]:
+        """Those of the parts that hold."""
+        fine = [part for part in self.parts if part._is_unchanged() and part._is_new_to(snapshot)]
+        return _fitting(fine, snapshot.numbers)
+
+
+def marks_in(snapshot: Snapshot) -> tuple[int, ...]:
+    """Where a walk is, for `Kept.of`."""
+    trace = snapshot.trace
+    return tuple(map(len, (trace.contents, trace.objects, trace.typed, trace.referred, snapshot.alive)))
+
+
+def _fitting(parts: list[Kept], met: Mapping[int, int | None] | None = None) -> list[Kept]:
+    """Those of the parts that refer to nothing but what is in earlier ones, or elsewhere.
+
+    met   the numbers of what is elsewhere; None: they are not looked at
+    """
+    found, own = [], {key for part in parts for key in part.numbers}
+    seen: dict[int, int] = {}
+    for part in parts:
+        if all(
+            seen.get(key) == number if key in own else met is None or met.get(key) == number
+            for key, number in part.elsewhere.items()
+        ):
+            found.append(part)
+            seen.update(part.numbers)
+    return found
+
+
+class Names:
+    """What is remembered of the names of one dictionary.
+
+    choose   which names of the dictionary are recorded
+    number   of the object whose attributes these are, at each boundary
+    owner    its id; 0 if it is not known yet
+    kept     what of it is not walked over; None if nothing
+    entered  the same in the newest walk
+    rest     the other names
+    """
+
+    __slots__ = (
+        *("_all", "_chosen", "_hints", "_strikes", "_version", "choose", "entered", "kept", "number", "owner", "rest"),
+    )
+
+    def __init__(self, choose: Callable[[dict[str, Any]], list[str]]) -> None:
+        self.choose = choose
+        self.number = lasting_numbers(1)
+        self.owner = 0
+        self.kept: Kept | None = None
+        self.entered: Kept | None = None
+        self.rest: list[str] = []
+        self._all: list[Any] | None = None
+        self._chosen: list[str] = []
+        self._version = -1
+        self._hints: dict[str, int] = {}  # ids of values in which nothing open was found at the boundary before
+        self._strikes: Counter[str] = Counter()
+
+    def nodes(self, snapshot: Snapshot, scope: dict[str, Any], depth: int, is_lasting: bool) -> dict[str, Any]:
+        """The nodes of the names in `rest`; what is in `kept` has entered the walk.
+
+        scope        with the values now
+        depth        of the values
+        is_lasting   it is the same dictionary at each boundary, not a copy
+        """
+        version = version_of(scope) if is_lasting and ARE_COUNTED else -1
+        if version == -1 or version != self._version:
+            self._look_at(scope)
+            self._version = version
+        if self.kept is not None:
+            if not self.kept.holds(snapshot):
+                self._keep(self.kept.holding(snapshot))
+            if self.kept is not None:
+                self.kept.enter(snapshot)
+        self.entered = self.kept
+        return self._walk(snapshot, scope, depth) if self.rest else {}
+
+    def _look_at(self, scope: dict[str, Any]) -> None:
+        """Find the names that are new, gone, or have another value."""
+        names, kept = list(scope), self.kept
+        is_named_alike = names == self._all
+        if not is_named_alike:
+            self._all, self._chosen = names, self.choose(scope)
+        if kept is not None and not all(map(is_, map(scope.get, kept.names), kept.values)):
+            other = {name for name, value in zip(kept.names, kept.values, strict=True) if scope.get(name) is not value}
+            self._strikes.update(dict.fromkeys(other, _STRIKES))
+            kept = Kept.joined([part for part in kept.parts if part.names[0] not in other])
+        elif is_named_alike:
+            return
+        elif kept is not None and not scope.keys() >= set(kept.names):  # one that is None
+            kept = Kept.joined([part for part in kept.parts if part.names[0] in scope])
+        self._set(kept)
+
+    def _set(self, kept: Kept | None) -> None:
+        self.kept = kept
+        self.rest = [name for name in self._chosen if kept is None or name not in kept.nodes]
+
+    def _keep(self, parts: list[Kept]) -> None:
+        """Go on with these parts; each other name gets a strike."""
+        kept = Kept.joined(parts)
+        lost = set(self.kept.names if self.kept is not None else ()) - set(kept.names if kept is not None else ())
+        self._strikes.update(lost)
+        self._set(kept)
+
+    def _walk(self, snapshot: Snapshot, scope: dict[str, Any], depth: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        new: list[Kept] = []
+        trace, strikes, hints = snapshot.trace, self._strikes, self._hints
+        for name in self.rest:
+            value = scope[name]
+            if snapshot.is_keeping or (name in strikes and strikes[name] >= _STRIKES):
+                found[name] = value if type(value) in SETTLED else snapshot.node(value, depth)
+                continue
+            before = trace.open
+            if hints.get(name) == id(value):
+                marks = marks_in(snapshot)
+                found[name] = node = snapshot.kept_node(value, depth)
+                if trace.open == before:
+                    made = Kept.of(name, value, node, marks, snapshot)
+                    new += [made] if made is not None else []
+                    strikes[name] += _STRIKES if made is None else 0
+            else:
+                found[name] = snapshot.node(value, depth)
+            if trace.open == before:
+                hints[name] = id(value)
+            elif name in hints:
+                del hints[name]
+        if new:
+            self._set(Kept.joined([*(self.kept.parts if self.kept is not None else ()), *new]))
+        return found
