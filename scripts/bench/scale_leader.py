@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,7 @@ from ttprun.state.store import CheckpointStore
 PER_NODE = 8
 QUIET_S = 2.0  # of training, for what all sends without any fault
 LOOK_AGAIN_S = 0.01
+SO_SNDBUFFORCE, ROOM_BYTES = 32, 16 << 20
 SIGNS_OF_LIFE = ("in Rows", "out Rows", "out Published")
 
 
@@ -64,6 +66,9 @@ class StandIns:
     def __init__(self, nodes: int) -> None:
         pairs = [channel.pair() for _ in range(PER_NODE)]
         self.ours = [ours for ours, _ in pairs]
+        for ours in self.ours:  # a rank would read at once; this process has thousands of others to play
+            with contextlib.suppress(OSError):
+                ours.sock.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, ROOM_BYTES)
         theirs = [end.fileno() for _, end in pairs]
         script = Path(__file__).with_name("scale_nodes.py")
         self.process = subprocess.Popen(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import select
 import selectors
 import socket
 import sys
@@ -329,6 +330,8 @@ class Here(Node):
             messages = one.read_kept()
         else:
             messages = one.read_available()
+            while messages and select.select([one.sock], [], [], 0)[0]:
+                messages += one.read_available()
         for message in messages:
             if isinstance(message, from_rank.Put):
                 self.note_ports(message.generation, {int(message.key.split()[1])})
