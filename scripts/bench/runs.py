@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here, not between fork and exec
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """A benchmark that ends without a word, or whose thread has started this, ends its runs, too."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -100,7 +100,7 @@ class Run:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     def __enter__(self) -> Run:

@@ -1,155 +1,209 @@
-"""What an incident costs the machine that decides: processor time by the number of ranks, with nothing but the machine.
+"""What a large job costs the agent that leads: messages, bytes and time of each event by the number of nodes.
 
-    python scripts/bench/scale.py                     # 1k to 64k ranks, one killed
-    python scripts/bench/scale.py --lost 8            # a node of 8 ranks is lost
+    python scripts/bench/scale.py                        # 16 to 1,024 nodes of 8 ranks
+    python scripts/bench/scale.py --nodes 16 64 --again  # other sizes; nothing is written
+    python scripts/bench/scale.py --draw                 # the picture once more, from the results
 
-Each event is one that an agent would bring in: the starts of all ranks, the fault, the survivors' answers in random
-order, and what the replacements report. Begin with Story.
+It writes tests/results/scale.json and docs/scale-*.svg. Each size is a job of its own, whose leader is the real one and
+all else stand-ins (`scale_leader.py`, `scale_nodes.py`); the machine that decides is measured alone as well
+(`scale_machine.py`). An exponent of 1 means: twice as many nodes, twice as much. Begin with `exponents`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import math
+import subprocess
 import sys
-import time
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
-from runs import headline, machine, positive, print_table
+from runs import REPOSITORY, BenchmarkError, headline, machine, positive, print_table
 
-from ttprun.recovery import (
-    Action,
-    Event,
-    Freeze,
-    Job,
-    JobPhase,
-    RankExited,
-    RankFrozen,
-    RankJoined,
-    RankProtected,
-    RankRebuilt,
-    RankReissued,
-    RankRepaired,
-    RankReplayed,
-    RanksCompared,
-    RankStarted,
-    Replay,
-    Resume,
-    SendState,
-    Settings,
-    SpawnRank,
-    StateSent,
-    advance,
-    new_job,
-)
-from ttprun.recovery.replicas import Replicas
+RESULTS = REPOSITORY / "tests" / "results" / "scale.json"
+PICTURE = REPOSITORY / "docs" / "scale"
+NODES = [16, 64, 256, 1024]
+RANKS = [1024, 4096, 16384]  # of the machine alone
+EVENTS = ("start", "lost rank", "lost node", "lost tenth")
+FIGURES = {
+    "messages_in": "messages to the leader",
+    "messages_out": "messages from the leader",
+    "bytes_in": "bytes to the leader",
+    "bytes_out": "bytes from the leader",
+    "cpu_s": "processor time of the leader, s",
+    "took_s": "time, s",
+}
+DRAWN = ("messages_out", "bytes_out", "cpu_s")
+WIDTH, HEIGHT, GAP, TOP, LEFT = 260, 190, 40, 46, 16
+COLOURS = {
+    "light": {
+        "text": "#1f2328",
+        "dim": "#656d76",
+        "line": "#d0d7de",
+        "start": "#0969da",
+        "lost rank": "#2da44e",
+        "lost node": "#bf8700",
+        "lost tenth": "#cf222e",
+    },
+    "dark": {
+        "text": "#e6edf3",
+        "dim": "#8d96a0",
+        "line": "#3d444d",
+        "start": "#4493f8",
+        "lost rank": "#3fb950",
+        "lost node": "#d29922",
+        "lost tenth": "#f85149",
+    },
+}
 
-WIDTH = 50
-
-
-class Story:
-    """A job, and what its ranks answer to the machine's orders.
-
-    events    heard so far
-    spent_s   processor time of the machine for them
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.job: Job = new_job(Settings(world_size=ranks))
-        self.chance = random.Random(ranks)
-        self.events = 0
-        self.spent_s = 0.0
-
-    def start(self) -> None:
-        """All ranks start, make a group, and have been compared."""
-        for rank in range(self.ranks):
-            self.hear(RankStarted(rank=rank, pid=rank + 1, at_s=0.0))
-            self.hear(RankProtected(rank=rank, at_s=0.0))
-            self.hear(RankJoined(rank=rank, at_s=0.0))
-        self.hear(RanksCompared(replicas=Replicas(compared_at=1), at_s=0.0))
-
-    def lose(self, lost: int) -> None:
-        """The last ranks are killed, and replaced. RuntimeError if the job does not run again."""
-        waiting: list[Event] = []
-        for rank in range(self.ranks - lost, self.ranks):
-            killed = RankExited(rank=rank, pid=rank + 1, code=None, signal=9, boundary=5, at_s=1.0)
-            waiting += self.answers(self.hear(killed))
-        while waiting:
-            self.chance.shuffle(waiting)
-            heard, waiting = waiting, []
-            for event in heard:
-                waiting += self.answers(self.hear(event))
-        if self.job.phase is not JobPhase.RUNNING or self.job.lost:
-            raise RuntimeError(f"the job is {self.job.phase}, with ranks {self.job.lost} lost")
-
-    def hear(self, event: Event) -> tuple[Action, ...]:
-        """The machine's answer."""
-        self.events += 1
-        began_s = time.process_time()
-        self.job, actions = advance(self.job, event)
-        self.spent_s += time.process_time() - began_s
-        return actions
-
-    def answers(self, actions: tuple[Action, ...]) -> Iterator[Event]:
-        """What ranks and agent say to orders."""
-        for action in actions:
-            match action:
-                case Freeze(ranks, generation, _):
-                    for rank in ranks:
-                        frozen: dict[str, Any] = {"boundary": 5, "digest": "w", "has_group": True}
-                        yield RankFrozen(rank=rank, generation=generation, at_s=2.0, **frozen)
-                case SpawnRank(rank, _):
-                    yield RankStarted(rank=rank, pid=self.ranks + rank + 1, at_s=2.0)
-                case Replay(rank, generation, boundary, _):
-                    yield RankReplayed(rank=rank, generation=generation, boundary=boundary, at_s=3.0)
-                case SendState(source, to, generation, _):
-                    yield StateSent(rank=source, generation=generation, digest="w", at_s=4.0)
-                    for rank in to:
-                        yield RankRepaired(rank=rank, generation=generation, digest="w", at_s=4.0)
-                case Resume(ranks, generation, _):
-                    for rank in ranks:
-                        yield RankRebuilt(rank=rank, generation=generation, at_s=5.0)
-                        yield RankReissued(rank=rank, generation=generation, at_s=5.0)
+Sizes = list[dict[str, Any]]
 
 
-def measure(ranks: int, lost: int) -> dict[str, float]:
-    """Processor seconds of the start and of one incident, and events of the incident."""
-    story = Story(ranks)
-    story.start()
-    started_s, events = story.spent_s, story.events
-    story.lose(lost)
-    return {
-        "ranks": ranks,
-        "start_s": started_s,
-        "incident_s": story.spent_s - started_s,
-        "events": story.events - events,
-    }
+def measure(nodes: int, limit_s: float) -> dict[str, Any]:
+    """One job. Raises BenchmarkError if it does not come to its end."""
+    script = Path(__file__).with_name("scale_leader.py")
+    done = subprocess.run(
+        [sys.executable, str(script), "--nodes", str(nodes), "--limit-s", str(limit_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise BenchmarkError(f"{nodes} nodes: exit code {done.returncode}") from None
+    if found["problem"]:
+        raise BenchmarkError(f"{nodes} nodes: {found['problem']}")
+    return {"nodes": nodes} | {event: found["found"][event] for event in (*EVENTS, "quiet", "status file")}
+
+
+def exponents(sizes: Sequence[Mapping[str, Any]], event: str) -> dict[str, float]:
+    """By figure, the slope of its logarithm over that of the number of nodes (least squares)."""
+    found = {}
+    for figure in FIGURES:
+        points = [(one["nodes"], one[event].get(figure, 0)) for one in sizes]
+        logs = [(math.log(nodes), math.log(value)) for nodes, value in points if value > 0]
+        if len(logs) < 2:
+            continue
+        middle, level = (sum(axis) / len(logs) for axis in zip(*logs, strict=True))
+        spread = sum((x - middle) ** 2 for x, _ in logs)
+        found[figure] = round(sum((x - middle) * (y - level) for x, y in logs) / spread, 2)
+    return found
+
+
+def machine_alone() -> list[dict[str, float]]:
+    """An incident of one rank, in the machine alone."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        script = Path(__file__).with_name("scale_machine.py")
+        words = [sys.executable, str(script), "--json", file.name, "--ranks", *map(str, RANKS)]
+        subprocess.run(words, stdout=subprocess.DEVNULL, check=True)
+        found: list[dict[str, float]] = json.loads(Path(file.name).read_text())["found"]
+        return found
+
+
+def commit() -> str:
+    """The commit that is measured; with "+" if the tree differs from it."""
+    words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def in_short(value: float) -> str:
+    """A number with its unit's prefix: 1.5M."""
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def drawn(results: Mapping[str, Any], colours: Mapping[str, str]) -> str:
+    """The picture: a panel a figure, a curve an event, both axes logarithmic."""
+    sizes, parts = results["sizes"], []
+
+    def text(x: float, y: float, words: str, colour: str, more: str = "") -> str:
+        return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colours[colour]}" {more}>{escape(words)}</text>'
+
+    nodes = [one["nodes"] for one in sizes]
+    for panel, figure in enumerate(DRAWN):
+        left = LEFT + panel * (WIDTH + GAP) + 36
+        values = [one[event][figure] for one in sizes for event in EVENTS]
+        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        across, up = WIDTH - 36, HEIGHT / (high - low)
+
+        def x(number: float, left: float = left, across: float = across) -> float:
+            return left + across * math.log(number / nodes[0]) / math.log(nodes[-1] / nodes[0])
+
+        def y(value: float, low: int = low, up: float = up) -> float:
+            return TOP + HEIGHT - (math.log10(value) - low) * up
+
+        parts.append(text(left, TOP - 14, FIGURES[figure], "text", 'font-weight="600"'))
+        for power in range(low, high + 1):
+            at = y(10.0**power)
+            parts.append(f'<path d="M{left} {at:.1f}h{across}" stroke="{colours["line"]}"/>')
+            parts.append(text(left - 6, at + 4, in_short(10.0**power), "dim", 'text-anchor="end" font-size="10"'))
+        for number in nodes:
+            parts.append(
+                text(x(number), TOP + HEIGHT + 16, f"{number:,}", "dim", 'text-anchor="middle" font-size="10"')
+            )
+        for event in EVENTS:
+            points = [f"{x(one['nodes']):.1f} {y(one[event][figure]):.1f}" for one in sizes]
+            parts.append(f'<path d="M{"L".join(points)}" fill="none" stroke="{colours[event]}" stroke-width="2"/>')
+    at, below = LEFT + 36, TOP + HEIGHT + 44
+    for event in EVENTS:
+        words = {"start": "start", "lost tenth": "a tenth of all nodes lost at once"}.get(event, f"a {event}")
+        parts.append(f'<rect x="{at}" y="{below - 9}" width="10" height="10" fill="{colours[event]}"/>')
+        parts.append(text(at + 16, below, words, "dim"))
+        at += 40 + 7 * len(words)
+    about = f"nodes of 8 ranks; scripts/bench/scale.py, {results['commit']}; {headline(results['machine'])}"
+    parts.append(text(LEFT + 36, below + 20, about, "dim", 'font-size="10"'))
+    width = LEFT + len(DRAWN) * (WIDTH + GAP)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {below + 30}" role="img"'
+    style = 'font-family="ui-sans-serif,system-ui,sans-serif" font-size="12"'
+    title = f"What each event costs the agent that leads, from {nodes[0]} to {nodes[-1]:,} nodes"
+    return f"{head} {style}><title>{escape(title)}</title>\n" + "\n".join(parts) + "\n</svg>\n"
+
+
+def tell(results: Mapping[str, Any]) -> None:
+    """Print all figures, and how they grow."""
+    for event in (*EVENTS, "quiet"):
+        known = results["exponents"].get(event, {})
+        print(f"\n{event}")
+        rows = [["", *(f"{one['nodes']:,} nodes" for one in results["sizes"]), "exponent"]]
+        for figure, name in FIGURES.items():
+            values = [in_short(one[event].get(figure, 0)) for one in results["sizes"]]
+            rows.append([name, *values, f"{known[figure]:.2f}" if figure in known else "-"])
+        print_table(rows)
+    print("\nthe machine alone, one rank lost")
+    alone = [[f"{one['ranks']:,}", f"{one['incident_s']:.2f} s"] for one in results["machine_alone"]]
+    print_table([["ranks", "processor time"], *alone])
 
 
 def main() -> int:
-    """Measure, print and draw."""
+    """Measure, print, write and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = [1 << power for power in range(10, 17)]
-    parser.add_argument("--ranks", type=positive, nargs="+", default=sizes, help="default: 1,024 to 65,536")
-    parser.add_argument("--lost", type=positive, default=1, help="ranks that are killed at once (default 1)")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--nodes", type=positive, nargs="+", default=NODES, help="default: 16 to 1,024")
+    parser.add_argument("--limit-s", type=positive, default=600, help="for each event of a job")
+    parser.add_argument("--again", action="store_true", help="measure and print, but write nothing")
+    parser.add_argument("--draw", action="store_true", help="only draw and print what was measured before")
     options = parser.parse_args()
-    print(headline(machine()), flush=True)
-    found = [measure(ranks, options.lost) for ranks in options.ranks]
-    most_s = max(one["incident_s"] for one in found)
-    rows = [["ranks", "start, s", "incident, s", "events", "us an event", "", ""]]
-    for one in found:
-        bar = "#" * max(1, round(WIDTH * one["incident_s"] / most_s))
-        each_us = 1e6 * one["incident_s"] / one["events"]
-        times = [f"{one['start_s']:.2f}", f"{one['incident_s']:.2f}"]
-        rows.append([f"{one['ranks']:,}", *times, f"{one['events']:,}", f"{each_us:.0f}", "", bar.ljust(WIDTH)])
-    print_table(rows)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "found": found}, indent=1))
+    try:
+        if options.draw:
+            results = json.loads(RESULTS.read_text())
+        else:
+            results = {"commit": commit(), "machine": machine(), "machine_alone": machine_alone()}
+            results["sizes"] = [measure(nodes, options.limit_s) for nodes in options.nodes]
+            results["exponents"] = {event: exponents(results["sizes"], event) for event in (*EVENTS, "quiet")}
+    except BenchmarkError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    tell(results)
+    if not options.again:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        for name, colours in COLOURS.items():
+            PICTURE.with_name(f"{PICTURE.name}-{name}.svg").write_text(drawn(results, colours))
     return 0
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.agent.nodes import part
+from tests.agent.nodes import node_of, part
 from ttprun import recovery
 from ttprun.agent.cluster.leader import Leader
+from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.roles import Leading
 from ttprun.protocol import meeting, node_orders
 from ttprun.recovery.replicas import Replicas
@@ -69,3 +71,27 @@ def test_who_is_a_replica_is_known_to_all_agents_as_soon_as_the_one_that_leads_k
 
     (known,) = [one for one in peers.happened if isinstance(one, node_orders.Known)]
     assert known.compared_at == 4
+
+
+def test_nodes_that_are_lost_at_once_are_one_fault_which_the_survivors_answer_once(tmp_path: Path) -> None:
+    events: list[recovery.Event] = []
+    node = node_of(tmp_path, advance=events.append)
+    node.begin_group([(0, 0), (1, 1)], Peers(0, "127.0.0.1", 2, {}, {0: "a", 1: "b", 2: "c", 3: "d"}, 4))
+    leader = part(
+        Leader,
+        node,
+        spares=SimpleNamespace(forget=lambda number: None, lose_copies=lambda number: None),
+        membership=SimpleNamespace(note_lost=lambda number: None),
+        reports=SimpleNamespace(comparisons=SimpleNamespace(lose_mirrors=lambda ranks: None)),
+    )
+
+    for number in (3, 1):
+        leader.lose(number, "its agent has closed the connection")
+    assert events == []
+    for _ in range(2):
+        leader.decide_lost()
+
+    (lost,) = events
+    assert isinstance(lost, recovery.NodeLost)
+    assert lost.ranks == (2, 3, 6, 7)
+    assert lost.name == "node 1 (b) and node 3 (d)"

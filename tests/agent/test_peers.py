@@ -1,16 +1,19 @@
-"""When another node counts as lost for its silence."""
+"""When another node counts as lost for its silence, and in how many messages orders cross to it."""
 
 from __future__ import annotations
 
 import socket
+import zlib
 from collections.abc import Iterator
 from itertools import cycle, repeat
 
 import pytest
 
-from ttprun.agent.cluster.peers import SILENT_LIMIT_S, Peers
-from ttprun.protocol import patience
-from ttprun.protocol.channel import Channel
+from ttprun.agent.cluster.peers import SILENT_LIMIT_S, Peers, unpacked
+from ttprun.protocol import meeting, node_orders, node_reports, patience, to_rank
+from ttprun.protocol.board import SHARED
+from ttprun.protocol.channel import KNOWN, Channel
+from ttprun.protocol.codec import Refused, decode, encode
 
 
 class Clock:
@@ -47,3 +50,72 @@ def test_a_node_whose_agent_says_nothing_while_the_job_takes_steps_is_not_lost(c
     steps = cycle([True, *[False] * 20])
 
     assert clock.silent_after(peers, 10 * SILENT_LIMIT_S, steps) == []
+
+
+def test_the_same_order_to_all_ranks_of_a_node_crosses_once_and_before_what_is_sent_after_it() -> None:
+    ours, theirs = socket.socketpair()
+    link = Channel(ours)
+    link.waits = False
+    peers = Peers(0, "10.0.0.1", 2, {1: link}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
+    order = to_rank.GoOn(4)
+
+    for rank in (2, 3):
+        peers.forward(rank, 100 + rank, peers.line_of(order))
+    peers.send(1, node_orders.VoidBeyond(4))
+
+    known = {"Forward": node_orders.Forward, "VoidBeyond": node_orders.VoidBeyond}
+    with theirs, ours:
+        first, second = Channel(theirs, known).read_available()
+    assert first.to == [(2, 102), (3, 103)]
+    assert decode(first.line.encode(), KNOWN) == order
+    assert second == node_orders.VoidBeyond(4)
+
+
+def test_what_is_sent_to_one_rank_waits_for_the_end_of_the_turn_only() -> None:
+    ours, theirs = socket.socketpair()
+    link = Channel(ours)
+    link.waits = False
+    peers = Peers(0, "10.0.0.1", 2, {1: link}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
+
+    peers.forward(2, 102, peers.line_of(to_rank.GoOn(4)))
+    peers.flush()
+
+    with theirs, ours:
+        (sent,) = Channel(theirs, {"Forward": node_orders.Forward}).read_available()
+    assert sent.to == [(2, 102)]
+
+
+def test_a_long_message_to_all_nodes_crosses_packed_and_is_taken_as_it_was() -> None:
+    ours, theirs = socket.socketpair()
+    link = Channel(ours)
+    link.waits = False
+    leader = Peers(0, "10.0.0.1", 2, {1: link}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
+    rows = node_reports.Rows(1, [node_reports.BoardRow(rank, [0] * len(SHARED)) for rank in range(1000)])
+    other = Channel(theirs, {"Packed": meeting.Packed, "Rows": node_reports.Rows})
+
+    leader.to_all(rows)
+
+    with theirs, ours:
+        (sent,) = other.read_available()
+    assert len(sent.line) < len(encode(rows)) / 10
+    assert unpacked(sent, other) == rows
+
+
+@pytest.mark.parametrize("line", [b"", b"no zlib", zlib.compress(b"no JSON"), zlib.compress(b"a" * 100)[:-4]])
+def test_a_packed_message_that_cannot_be_read_is_refused(line: bytes) -> None:
+    ours, theirs = socket.socketpair()
+
+    with theirs, ours:
+        found = unpacked(meeting.Packed(line), Channel(ours))
+
+    assert isinstance(found, Refused)
+
+
+def test_nothing_is_packed_twice() -> None:
+    ours, theirs = socket.socketpair()
+    inner = encode(meeting.Packed(b""))
+
+    with theirs, ours:
+        found = unpacked(meeting.Packed(zlib.compress(inner)), Channel(ours, {"Packed": meeting.Packed}))
+
+    assert isinstance(found, Refused)

@@ -198,11 +198,45 @@ def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, re
     put = from_rank.Put(0, "port 1", b"4711")
 
     reports.take(node.slots[1], put)
+    reports.pass_on()
 
     with theirs, ours:
         (sent,) = Channel(theirs, {"Broadcast": node_orders.Broadcast}).read_available()
     assert [handler.reported for handler in node.handlers] == [[put], [], [put]]
-    assert sent == node_orders.Broadcast(1, put)
+    assert sent == node_orders.Broadcast([(1, put)])
+
+
+def test_what_several_ranks_report_to_all_at_once_crosses_to_another_node_in_one_message(
+    node: FakeNode, reports: Reports
+) -> None:
+    ours, theirs = socket.socketpair()
+    node.peers = Peers(0, "10.0.0.1", 3, {1: ready_pair(ours)}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
+    reports.actuators = node.actuators()
+    puts = [(rank, from_rank.Put(0, f"port {rank}", b"4711")) for rank in range(2)]
+
+    for rank, put in puts:
+        reports.take(node.slots[rank], put)
+    reports.pass_on()
+
+    with theirs, ours:
+        (sent,) = Channel(theirs, {"Broadcast": node_orders.Broadcast}).read_available()
+    assert sent == node_orders.Broadcast(puts)
+
+
+def test_what_lost_ranks_have_recorded_is_voided_once_and_not_for_each_survivor(
+    node: FakeNode, reports: Reports
+) -> None:
+    ours, theirs = socket.socketpair()
+    node.peers = Peers(0, "10.0.0.1", 3, {1: ready_pair(ours)}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
+    reports.actuators = node.actuators()
+    node.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=4))
+
+    for slot in node.slots[1:]:
+        reports.take(slot, from_rank.Frozen(1, 4, "w", True))
+
+    with theirs, ours:
+        sent = Channel(theirs, {"VoidBeyond": node_orders.VoidBeyond}).read_available()
+    assert sent == [node_orders.VoidBeyond(4)]
 
 
 def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_has_reported_it(
@@ -211,7 +245,7 @@ def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_
     put = from_rank.Put(0, "port 1", b"4711")
     follower = part(Follower, node, actuator=part(LocalActuator, node))
 
-    follower.take_order(node_orders.Broadcast(1, put))
+    follower.take_order(node_orders.Broadcast([(1, put)]))
 
     assert [handler.reported for handler in node.handlers] == [[put], [], [put]]
 

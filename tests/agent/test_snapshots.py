@@ -82,7 +82,7 @@ class FakeNode:
             snapshot=None,
         )
         self.is_hindered = False
-        self.slots = [SimpleNamespace(local_rank=rank) for rank in range(RANKS)]
+        self.here = self.slots = [SimpleNamespace(local_rank=rank) for rank in range(RANKS)]
         self.board = Board.create(RANKS)[1]
         self.advanced: list[recovery.Event] = []
         self.logged: list[dict[str, Any]] = []

@@ -18,6 +18,7 @@ import pytest
 from tests.agent.starting import LIMIT_S, wait_for_end
 from ttprun import recovery
 from ttprun.agent.cluster.membership import Elasticity
+from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core import rank_slot
 from ttprun.agent.core.new_group import NewGroup
 from ttprun.agent.core.supervisor import Supervisor
@@ -349,3 +350,21 @@ def test_an_exit_that_was_not_decided_as_the_supervisor_failed_is_decided_by_the
     assert verdict_of(supervisor) is not None
     assert supervisor.node.job.members[0].pid is None
     assert not supervisor.node.is_broken
+
+
+def test_the_agent_of_a_node_keeps_as_much_memory_open_in_a_job_of_many_nodes_as_in_one_of_few(
+    make: Callable[..., Supervisor],
+) -> None:
+    supervisor, opened = make(), []
+
+    def begin(nodes: int) -> int:
+        names = {number: f"10.0.0.{number}" for number in range(nodes)}
+        supervisor.node.take_job(recovery.with_size(supervisor.node.job, nodes))
+        supervisor._begin_group(NewGroup([(0, 0)], lambda *_: None), Peers(0, "10.0.0.0", 1, {}, names, nodes))
+        files = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+        return sum(os.path.lexists(path) and os.readlink(path).startswith("/memfd:ttprun") for path in files)
+
+    for nodes in (2, 200, 2):
+        opened.append(supervisor._on_thread(lambda nodes=nodes: begin(nodes)))
+
+    assert len({*opened}) == 1, opened

@@ -116,7 +116,7 @@ class FakeAgent:
         journals = {rank: m.journal for rank, m in reports if m.generation == self.generation}
         sources = [(name, number, rank) for (name, number), rank in sources_of(journals).items()]
         for rank, line in enumerate(self.lines):
-            received = received_of(rank, list(journals.values()))
+            received = received_of(journals.values()).get(rank, {})
             line.send(to_rank.Resume(self.generation, self.boundary, expected or {}, sources, received=received))
 
     def kill(self, rank: int) -> None:

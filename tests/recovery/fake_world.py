@@ -143,8 +143,11 @@ class FakeWorld:
         )
 
     def lose_node(self, rank: int, is_pair: bool) -> None:
-        """All processes of a node of one rank or two are gone; nothing that they have said is heard any more."""
-        ranks = tuple(sorted({rank, (rank + is_pair) % len(self.unheard)}))
+        """A node of one rank or two is lost."""
+        self.lose_ranks(tuple(sorted({rank, (rank + is_pair) % len(self.unheard)})))
+
+    def lose_ranks(self, ranks: tuple[int, ...]) -> None:
+        """All processes of their node are gone; nothing that they have said is heard any more."""
         for one in ranks:
             if one not in self.finished:
                 self.processes[one].is_alive = False
@@ -361,14 +364,14 @@ class FakeWorld:
 
     def check_source(self, source: int, boundary: int) -> None:
         """State comes only from a rank that is whole and stands at the boundary."""
-        assert source not in self.job.lost
+        assert self.job.members[source].life is not recovery.Life.LOST
         assert self.processes[source].is_whole
         assert self.processes[source].boundary == boundary
 
     def send_state(self, source: int, to: tuple[int, ...], generation: int, boundary: int) -> None:
         """The source sends, and each replacement loads, if both live."""
         assert to
-        assert {*to} <= {*self.job.lost}
+        assert all(self.job.members[rank].life is recovery.Life.LOST for rank in to)
         assert {self.weights_of(rank) for rank in to} == {self.weights_of(source)}
         assert all(self.processes[rank].boundary == boundary for rank in to)
         if not self.processes[source].is_alive or self.processes[source].is_stuck:

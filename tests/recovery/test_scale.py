@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.recovery.fake_world import FakeWorld
+from ttprun import recovery
 from ttprun.recovery import Settings
 from ttprun.recovery.members import CHUNK, Life, Member, MemberFlag, Members, flags_of
-from ttprun.recovery.replicas import Looks
+from ttprun.recovery.replicas import Looks, Replicas
 
 
 class Counted:
@@ -59,6 +61,48 @@ def test_an_incident_of_twice_as_many_ranks_takes_twice_the_work(lost: int) -> N
 
 
 @pytest.mark.parametrize("are_sharded", [False, True])
+def test_a_sixteenth_of_all_ranks_lost_at_once_costs_twice_as_much_among_twice_as_many(are_sharded: bool) -> None:
+    found = []
+    for world_size in (128, 256):
+        groups = world_size // 2 if are_sharded else 1
+        world = FakeWorld(Settings(world_size=world_size), restarts=0, replica_groups=groups)
+        world.settle()
+        world.train()
+        lost = tuple(range(world_size // 16))
+        with Counted() as counted:
+            world.lose_ranks(lost)
+            world.settle()
+        assert [incident.ranks for incident in world.closed] == [lost]
+        found.append(counted.instructions)
+
+    assert all(after / before < 2.2 for before, after in pairwise(found)), found
+
+
+def test_an_answer_that_is_not_the_last_one_costs_the_same_among_many_ranks_as_among_few() -> None:
+    found = []
+    for world_size in (256, 2048):
+        job = recovery.new_job(Settings(world_size=world_size))
+        for rank in range(world_size):
+            job, _ = recovery.advance(job, recovery.RankStarted(rank=rank, pid=rank + 1, at_s=0.0))
+        job = replace(job, replicas=Replicas(compared_at=1))
+        exited = recovery.RankExited(rank=0, pid=1, code=None, signal=9, boundary=5, at_s=1.0)
+        job, _ = recovery.advance(job, exited)
+        answers = [
+            recovery.RankFrozen(rank=rank, generation=1, boundary=5, digest="w", has_group=True, at_s=2.0)
+            for rank in range(1, 201)
+        ]
+
+        with Counted() as counted:
+            for answer in answers:
+                job, _ = recovery.advance(job, answer)
+
+        assert job.count(MemberFlag.IS_QUIESCED) == 200
+        found.append(counted.instructions)
+
+    assert found[0] == found[1], found
+
+
+@pytest.mark.parametrize("are_sharded", [False, True])
 def test_a_comparison_of_twice_as_many_ranks_takes_twice_the_work(are_sharded: bool) -> None:
     found = []
     for world_size in (128, 256, 512):
@@ -81,8 +125,11 @@ def test_members_count_what_they_wait_for_as_a_scan_would() -> None:
         members = members.with_changed([Member(rank=rank, life=Life.LOST, hindrance="a loop")])
     members = members.with_each(lambda one: Member(rank=one.rank, life=Life.LOST, pid=1) if one.rank > 250 else one)
 
-    marks = [mark for member in members for mark in flags_of(member)]
-    assert members.counts == [marks.count(mark) for mark in MemberFlag]
+    assert members == Members.of(members)
+    flags = [flag for name, flag in vars(MemberFlag).items() if name.isupper()]
+    assert sum(map(flags_of, members)) == sum(flag * members.count(flag) for flag in flags)
+    assert members.count(MemberFlag.IS_LOST) == 11 == members.count(MemberFlag.MUST_REPLAY)
+    assert members.count(MemberFlag.IS_HINDERED) == 3
     assert [member.rank for member in members] == list(range(len(members)))
     assert members[CHUNK].hindrance == "a loop"
-    assert members.counts[MemberFlag.MUST_START] == 3
+    assert members.count(MemberFlag.MUST_START) == 3

@@ -43,7 +43,7 @@ def assert_waits_have_deadlines(job: Job, after: Job, actions: tuple[Action, ...
 def validate(job: Job) -> None:
     """Fail if a job contradicts itself. A job inside it, of a rank that trains alone, is checked as well."""
     assert [member.rank for member in job.members] == list(range(len(job.members)))
-    assert job.members.counts == Members.of(job.members).counts
+    assert job.members == Members.of(job.members)
     assert len(job.story) <= STORY_LENGTH
     assert job.incident is None or job.incident.id <= job.incident_count
     assert job.incident is None or job.phase not in QUIET

@@ -6,7 +6,8 @@ each member for itself. Imports no torch: ranks are told by the agent. Begin wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ttprun.protocol.from_rank import GroupJournal
@@ -25,27 +26,45 @@ class Agreed(NamedTuple):
     @classmethod
     def of(cls, rank: int, journals: Journals) -> Agreed:
         """What follows for `rank` from what all living members know."""
-        found = list(journals.values())
-        return cls(sources_of(journals), received_of(rank, found), settled_of(found))
+        return cls.of_each((rank,), journals)[rank]
+
+    @classmethod
+    def of_each(cls, ranks: Iterable[int], journals: Journals) -> dict[int, Agreed]:
+        """The same for many members: what all know is looked through once."""
+        sources, settled = sources_of(journals), settled_of(journals.values())
+        received = received_of(journals.values())
+        return {rank: cls(sources, received.get(rank, {}), settled) for rank in ranks}
 
 
-def expected_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:
-    """The collectives, by group, that a replacement of `rank` has to issue: those of the survivor that is farthest."""
-    expected: dict[str, list[str]] = {}
-    for journal in journals:
-        for name, group in journal.items():
-            if rank in group.ranks and len(group.issued) > len(expected.get(name, [])):
-                expected[name] = group.issued
+def expected_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[int, dict[str, list[str]]]:
+    """Rank -> the collectives, by group, that a replacement has to issue: those of the survivor that is farthest."""
+    farthest: dict[tuple[str, tuple[int, ...]], list[GroupJournal]] = {}  # alike at a glance -> one a membership
+    for name, group in (item for journal in journals for item in journal.items()):
+        glance = (len(group.ranks), *group.ranks[:1], *group.ranks[-1:])
+        known = farthest.setdefault((name, glance), [])
+        place = next((at for at, one in enumerate(known) if one.ranks is group.ranks or one.ranks == group.ranks), None)
+        if place is None:
+            known.append(group)
+        elif len(group.issued) > len(known[place].issued):
+            known[place] = group
+    expected: defaultdict[int, dict[str, list[str]]] = defaultdict(dict)
+    for (name, _), groups in farthest.items():
+        for rank, issued in ((rank, group.issued) for group in groups for rank in group.ranks):
+            if len(issued) > len(expected[rank].get(name, [])):
+                expected[rank][name] = issued
     return expected
 
 
-def received_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:
-    """By point-to-point channel, the digests of the messages to or from `rank` that their receivers have."""
-    found = (item for journal in journals for item in journal.items())
-    return {channel: group.received for channel, group in found if group.received and rank in group.ranks}
+def received_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[int, dict[str, list[str]]]:
+    """Rank -> by point-to-point channel, the digests of the messages to or from it that their receivers have."""
+    received: defaultdict[int, dict[str, list[str]]] = defaultdict(dict)
+    for channel, group in (item for journal in journals for item in journal.items() if item[1].received):
+        for rank in group.ranks:
+            received[rank][channel] = group.received
+    return received
 
 
-def settled_of(journals: list[dict[str, GroupJournal]]) -> dict[str, int]:
+def settled_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[str, int]:
     """By group, how many of FSDP2's reduce-scatters need not be issued again: one rank that knows it is enough."""
     found: dict[str, int] = {}
     for name, group in (item for journal in journals for item in journal.items()):

@@ -49,7 +49,10 @@ class Channel:
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send one message. A closed other end is not an error here: it is noticed elsewhere."""
-        line = encode(message)
+        self.send_line(encode(message), fds)
+
+    def send_line(self, line: bytes, fds: Sequence[int] = ()) -> None:
+        """As `send`, for a message that was encoded once for many."""
         with self._sending, self._noted():
             if fds:
                 rights = array.array("i", fds)
@@ -104,7 +107,7 @@ class Channel:
                 raise EOFError("the agent has closed the channel")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
-        return self._read(line), fds
+        return self.read_line(line), fds
 
     def read_available(self) -> list[Message]:
         """The complete messages of one read. Raises EOFError if the other end is closed, OSError if it is lost."""
@@ -114,12 +117,12 @@ class Channel:
         if not data:
             raise EOFError("the other end has closed the channel")
         *lines, self._unread = (self._unread + data).split(b"\n")
-        return [self._read(line) for line in lines]
+        return [self.read_line(line) for line in lines]
 
     def read_kept(self) -> list[Message]:
         """The complete messages that have come with one that was read before."""
         *lines, self._unread = self._unread.split(b"\n")
-        kept, self._put_back = [*self._put_back, *(self._read(line) for line in lines)], []
+        kept, self._put_back = [*self._put_back, *(self.read_line(line) for line in lines)], []
         return kept
 
     def put_back(self, messages: Sequence[Message]) -> None:
@@ -129,7 +132,7 @@ class Channel:
     def messages(self) -> Iterator[Message]:
         """All messages until the other end closes; blocks in between."""
         *lines, self._unread = self._unread.split(b"\n")
-        yield from (self._read(line) for line in lines)
+        yield from (self.read_line(line) for line in lines)
         while True:
             try:
                 yield from self.read_available()
@@ -140,7 +143,8 @@ class Channel:
         """Close this end."""
         self.sock.close()
 
-    def _read(self, line: bytes) -> Any:
+    def read_line(self, line: bytes) -> Any:
+        """The message of a line that has come by this channel."""
         return decode(line, self._known)
 
 

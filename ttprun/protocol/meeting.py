@@ -150,6 +150,15 @@ class SparePools(Message, frozen=True):
     listeners: dict[int, Where] = field(default_factory=dict)
 
 
+class Packed(Message, frozen=True):
+    """A message to all nodes that is long: how all ranks stand, or where they can be reached.
+
+    line   compressed (zlib)
+    """
+
+    line: bytes
+
+
 class Master(Message, frozen=True):
     """Processes that are started from now on find their store elsewhere.
 

@@ -20,21 +20,23 @@ class Begin(Message, frozen=True):
 
 
 class Forward(Message, frozen=True):
-    """Forward a message to a rank, if it still has this process."""
+    """Forward a message to ranks of this node.
 
-    rank: int
-    pid: int
+    to     (rank, pid): to each that still has this process
+    line   as `all_ranks` has shortened it
+    """
+
+    to: list[tuple[int, int]]
     line: str
 
 
 class Broadcast(Message, frozen=True):
-    """Forward what a rank reports to all others, to the ranks of this node.
+    """Forward what ranks report to all others, to the ranks of this node.
 
-    rank   who has reported it
+    puts   (rank who has reported it, what it is)
     """
 
-    rank: int
-    put: Put
+    puts: list[tuple[int, Put]]
 
 
 class Spawn(Message, frozen=True):
@@ -196,5 +198,5 @@ Order = (
 OfLeader = (
     Order | Forward | Published | Known | node_reports.Rows | node_reports.Records
     | meeting.Accepted | meeting.Rejected | meeting.Concluded | meeting.Warmth | meeting.RankSlots | meeting.Regroup
-    | meeting.SparePools | meeting.Master | meeting.Deposed
+    | meeting.SparePools | meeting.Master | meeting.Deposed | meeting.Packed
 )  # fmt: skip

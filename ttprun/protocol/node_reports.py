@@ -195,13 +195,14 @@ def why_unfit(message: Any, world_size: int) -> str:
     named = named if isinstance(named, list) else ()  # of RankSlots it is their number
     ranks = [one if isinstance(one, int) else one.rank for one in (*named, *rows)]
     ranks += [fields["rank"]] if "rank" in fields else []
+    ranks += [rank for rank, _ in (*fields.get("to", ()), *fields.get("puts", ()))]
     odd = next((rank for rank in ranks if not 0 <= rank < world_size), None)
     if odd is not None:
         return f"it names rank {str(odd)[:20]}, and there are {world_size} ranks"
     if any(len(row.values) != len(SHARED) for row in rows):
         return "a row of the board has another number of columns"
     times = [fields.get("now_ns", 0), *(row.values[at] for row in rows for at in _TIMES)]
-    is_in_range = all(-_LARGEST <= value < _LARGEST for row in rows for value in row.values)
+    is_in_range = all(min(row.values) >= -_LARGEST and max(row.values) < _LARGEST for row in rows)
     if not is_in_range or not all(-_LATEST_NS < time < _LATEST_NS for time in times):
         return "a number of a row is out of range"
     if not 0 <= fields.get("signal", 0) < 65 or not -65 < fields.get("code", 0) < 256:

@@ -9,9 +9,10 @@ T = TypeVar("T")
 
 def changed(one: T, **changes: Any) -> T:
     """A copy with some fields changed, of a dataclass without slots. AttributeError if it has no such field."""
-    fields = vars(one)
-    if not changes.keys() <= fields.keys():
-        raise AttributeError(f"{type(one).__name__} has no {', '.join(changes.keys() - fields.keys())}")
+    before = vars(one)
+    after = before | changes
+    if len(after) != len(before):
+        raise AttributeError(f"{type(one).__name__} has no {', '.join(changes.keys() - before.keys())}")
     made = object.__new__(type(one))
-    vars(made).update(fields, **changes)
+    object.__setattr__(made, "__dict__", after)
     return made

@@ -17,7 +17,7 @@ from ttprun.recovery.ladder import begin_attempt, drain, end_job, fail_job, rest
 from ttprun.recovery.leaving import on_broken_by_leaver
 from ttprun.recovery.members import Life, Member
 from ttprun.recovery.phases import DEADLINE_NAMES, Result, add_fault, open_incident, unchanged
-from ttprun.recovery.repair import give_up_on_mismatch, missing_from, senders_of, what_is_missing
+from ttprun.recovery.repair import give_up_on_mismatch, missing_from, what_is_missing
 from ttprun.recovery.resize import give_up_replacing
 
 
@@ -51,7 +51,7 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
     if job.ending is not None:  # all have resumed only to end by themselves
         return end_job(job, event.at_s)
     took_s = event.at_s - job.phase_since_s
-    guilty, senders = who_is_guilty(job, event.silent), senders_of(job)
+    guilty = who_is_guilty(job, event.silent)
     is_anyone_unstarted = any(job.members[rank].pid is None for rank in job.survivors)
     is_anyone_left = bool({*job.survivors} - {*guilty}) or job.rewind_to is not None
     if is_anyone_unstarted or not is_anyone_left:
@@ -64,7 +64,7 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
             pid=job.members[rank].pid,
             boundary=where_the_job_stands(job),
             detected_after_s=took_s,
-            reason=f"it had {took_s:.0f} s {what_is_missing(job, job.members[rank], senders)}",
+            reason=f"it had {took_s:.0f} s {what_is_missing(job, job.members[rank])}",
         )
         for rank in guilty
     )
@@ -78,8 +78,7 @@ def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
     and a survivor that hangs will not answer the next freeze either. During a freeze, only survivors are waited for;
     during a resume, ranks that are not connected block the journals of all.
     """
-    senders = senders_of(job)
-    wanted = {member: what for member in job.members if (what := what_is_missing(job, member, senders))}
+    wanted = {member: what for member in job.members if (what := what_is_missing(job, member))}
     unconnected = tuple(member for member, what in wanted.items() if what == "to connect")
     missing = unconnected or tuple(wanted)
     of_silent = frozenset(silent)

@@ -5,9 +5,10 @@ The progress of a repair is in what each member has answered so far (`members`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
 from typing import Any
 
 from ttprun.recovery.event import Event
@@ -222,9 +223,9 @@ class Job:
         is_upgrade = self.incident is not None and self.incident.kind == UpgradeAsked.kind
         return is_upgrade and not self.count(MemberFlag.IS_AWAY)
 
-    def count(self, flag: MemberFlag) -> int:
-        """How many ranks this holds of."""
-        return self.members.counts[flag]
+    def count(self, flag: int) -> int:
+        """How many ranks this holds of; `flag` of `MemberFlag`."""
+        return self.members.count(flag)
 
     def ranks_that_are(self, life: Life) -> tuple[int, ...]:
         """Ranks of one kind, in order."""
@@ -263,23 +264,18 @@ class Job:
         """Survivors that are quiesced."""
         return tuple(member.rank for member in self.members if member.frozen is not None)
 
-    @property
-    def sources(self) -> dict[int, int]:
-        """Lost rank -> the lowest quiesced survivor that holds its state; without those whose state nobody holds."""
-        quiesced = self.quiesced
-        if self.settings.are_replicas_declared:
-            return dict.fromkeys(self.lost, quiesced[0]) if quiesced else {}
-        if self.replicas.has_collective_steps:
-            return {}
-        return self.replicas.sources(self.lost, quiesced)
+    def sources_of(self, ranks: Collection[int]) -> dict[int, int]:
+        """Lost rank -> the lowest quiesced survivor that holds its state, else itself if its own state is mirrored.
 
-    @property
-    def from_mirrors(self) -> tuple[int, ...]:
-        """Lost ranks that no survivor can repair, and whose own state is mirrored."""
-        if not self.replicas.mirrored:
-            return ()
-        sources = self.sources
-        return tuple(rank for rank in self.lost if rank in self.replicas.mirrored and rank not in sources)
+        ranks   lost ones; those whose state nobody holds are left out
+        """
+        quiesced = (member.rank for member in self.members if member.frozen is not None)
+        found: dict[int, int] = {}
+        if self.settings.are_replicas_declared:
+            found = {rank: first for first in islice(quiesced, 1) for rank in ranks}
+        elif not self.replicas.has_collective_steps:
+            found = self.replicas.sources(ranks, quiesced)
+        return {rank: rank for rank in ranks if rank in self.replicas.mirrored} | found
 
     def alike(self, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
         """These ranks, grouped by replicated state."""

@@ -27,8 +27,11 @@ def find_difference(issued: Mapping[int, Mapping[str, Sequence[str]]]) -> Differ
 
     issued   rank -> group -> signatures of the collectives that it has issued since the boundary, oldest first
     """
-    for group in sorted({group for journal in issued.values() for group in journal}):
-        journals = {rank: journal[group] for rank, journal in sorted(issued.items()) if group in journal}
+    by_group: dict[str, dict[int, Sequence[str]]] = {}
+    for rank, journal in sorted(issued.items()):
+        for group, signatures in journal.items():
+            by_group.setdefault(group, {})[rank] = signatures
+    for _, journals in sorted(by_group.items()):
         for at in range(max(map(len, journals.values()))):
             here = {rank: signatures[at].strip() for rank, signatures in journals.items() if len(signatures) > at}
             (usual, times), *others = Counter(here.values()).most_common()

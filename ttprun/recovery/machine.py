@@ -319,6 +319,11 @@ TRANSITIONS |= {
     (P.FAILED, SupervisorRenewed): row(renewal.on_renewed_when_failed, P.FAILED),
 }
 
+# A union that is made for each event takes longer than the check.
+_OF_ANY_JOB = (DeadlinePassed, SnapshotTaken, SupervisorRenewed)
+_OF_A_GENERATION = (RepairEvent, DeadlinePassed, ConnectionBroken, StatePersisted)
+_OF_A_PROCESS = (RankExited, RankFaulted, RankHung, RankDiverged)
+
 
 def advance(job: Job, event: Event) -> Result:
     """Answer one event.
@@ -341,7 +346,7 @@ def advance(job: Job, event: Event) -> Result:
     after, actions = found.handler(job, event)
     if after.phase not in found.leads_to:
         raise ForbiddenTransition(f"{type(event).__name__} led from {job.phase} to {after.phase}", job, event)
-    if after == job and not actions:
+    if not actions and vars(after) == vars(job):  # as ==, which would copy all fields first
         return job, ()
     after, actions = alone.give_up_repairs(job, after, actions)
     return changed(after, story=(*after.story, event)[-STORY_LENGTH:]), actions
@@ -349,10 +354,10 @@ def advance(job: Job, event: Event) -> Result:
 
 def is_echo(job: Job, event: Event) -> bool:
     """The event is about something that is over: another generation, or a process that the rank no longer has."""
-    if isinstance(event, DeadlinePassed | SnapshotTaken | SupervisorRenewed) and event.rank is not None:
+    if isinstance(event, _OF_ANY_JOB) and event.rank is not None:
         return True  # of a rank that was repaired alone, or is not alone any more
-    if isinstance(event, RepairEvent | DeadlinePassed | ConnectionBroken | StatePersisted):
+    if isinstance(event, _OF_A_GENERATION):
         return event.generation != job.generation
-    if isinstance(event, RankExited | RankFaulted | RankHung | RankDiverged):
+    if isinstance(event, _OF_A_PROCESS):
         return event.pid != job.members[event.rank].pid
     return False

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
+from enum import Enum
 from itertools import chain, islice
 
 from ttprun.recovery.events import ElasticDeclared, RankFrozen
+from ttprun.recovery.frozen import changed
 
 CHUNK = 128
+COUNT_BITS = 32  # each, all in one number: they change all at once
+_MOST = (1 << COUNT_BITS) - 1
 
 
 class GroupMembership(Enum):
@@ -49,6 +52,7 @@ class Member:
     has_orders          a replacement that has its orders; a new attempt needs a new process
     elastic             its declaration, if it can continue in a smaller group
     frozen              answer to Freeze
+    sends_to            lost ranks that it was ordered to send its state
     sent_digest         digest of StateSent; the source only
     repaired_digest     digest of RankRepaired; replacements only
     """
@@ -68,6 +72,7 @@ class Member:
     elastic: ElasticDeclared | None = None
     frozen: RankFrozen | None = None
     has_replayed: bool = False
+    sends_to: tuple[int, ...] = ()
     sent_digest: str | None = None
     repaired_digest: str | None = None
     has_rebuilt: bool = False
@@ -83,7 +88,7 @@ class Member:
         """Whether it has been given orders, or has answered, in the current attempt."""
         digests = (self.sent_digest, self.repaired_digest)
         has_any = self.has_orders or self.has_replayed or self.has_rebuilt or self.has_reissued
-        return has_any or self.frozen is not None or digests != (None, None)
+        return has_any or self.frozen is not None or bool(self.sends_to) or digests != (None, None)
 
     def as_lost(self, at_s: float) -> Member:
         """The lost rank, whose new process was requested at that time."""
@@ -96,40 +101,40 @@ class Member:
         """The member, whose process is as it was, at the beginning of another attempt."""
         if not self.has_answers:
             return self
-        return Member(
-            rank=self.rank,
-            pid=self.pid,
-            life=self.life,
-            is_rerun=self.is_rerun,
-            is_protected=self.is_protected,
-            membership=self.membership,
-            has_joined=self.has_joined,
-            hindrance=self.hindrance,
-            spawn_asked_at_s=self.spawn_asked_at_s,
-            is_without_node=self.is_without_node,
-            elastic=self.elastic,
+        return changed(
+            self,
+            started_at_s=None,
+            has_orders=False,
+            frozen=None,
+            has_replayed=False,
+            sends_to=(),
+            sent_digest=None,
+            repaired_digest=None,
+            has_rebuilt=False,
+            has_reissued=False,
         )
 
 
-class MemberFlag(IntEnum):
-    """What is counted: the ranks of which this holds."""
+class MemberFlag:
+    """What is counted: the ranks of which this holds. Each is a one, where its count is in `Members`."""
 
-    IS_LIVE = 0
-    IS_LOST = 1
-    IS_FINISHED = 2
-    IS_AWAY = 3
-    IS_QUIESCED = 4  # it has answered Freeze
-    MUST_FREEZE = 5  # a survivor that has not
-    MUST_START = 6  # a lost rank without a process
-    MUST_REPLAY = 7  # a lost rank that has not
-    MUST_LOAD = 8  # a lost rank that has no state yet
-    MUST_CONNECT = 9  # it has not finished, and is not connected
-    MUST_REISSUE = 10  # it has not finished, and has not caught up
-    TRAINS_ALONE = 11
-    HAS_JOINED = 12
-    IS_HINDERED = 13
-    IS_ELASTIC = 14
-    IS_WITHOUT_NODE = 15
+    IS_LIVE = 1 << 0 * COUNT_BITS
+    IS_LOST = 1 << 1 * COUNT_BITS
+    IS_FINISHED = 1 << 2 * COUNT_BITS
+    IS_AWAY = 1 << 3 * COUNT_BITS
+    IS_QUIESCED = 1 << 4 * COUNT_BITS  # it has answered Freeze
+    MUST_FREEZE = 1 << 5 * COUNT_BITS  # a survivor that has not
+    MUST_START = 1 << 6 * COUNT_BITS  # a lost rank without a process
+    MUST_REPLAY = 1 << 7 * COUNT_BITS  # a lost rank that has not
+    MUST_LOAD = 1 << 8 * COUNT_BITS  # a lost rank that has no state yet
+    MUST_CONNECT = 1 << 9 * COUNT_BITS  # it has not finished, and is not connected
+    MUST_REISSUE = 1 << 10 * COUNT_BITS  # it has not finished, and has not caught up
+    TRAINS_ALONE = 1 << 11 * COUNT_BITS
+    HAS_JOINED = 1 << 12 * COUNT_BITS
+    IS_HINDERED = 1 << 13 * COUNT_BITS
+    IS_ELASTIC = 1 << 14 * COUNT_BITS
+    IS_WITHOUT_NODE = 1 << 15 * COUNT_BITS
+    MUST_SEND = 1 << 16 * COUNT_BITS  # a survivor that has not sent lost ranks its state
 
 
 OF_LIFE = {
@@ -140,78 +145,85 @@ OF_LIFE = {
 }
 
 
-def flags_of(member: Member) -> list[MemberFlag]:
-    """What holds of one rank."""
-    if member.life is Life.LIVE:
-        found = [MemberFlag.IS_LIVE] if member.frozen is not None else [MemberFlag.IS_LIVE, MemberFlag.MUST_FREEZE]
-    elif member.life is Life.LOST:
-        found = [MemberFlag.IS_LOST]
+# Looking up an enum's member takes longer than all else that is done with it here.
+_LIVE, _LOST, _UNKNOWN, _ALONE = Life.LIVE, Life.LOST, GroupMembership.UNKNOWN, GroupMembership.ALONE
+
+
+def flags_of(member: Member) -> int:
+    """What holds of one rank, added up."""
+    life = member.life
+    if life is _LIVE:
+        found = MemberFlag.IS_LIVE if member.frozen is not None else MemberFlag.IS_LIVE + MemberFlag.MUST_FREEZE
+    elif life is _LOST:
+        found = MemberFlag.IS_LOST
         if member.pid is None:
-            found.append(MemberFlag.MUST_START)
+            found += MemberFlag.MUST_START
         if not member.has_replayed:
-            found.append(MemberFlag.MUST_REPLAY)
+            found += MemberFlag.MUST_REPLAY
         if member.repaired_digest is None:
-            found.append(MemberFlag.MUST_LOAD)
+            found += MemberFlag.MUST_LOAD
     else:
-        found = [OF_LIFE[member.life]]
-    if member.life is Life.LIVE or member.life is Life.LOST:
+        found = OF_LIFE[life]
+    if life is _LIVE or life is _LOST:
         if not member.has_rebuilt:
-            found.append(MemberFlag.MUST_CONNECT)
+            found += MemberFlag.MUST_CONNECT
         if not member.has_reissued:
-            found.append(MemberFlag.MUST_REISSUE)
+            found += MemberFlag.MUST_REISSUE
     if member.frozen is not None:
-        found.append(MemberFlag.IS_QUIESCED)
-    if member.membership is not GroupMembership.UNKNOWN:
-        found.append(MemberFlag.TRAINS_ALONE if member.membership is GroupMembership.ALONE else MemberFlag.HAS_JOINED)
+        found += MemberFlag.IS_QUIESCED
+    if member.sends_to and member.sent_digest is None:
+        found += MemberFlag.MUST_SEND
+    membership = member.membership
+    if membership is not _UNKNOWN:
+        found += MemberFlag.TRAINS_ALONE if membership is _ALONE else MemberFlag.HAS_JOINED
     if member.hindrance:
-        found.append(MemberFlag.IS_HINDERED)
+        found += MemberFlag.IS_HINDERED
     if member.elastic is not None:
-        found.append(MemberFlag.IS_ELASTIC)
+        found += MemberFlag.IS_ELASTIC
     if member.is_without_node:
-        found.append(MemberFlag.IS_WITHOUT_NODE)
+        found += MemberFlag.IS_WITHOUT_NODE
     return found
 
 
 class Members:
-    """The members of a job in the order of ranks: it never changes, and a changed one shares almost all with it.
+    """The members of a job in the order of ranks: it never changes, and a changed one shares almost all with it."""
 
-    counts   of each `MemberFlag`
-    """
+    __slots__ = ("_chunks", "_counts")
 
-    __slots__ = ("_chunks", "counts")
-
-    def __init__(self, chunks: tuple[tuple[Member, ...], ...], counts: list[int]) -> None:
+    def __init__(self, chunks: tuple[tuple[Member, ...], ...], counts: int) -> None:
+        """`counts` of all flags, added up."""
         self._chunks = chunks
-        self.counts = counts
+        self._counts = counts
 
     @classmethod
     def of(cls, members: Iterable[Member]) -> Members:
         """These members, of rank 0, 1, ..."""
         waiting = iter(members)
         chunks = tuple(iter(lambda: tuple(islice(waiting, CHUNK)), ()))
-        counts = [0] * len(MemberFlag)
-        for flag in chain.from_iterable(map(flags_of, chain.from_iterable(chunks))):
-            counts[flag] += 1
-        return cls(chunks, counts)
+        return cls(chunks, sum(map(flags_of, chain.from_iterable(chunks))))
+
+    def count(self, flag: int) -> int:
+        """How many ranks this holds of; `flag` of `MemberFlag`."""
+        return self._counts // flag & _MOST
 
     def with_changed(self, members: Iterable[Member]) -> Members:
         """All members, some of them exchanged."""
-        chunks, counts = list(self._chunks), self.counts.copy()
+        chunks, counts = list(self._chunks), self._counts
+        opened: dict[int, list[Member]] = {}
         for member in members:
             number, place = divmod(member.rank, CHUNK)
-            chunk = list(chunks[number])
-            for flag in flags_of(chunk[place]):
-                counts[flag] -= 1
-            for flag in flags_of(member):
-                counts[flag] += 1
+            chunk = opened.get(number)
+            if chunk is None:
+                chunk = opened[number] = list(chunks[number])
+            counts += flags_of(member) - flags_of(chunk[place])
             chunk[place] = member
+        for number, chunk in opened.items():
             chunks[number] = tuple(chunk)
         return Members(tuple(chunks), counts)
 
     def with_each(self, change: Callable[[Member], Member]) -> Members:
         """All members, each of them changed."""
-        changed = (after for before in self if (after := change(before)) is not before)
-        return self.with_changed(changed)
+        return self.with_changed(after for before in self if (after := change(before)) is not before)
 
     def __len__(self) -> int:
         return (len(self._chunks) - 1) * CHUNK + len(self._chunks[-1])
@@ -223,7 +235,7 @@ class Members:
         return self._chunks[rank // CHUNK][rank % CHUNK]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Members) and self._chunks == other._chunks
+        return isinstance(other, Members) and self._counts == other._counts and self._chunks == other._chunks
 
     def __hash__(self) -> int:
         return hash(self._chunks)

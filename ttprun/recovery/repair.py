@@ -116,7 +116,7 @@ def order_replays(job: Job, ranks: Collection[int]) -> tuple[Job, tuple[Replay, 
     ready = [member for member in members if member.pid is not None and not member.has_orders]
     if target is None or not ready:
         return job, ()
-    sources = {} if job.rewind_to is not None else job.sources | {rank: rank for rank in job.from_mirrors}
+    sources = {} if job.rewind_to is not None else job.sources_of([member.rank for member in ready])
     orders = tuple(Replay(member.rank, job.generation, target, sources.get(member.rank)) for member in ready)
     return job.with_members(*(replace(member, has_orders=True) for member in ready)), orders
 
@@ -145,37 +145,33 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
         return job, ()
     last_start_at_s = max((job.members[rank].started_at_s or 0.0 for rank in job.lost), default=0.0)
     job = job.with_incident(replay_s=event.at_s - max(job.phase_since_s, last_start_at_s))
-    orders = order_transfers(job, target)
+    job, orders = order_transfers(job, target)
     return enter(job, JobPhase.TRANSFERRING, event.at_s, (*orders, deadline_of(job, JobPhase.TRANSFERRING)))
 
 
-def order_transfers(job: Job, target: int) -> tuple[LoadState | SendState | LoadMirror, ...]:
+def order_transfers(job: Job, target: int) -> tuple[Job, tuple[LoadState | SendState | LoadMirror, ...]]:
     """Each source sends to the lost ranks of which it is a replica, the others load their mirrors.
 
     In a rewind all load the snapshot.
     """
     if job.rewind_to is not None:
-        return (LoadState(job.lost, job.generation, target),)
-    sends = (SendState(source, to, job.generation, target) for source, to in sorted(receivers_of(job).items()))
-    return (*sends, *(LoadMirror(rank, job.generation, target) for rank in job.from_mirrors))
-
-
-def receivers_of(job: Job) -> dict[int, tuple[int, ...]]:
-    """Survivor -> the lost ranks that get its state."""
-    found: dict[int, list[int]] = {}
-    for rank, source in job.sources.items():
-        found.setdefault(source, []).append(rank)
-    return {source: tuple(ranks) for source, ranks in found.items()}
-
-
-def senders_of(job: Job) -> Collection[int]:
-    """The survivors that send their state to lost ranks."""
-    return receivers_of(job).keys() if job.phase is JobPhase.TRANSFERRING and job.rewind_to is None else ()
+        return job, (LoadState(job.lost, job.generation, target),)
+    receivers: dict[int, list[int]] = {}
+    for rank, source in job.sources_of(job.lost).items():
+        receivers.setdefault(source, []).append(rank)
+    loads = [LoadMirror(rank, job.generation, target) for rank in receivers if job.members[rank].life is Life.LOST]
+    senders = [
+        replace(member, sends_to=tuple(receivers[member.rank]))
+        for member in map(job.members.__getitem__, sorted(receivers))
+        if member.life is Life.LIVE
+    ]
+    sends = (SendState(member.rank, member.sends_to, job.generation, target) for member in senders)
+    return job.with_members(*senders), (*sends, *loads)
 
 
 def on_state_sent(job: Job, event: StateSent) -> Result:
     """A source has sent its state to all replacements that get it."""
-    if event.rank not in senders_of(job):
+    if not job.members[event.rank].sends_to:
         return unchanged(job, event)
     return end_transferring(job.with_member(event.rank, sent_digest=event.digest), event.at_s)
 
@@ -191,36 +187,30 @@ def on_repaired(job: Job, event: RankRepaired) -> Result:
 
 def end_transferring(job: Job, at_s: float) -> Result:
     """If the state is sent, loaded and equal everywhere: all resume."""
-    source = job.source
-    if job.count(MemberFlag.MUST_LOAD):
+    if job.count(MemberFlag.MUST_LOAD) or job.count(MemberFlag.MUST_SEND):
         return job, ()
+    source = job.source
     if job.rewind_to is not None:
         return end_loading(job, at_s, job.rewind_to)
     if source is None:
         return job, ()
-    receivers = receivers_of(job)
-    if any(job.members[sender].sent_digest is None for sender in receivers):
-        return job, ()
-    why = next(filter(None, (why_not_as_sent(job, *transfer) for transfer in sorted(receivers.items()))), "")
+    senders = [member for member in job.members if member.sends_to]
+    why = next(filter(None, (why_not_as_sent(job, sender) for sender in senders)), "")
     why = why or why_not_as_mirrored(job, source)
     if why:
-        return restart_group(job, at_s, why, is_trusted=all(is_as_frozen(job, sender) for sender in receivers))
+        return restart_group(job, at_s, why, is_trusted=all(map(is_as_frozen, senders)))
     job = job.with_incident(transfer_s=at_s - job.phase_since_s)
     return begin_resuming(job, at_s, stands_at(job, source))
 
 
-def why_not_as_sent(job: Job, source: int, to: tuple[int, ...]) -> str:
-    """How the state that a source has sent differs from its frozen state, or from the loaded one; "" if it does not.
-
-    to   the ranks that have loaded it
-    """
-    member = job.members[source]
-    sent = member.sent_digest or "none"
-    if member.frozen is not None and not is_as_frozen(job, source):
-        return f"rank {source} froze with state {member.frozen.digest or 'none'}, but sent {sent}"
-    wrong = [one for one in map(job.members.__getitem__, to) if one.repaired_digest != member.sent_digest]
+def why_not_as_sent(job: Job, source: Member) -> str:
+    """How the state that a source has sent differs from its frozen state, or from the loaded one; "" if it does not."""
+    sent = source.sent_digest or "none"
+    if source.frozen is not None and not is_as_frozen(source):
+        return f"rank {source.rank} froze with state {source.frozen.digest or 'none'}, but sent {sent}"
+    wrong = [one for one in map(job.members.__getitem__, source.sends_to) if one.repaired_digest != source.sent_digest]
     loaded = ", ".join(f"rank {one.rank} loaded {one.repaired_digest or 'none'}" for one in wrong)
-    return f"rank {source} sent state {sent}, but {loaded}" if wrong else ""
+    return f"rank {source.rank} sent state {sent}, but {loaded}" if wrong else ""
 
 
 def why_not_as_mirrored(job: Job, source: RankFrozen) -> str:
@@ -230,7 +220,8 @@ def why_not_as_mirrored(job: Job, source: RankFrozen) -> str:
     """
     if job.replicas.differing:
         return ""
-    loaded = (job.members[rank] for rank in job.from_mirrors)
+    sent = {rank for member in job.members for rank in member.sends_to}
+    loaded = (member for member in job.replacements if member.rank not in sent)
     wrong = next((member for member in loaded if member.repaired_digest != source.digest), None)
     if wrong is None:
         return ""
@@ -238,10 +229,9 @@ def why_not_as_mirrored(job: Job, source: RankFrozen) -> str:
     return f"rank {source.rank} froze with state {theirs}, but rank {wrong.rank} loaded {wrong.repaired_digest}"
 
 
-def is_as_frozen(job: Job, source: int) -> bool:
+def is_as_frozen(source: Member) -> bool:
     """Whether a source has sent its frozen state."""
-    member = job.members[source]
-    return member.frozen is None or member.sent_digest == member.frozen.digest
+    return source.frozen is None or source.sent_digest == source.frozen.digest
 
 
 def stands_at(job: Job, source: RankFrozen) -> int:
@@ -319,16 +309,12 @@ def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:
 
 def missing_from(job: Job) -> str:
     """What the current phase waits for, for an operator: "rank 1 to freeze, rank 2 to start"."""
-    senders = senders_of(job)
-    missing = ((member.rank, what_is_missing(job, member, senders)) for member in job.members)
+    missing = ((member.rank, what_is_missing(job, member)) for member in job.members)
     return ", ".join(f"rank {rank} {what}" for rank, what in missing if what)
 
 
-def what_is_missing(job: Job, member: Member, senders: Collection[int]) -> str:
-    """What the current phase waits for from one rank; "" if nothing.
-
-    senders   as `senders_of` says
-    """
+def what_is_missing(job: Job, member: Member) -> str:
+    """What the current phase waits for from one rank; "" if nothing."""
     is_replacement = member.life is Life.LOST
     if member.life is Life.AWAY:
         return ""
@@ -339,7 +325,7 @@ def what_is_missing(job: Job, member: Member, senders: Collection[int]) -> str:
             return "to freeze"
         case JobPhase.REPLAYING if is_replacement and not member.has_replayed:
             return "to replay"
-        case JobPhase.TRANSFERRING if member.rank in senders and member.sent_digest is None:
+        case JobPhase.TRANSFERRING if member.sends_to and member.sent_digest is None:
             return "to send its state"
         case JobPhase.TRANSFERRING if is_replacement and member.repaired_digest is None:
             return "to load its state"

@@ -77,14 +77,21 @@ class Replicas:
         held = frozenset(map(self.of, among)) if self.compared_at is not None else frozenset()
         return next((self.why_no_source(rank, among) for rank in ranks if self.of(rank) not in held), "")
 
-    def sources(self, ranks: Iterable[int], among: Iterable[int]) -> dict[int, int]:
+    def sources(self, ranks: Collection[int], among: Iterable[int]) -> dict[int, int]:
         """Rank -> the first of the others that holds all that it holds; without those of which none does."""
         if self.compared_at is None:
             return {}
+        held = {rank: self.of(rank) for rank in ranks}
         first: dict[tuple[int, ...], int] = {}
-        for other in among:
-            first.setdefault(self.of(other), other)
-        return {rank: first[own] for rank in ranks if (own := self.of(rank)) in first}
+        missing = set(held.values())
+        for other in among if missing else ():
+            own = self.of(other)
+            if own in missing:
+                first[own] = other
+                missing.discard(own)
+                if not missing:
+                    break
+        return {rank: first[own] for rank, own in held.items() if own in first}
 
     def contradicted_by(self, digests: Mapping[int, Mapping[str, str]]) -> list[str]:
         """Keys of the parameters in which ranks differ that are taken for replicas.

@@ -60,12 +60,12 @@ class Snapshots:
         for buffer in self.buffers:
             if not buffer.is_read:  # else its descriptors' numbers would be others' before it is on the disk
                 buffer.close()
-        world_size = len(self._node.slots)
+        here = len(self._node.here)  # ranks of other nodes write to nothing of this one
         self.newest, self._is_pending = None, False
         self._times.begin_group()
         self.share_bytes, self._has_room = 0, False
         self.buffers = [
-            SnapshotBuffer(shared_memory.new("snapshot", world_size), shared_memory.new("snapshot", world_size))
+            SnapshotBuffer(shared_memory.new("snapshot", here), shared_memory.new("snapshot", here))
             for _ in range(_BUFFERS)
         ]
 

@@ -36,8 +36,12 @@ class RemoteActuator(NodeActuator):
         self._number = number
 
     def carry_out(self, order: node_orders.Order) -> None:
+        self._node.peers.send(self._number, order)
+        self.note(order)
+
+    def note(self, order: node_orders.Order) -> None:
+        """What follows here from an order that was sent."""
         node = self._node
-        node.peers.send(self._number, order)
         match order:
             case node_orders.Kill(rank=rank, reason=reason):
                 slot = node.slots[rank]
@@ -83,5 +87,8 @@ class Actuators:
 
     def order_all(self, order: node_orders.Order) -> None:
         """Have all nodes carry it out, this one last: the others do it meanwhile."""
-        for actuator in sorted(self._by_node, key=lambda one: not isinstance(one, RemoteActuator)):
-            actuator.carry_out(order)
+        self._node.peers.to_all(order)
+        for actuator in self._by_node:
+            if isinstance(actuator, RemoteActuator):
+                actuator.note(order)
+        self._by_node[self._node.peers.node].carry_out(order)

@@ -15,7 +15,10 @@ from ttprun.agent.health.hang_detector import state_of
 from ttprun.protocol import node_reports
 from ttprun.protocol.board import AWAITED, SHARED, Field
 
-_TIMES = (Field.SEEN_NS, Field.PULSE_NS)
+# Places in a row that was sent, and columns of the board.
+_TIMES = [(SHARED.index(field), field) for field in (Field.SEEN_NS, Field.PULSE_NS)]
+_AWAITED = [(SHARED.index(field), field) for field in AWAITED]
+_PLAIN = [one for one in enumerate(SHARED) if one not in (*_TIMES, *_AWAITED)]
 
 
 def row_of(node: Node, slot: RankSlot) -> node_reports.BoardRow:
@@ -38,13 +41,16 @@ def rows_of(node: Node, slots: Iterable[RankSlot], is_awaited: bool = False) -> 
     return node_reports.Rows(time.monotonic_ns(), [row_of(node, slot) for slot in slots], is_awaited)
 
 
-def share(node: Node, slots: Iterable[RankSlot], but: int = -1) -> None:
-    """Let the other nodes know at once how these ranks stand: ranks there wait for it.
+def share(node: Node, slots: Iterable[RankSlot]) -> None:
+    """Let the other nodes know how these ranks stand, by `send_shared`: ranks there wait for it."""
+    node.shared |= {slot.rank for slot in slots}
 
-    but   the number of a node that knows
-    """
-    if node.peers.connected:
-        node.peers.to_all(rows_of(node, slots, is_awaited=True), but)
+
+def send_shared(node: Node) -> None:
+    """Send the rows that ranks of other nodes wait for: of one rank or of many, it is one message to each node."""
+    ranks, node.shared = sorted(node.shared), set()
+    if ranks and node.peers.connected:
+        node.peers.to_all(rows_of(node, [node.slots[rank] for rank in ranks], is_awaited=True))
 
 
 def copy_in(node: Node, rows: Iterable[node_reports.BoardRow], now_ns: int) -> None:
@@ -58,12 +64,13 @@ def copy_in(node: Node, rows: Iterable[node_reports.BoardRow], now_ns: int) -> N
         if known is None:
             continue
         known.state, known.cpu_s = row.state, row.cpu_s
-        for field, value in zip(SHARED, row.values, strict=True):
-            if field in _TIMES:
-                if known.noted_ns.get(field) != value:  # moved anew each time, it would look new
-                    board.set(row.rank, field, value + behind_ns if value else 0)
-                known.noted_ns[field] = value
-            elif field not in AWAITED:
-                board.set(row.rank, field, value)
-            elif board.get(row.rank, field) != value:
-                board.announce(row.rank, field, value)
+        ours, theirs = board.row(row.rank), row.values
+        for at, field in _PLAIN:
+            ours[field] = theirs[at]
+        for at, field in _TIMES:
+            if known.noted_ns.get(field) != theirs[at]:  # moved anew each time, it would look new
+                ours[field] = theirs[at] + behind_ns if theirs[at] else 0
+                known.noted_ns[field] = theirs[at]
+        for at, field in _AWAITED:
+            if ours[field] != theirs[at]:
+                board.announce(row.rank, field, theirs[at])

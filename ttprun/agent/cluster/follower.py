@@ -22,12 +22,20 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.report.status import StatusPublisher
 from ttprun.protocol import channel, from_rank, meeting, node_orders, node_reports, to_rank
+from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.codec import Refused, decode, encode
 from ttprun.recovery.members import GroupMembership
 
 logger = logging.getLogger("ttprun")
 
 _EVERY_S = 0.25
+_OFTEN = 128  # nodes that report so often: the agent of more is at nothing else
+_RARELY = 4.0
+
+
+def interval_s(nodes: int) -> float:
+    """Seconds from one report of how ranks stand to the next: each node of a large group reports less often."""
+    return _EVERY_S * min(_RARELY, max(1.0, nodes / _OFTEN))
 
 
 @dataclass
@@ -71,7 +79,7 @@ class Follower:
         now = time.monotonic()
         if now < self._next_s:
             return False
-        self._next_s = now + _EVERY_S
+        self._next_s = now + interval_s(self.node.peers.size)
         self.node.peers.to_leader(board_rows.rows_of(self.node, self.node.here))
         return True
 
@@ -138,7 +146,7 @@ class Follower:
                 slot.note_boundary(node.board)
             case from_rank.Frozen(boundary=boundary):
                 hashed = {boundary: self.actuator.fingerprint(slot.rank, boundary)}
-        line = encode(message).decode().rstrip("\n")
+        line = encode(shortened(message, len(node.slots))).decode().rstrip("\n")
         said = node_reports.Said(slot.rank, slot.pid, line, time.monotonic_ns(), board_rows.row_of(node, slot), hashed)
         node.peers.to_leader(said)
 
@@ -192,16 +200,18 @@ class Follower:
 
     def _forward(self, order: node_orders.Forward) -> None:
         node = self.node
-        slot = node.slots[order.rank]
-        if slot.pid != order.pid or not slot.is_present:
-            return  # it is of a process that has ended
-        message = decode(order.line.encode(errors="surrogatepass"), channel.KNOWN)
+        slots = [node.slots[rank] for rank, pid in order.to if node.slots[rank].pid == pid]
+        present = [slot.rank for slot in slots if slot.is_present]
+        if not present:
+            return  # it is of processes that have ended
+        message = in_full(decode(order.line.encode(errors="surrogatepass"), channel.KNOWN), len(node.slots))
         if isinstance(message, to_rank.Freeze):
             node.note_generation(message.generation)
         if isinstance(message, Refused):
             node.log("message_refused", reason=message.reason)
             return
-        self.actuator.forward(order.rank, message)
+        for rank in present:
+            self.actuator.forward(rank, message)
 
     def give_up(self, reason: str, kind: str = "fail") -> None:
         """This node has no part in the job any more: its ranks end.

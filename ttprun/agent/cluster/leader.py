@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
@@ -23,6 +23,7 @@ from ttprun.agent.core.reports import Reports
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.chaos.faults import parse_fault
 from ttprun.protocol import channel, meeting, node_orders, node_reports
+from ttprun.protocol.all_ranks import in_full
 from ttprun.protocol.board import Field
 from ttprun.protocol.codec import Refused, decode
 from ttprun.recovery.replicas import UNKNOWN, Replicas
@@ -31,6 +32,8 @@ logger = logging.getLogger("ttprun")
 
 _EVERY_S = 0.25
 _ROWS_EVERY_S = 1.0  # what ranks of other nodes wait for is sent at once
+_ROWS_OFTEN = 64  # nodes; those of more are sent less often, as each gets the rows of all
+_ROWS_RARELY = 5.0
 
 
 @dataclass
@@ -43,10 +46,16 @@ class Leader:
     spares: Spares
     membership: NodeMembership
     quiesce_schedule: QuiesceSchedule
+    _shared_pools: meeting.SparePools | None = field(default=None, init=False)
     _shared: tuple[object, ...] = field(default=(), init=False)
+    _lost: dict[int, recovery.NodeLost] = field(default_factory=dict, init=False)  # by node: not decided on yet
     _shared_replicas: Replicas = field(default=UNKNOWN, init=False)
     _next_s: float = field(default=0.0, init=False)
     _rows_next_s: float = field(default=0.0, init=False)
+
+    def begin_group(self) -> None:
+        """All nodes are there, and know nothing of each other."""
+        self._shared_pools, self._shared, self._lost = None, (), {}
 
     def share(self) -> None:
         """Let all followers know what one of them needs if it has to lead, if anything of it is new."""
@@ -55,13 +64,15 @@ class Leader:
         there = {number: pool for number, pool in sorted(peers.pools.items()) if peers.is_connected(number)}
         pools = meeting.SparePools(there, waiting, dict(peers.listeners))
         why_never = self.reports.checkpoints.why_never
-        now = (pools, job.incident_count, job.restarts, job.unprotected_reason, why_never, job.saved)
-        if now == self._shared and job.replicas is self._shared_replicas:
-            return
-        self._shared, self._shared_replicas = now, job.replicas
-        peers.to_all(pools)
-        peers.to_all(known_of(job, why_never))
-        if peers.pool is not None:
+        now = (job.incident_count, job.restarts, job.unprotected_reason, why_never, job.saved)
+        is_new = pools != self._shared_pools
+        if is_new:
+            self._shared_pools = pools
+            peers.to_all(pools)
+        if is_new or now != self._shared or job.replicas is not self._shared_replicas:
+            self._shared, self._shared_replicas = now, job.replicas
+            peers.to_all(known_of(job, why_never))
+        if is_new and peers.pool is not None:
             peers.pool.announce(pools)
 
     def look(self) -> None:
@@ -74,13 +85,13 @@ class Leader:
         self.spares.look()
         self.membership.look()
         node, peers = self.node, self.node.peers
-        for number in peers.connected if now >= self._rows_next_s else ():
-            self._rows_next_s = now + _ROWS_EVERY_S
-            others = [slot for slot in node.slots if peers.node_of(slot.rank) != number]
-            peers.send(number, board_rows.rows_of(node, others))
+        if now >= self._rows_next_s:
+            self._rows_next_s = now + _ROWS_EVERY_S * min(_ROWS_RARELY, max(1.0, peers.size / _ROWS_OFTEN))
+            peers.to_all(board_rows.rows_of(node, node.slots))
         for number in peers.silent(node.has_stepped()):
             peers.note_out_of_reach(number)
             self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
+        self.decide_lost()
 
         reached, known = peers.reach
         if 2 * reached < known and node.verdict is None:
@@ -101,7 +112,8 @@ class Leader:
         peers.hang_up(number, node.selector, why)
         self.spares.forget(number)
         self.membership.note_lost(number)
-        slots = [slot for slot in node.slots if peers.node_of(slot.rank) == number and not slot.is_finished]
+        first = number * peers.ranks_per_node
+        slots = [slot for slot in node.slots[first : first + peers.ranks_per_node] if not slot.is_finished]
         for slot in slots:
             slot.lose_elsewhere(node.board)
         # The board knows its rows as of some time ago. What our own ranks have applied, all had recorded.
@@ -114,17 +126,33 @@ class Leader:
         self.reports.comparisons.lose_mirrors([slot.rank for slot in slots])
         failure = Failure(slots[0].rank, 0, -signal.SIGTERM, f"{peers.name_of(number)} is lost: {why}")
         note_failure(node, failure)
-        node.advance(
-            recovery.NodeLost(
-                at_s=time.monotonic(),
-                ranks=tuple(slot.rank for slot in slots),
-                name=peers.name_of(number),
-                boundary=boundary,
-                detected_after_s=peers.unheard_s(number),
-                reason=why,
+        self._lost[number] = recovery.NodeLost(
+            at_s=time.monotonic(),
+            ranks=tuple(slot.rank for slot in slots),
+            name=peers.name_of(number),
+            boundary=boundary,
+            detected_after_s=peers.unheard_s(number),
+            reason=why,
+        )
+
+    def decide_lost(self) -> None:
+        """Nodes that are lost at once are one fault, which all others answer once."""
+        lost, self._lost = [self._lost[number] for number in sorted(self._lost)], {}
+        if not lost or self.node.verdict is not None:
+            return
+        names = [one.name for one in lost]
+        numbers = [self.node.peers.node_of(one.rank) for one in lost]
+        self.node.advance(
+            replace(
+                max(lost, key=lambda one: one.at_s),
+                ranks=tuple(rank for one in lost for rank in one.ranks),
+                name=" and ".join(names if len(names) < 3 else (names[0], f"{len(names) - 1} others")),
+                boundary=max(one.boundary for one in lost),
+                detected_after_s=max(one.detected_after_s for one in lost),
             )
         )
-        self.spares.lose_copies(number)
+        for number in numbers:
+            self.spares.lose_copies(number)
 
     def depose(self, reason: str) -> None:
         """Another agent leads: this one's ranks end, and nothing is saved."""
@@ -146,7 +174,7 @@ class Leader:
             case node_reports.Rows(now_ns=now_ns, rows=theirs):
                 board_rows.copy_in(node, theirs, now_ns)
                 if message.is_awaited:
-                    board_rows.share(node, [node.slots[row.rank] for row in theirs], but=number)
+                    board_rows.share(node, [node.slots[row.rank] for row in theirs])
             case node_reports.Said():
                 self._take_said(message)
             case node_reports.Started(rank=rank, pid=pid):
@@ -201,14 +229,15 @@ class Leader:
             return  # its process has ended
         if said.fingerprints and slot.elsewhere is not None:
             slot.elsewhere.fingerprints = said.fingerprints
-        self.reports.take(slot, decode(said.line.encode(errors="surrogatepass"), channel.KNOWN))
+        message = decode(said.line.encode(errors="surrogatepass"), channel.KNOWN)
+        self.reports.take(slot, in_full(message, len(node.slots)))
 
     def _take_ended(self, number: int, ended: node_reports.Ended) -> None:
         """A process has ended."""
         node = self.node
         slot = node.slots[ended.rank]
         board_rows.copy_in(node, [ended.row], ended.now_ns)
-        board_rows.share(node, [slot], but=number)
+        board_rows.share(node, [slot])
         if slot.pid != ended.pid:
             return
         slot.end_elsewhere(ended)

@@ -11,18 +11,21 @@ import contextlib
 import selectors
 import socket
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ttprun.agent.cluster.spare_pool import HUNG_UP, SparePool, retransmit_soon
 from ttprun.protocol import meeting, node_orders, node_reports
+from ttprun.protocol.all_ranks import shortened
 from ttprun.protocol.channel import Channel
-from ttprun.protocol.codec import encode
+from ttprun.protocol.codec import Refused, encode
 from ttprun.protocol.patience import Patience
 
 SILENT_LIMIT_S = 15.0  # a node that is not heard for so long is lost: its agent reports a few times a second
 _UNACKNOWLEDGED_LIMIT_S = 5.0  # a node that cannot be reached is lost sooner: its kernel would have answered
 _FLUSH_LIMIT_S = 2.0
+_PACKED_FROM, _LONGEST, _FAST = 8 << 10, 256 << 20, 1  # bytes, bytes, level
 _ENDED_AFTER_S = 60.0  # an agent that reaches nobody has ended by then
 Take = Callable[[int, Any], None]
 Lose = Callable[[int, str], None]
@@ -83,6 +86,8 @@ class Peers:
         self._listen: Callable[[int], None] = lambda node: None
         self.master = master
         self._last_word: meeting.Concluded | None = None
+        self._encoded: tuple[Any, str] = (None, "")  # the newest message to a process of another node
+        self._forwards: dict[int, node_orders.Forward] = {}  # by node: not sent yet, as more ranks may get the same
 
     @property
     def is_follower(self) -> bool:
@@ -112,7 +117,7 @@ class Peers:
         link = self._links[node]
         selector.register(link.sock, selectors.EVENT_READ, self._reader(selector, node, link, take, lose))
         for message in link.read_kept():
-            take(node, message)
+            take(node, unpacked(message, link))
 
     def _reader(
         self, selector: selectors.BaseSelector, node: int, link: Channel, take: Take, lose: Lose
@@ -132,7 +137,7 @@ class Peers:
             self._heard_s[node] = time.monotonic()
             self._waits.pop(node, None)
             for message in messages:
-                take(node, message)
+                take(node, unpacked(message, link))
 
         return read
 
@@ -264,9 +269,11 @@ class Peers:
 
     def to_all(self, message: node_reports.OfFollower | node_orders.OfLeader, but: int = -1) -> None:
         """Send to all agents that this one is connected to, or to all but one: the followers, or the leader."""
-        for node in list(self._links):
-            if node != but:
-                self.send(node, message)
+        line = packed(encode(message))
+        for node, link in list(self._links.items()):
+            if node != but and link is not None:
+                self._send_forward(node)
+                link.send_line(line)
 
     @property
     def connected(self) -> list[int]:
@@ -275,17 +282,43 @@ class Peers:
 
     def send(self, node: int, message: node_reports.OfFollower | node_orders.OfLeader) -> None:
         """Send to the agent of a node; what is for one that is lost is dropped."""
+        self._send_forward(node)
         link = self._links.get(node)
         if link is not None:
             link.send(message)
 
+    def forward(self, rank: int, pid: int, line: str) -> None:
+        """Send to a process of another node, with whatever else is sent there, or by `flush`."""
+        node = self.node_of(rank)
+        waiting = self._forwards.get(node)
+        if waiting is not None and waiting.line == line:
+            waiting.to.append((rank, pid))
+            return
+        self._send_forward(node)
+        self._forwards[node] = node_orders.Forward([(rank, pid)], line)
+
+    def line_of(self, message: Any) -> str:
+        """A message to a process, encoded; the same one for many ranks once."""
+        if message is not self._encoded[0]:
+            short = shortened(message, self.size * self.ranks_per_node)
+            self._encoded = message, encode(short).decode().rstrip("\n")
+        return self._encoded[1]
+
+    def _send_forward(self, node: int) -> None:
+        waiting, link = self._forwards.pop(node, None), self._links.get(node)
+        if waiting is not None and link is not None:
+            link.send(waiting)
+
     def flush(self) -> None:
         """Send what had to be kept."""
+        for node in list(self._forwards):
+            self._send_forward(node)
         for link in self._links.values():
             link.flush()
 
     def close(self, selector: selectors.BaseSelector) -> None:
         """The group has ended: send what is left, and hang up."""
+        self.flush()
         for link in self._links.values():
             with contextlib.suppress(KeyError, ValueError):
                 selector.unregister(link.sock)
@@ -296,6 +329,26 @@ class Peers:
         self._links.clear()
         if self.pool is not None:
             self.pool.close(self._last_word)
+
+
+def packed(line: bytes) -> bytes:
+    """A line to all nodes as it is sent: a long one, which has the same of many ranks, is some tenth as long."""
+    return line if len(line) < _PACKED_FROM else encode(meeting.Packed(zlib.compress(line, _FAST)))
+
+
+def unpacked(message: Any, link: Channel) -> Any:
+    """A message as it was before it was packed, if it was; or `Refused`."""
+    if not isinstance(message, meeting.Packed):
+        return message
+    unpacking = zlib.decompressobj()
+    try:
+        line = unpacking.decompress(message.line, _LONGEST)
+    except zlib.error as error:
+        return Refused(f"a packed message cannot be read: {error}")
+    if not unpacking.eof:
+        return Refused("a packed message is cut off, or too long")
+    found = link.read_line(line.rstrip(b"\n"))
+    return Refused("a message is packed twice") if isinstance(found, meeting.Packed) else found
 
 
 def ready(link: Channel) -> Channel:
@@ -318,9 +371,7 @@ class RemoteChannel:
 
     def send(self, message: Any) -> None:
         """Send one message. If the process has ended meanwhile, its agent drops it."""
-        line = encode(message).decode().rstrip("\n")
-        rank = self._slot.rank
-        self._peers.send(self._peers.node_of(rank), node_orders.Forward(rank, self._slot.pid, line))
+        self._peers.forward(self._slot.rank, self._slot.pid, self._peers.line_of(message))
 
     def flush(self) -> None:
         """Nothing is kept here."""

@@ -9,6 +9,7 @@ from ttprun import recovery
 from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.checkpoints.writer import CheckpointWriter
+from ttprun.agent.cluster import board_rows
 from ttprun.agent.cluster.follower import Follower
 from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.succession import Succession
@@ -64,6 +65,12 @@ class Leading(Role):
 
     def welcome(self, address: str) -> None:
         self.leader.welcome(address)
+
+    def end_turn(self) -> None:
+        if not self.node.is_paused:
+            self.leader.decide_lost()
+        self.reports.pass_on()
+        board_rows.send_shared(self.node)
 
     def look(self) -> None:
         self.leader.look()
@@ -122,6 +129,9 @@ class Following(Role):
 
     def welcome(self, address: str) -> None:
         raise AssertionError("launchers wait at the agent that leads")
+
+    def end_turn(self) -> None:
+        board_rows.send_shared(self.node)
 
     def look(self) -> None:
         peers = self.node.peers

@@ -79,6 +79,7 @@ class Coordinator:
             self.leader.share()
         for action in actions:
             self.carry_out(action)
+            self.node.peers.flush()  # other nodes are at it while this one carries out the next one
 
     def carry_out(self, action: recovery.Action) -> None:
         """Carry out one action."""

@@ -116,10 +116,11 @@ class LocalActuator(NodeActuator):
                 self._load_mirror(order)
             case node_orders.VoidBeyond(boundary=boundary):
                 node.void_beyond(boundary)
-            case node_orders.Broadcast(rank=rank, put=put):
-                for slot in node.here:
-                    if slot.rank != rank:
-                        slot.send_if_present(put)
+            case node_orders.Broadcast(puts=puts):
+                for rank, put in puts:
+                    for slot in node.here:
+                        if slot.rank != rank:
+                            slot.send_if_present(put)
             case node_orders.StorePart():
                 self._store_part(order)
             case node_orders.GiveRecords(ranks=ranks):

@@ -55,6 +55,7 @@ class Node:
     first_failure  the root cause of what the present group suffers
     is_concluded_elsewhere  the agent that leads has ended the group, and says why
     is_deposed     this agent led, and another one may lead the job by now
+    shared         ranks whose rows of the board other nodes are about to get, see `board_rows.share`
     ended_by       the signal to the launcher of some node that ends the job; 0 while there is none
     domains        runs what protection does not need: its failures stay its own
     """
@@ -86,6 +87,7 @@ class Node:
         self._events = EventLog(run.events)
         self._log_lock = threading.Lock()
         self.domains = Domains(self.log)
+        self.shared: set[int] = set()
         self._stepped = 0
         self._past: set[int] = set()  # pids of ranks that have ended
 
@@ -117,6 +119,7 @@ class Node:
         self.is_concluded_elsewhere = False
         self.is_settled.clear()
         self.first_failure = FirstFailure()
+        self.shared.clear()
 
     def has_stepped(self) -> bool:
         """Whether ranks of this node have completed a step together with all others since this was asked last."""

@@ -165,6 +165,7 @@ class Parts:
         self.actuator.begin_group(group.replace_handler)
         self.set_ups.begin_group()
         self.spares.begin_group()
+        self.leader.begin_group()
         self.membership.begin_group(group.attempt)
         self.hang_detector.begin_group()
         self.snapshots.begin_group()
@@ -186,6 +187,10 @@ class Parts:
         repairs = [rank for rank, own in node.job.alone.items() if own.incident is not None]
         for rank in (*repairs, None):
             node.advance(recovery.SupervisorRenewed(at_s=time.monotonic(), reason=reason, rank=rank))
+
+    def end_turn(self) -> None:
+        """All that had come was taken."""
+        self._node.role.end_turn()
 
     def look(self) -> None:
         """Time has passed."""

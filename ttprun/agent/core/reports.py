@@ -39,6 +39,7 @@ from ttprun.protocol.reasons import with_cure
 from ttprun.protocol.snapshots import Dumped, SnapshotSize, SnapshotTaken
 from ttprun.protocol.standbys import Imported, ModulesOfTorch, Ready, SetUpDone
 from ttprun.recovery.journals import find_difference
+from ttprun.recovery.members import MemberFlag
 
 logger = logging.getLogger("ttprun")
 
@@ -70,7 +71,7 @@ class Row(NamedTuple):
 
 _ROWS: dict[type[Message], Row] = {
     from_rank.Present: Row("_on_present"),
-    from_rank.Put: Row("_pass_on"),
+    from_rank.Put: Row("_on_put"),
     from_rank.RowChanged: Row("_on_row"),
     # Protection.
     from_rank.Protected: Row("_on_protected"),
@@ -134,7 +135,9 @@ _ROWS: dict[type[Message], Row] = {
 class Reports:
     """Takes the messages of a node's ranks, and gives each to the part that it is for.
 
-    _broadcasts      what each rank has reported to all others in the present generation, by rank
+    _passed_on  what each rank has reported to all others in the present generation, by rank
+    _to_pass_on  of that, what has just come
+    _voided  (generation, boundary): what lost ranks have recorded beyond it was ordered to be void
     _nan_step  the step in which a NaN was reported last
     """
 
@@ -151,7 +154,9 @@ class Reports:
     snapshots: Snapshots
     standbys: Standbys
     standby_watch: StandbyWatch
-    _broadcasts: list[tuple[int, from_rank.Put]] = field(default_factory=list, init=False)
+    _passed_on: list[tuple[int, from_rank.Put]] = field(default_factory=list, init=False)
+    _to_pass_on: list[tuple[int, from_rank.Put]] = field(default_factory=list, init=False)
+    _voided: set[tuple[int, int]] = field(default_factory=set, init=False)
     _nan_step: int = field(default=-2, init=False)
 
     def take(self, slot: RankSlot, message: Message) -> None:
@@ -262,10 +267,11 @@ class Reports:
 
     def _on_present(self, slot: RankSlot, message: from_rank.Present) -> None:
         """A process has greeted: it is sent what it has missed."""
+        self.pass_on()
         slot.greet(message.main_thread)
         self.comparisons.report_owners(slot)
-        for sender, put in self._broadcasts:
-            if sender != slot.rank:
+        for sender, put in self._passed_on:
+            if sender != slot.rank and put.generation >= self.node.job.generation:
                 slot.send_if_present(put)
         self.injections.greeted(slot)
 
@@ -280,6 +286,7 @@ class Reports:
     def begin_group(self) -> None:
         """All ranks are new."""
         self._nan_step = -2
+        self._passed_on, self._to_pass_on, self._voided = [], [], set()
 
     def _on_stopped(self, slot: RankSlot, message: from_rank.StoppedDivergent) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
@@ -340,17 +347,25 @@ class Reports:
         else:
             logger.warning("%s; training continues (on_nan: warn)", finding)
 
-    def _pass_on(self, slot: RankSlot, put: from_rank.Put) -> None:
-        """Pass on what a rank reports to all others; one that has no process now hears it when it has greeted."""
+    def _on_put(self, slot: RankSlot, put: from_rank.Put) -> None:
+        """A rank reports something to all others."""
         slot.report_in(put.generation)
-        present = self.node.job.generation
-        self._broadcasts = [one for one in [*self._broadcasts, (slot.rank, put)] if one[1].generation >= present]
-        self.actuators.order_all(node_orders.Broadcast(slot.rank, put))
+        self._to_pass_on.append((slot.rank, put))
+
+    def pass_on(self) -> None:
+        """Pass on what ranks have reported to all others; one that has no process now hears it when it has greeted."""
+        new, self._to_pass_on = self._to_pass_on, []
+        if new:
+            present = self.node.job.generation
+            self._passed_on = [one for one in [*self._passed_on, *new] if one[1].generation >= present]
+            self.actuators.order_all(node_orders.Broadcast(new))
 
     def _on_frozen(self, slot: RankSlot, message: from_rank.Frozen) -> None:
         """A survivor has quiesced at a boundary."""
         slot.take_journal(message.journal)
-        self.actuators.order_all(node_orders.VoidBeyond(message.boundary))
+        if (message.generation, message.boundary) not in self._voided:  # once, not for each survivor
+            self._voided.add((message.generation, message.boundary))
+            self.actuators.order_all(node_orders.VoidBeyond(message.boundary))
         self._compare_journals(slot, message.generation)
         self.node.advance(
             recovery.RankFrozen(
@@ -367,8 +382,9 @@ class Reports:
     def _compare_journals(self, last: RankSlot, generation: int) -> None:
         """A survivor is quiesced; if it is the last one, all must have issued the same collectives."""
         job = self.node.job
-        is_anyone_moving = any(rank != last.rank and job.members[rank].frozen is None for rank in job.survivors)
-        if is_anyone_moving or generation != job.generation:
+        member = job.members[last.rank]
+        is_last = job.count(MemberFlag.MUST_FREEZE) == (member.life is recovery.Life.LIVE and member.frozen is None)
+        if not is_last or generation != job.generation:
             return
         slots = [self.node.slots[rank] for rank in job.survivors]
         issued = {

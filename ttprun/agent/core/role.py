@@ -48,6 +48,10 @@ class Role(ABC):
         """A launcher waits for slots."""
 
     @abstractmethod
+    def end_turn(self) -> None:
+        """All that had come was taken: send and decide what was put off for more of the same."""
+
+    @abstractmethod
     def look(self) -> None:
         """Time has passed."""
 

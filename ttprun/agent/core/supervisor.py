@@ -392,6 +392,8 @@ class Supervisor:
                     self.node.board.set(LEADER, Field.AGENT_NS, time.monotonic_ns())
                 self.parts.deadlines.pass_time()
                 node.domains.run("commands", self._control.pass_time)
+                if self.node.has_board:  # also if nobody decides any more: ranks of other nodes wait for each other
+                    self.parts.end_turn()
                 self._send_what_was_kept()
                 node.domains.look("fault injection", self.parts.injections.pass_time)
                 if self.node.verdict is None and not self.node.is_paused and self.node.has_board:

@@ -49,7 +49,7 @@ class OwnStates:
                     os.close(fd)
         self._places = [
             list(zip(shared_memory.new("own-state", _PLACES), shared_memory.new("own-state", _PLACES), strict=True))
-            for _ in self._node.slots
+            for _ in self._node.here
         ]
 
     def paths_for(self, local_rank: int) -> list[tuple[str, str]]:

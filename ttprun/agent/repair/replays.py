@@ -95,16 +95,15 @@ class Replays(Repairs):
         """Have all ranks connect and issue their journals again."""
         slots = self._node.slots
         journals = {slot.rank: slot.journal for slot in slots if slot.journal}
-        agreed = {rank: Agreed.of(rank, journals) for rank in action.ranks}
+        agreed, expected = Agreed.of_each(action.ranks, journals), expected_of(journals.values())
         given = next((one.sources for one in agreed.values()), {})  # the same for all
         takes_from = self._whose_gradients(action, journals, given)
         self._alignments.begin(takes_from)
         for rank in action.ranks:
-            expected = expected_of(rank, list(journals.values()))
             resume = to_rank.Resume(
                 action.generation,
                 action.boundary,
-                expected,
+                expected.get(rank, {}),
                 [(name, number, giver) for (name, number), giver in agreed[rank].sources.items()],
                 received=agreed[rank].received,
                 settled=agreed[rank].settled,

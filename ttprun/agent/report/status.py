@@ -40,6 +40,7 @@ from ttprun.recovery.job import name_ranks
 from ttprun.recovery.ways_back import may_rewind
 
 _EVERY_S = 0.5
+_MOST_SHARE = 9.0  # times that writing it took, until it may be written again: nobody waits for it, and for us many do
 _MOST_RANKS_FOR_ALL = 1024  # of larger jobs the status would be the most that crosses nodes
 # What an agent knows of its own node better than the one that leads.
 _OF_THIS_NODE = (
@@ -85,6 +86,7 @@ class StatusPublisher:
     _busy_shares: BusyShares = field(default_factory=BusyShares)
     _started_at: str = field(default_factory=timestamp)
     _written_s: float = 0.0
+    _not_before_s: float = 0.0
     _seen: tuple[object, ...] = ()
     _of_all: RunStatus | None = None
     _protection_in_run: str = ""
@@ -100,6 +102,8 @@ class StatusPublisher:
 
     def publish(self) -> None:
         """Write the status if something has changed, or if half a second has passed."""
+        if time.monotonic() < self._not_before_s:
+            return
         job, slots = self._node.job, self._node.slots
         seen = (job.phase, job.generation, self._incidents.changes, tuple(slot.pid for slot in slots))
         if seen == self._seen and time.monotonic() - self._written_s < _EVERY_S:
@@ -120,6 +124,8 @@ class StatusPublisher:
         self._history.note(status.step)
         if status.is_leading and len(slots) <= _MOST_RANKS_FOR_ALL:
             self._node.peers.to_all(node_orders.Published("status", status.to_json()))
+        now = time.monotonic()
+        self._not_before_s = now + _MOST_SHARE * (now - self._written_s)
 
     def take(self, published: node_orders.Published) -> None:
         """The leader has published something: `ttprun` shows the whole job here too."""

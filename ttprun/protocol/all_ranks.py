@@ -1,0 +1,48 @@
+"""Between nodes a list of all ranks of the job is an empty one: a report or order that each rank gets stays short.
+
+An agent shortens what it sends (`shortened`), and the other one reads it in full (`in_full`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from msgspec.structs import replace
+
+from ttprun.protocol.from_rank import Frozen
+from ttprun.protocol.to_rank import Freeze
+
+
+def shortened(message: Any, world_size: int) -> Any:
+    """The message as it is sent to another agent."""
+    match message:
+        case Frozen(journal=journal):
+            names = [name for name, group in journal.items() if group.ranks == _all(world_size)]
+            short = {name: replace(journal[name], ranks=[]) for name in names}
+            return replace(message, journal=journal | short) if short else message
+        case Freeze(survivors=survivors, lost=lost) if survivors == _but(lost, world_size):
+            return replace(message, survivors=[])
+    return message
+
+
+def in_full(message: Any, world_size: int) -> Any:
+    """The message as it was before it was shortened."""
+    match message:
+        case Frozen(journal=journal):
+            full = {name: replace(group, ranks=_all(world_size)) for name, group in journal.items() if not group.ranks}
+            return replace(message, journal=journal | full) if full else message
+        case Freeze(survivors=[], lost=lost):
+            return replace(message, survivors=_but(lost, world_size))
+    return message
+
+
+@cache
+def _all(world_size: int) -> list[int]:
+    """One list for all reports: that of each rank would be as many as there are ranks, squared."""
+    return list(range(world_size))
+
+
+def _but(lost: list[int], world_size: int) -> list[int]:
+    gone = frozenset(lost)
+    return [rank for rank in range(world_size) if rank not in gone]
