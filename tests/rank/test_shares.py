@@ -358,3 +358,17 @@ def test_in_the_middle_of_a_forward_pass_a_model_and_its_parts_are_named_once(mo
     model(other(torch.ones(2)))
 
     assert model.found == ["model", "other", "alone"]
+
+
+def test_records_are_looked_at_whole_while_a_snapshot_of_them_may_be_taken() -> None:
+    _, board = Board.create(2)
+    part, rare = (SnapshotPart(board, 1, [], every, recorder()) for every in (0, 100))
+    asked = []
+    for boundary in range(1, 220):
+        board.set(0, Field.SNAPSHOT_ASKED, int(boundary >= 50))
+        board.set(0, Field.QUIESCE_ASKED, int(boundary == 190))
+        asked += [(boundary, part.may_be_due(boundary), rare.may_be_due(boundary))]
+
+    at_once, every_hundred = ([one[0] for one in asked if one[at] and one[0] > MOST_PUT_OFF] for at in (1, 2))
+    assert at_once == [*range(50, 51 + MOST_PUT_OFF), 190]
+    assert every_hundred == [*range(100, 101 + MOST_PUT_OFF), 190]

@@ -30,6 +30,7 @@ from ttprun.capture.script import run
 from ttprun.capture.values import Tree, refusals, room_to_walk
 from ttprun.capture.values.large_data import dtype_name, tensor_of
 from ttprun.capture.values.trees import Comparison
+from ttprun.capture.values.unchanged import Clock
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.introspect import fail_open, patching, whose
 from ttprun.introspect.costs import Costs
@@ -236,6 +237,7 @@ class Capture:
         with self._installed(), _as_main(ast_transform.directory_of(full)):
             begin(host)
             leave_in_children()
+            Clock.is_whole = True  # there is no evidence of the next step
             try:
                 replay = make()
                 Effects(self._recorder).begin(is_replay=replay is not None)
@@ -250,6 +252,7 @@ class Capture:
                     host.mode.output.end(0, 0)
                 end()
                 hooks.forget()
+                Clock.is_whole = False
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:

@@ -11,8 +11,8 @@ collectives have been tried this way. Begin with `Groups`.
 from __future__ import annotations
 
 import atexit
+import io
 import math
-import pickle
 import queue
 import threading
 import time
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ttprun.groups import ending, generations, groups
@@ -42,12 +43,12 @@ from ttprun.protocol.from_rank import GroupJournal
 _ALWAYS = 1 << 30  # a generation that does not end
 _LOOK_AGAIN_S = 0.02
 _SHORTLY_S = 0.001
-_TOLD_AFTER_S = 1.0  # by then whoever starts the members has seen that one is lost
+_SEEN_AFTER_S = 1.0  # by then whoever starts the members has seen that one is lost
 _END_S = 1.0
 
 
-class _Told(Message, frozen=True):
-    """What a member tells the others once it is frozen.
+class _Known(Message, frozen=True):
+    """What a member reports to the others once it is frozen.
 
     boundary   the newest that it has passed
     journal    what it has issued since; {}: it is new
@@ -119,7 +120,8 @@ class StoreExchange(Exchange):
                 if self.is_given_up and generation != _ALWAYS:
                     raise GivenUpError
                 if waited_s > limit_s:
-                    raise TimeoutError(f"no member has sent {' and '.join(keys)} within {limit_s:.0f} s")
+                    missing = [key for key in keys if not self.has(generation, key)]
+                    raise TimeoutError(f"nobody has reported '{', '.join(missing)}' within {limit_s:.0f} s")
                 self._changed.wait(min(_SHORTLY_S + waited_s / 10, _LOOK_AGAIN_S))
 
 
@@ -129,9 +131,13 @@ class Groups:
     store      that all members share, and that none of them serves
     rank       of this process among `size`
     training   what groups ask and report; see host.py
+    limit_s    for which the others are waited for: in a step, and until a lost one is replaced
     """
 
-    def __init__(self, store: Store, rank: int, size: int, training: Training | None = None) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, training: Training | None = None, limit_s: float = 600.0
+    ) -> None:
+        self._limit_s = limit_s
         self._store = PrefixStore("ttprun", store)
         line: Any = _Line(self._store)
         self._exchange = StoreExchange(self._store, line)
@@ -175,12 +181,16 @@ class Groups:
     def pass_boundary(self, state: Any = None) -> None:
         """Wait until all members have come here: what was issued before is not issued again.
 
-        state   what a process would begin with here, in the place of this one, as its `state`; it is pickled
+        state   what a process would begin with here, in the place of this one, as its `state`: None, a tensor, or
+                dictionaries and lists of tensors, numbers and strings
 
-        All operations must have been waited for. Raises EndedError if a lost member could not be replaced.
+        All operations must have been waited for. Raises EndedError if a lost member could not be replaced, TimeoutError
+        if a member does not come within the limit.
         """
         boundary = self.boundary + 1
-        packed = pickle.dumps(state)
+        packed = _packed(state)
+        if boundary == 1:
+            _check(packed)
         for entry in self._journal.unfinished():
             self._journal.wait(entry)
         with self._journal.changed:
@@ -188,7 +198,7 @@ class Groups:
             self._note_announced(boundary)
             self._exchange.put(_ALWAYS, _passing(boundary, self.member.rank), packed)
         try:
-            self._exchange.wait(_ALWAYS, self._passing_all(boundary))
+            self._exchange.wait(_ALWAYS, self._passing_all(boundary), self._limit_s)
         except GenerationOverError:
             raise EndedError from None
         with self._journal.changed:
@@ -232,7 +242,7 @@ class Groups:
     # A member is lost.
 
     def _watch(self) -> None:
-        """Tell of new generations: they interrupt what is done for older ones."""
+        """Look for new generations: they interrupt what is done for older ones."""
         while not self._is_ending.wait(_LOOK_AGAIN_S):
             try:
                 newest = _newest(self._store, self._newest)
@@ -295,7 +305,7 @@ class Groups:
             except GenerationOverError:
                 continue
         if member.applied:
-            self.state = pickle.loads(exchange.get(_ALWAYS, _passing(member.applied, member.rank), math.inf))
+            self.state = _unpacked(exchange.get(_ALWAYS, _passing(member.applied, member.rank), self._limit_s))
 
     def _announced(self) -> int:
         """The newest boundary that this rank has announced, or was about to; 0: none."""
@@ -308,22 +318,23 @@ class Groups:
     def _hold(self, generation: int) -> None:
         """Wait until all members are frozen, or new."""
         self._exchange.put(generation, f"held {self.member.rank}", b"")
-        self._exchange.wait(generation, [f"held {rank}" for rank in range(self.member.world_size)])
+        held = [f"held {rank}" for rank in range(self.member.world_size)]
+        self._exchange.wait(generation, held, self._limit_s)
 
     def _agree(self, generation: int, journal: dict[str, GroupJournal]) -> None:
         """Note what all members know alike of the step. Raises NotRepairableError if they are not at one boundary."""
-        told = _Told(self.boundary, journal)
-        self._exchange.put(generation, f"told {self.member.rank}", msgspec.msgpack.encode(told))
+        mine = _Known(self.boundary, journal)
+        self._exchange.put(generation, f"known to {self.member.rank}", msgspec.msgpack.encode(mine))
         ranks = range(self.member.world_size)
-        found = [self._exchange.get(generation, f"told {rank}", math.inf) for rank in ranks]
-        all_told = [msgspec.msgpack.decode(one, type=_Told) for one in found]
-        if {one.boundary for one in all_told} != {told.boundary}:
-            raise NotRepairableError(f"the members are at boundaries {[one.boundary for one in all_told]}")
-        self._journal.note_agreed(*Agreed.of(self.member.rank, {rank: all_told[rank].journal for rank in ranks}))
+        found = [self._exchange.get(generation, f"known to {rank}", self._limit_s) for rank in ranks]
+        of_all = [msgspec.msgpack.decode(one, type=_Known) for one in found]
+        if {one.boundary for one in of_all} != {mine.boundary}:
+            raise NotRepairableError(f"the members are at boundaries {[one.boundary for one in of_all]}")
+        self._journal.note_agreed(*Agreed.of(self.member.rank, {rank: of_all[rank].journal for rank in ranks}))
 
     def _begin_after(self, generation: int) -> None:
         """Begin the next generation, unless somebody who knows why it is needed does so before."""
-        end_s = time.monotonic() + _TOLD_AFTER_S
+        end_s = time.monotonic() + _SEEN_AFTER_S
         while self._newest <= generation and time.monotonic() < end_s:
             time.sleep(_LOOK_AGAIN_S)
         if self._newest <= generation:
@@ -353,6 +364,25 @@ class _NoLog:
     def append_log(self, entry: bytes) -> bool:
         """Keep nothing."""
         return True
+
+
+def _packed(state: Any) -> bytes:
+    found = io.BytesIO()
+    torch.save(state, found)
+    return found.getvalue()
+
+
+def _check(packed: bytes) -> None:
+    try:
+        _unpacked(packed)
+    except Exception as error:
+        cure = "give tensors, numbers and strings, in lists and dictionaries"
+        raise TypeError(f"a process in the place of this one could not read the state ({cure})") from error
+
+
+def _unpacked(packed: bytes) -> Any:
+    """A state; of what another process has written nothing but data is read."""
+    return torch.load(io.BytesIO(packed), weights_only=True)
 
 
 def begin_generation(store: Store) -> None:

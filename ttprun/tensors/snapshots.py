@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Read in each step.
 _ASKED = LEADER * ROW_FIELDS + Field.SNAPSHOT_ASKED
 _TAKEN_AT = LEADER * ROW_FIELDS + Field.SNAPSHOT_AT
+_QUIESCED = LEADER * ROW_FIELDS + Field.QUIESCE_ASKED
 
 
 class SnapshotPart:
@@ -56,6 +57,7 @@ class SnapshotPart:
         self.owners: Mapping[str, Sequence[int]] = {}
         self._seen = board.get(LEADER, Field.SNAPSHOT_NUMBER)
         self._put_off = 0  # boundaries at which it was due, and not taken
+        self._newest = (0, 0)  # the newest request that was met, and the boundary then
 
     def report_size(self, channel: Channel) -> None:
         """After the first step: an estimate of each rank's copy, so that the agent can prepare the memory."""
@@ -104,6 +106,17 @@ class SnapshotPart:
         """An estimate of the bytes that all ranks copy together; shards have about the same size in each."""
         parts = replicated.describe()[1]
         return sum(part.tensor.nbytes * (1 if part.place is None else self._board.n_ranks) for part in parts)
+
+    def may_be_due(self, boundary: int) -> bool:
+        """Whether the record of this boundary may become part of a snapshot, or of what the job resumes from.
+
+        Asked of each boundary, before its record. A request counts for as long as it can be put off.
+        """
+        cells = self._board.cells
+        if cells[_ASKED] != self._newest[0]:
+            since = boundary if not self._every else -(-boundary // self._every) * self._every
+            self._newest = cells[_ASKED], since
+        return cells[_QUIESCED] != 0 or 0 <= boundary - self._newest[1] <= MOST_PUT_OFF
 
     def is_due(self, boundary: int) -> bool:
         """Whether all ranks take a snapshot of `boundary`; valid when all have recorded it."""

@@ -28,6 +28,7 @@ from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
 from ttprun.capture.rehearsal import Rehearsal
 from ttprun.capture.values.trees import name_of_blob
+from ttprun.capture.values.unchanged import Clock
 from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
@@ -492,6 +493,7 @@ def _write_record(
         if why_not:
             session.give_up_protection(why_not)
         else:
+            Clock.is_whole = session[SnapshotPart].may_be_due(boundary)
             with values.room_to_walk():
                 record, blobs, is_going_on = describe(session, boundary, frame, returned, optimizer)
                 is_open = is_open or is_going_on
