@@ -6,7 +6,7 @@ Each call of a function counts, of Python's and of C's, from the script's own ca
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.calls import calls_of
 from tests.rank.fakes import make_session
 from ttprun.capture.records.evidence import ALWAYS, INPUT
 from ttprun.capture.records.recorder import Recorder
@@ -64,22 +65,6 @@ def group_of(session: Session) -> ManagedGroup:
     link: Any = Link()
     group.links._by_type = {"cpu": link}
     return group
-
-
-def calls_of(action: Callable[[], Any]) -> int:
-    """How many functions are called."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return count - 1  # that of setprofile itself
 
 
 def test_a_collective_of_a_step_with_many_makes_few_calls_and_most_inputs_are_not_hashed(session: Session) -> None:

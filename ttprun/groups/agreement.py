@@ -1,7 +1,7 @@
 """What all members must know alike before the operations of an interrupted step are issued again.
 
 Each member says what it has issued since the boundary (`generations.known`); whoever has heard all of them decides, or
-each member for itself. Imports no torch: ranks are told by the agent. Begin with `Agreed.of`.
+each member for itself. Imports no torch: the agent sends it to ranks. Begin with `Agreed.of`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What we take of a step on the thread that trains: measured in some steps, published, and told once if it is too much.
+"""What we take of a step on the thread that trains: measured in some steps, published, and reported once if it is much.
 
 A step is measured from boundary to boundary, about one in eight, so that measuring costs nothing in the others. Times
 are of the thread's processor; where a device is in use, what we wait for it counts, too. Begin with `Costs.begin`.

@@ -1,6 +1,6 @@
 """Replace functions of other modules by ours, by a table whose rows name both.
 
-If an attribute is missing (another version of torch), that row is left out, and the caller is told. Begin with
+If an attribute is missing (another version of torch), that row is left out, which is reported. Begin with
 `replace`.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.calls import calls_of
 from tests.rank import user_values
 from tests.rank.user_values import Bare, Link, Meter, Stage, count_up
 from tests.rank.values.carrying import Scope, are_alike, record
@@ -239,22 +239,6 @@ def test_what_is_met_earlier_from_now_on_is_referred_to_where_it_was_kept() -> N
         restore.module(here[1], other, "")
         assert here[1]["rows"][1] is here[0]["row"]
         assert here[1]["rows"] == rows
-
-
-def calls_of(walk: Callable[[], Any]) -> int:
-    """How many functions are called, Python's and C's."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        walk()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -28,6 +28,7 @@ logger = logging.getLogger("ttprun")
 LATE_LIMIT_S = 30.0  # another one leads by then
 _ASK_LIMIT_S = 5.0
 _LOOK_AGAIN_S = 0.5
+_SILENT_S = 2.0  # a wait that is longer is said
 _AT_A_TIME = 16
 
 
@@ -101,7 +102,8 @@ class JobFinder:
 
         Blocks while the job saves its state and ends, and for LATE_LIMIT_S if neither it nor the store can be reached.
         """
-        has_ended, ends_s = False, time.monotonic() + LATE_LIMIT_S
+        has_ended, is_said = False, False
+        ends_s = time.monotonic() + LATE_LIMIT_S
         while not (found := self.find()):
             if isinstance(self._ask_leader(), meeting.Concluded):
                 if not has_ended:
@@ -109,6 +111,10 @@ class JobFinder:
                 has_ended, ends_s = True, time.monotonic() + LATE_LIMIT_S
             elif time.monotonic() > ends_s or not self._is_awaited(has_ended):
                 return ""
+            elif not is_said and time.monotonic() > ends_s - LATE_LIMIT_S + _SILENT_S:
+                is_said = True
+                where = f"{self._host}:{self._port}"
+                logger.warning("nobody answers at %s: looking for %.0f s whether the job runs", where, LATE_LIMIT_S)
             time.sleep(_LOOK_AGAIN_S)
         return found
 

@@ -1,6 +1,6 @@
 """The nodes of what has not changed since an earlier boundary, whatever it is made of.
 
-A walk notes what each node depends on (`Trace`): the containers and objects that it has met, whose changes can be told,
+A walk notes what each node depends on (`Trace`): the containers and objects that it has met, whose changes can be seen,
 and how many things it has met whose changes cannot ("open" ones: tensors, generators, files, ...). `Names` remembers
 the names of one dictionary, a scope's or an object's, from boundary to boundary: those whose values hold nothing open
 are kept, and are not walked over again while nothing in them has changed (`Kept`).
@@ -41,7 +41,7 @@ def lasting_numbers(count: int) -> int:
 class Trace:
     """What the nodes that a walk has made depend on.
 
-    open       how many things were met of which not every change can be told
+    open       how many things were met of which not every change can be seen
     contents   the lists, dictionaries, sets and deques met, and the dictionaries of classes
     objects    (object, dictionary of its attributes) of those that have all attributes there
     typed      further objects, of which the type counts
@@ -95,7 +95,7 @@ class Kept:
 
     @classmethod
     def of(cls, name: str, value: Any, node: Any, marks: tuple[int, ...], snapshot: Snapshot) -> Kept | None:
-        """What a walk has just found of one name. None if not every change of it can be told.
+        """What a walk has just found of one name. None if not every change of it can be seen.
 
         marks   as `marks_in` has returned them before
         """
