@@ -153,7 +153,7 @@ def test_no_rank_steps_when_one_refuses_before_it(
 
     session.proof = Part(end_step=refuse)
     session.parts[Verifier] = Part(look=refuse)
-    monkeypatch.setattr(step_hooks, "_write_record", record)
+    monkeypatch.setattr(step_hooks, "write_record", record)
 
     may_the_others_step = outcomes(BEGIN, refusing, "record", outcome)
 
@@ -178,7 +178,7 @@ def test_a_rank_that_is_lost_in_the_commit_finds_the_steps_collectives_in_the_jo
 def test_a_rank_commits_no_step_of_which_it_has_no_record(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome(stages: tuple[Any, ...]) -> list[int]:
         committed: list[int] = []
-        monkeypatch.setattr(step_hooks, "_write_record", lambda *_: True)
+        monkeypatch.setattr(step_hooks, "write_record", lambda *_: True)
         monkeypatch.setattr(step_hooks, "commit", lambda session, boundary: committed.append(boundary))
         run(stages, "record", "commit", known=step_of(session))
         return committed

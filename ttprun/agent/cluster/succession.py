@@ -315,6 +315,7 @@ class Succession:
         # Also those that the old leader had lost before, whose ranks it has not replaced.
         for number in sorted(set(range(peers.size)) - {peers.node} - heirs.keys() - self._lost.keys()):
             self.leader.lose(number, f"it has not reported to {peers.name_of(peers.node)}, which leads now")
+        self.leader.decide_lost()  # before what other ranks suffer from it
         for one in left.values():
             if one.is_lost:
                 self._report_loss(one)
