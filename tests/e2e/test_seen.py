@@ -136,7 +136,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.usefixtures("new_pythons")  # in forks of a fork, torch may wait for ever for gloo's thread, which needs the GIL
+@pytest.mark.usefixtures("new_pythons")  # a fork of a fork may wait for ever for a gloo thread that needs the GIL
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_script_that_starts_its_ranks_itself_is_said_not_to_be_protected(
     start_ttprun: Callable[..., Launch], tmp_path: Path, method: str
