@@ -17,7 +17,7 @@ from torch import nn
 from torch_npu import breaking
 from torch_npu.breaking import State
 
-from ttprun.introspect.tensor_bytes import bytes_of, content_of, folded
+from ttprun.introspect.tensor_bytes import bytes_of, content_of, folded, plain_together
 
 TOO_LONG = 1200  # a product of matrices of this size runs for a while
 
@@ -186,6 +186,18 @@ def test_what_is_copied_to_the_host_is_counted() -> None:
     tensor + tensor
 
     assert torch.npu.copied_to_host() == (size + 256 + 4, count + 2)
+
+
+def test_small_tensors_are_copied_together_whatever_their_types() -> None:
+    expected = [torch.arange(7), torch.randn(3, 5).half(), torch.tensor(1.5), torch.ones(9).bool()]
+    tensors = [one.to("npu") for one in expected]
+    _, count = torch.npu.copied_to_host()
+
+    found = plain_together([torch.zeros(2), *tensors, torch.ones(0, device="npu")])
+
+    assert torch.npu.copied_to_host()[1] == count + 1
+    assert all(one.is_cpu and torch.equal(one, other) for one, other in zip(found[1:-1], expected, strict=True))
+    assert [one.dtype for one in found[1:-1]] == [one.dtype for one in expected]
 
 
 def test_a_large_tensor_is_hashed_on_the_device_as_on_the_host() -> None:

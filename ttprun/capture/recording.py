@@ -19,7 +19,7 @@ from ttprun.capture.host import Host
 from ttprun.capture.position import call_site, iterables, loop_sites, loops, made_inside
 from ttprun.capture.records.boundary_record import BoundaryRecord, ScriptState, read_state
 from ttprun.introspect import random_state
-from ttprun.introspect.tensor_bytes import bytes_of
+from ttprun.introspect.tensor_bytes import bytes_of, plain_together
 
 
 class Steps(msgspec.Struct, frozen=True, gc=False):
@@ -114,7 +114,7 @@ def describe(
         stepping=steps.number,
         is_before_step=beside.is_before_step,
     )
-    return record, snapshot.blobs, any(map(values.is_awaited, snapshot.computed))
+    return record, plain_together(snapshot.blobs), any(map(values.is_awaited, snapshot.computed))
 
 
 def _other_modules(whereabouts: call_site.Whereabouts) -> Iterator[tuple[str, ModuleType]]:
@@ -139,7 +139,7 @@ def look(frame: FrameType, steps: Steps) -> values.Tree:
         stepped=steps.counts,
         blobs=[blob.nbytes for blob in snapshot.blobs],
     )
-    return tree_of(values.pack(state), snapshot.blobs)
+    return tree_of(values.pack(state), plain_together(snapshot.blobs))
 
 
 def tree_of(packed: bytes, tensors: list[torch.Tensor]) -> values.Tree:

@@ -61,7 +61,7 @@ class Entry:
     promise     completes `future` with the outputs or an exception
     place       where in the script it was called, if its result is small enough to be kept
     size_bytes  of the inputs and outputs that it keeps alive
-    result      its outputs, if they are small and the same in all members, once it has completed
+    result      its outputs, if they are small and the same in all members, once it has completed; on a device, copies
     given       what another rank is sending in place of the operation: bytes of all outputs
     nan         "3 of 8 elements" if an input has NaN, else ""
     is_passing  the caller drops its tensors soon: only the copies of the inputs are kept once it has completed
@@ -86,7 +86,7 @@ class Entry:
     error: BaseException | None = None
     failed: Any = None
     place = ""
-    result: Sequence[bytes] | None = None
+    result: Sequence[bytes | Tensor] | None = None
     given: Tensor | None = None
     nan = ""
     is_passing = False

@@ -91,7 +91,8 @@ def _to_give_or_take(entry: Entry, is_source: bool) -> torch.Tensor:
         return torch.empty_like(output) if entry.is_done and not is_source else output
     device = entry.outputs[0].device
     if is_source:
-        joined = bytearray(b"".join(entry.result or ()))
+        parts = (one if isinstance(one, bytes) else bytes_of(one) for one in entry.result or ())
+        joined = bytearray(b"".join(parts))
         return torch.frombuffer(joined, dtype=torch.uint8).to(device) if joined else torch.empty(0, dtype=torch.uint8)
     given = torch.empty(size, dtype=torch.uint8, device=device)
     if not entry.is_done:

@@ -17,7 +17,7 @@ import msgpack
 import torch
 
 from ttprun.groups.operations import SAME_FOR_ALL
-from ttprun.introspect.tensor_bytes import bytes_of
+from ttprun.introspect.tensor_bytes import bytes_of, plain_together
 
 if TYPE_CHECKING:
     from ttprun.groups.entry import Entry
@@ -50,7 +50,7 @@ class Results:
     def __init__(self, recorder: Log) -> None:
         self._recorder = recorder
         self._lock = threading.Lock()
-        self._newest: list[Result] = []  # of this step
+        self._newest: list[tuple[int, str, list[bytes] | list[torch.Tensor]]] = []  # of this step
         self._visits: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (-1, 0))  # last step, steps
         self.step = 0
 
@@ -58,25 +58,35 @@ class Results:
         """Keep the outputs of a completed operation, which are small."""
         if any(tensor.layout is not torch.strided for tensor in entry.outputs):
             return
-        outputs = [bytes_of(tensor).tobytes() for tensor in entry.outputs]
+        with self._lock:
+            step = self.step
+            last, steps = self._visits[entry.place]
+            if last != step:
+                steps += 1
+                self._visits[entry.place] = (step, steps)
+        outputs: list[bytes] | list[torch.Tensor]
+        is_on_device = any(not tensor.is_cpu for tensor in entry.outputs)
+        if is_on_device and steps > SELDOM and threading.current_thread() is threading.main_thread():
+            outputs = [tensor.detach().clone() for tensor in entry.outputs]  # on the stream that may write to it next
+        else:
+            outputs = [bytes_of(tensor).tobytes() for tensor in entry.outputs]
         if entry.op in SAME_FOR_ALL:
             entry.result = outputs
         with self._lock:
-            result = (self.step, entry.place, outputs)
-            self._newest.append(result)
-            last, steps = self._visits[entry.place]
-            if last != self.step:
-                steps += 1
-                self._visits[entry.place] = (self.step, steps)
+            self._newest.append((step, entry.place, outputs))
             if steps <= SELDOM:
-                self._recorder.append_log(msgpack.packb(result))
+                self._recorder.append_log(msgpack.packb((step, entry.place, outputs)))
 
     def begin_step(self, step: int) -> list[Result]:
         """Called at a boundary; returns the results of the step that it ends."""
         with self._lock:
             ended, self._newest = self._newest, []
             self.step = step
-        return ended
+        copies = iter(plain_together([one for _, _, outputs in ended for one in outputs if not isinstance(one, bytes)]))
+        return [
+            (at, place, [one if isinstance(one, bytes) else bytes_of(next(copies)).tobytes() for one in outputs])
+            for at, place, outputs in ended
+        ]
 
 
 class Answers:

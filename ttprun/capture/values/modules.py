@@ -306,7 +306,7 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
     snapshot.numbers.update(zip(layout.ids, range(first_number, first_number + len(layout.ids)), strict=True))
     snapshot.alive.append(layout)
     first = len(snapshot.blobs)
-    snapshot.blobs += map(plain, layout.held)
+    snapshot.blobs += [plain(one) if one.is_cpu else one for one in layout.held]
     attributes = {
         path: snapshot.lasting_attributes(snapshot.names_of(scope, only=names), scope, depth)
         if type(scope) is dict
