@@ -73,6 +73,7 @@ class History:
     moment       the step of the first node's rank at which it begins; -1: the launchers' start
     killed       "", "rank" or "launcher", of the node `on`, `kill_at_s` after the moment
     is_requeued  a launcher that ends with 143 or is killed is started again
+    is_last_spare  the last node comes when the others train; else whoever comes last is the spare
     """
 
     seed: int
@@ -85,6 +86,7 @@ class History:
     on: int = 0
     kill_at_s: float = 0.0
     is_requeued: bool = False
+    is_last_spare: bool = False
 
     @property
     def nodes(self) -> int:
@@ -209,8 +211,12 @@ def _happen(history: History, folder: Path, network: Network, told: Told) -> lis
     if history.moment < 0:
         moment_s = time.monotonic()
         _weather(history, network, 0.0)
-    for number in range(history.nodes):
+    for number in range(history.nodes - history.is_last_spare):
         start(number)
+    if history.is_last_spare:
+        _await_step(starts[:-1], 1)
+        start(history.nodes - 1)
+        starts[-1][0].launch.wait_for_output("this one waits to take the place of one that is lost")
     if history.moment >= 0:
         _await_step(starts, history.moment)
         moment_s = time.monotonic()

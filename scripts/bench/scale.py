@@ -27,7 +27,7 @@ from runs import REPOSITORY, BenchmarkError, headline, machine, positive, print_
 RESULTS = REPOSITORY / "tests" / "results" / "scale.json"
 PICTURE = REPOSITORY / "docs" / "scale"
 NODES = [16, 64, 256, 1024]
-RANKS = [1024, 4096, 16384]  # of the machine alone
+RANKS, TRIES = [1024, 4096, 16384], 3  # of the machine alone
 EVENTS = ("start", "lost rank", "lost node", "lost tenth")
 FIGURES = {
     "messages_in": "messages to the leader",
@@ -96,7 +96,12 @@ def exponents(sizes: Sequence[Mapping[str, Any]], event: str) -> dict[str, float
 
 
 def machine_alone() -> list[dict[str, float]]:
-    """An incident of one rank, in the machine alone."""
+    """An incident of one rank, in the machine alone: by size, the shortest of some, as other work lengthens it."""
+    tries = [_machine_once() for _ in range(TRIES)]
+    return [min(same, key=lambda one: one["incident_s"]) for same in zip(*tries, strict=True)]
+
+
+def _machine_once() -> list[dict[str, float]]:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         script = Path(__file__).with_name("scale_machine.py")
         words = [sys.executable, str(script), "--json", file.name, "--ranks", *map(str, RANKS)]

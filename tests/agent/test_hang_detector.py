@@ -332,6 +332,23 @@ class BlindLookout(HangDetector):
         return 7
 
 
+@pytest.mark.parametrize(("ranks", "looks"), [(2, 5), (2048, 5), (8192, 2), (65536, 2)])
+def test_the_more_ranks_there_are_the_less_often_all_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, looks: int
+) -> None:
+    node: Any = FakeNode()
+    node.slots = [None] * ranks
+    looked: list[None] = []
+    node.domains.look = lambda name, action: looked.append(None)
+    detector = hang_detector_of(node)
+
+    for quarter in range(5):
+        monkeypatch.setattr(time, "monotonic", lambda at_s=100.0 + quarter / 4: at_s)
+        detector.look()
+
+    assert len(looked) == looks
+
+
 @pytest.mark.parametrize(
     ("fault", "rank", "kind"),
     [

@@ -65,6 +65,17 @@ def test_a_job_that_is_done_is_not_trained_again_by_the_same_command(tmp_path: P
     assert _start(tmp_path, 1, [*COMMAND, "--epochs", "9"]).judge() is None
 
 
+def test_a_leader_that_was_cut_off_does_not_take_back_that_the_others_are_done(tmp_path: Path) -> None:
+    cut_off, successor = _start(tmp_path, 0), _start(tmp_path, 0)
+    cut_off.begin()
+    successor.end(0, 60, "")
+
+    cut_off.end(143, 9, "node 1 was lost, and no other took its place")
+
+    assert _start(tmp_path, 0).judge() is not None
+    assert json.loads(path_of(tmp_path, "77").read_text())["exit_code"] == 0
+
+
 def test_a_job_that_failed_may_be_started_again(tmp_path: Path) -> None:
     _start(tmp_path, 0).end(1, 40, "rank 1 raised ValueError")
 

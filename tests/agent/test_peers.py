@@ -52,6 +52,17 @@ def test_a_node_whose_agent_says_nothing_while_the_job_takes_steps_is_not_lost(c
     assert clock.silent_after(peers, 10 * SILENT_LIMIT_S, steps) == []
 
 
+def test_of_a_hundred_nodes_one_look_asks_once_how_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(patience, "crowd", lambda: asked.append(None) or 1.0)
+    ours, theirs = socket.socketpair()
+
+    with ours, theirs:
+        Peers(0, "10.0.0.1", 1, dict.fromkeys(range(1, 101), Channel(ours)), {}, 101).silent(has_stepped=False)
+
+    assert len(asked) == 1
+
+
 def test_the_same_order_to_all_ranks_of_a_node_crosses_once_and_before_what_is_sent_after_it() -> None:
     ours, theirs = socket.socketpair()
     link = Channel(ours)

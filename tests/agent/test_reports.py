@@ -191,6 +191,20 @@ def test_a_replacement_is_given_what_others_have_sent_in_its_generation_while_th
     assert line.reported == [put]
 
 
+def test_what_ranks_have_sent_in_an_earlier_generation_is_looked_through_once_and_not_for_each_replacement(
+    node: FakeNode, reports: Reports
+) -> None:
+    slot = node.slots[0]
+    reports.take(node.slots[1], from_rank.Put(0, "port 1", ""))
+    reports.pass_on()
+    slot.leave(-9, node.board, lambda number, pid: "")
+    node.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
+
+    reports.take(slot, from_rank.Present(pid=200, main_thread=1))
+
+    assert reports._passed_on == []
+
+
 def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, reports: Reports) -> None:
     ours, theirs = socket.socketpair()
     node.peers = Peers(0, "10.0.0.1", 3, {1: ready_pair(ours)}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)

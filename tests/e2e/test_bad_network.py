@@ -59,7 +59,7 @@ def test_a_cut_between_two_nodes_without_a_spare_ends_both_and_each_says_why(tel
 
 
 def test_of_three_nodes_the_two_that_reach_each_other_go_on_with_the_spare(tell: Tell) -> None:
-    told = tell("2:3", [cut("1 | 0 2", tuple(cut_between(((1,), (0, 2)))), 20.0)])
+    told = tell("2:3", [cut("1 | 0 2", tuple(cut_between(((1,), (0, 2)))), 20.0)], is_last_spare=True)
 
     assert told.problems == []
     assert (told.end, told.exit_codes) == ("repaired", [[0], [143], [0]])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ttprun.protocol.board import LEADER, Board, Field
 
@@ -33,14 +33,21 @@ class Patience:
         self._passed_s = 0.0
         self._looked_at_s = time.monotonic()
 
-    def look(self, times: float = 1.0) -> bool:
+    @staticmethod
+    def over(waits: Mapping[int, Patience]) -> list[int]:
+        """Of many waits by number, those that are over: how busy the machine is, is asked once for all of them."""
+        crowded = crowd()
+        return [number for number, wait in waits.items() if wait.look(crowded=crowded)]
+
+    def look(self, times: float = 1.0, crowded: float | None = None) -> bool:
         """Whether the limit is over; to be asked at least every LOOK_S.
 
-        times   as many times as long the limit is at present
+        times     as many times as long the limit is at present
+        crowded   what `crowd` returns, if it has been asked
         """
         now = time.monotonic()
         if self._counts():
-            slower = max(times, crowd()) if self._is_scaled else 1.0
+            slower = max(times, crowd() if crowded is None else crowded) if self._is_scaled else 1.0
             self._passed_s += min(now - self._looked_at_s, LOOK_S) / min(slower, MOST_TIMES)
         self._looked_at_s = now
         return self._passed_s > self._limit_s

@@ -238,7 +238,7 @@ class Peers:
         if has_stepped:
             self._waits.clear()
         self._waits = {node: self._waits.get(node) or Patience(SILENT_LIMIT_S) for node in self._links}
-        return [node for node, patience in self._waits.items() if patience.look()]
+        return Patience.over(self._waits)
 
     def unheard_s(self, node: int) -> float:
         """Seconds since a node was heard."""

@@ -22,6 +22,7 @@ from typing import Any
 
 from ttprun.protocol import meeting
 from ttprun.protocol.channel import Channel
+from ttprun.protocol.codec import encode
 
 _POOL, _ARRIVALS = "ttprun/spare-pool", "ttprun/arrivals"
 _BACKLOG = 1024
@@ -208,9 +209,9 @@ class SparePool:
 
     def announce(self, pools: meeting.SparePools) -> None:
         """Let all who wait know where to go if this agent is lost; also those who come later."""
-        self._pools = pools
+        self._pools, line = pools, encode(pools)
         for one in self._waiting:
-            one.link.send(pools)
+            one.link.send_line(line)
 
     def _hear(self, link: Channel) -> None:
         """Who waits says nothing, so it has gone, or cannot be reached."""

@@ -271,7 +271,7 @@ class Reports:
         slot.greet(message.main_thread)
         self.comparisons.report_owners(slot)
         for sender, put in self._passed_on:
-            if sender != slot.rank and put.generation >= self.node.job.generation:
+            if sender != slot.rank:
                 slot.send_if_present(put)
         self.injections.greeted(slot)
 
@@ -355,9 +355,11 @@ class Reports:
     def pass_on(self) -> None:
         """Pass on what ranks have reported to all others; one that has no process now hears it when it has greeted."""
         new, self._to_pass_on = self._to_pass_on, []
+        present = self.node.job.generation
+        if self._passed_on and self._passed_on[0][1].generation < present:  # once, not for each process that greets
+            self._passed_on = [one for one in self._passed_on if one[1].generation >= present]
         if new:
-            present = self.node.job.generation
-            self._passed_on = [one for one in [*self._passed_on, *new] if one[1].generation >= present]
+            self._passed_on += [one for one in new if one[1].generation >= present]
             self.actuators.order_all(node_orders.Broadcast(new))
 
     def _on_frozen(self, slot: RankSlot, message: from_rank.Frozen) -> None:

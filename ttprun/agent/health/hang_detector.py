@@ -35,6 +35,7 @@ from ttprun.recovery.observations import Doing, Observation
 logger = logging.getLogger("ttprun")
 
 EVERY_S = 0.25
+_OFTEN, _RARELY = 2048, 4.0  # ranks; more are looked at less often: never more rarely than LOOK_AWAY_S of HangWatch
 _STALE_S = 2.0
 _SAY_AFTER_S = 3.0
 _STUCK_S = 1.0  # in a collective that has broken: then it is no moment of the script's end
@@ -86,7 +87,7 @@ class HangDetector:
         now = time.monotonic()
         if self.is_off or now < self._next_s:
             return
-        self._next_s = now + EVERY_S
+        self._next_s = now + EVERY_S * min(_RARELY, max(1.0, len(self._node.slots) / _OFTEN))
         self._node.domains.look("hang detection", lambda: self._look(now))
 
     def _look(self, now: float) -> None:
@@ -210,9 +211,11 @@ class HangDetector:
         """Say which ranks have come to their end while all others wait in a collective; they stay for a while."""
         node = self._node
         living = [slot for slot in node.slots if not (slot.is_finished or slot.is_lost)]
-        ended = [slot.rank for slot in living if node.board_row(slot)[Field.ENDED]]
+        ended = [slot.rank for slot in living if node.board.get(slot.rank, Field.ENDED)]
+        if not ended:
+            return
         rows = [node.board_row(slot) for slot in living if slot.rank not in ended]
-        is_awaited = bool(ended and rows) and all(
+        is_awaited = bool(rows) and all(
             Phase(row[Field.PHASE]) in (Phase.COLLECTIVE, Phase.WAITING)
             and now - row[Field.SEEN_NS] / 1e9 > _SAY_AFTER_S
             for row in rows

@@ -143,7 +143,10 @@ class Outcomes:
         self._write(self.own)
 
     def end(self, exit_code: int, step: int, reason: str) -> None:
-        """The job has ended, and this launcher leads."""
+        """The job has ended, and this launcher leads. If others say since that it is done, it was cut off from them."""
+        meanwhile = self.ended_meanwhile()
+        if meanwhile is not None and meanwhile.is_done:
+            return
         restart = exit_code >= ENDED_BY_SIGNAL and exit_code != _INTERRUPTED
         self._write(replace(self.own, state="ended", exit_code=exit_code, step=step, reason=reason, restart=restart))
 
