@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 class HeldInput(Protocol):
-    """An input that is not copied: buckets.py.
+    """An input that is not copied: buckets.py, gathers.py.
 
     is_kept   whether the result is still there, once the operation has completed
     is_last   nothing is reduced after it in the backward pass
@@ -29,6 +29,7 @@ class HeldInput(Protocol):
     @property
     def is_last(self) -> bool: ...
     def put_back(self) -> None: ...
+    def made_again(self) -> Tensor: ...
     def count_nans(self) -> str: ...
 
 
@@ -143,7 +144,7 @@ class Entry:
 
     def release(self) -> None:
         """The script knows that it has completed."""
-        if self.is_passing and self.saved:
+        if self.is_passing and (self.saved or self.held is not None):
             self._drop_tensors()
 
     def settle_for_all(self) -> None:
