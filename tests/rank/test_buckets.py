@@ -76,6 +76,50 @@ def test_from_the_seventh_step_on_the_gradients_are_not_copied_any_more() -> Non
         assert held == [0] * BEGINS_AT + [2] * 2
 
 
+def test_gradients_of_a_model_that_may_leave_out_parameters_are_not_copied_from_the_fifth_step_on() -> None:
+    """As transformers' Trainer wraps each model."""
+    for held, _ in run_world(functools.partial(train, find_unused_parameters=True)):
+        assert held == [0] * (TRUSTED_AFTER + 1) + [2] * (STEPS - TRUSTED_AFTER - 1)
+
+
+class Leaves(nn.Module):
+    """Of two layers one rank leaves one out in some steps."""
+
+    def __init__(self, leaves_in: range) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.leaves_in, self.steps = leaves_in, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        found: torch.Tensor = self.first(inputs)
+        return found if self.steps - 1 in self.leaves_in else self.second(found)
+
+
+def leave_out_later(rank: int, is_set_to_none: bool) -> tuple[list[int], float]:
+    torch.manual_seed(0)
+    leaves_in = range(STEPS, STEPS + 2) if rank else range(0)
+    model = DDP(Leaves(leaves_in), bucket_cap_mb=1, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    held = []
+    for step in range(STEPS + 4):
+        optimizer.zero_grad(set_to_none=is_set_to_none)
+        model(torch.full((2, WIDTH), 1 / (1.0 + step + rank))).square().mean().backward()
+        held.append(len(held_entries()))
+        optimizer.step()
+    return held[STEPS - 1 :], float(sum(weight.detach().double().abs().sum() for weight in model.parameters()))
+
+
+@pytest.mark.parametrize("is_set_to_none", [True, False])
+def test_a_parameter_that_one_rank_leaves_out_later_ends_it_for_its_bucket_there(is_set_to_none: bool) -> None:
+    found = run_world(leave_out_later, is_set_to_none)
+    plain = run_world(leave_out_later, is_set_to_none, is_managed=False)
+
+    assert [digest for _, digest in found] == [digest for _, digest in plain]
+    if is_set_to_none:
+        assert [held for held, _ in found] == [[2] * 5, [2, 1, 1, 1, 1]]
+
+
 def train_small_layers(rank: int, width: int, depth: int) -> int:
     """How many of the reductions of the last step were not copied: gradients of width x width, and of width, elements."""
     torch.manual_seed(0)
@@ -263,7 +307,7 @@ def test_a_step_whose_gradients_are_nan_says_nothing_of_the_buckets() -> None:
 
 
 def train_with_options(rank: int) -> dict[str, list[int]]:
-    options = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+    options = ("gradient_as_bucket_view", "static_graph")
     return {option: train(rank, **{option: True})[0] for option in options}
 
 
@@ -274,7 +318,7 @@ def train_otherwise(rank: int) -> dict[str, list[int]]:
 
 def test_gradients_that_ddp_treats_otherwise_are_copied() -> None:
     for held in run_world(train_otherwise):
-        assert len(held) == 6
+        assert len(held) == 5
         assert all(of_steps == [0] * STEPS for of_steps in held.values()), held
 
 
@@ -324,9 +368,9 @@ def test_an_input_is_never_made_of_gradients_that_are_not_those_it_was_made_of()
     assert run_world(look_behind_a_backward_pass) == [[True, True, refusal, False]] * 2
 
 
-def be_interrupted(rank: int, moment: str) -> tuple[list[int], float]:
+def be_interrupted(rank: int, moment: str, **options: Any) -> tuple[list[int], float]:
     """In one of the later steps the connections break: before, in or behind the reduction of the first bucket."""
-    training = Training(rank)
+    training = Training(rank, **options)
     for step in range(BEGINS_AT + 3):
         if step == BEGINS_AT + 1 and current() is not None:
             lie_in_wait(training, rank, moment)
@@ -361,13 +405,17 @@ def break_connections_while_one_is_late(ranks: tuple[int, ...], agent: FakeAgent
     agent.resume()
 
 
+@pytest.mark.parametrize("leaves_out", [False, True])
 @pytest.mark.parametrize(("moment", "ranks"), [("in the first", (0,)), ("in the second", (0,)), ("behind", (0, 1))])
-def test_connections_that_break_around_such_a_reduction_change_nothing(moment: str, ranks: tuple[int, ...]) -> None:
+def test_connections_that_break_around_such_a_reduction_change_nothing(
+    moment: str, ranks: tuple[int, ...], leaves_out: bool
+) -> None:
     scenario = functools.partial(break_connections_while_one_is_late, ranks)
+    train_on = functools.partial(be_interrupted, moment=moment, find_unused_parameters=leaves_out)
 
-    broken = run_world(be_interrupted, moment, scenario=scenario)
+    broken = run_world(train_on, scenario=scenario)
 
-    assert broken == [([2, 2, 2], digest) for _, digest in run_world(be_interrupted, moment, is_managed=False)]
+    assert broken == [([2, 2, 2], digest) for _, digest in run_world(train_on, is_managed=False)]
 
 
 def lose_a_result(rank: int) -> None:

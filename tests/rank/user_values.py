@@ -445,3 +445,28 @@ class EventWriter:
 def applied_twice(module: torch.nn.Module) -> Any:
     """A function that holds a module."""
     return lambda x: module(module(x))
+
+
+class _OwnWays:
+    """Methods that do something when a script asks."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("asked for the items")
+
+    def __len__(self) -> int:
+        raise AssertionError("asked for the length")
+
+    def values(self) -> Any:
+        raise AssertionError("asked for the values")
+
+
+class LazyTable(_OwnWays, OrderedDict):  # type: ignore[type-arg]
+    pass
+
+
+class LazyList(_OwnWays, list):  # type: ignore[type-arg]
+    pass
+
+
+class LazySet(_OwnWays, set):  # type: ignore[type-arg]
+    pass

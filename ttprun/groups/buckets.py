@@ -5,10 +5,10 @@ bucket is done the gradients themselves do not change, so a bucket's input can b
 on, until the next backward pass, the bucket holds the result: a rank that has it broadcasts it, and nothing is issued
 again. Either way no copy is needed, and copies would be most of what protection costs a step.
 
-The layout of the buckets is in DDP's own log. It is compared with the journal's copies for some steps before it is
-trusted; other uses of DDP (hooks, views, parameters without a gradient) get copies. An input that is computed again is
-compared with what was noted of it. NaNs are looked for in the gradients, during the reduction. Begin with
-`Buckets.hold`.
+The layout of the buckets is in DDP's own log, or follows from the parameters' sizes. It is compared with the journal's
+copies for some steps before it is trusted; other uses of DDP (hooks, views, parameters without a gradient) get copies.
+An input that is computed again is compared with what was noted of it. NaNs are looked for in the gradients, during the
+reduction. Begin with `Buckets.hold`.
 """
 
 from __future__ import annotations
@@ -215,21 +215,31 @@ def _is_dense(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 def is_plain(model: Any) -> bool:
     """Whether DDP copies each gradient into a bucket, and reduces that."""
     return not (
-        model.find_unused_parameters
-        or model.static_graph
+        model.static_graph
+        or getattr(model, "skip_all_reduce_unused_params", False)
         or model.gradient_as_bucket_view
         or model.mixed_precision is not None
         or model._comm_hooks
     )
 
 
+def _layout_of(model: Any) -> list[list[torch.Tensor]]:
+    """The parameters of each bucket, by DDP's log, or as DDP forms them at first: with unused ones they stay so."""
+    parameters, are_sparse = model._build_params_for_reducer()
+    if model.find_unused_parameters:
+        ddp: Any = dist
+        limits = [ddp._DEFAULT_FIRST_BUCKET_BYTES, model.bucket_bytes_cap]
+        rows, _ = ddp._compute_bucket_assignment_by_size(parameters, limits, are_sparse)
+        return [[parameters[index] for index in row] for row in reversed(rows)]
+    indices = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+    return [[parameters[int(word)] for word in words.split()] for words in indices.split(",") if words]
+
+
 def buckets_of(model: Any, world_size: int) -> list[Bucket]:
-    """The buckets by DDP's log; [] if it has none (yet). Not during a backward pass, which locks the log."""
+    """The buckets; [] if they are not known (yet). Not during a backward pass, which locks DDP's log."""
     try:
-        indices = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
-        parameters = model._build_params_for_reducer()[0]
-        rows = [[parameters[int(word)] for word in words.split()] for words in indices.split(",") if words]
-    except (AttributeError, IndexError, ValueError):  # another version of torch
+        rows = _layout_of(model)
+    except (AttributeError, IndexError, TypeError, ValueError):  # another version of torch
         return []
     found = [Bucket(model, row, world_size) for row in rows]
     for bucket in found[:-1]:
@@ -341,7 +351,7 @@ class Buckets:
                     self._look_at(model)
 
     def _look_at(self, model: Any) -> None:
-        if not (is_plain(model) and model._has_rebuilt_buckets):
+        if not (is_plain(model) and (model._has_rebuilt_buckets or model.find_unused_parameters)):
             return
         found = buckets_of(model, model.process_group.size())
         self._buckets = [bucket for bucket in self._buckets if bucket.is_alive] + found

@@ -217,7 +217,7 @@ def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
     if not found:
         return _without_attributes(snapshot, value, depth)
     names = snapshot.names_of(found)
-    return ClassNode(snapshot.number(value, names), name_of(value), snapshot.lasting_attributes(names, found, depth))
+    return ClassNode(snapshot.number(value), name_of(value), snapshot.lasting_attributes(names, found, depth))
 
 
 def _without_attributes(snapshot: Snapshot, value: type, depth: int) -> Any:

@@ -20,14 +20,16 @@ from typing import Any
 from ttprun.capture.records.nodes import FixedNode
 from ttprun.capture.records.packing import pack
 from ttprun.capture.values.nodes import SETTLED
-from ttprun.capture.values.unchanged import ARE_COUNTED, Unchanged, version_of
-from ttprun.introspect.looks import dictionary_of
+from ttprun.capture.values.unchanged import ARE_COUNTED, BASES, Clock, Unchanged, version_of
+from ttprun.introspect.looks import dictionary_of, slots_of
 
 Snapshot = Any  # snapshot.py imports this module
 
 
 _FOLLOWED: dict[type, int] = {list: 4096, dict: 4096, OrderedDict: 1024, set: 512, deque: 512}  # with how many items
 _STRIKES = 3  # how often something in a name's value may have changed before it is walked over at each boundary
+_AGAIN = (16, 1024)  # boundaries until such names are tried once more: at first, and at most
+_WITHOUT_ATTRIBUTES = {list, dict, set, deque}
 _next = 1 << 24  # the next of the numbers that last; above all numbers of a single walk
 
 
@@ -102,13 +104,13 @@ class Kept:
         trace, numbers = snapshot.trace, snapshot.numbers
         made = cls({name: node}, [value])
         made.contents = trace.contents[marks[0] :]
-        if not all(type(one) in _FOLLOWED and len(one) <= _FOLLOWED[type(one)] for one in made.contents):
+        if not all(map(_may_be_followed, made.contents)):
             return None
         made.objects = list({id(pair[0]): pair for pair in trace.objects[marks[1] :]}.values())
         made.objects += [
             (one, held)
             for one in made.contents
-            if type(one) is OrderedDict and (held := dictionary_of(one)) is not None
+            if type(one) not in _WITHOUT_ATTRIBUTES and (held := dictionary_of(one)) is not None
         ]
         made.typed = trace.typed[marks[2] :]
         made.alive = [one for one in snapshot.alive[marks[4] :] if numbers.get(id(one)) is not None]
@@ -152,12 +154,12 @@ class Kept:
         if not (self.contents or self.objects or self.typed):
             return not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items()
         return (
-            self._is_unchanged()
+            self.holds_alone()
             and (not self.numbers or self._is_new_to(snapshot))
             and (not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items())
         )
 
-    def _is_unchanged(self) -> bool:
+    def holds_alone(self) -> bool:
         """Whether nothing has changed that the nodes depend on."""
         try:
             return self._unchanged.holds()
@@ -180,8 +182,17 @@ class Kept:
 
     def holding(self, snapshot: Snapshot) -> list[Kept]:
         """Those of the parts that hold."""
-        fine = [part for part in self.parts if part._is_unchanged() and part._is_new_to(snapshot)]
+        fine = [part for part in self.parts if part.holds_alone() and part._is_new_to(snapshot)]
         return _fitting(fine, snapshot.numbers)
+
+
+def _may_be_followed(one: Any) -> bool:
+    """Whether each change of a container can be seen, and soon enough."""
+    kind = type(one)
+    if kind in _FOLLOWED:
+        return len(one) <= _FOLLOWED[kind]
+    base = next((base for base in BASES if issubclass(kind, base)), None)
+    return base is not None and not slots_of(kind) and base.__len__(one) <= min(_FOLLOWED[base], _FOLLOWED[OrderedDict])
 
 
 def marks_in(snapshot: Snapshot) -> tuple[int, ...]:
@@ -211,22 +222,21 @@ class Names:
     """What is remembered of the names of one dictionary.
 
     choose   which names of the dictionary are recorded
-    number   of the object whose attributes these are, at each boundary
-    owner    its id; 0 if it is not known yet
     kept     what of it is not walked over; None if nothing
-    entered  the same in the newest walk
+    late     the same of names whose values refer to what is met among the others
+    entered  `kept` in the newest walk
     rest     the other names
     """
 
     __slots__ = (
-        *("_all", "_chosen", "_hints", "_strikes", "_version", "choose", "entered", "kept", "number", "owner", "rest"),
+        *("_again", "_all", "_chosen", "_hints", "_pause", "_strikes", "_version"),
+        *("choose", "entered", "kept", "late", "rest"),
     )
 
     def __init__(self, choose: Callable[[dict[str, Any]], list[str]]) -> None:
         self.choose = choose
-        self.number = lasting_numbers(1)
-        self.owner = 0
         self.kept: Kept | None = None
+        self.late: Kept | None = None
         self.entered: Kept | None = None
         self.rest: list[str] = []
         self._all: list[Any] | None = None
@@ -234,9 +244,11 @@ class Names:
         self._version = -1
         self._hints: dict[str, int] = {}  # ids of values in which nothing open was found at the boundary before
         self._strikes: Counter[str] = Counter()
+        self._pause = _AGAIN[0]
+        self._again = Clock.boundary + self._pause  # when names with many strikes are tried once more
 
     def nodes(self, snapshot: Snapshot, scope: dict[str, Any], depth: int, is_lasting: bool) -> dict[str, Any]:
-        """The nodes of the names in `rest`; what is in `kept` has entered the walk.
+        """The nodes of all names but those in `entered`, which has entered the walk.
 
         scope        with the values now
         depth        of the values
@@ -248,45 +260,81 @@ class Names:
             self._version = version
         if self.kept is not None:
             if not self.kept.holds(snapshot):
-                self._keep(self.kept.holding(snapshot))
+                self._keep(self.kept, self.kept.holding(snapshot))
             if self.kept is not None:
                 self.kept.enter(snapshot)
         self.entered = self.kept
-        return self._walk(snapshot, scope, depth) if self.rest else {}
+        found = self._walk(snapshot, scope, depth, self.rest) if self.rest else {}
+        if self.late is not None:
+            found |= self._nodes_of_late(self.late, snapshot, scope, depth)
+        return found
 
     def _look_at(self, scope: dict[str, Any]) -> None:
         """Find the names that are new, gone, or have another value."""
-        names, kept = list(scope), self.kept
+        names = list(scope)
         is_named_alike = names == self._all
         if not is_named_alike:
             self._all, self._chosen = names, self.choose(scope)
-        if kept is not None and not all(map(is_, map(scope.get, kept.names), kept.values)):
-            other = {name for name, value in zip(kept.names, kept.values, strict=True) if scope.get(name) is not value}
-            self._strikes.update(dict.fromkeys(other, _STRIKES))
-            kept = Kept.joined([part for part in kept.parts if part.names[0] not in other])
-        elif is_named_alike:
-            return
-        elif kept is not None and not scope.keys() >= set(kept.names):  # one that is None
-            kept = Kept.joined([part for part in kept.parts if part.names[0] in scope])
-        self._set(kept)
+        kept, late = self._without_others(self.kept, scope), self._without_others(self.late, scope)
+        if not is_named_alike or kept is not self.kept or late is not self.late:
+            self._set(kept, late)
 
-    def _set(self, kept: Kept | None) -> None:
-        self.kept = kept
-        self.rest = [name for name in self._chosen if kept is None or name not in kept.nodes]
+    def _without_others(self, kept: Kept | None, scope: dict[str, Any]) -> Kept | None:
+        if kept is None:
+            return None
+        if all(map(is_, map(scope.get, kept.names), kept.values)) and scope.keys() >= kept.nodes.keys():
+            return kept
+        other = {name for name, value in zip(kept.names, kept.values, strict=True) if scope.get(name) is not value}
+        self._strikes.update(dict.fromkeys(other, _STRIKES))
+        return Kept.joined([one for one in kept.parts if one.names[0] in scope and one.names[0] not in other])
 
-    def _keep(self, parts: list[Kept]) -> None:
-        """Go on with these parts; each other name gets a strike."""
-        kept = Kept.joined(parts)
-        lost = set(self.kept.names if self.kept is not None else ()) - set(kept.names if kept is not None else ())
+    def _set(self, kept: Kept | None, late: Kept | None) -> None:
+        self.kept, self.late = kept, late
+        taken = {*(() if kept is None else kept.nodes), *(() if late is None else late.nodes)}
+        self.rest = [name for name in self._chosen if name not in taken]
+
+    def _keep(self, kept: Kept, parts: list[Kept]) -> None:
+        """Go on with these parts; what refers to things that have not been met yet is late, others get a strike."""
+        lost = [part for part in kept.parts if part not in parts]
+        late = [part for part in lost if part.elsewhere and part.holds_alone()]
+        self._strikes.update(part.names[0] for part in lost if part not in late)
+        if late:
+            late = [*(() if self.late is None else self.late.parts), *late]
+        self._set(Kept.joined(parts), Kept.joined(late) if late else self.late)
+
+    def _nodes_of_late(self, late: Kept, snapshot: Snapshot, scope: dict[str, Any], depth: int) -> dict[str, Any]:
+        if late.holds(snapshot):
+            late.enter(snapshot)
+            return late.nodes
+        holding = Kept.joined(late.holding(snapshot))
+        found: dict[str, Any] = {}
+        if holding is not None:
+            holding.enter(snapshot)
+            found |= holding.nodes
+        lost = [name for name in late.names if name not in found]
         self._strikes.update(lost)
-        self._set(kept)
+        self._set(self.kept, holding)
+        return found | self._walk(snapshot, scope, depth, lost)
 
-    def _walk(self, snapshot: Snapshot, scope: dict[str, Any], depth: int) -> dict[str, Any]:
+    def _try_again(self) -> None:
+        """A script's first boundaries change what is never changed later."""
+        self._pause = min(2 * self._pause, _AGAIN[1])
+        self._again = Clock.boundary + self._pause
+        for name in self._strikes:
+            self._strikes[name] = min(self._strikes[name], _STRIKES - 1)
+
+    def _walk(self, snapshot: Snapshot, scope: dict[str, Any], depth: int, names: list[str]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         new: list[Kept] = []
         trace, strikes, hints = snapshot.trace, self._strikes, self._hints
-        for name in self.rest:
+        if Clock.boundary >= self._again and strikes:
+            self._try_again()
+        for name in names:
             value = scope[name]
+            if type(value) in SETTLED and hints.get(name) != id(value):
+                found[name] = value
+                hints[name] = id(value)
+                continue
             if snapshot.is_keeping or (name in strikes and strikes[name] >= _STRIKES):
                 found[name] = value if type(value) in SETTLED else snapshot.node(value, depth)
                 continue
@@ -305,5 +353,5 @@ class Names:
             elif name in hints:
                 del hints[name]
         if new:
-            self._set(Kept.joined([*(self.kept.parts if self.kept is not None else ()), *new]))
+            self._set(Kept.joined([*(self.kept.parts if self.kept is not None else ()), *new]), self.late)
         return found

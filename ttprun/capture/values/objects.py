@@ -109,7 +109,7 @@ def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if snapshot.is_separate:
         return ObjectNode(snapshot.number(value), name, snapshot.attributes(held, depth, without))
     names = snapshot.names_of(held, without)
-    number = snapshot.number(value, names)
+    number = snapshot.number(value)
     return ObjectNode(number, name, snapshot.lasting_attributes(names, held, depth))
 
 

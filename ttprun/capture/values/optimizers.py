@@ -30,7 +30,7 @@ def record_optimizer(snapshot: Snapshot, value: torch.optim.Optimizer, depth: in
     """Hyper-parameters of each group, and attributes."""
     scope = vars(value)
     names = snapshot.names_of(scope, _INTERNALS)
-    number = snapshot.number(value, names)
+    number = snapshot.number(value)
     settings = [group.settings for group in all_of(value)]
     groups = [snapshot.lasting_attributes(snapshot.names_of(one, _PARAMS), one, depth) for one in settings]
     own = snapshot.lasting_attributes(names, scope, depth)

@@ -70,6 +70,8 @@ def choose_with(chooser: Callable[[type], Handler]) -> None:
 
 _MOST_LETTERS = 100  # of an error
 MAX_OBJECTS = 200_000  # about one second
+_MOST_NUMBERS = 2 * MAX_OBJECTS
+_numbers: dict[int, int] = {}  # by id: of what has died another object may have it
 _FRAMES = 2_000  # of the deepest walk, at most
 # Of what torch.compile adds to modules.
 _HIDDEN_PREFIXES = (
@@ -115,7 +117,7 @@ class Snapshot:
     memories   (address, end, number) of each small numpy array with memory of its own
     arrays     (hash, whether it has ever changed) of each large numpy array met so far, by its id
     trace      what the nodes so far depend on
-    is_keeping the nodes that are made may be kept: their numbers are the same at each boundary
+    is_keeping the nodes that are made may be kept
     parts      number of the first tensor met of which only the elements are recorded, by its storage's address
     """
 
@@ -171,23 +173,22 @@ class Snapshot:
             return RefusedNode(why)
         return self.node(items, 1)
 
-    def number(self, value: Any, names: Names | None = None) -> Number:
-        """The number of an object that is met for the first time.
-
-        names   of its attributes, as of `names_of`: then it is the same at each boundary
-        """
-        number = len(self.numbers)
-        if self.is_keeping:
-            number = lasting_numbers(1)
-        if names is not None and names.owner in (0, id(value)) and not self.is_separate:
-            names.owner = id(value)  # another object may share its dictionary
-            number = names.number
+    def number(self, value: Any) -> Number:
+        """The number of an object that is met for the first time: the same at each boundary."""
+        if self.is_separate:  # the nodes are compared with another process's
+            number = len(self.numbers)
+        else:
+            number = _numbers.get(id(value), 0)
+            if not number:
+                if len(_numbers) >= _MOST_NUMBERS:
+                    _numbers.clear()
+                number = _numbers[id(value)] = lasting_numbers(1)
         self.numbers[id(value)] = number
         self.alive.append(value)
         return Number(number)
 
     def kept_node(self, value: Any, depth: int) -> Any:
-        """As `node`, with numbers that can stay the same: the node may be kept."""
+        """As `node`, of nodes that may be kept."""
         self.is_keeping = True
         try:
             return value if type(value) in SETTLED else self.node(value, depth)

@@ -10,7 +10,7 @@ used at each boundary.
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
 from operator import call, gt, is_
@@ -97,6 +97,11 @@ _LOOKS = 3  # whole looks in a row that have found nothing, before turns begin
 _MOST_LENGTHS = 8192  # of lists that are asked for their lengths at each boundary
 
 
+# Of containers, the first that fits: their methods are called, not those of a class of the script's.
+BASES = (OrderedDict, dict, list, set, deque)
+_factory_of: Any = vars(defaultdict)["default_factory"].__get__
+
+
 class Clock:
     """What all that is looked at in turns follows.
 
@@ -157,15 +162,15 @@ class Unchanged:
             if isinstance(one, dict):
                 self._dictionaries.append(one)
                 self._versions.append(version_of(one))
-                self._contents.append([*one, *one.values()])
-                if type(one) is OrderedDict:  # items that change places are not counted
-                    self._add_items(one)
-            elif len(one) >= _LONG and type(one) is list and HAVE_ADDRESSES:
+                self._contents.append(_contents_of(one))
+                if isinstance(one, OrderedDict | defaultdict):  # changes of order, or of the factory, are not counted
+                    self._add_items(one if type(one) is OrderedDict else _Items(one))
+            elif type(one) is list and len(one) >= _LONG and HAVE_ADDRESSES:
                 self._long.append(one)
                 self._held.append(one.copy())
                 self._lengths_of_long.append(len(one))
             else:
-                self._add_items(one)
+                self._add_items(one if type(one) in BASES else _Items(one))
 
     def add_objects(self, objects: Iterable[tuple[Any, dict[str, Any]]], typed: Iterable[Any] = ()) -> None:
         """Add objects.
@@ -235,8 +240,7 @@ class Unchanged:
             return False
         found = self._dictionaries[of_dictionaries]
         if not ARE_COUNTED or list(map(version_of, found)) != self._versions[of_dictionaries]:
-            contents = ([*dictionary, *dictionary.values()] for dictionary in found)
-            if not all(map(_are_the_same, contents, self._contents[of_dictionaries])):
+            if not all(map(_are_the_same, map(_contents_of, found), self._contents[of_dictionaries])):
                 return False
             self._versions[of_dictionaries] = map(version_of, found)
         lists, lengths = self._lists[of_lists], self._lengths[of_lists]
@@ -249,8 +253,7 @@ class Unchanged:
     def holds(self) -> bool:
         """Whether all hold the same objects, in the same order."""
         for at in self._changed():
-            one = self._dictionaries[at]
-            if not _are_the_same([*one, *one.values()], self._contents[at]):
+            if not _are_the_same(_contents_of(self._dictionaries[at]), self._contents[at]):
                 return False
         if self._lists and not (
             list(map(len, self._lists)) == self._lengths
@@ -276,6 +279,30 @@ class Unchanged:
         pairs = zip(versions, self._versions, strict=True)
         yield from [at for at, (now, before) in enumerate(pairs) if now != before]
         self._versions = versions  # all of them hold what they held
+
+
+class _Items:
+    """What a container holds whose class may have methods of its own: items, or keys and the factory of others."""
+
+    def __init__(self, one: Any) -> None:
+        self._one = one
+        self._base: Any = next(base for base in BASES if issubclass(type(one), base))
+        self._has_factory = issubclass(type(one), defaultdict)
+
+    def __len__(self) -> int:
+        return int(self._base.__len__(self._one)) + self._has_factory
+
+    def __iter__(self) -> Iterator[Any]:
+        items: Iterator[Any] = self._base.__iter__(self._one)
+        return chain((_factory_of(self._one),), items) if self._has_factory else items
+
+
+def _contents_of(one: dict[Any, Any]) -> list[Any]:
+    """Keys and values of a dictionary, without its class's own methods."""
+    if type(one) in (dict, OrderedDict):
+        return [*one, *one.values()]
+    base = looks.base_of(one)
+    return [*base.__iter__(one), *base.values(one)]
 
 
 def _are_the_same(items: list[Any], others: list[Any]) -> bool:
