@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.skipif(
     reason="torch 2.6 itself cannot run fully_shard on the processor (CPU streams without record_event)",
 )
 
+CALLS = 152  # a collective, from its issue to its end
 GATHERS = 3  # of two blocks and the rest in the forward pass, of which the last block's are kept
 
 
@@ -202,3 +205,39 @@ def test_what_was_gathered_is_issued_again_from_the_shards_and_nothing_differs()
     found = run_world(lose_the_connections, True, scenario=break_in_the_step)
 
     assert found == undisturbed
+
+
+def calls_of_ours(action: Callable[[], Any]) -> Counter[str]:
+    """How many calls are made in ttprun, of Python's functions and of C's, by function."""
+    found: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call") and frame.f_globals.get("__name__", "").startswith("ttprun."):
+            found[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def count_calls(rank: int) -> tuple[int, Counter[str], Counter[str]]:
+    """(collectives, calls in the forward and backward pass, calls in the step) of a step long after the first ones."""
+    script = Script()
+    for step in range(16):
+        script.step(step)
+    passes = calls_of_ours(lambda: script.backward(20))
+    session = current()
+    assert session is not None
+    return len(session[Journal].entries), passes, calls_of_ours(script.optimizer.step)
+
+
+def test_a_collective_of_fsdp2_makes_few_calls_and_a_dtensor_is_no_sample_of_what_ranks_hold_alike() -> None:
+    ((collectives, passes, step), _) = run_world(count_calls)
+
+    assert passes.total() / collectives <= CALLS, passes.most_common(30)
+    assert passes["fsdp_caller"] == 2 * collectives  # it and sys._getframe, however many frames are looked at
+    assert passes["tensors_in"] <= 8 * collectives
+    assert step["_some_bytes"] == 0, step

@@ -5,6 +5,7 @@ Which part of the whole that is: tensors/sharded.py. Begin with `local_of`.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Iterable
@@ -80,10 +81,15 @@ def kind() -> type | None:
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, sharded or not."""
-    if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
-        return False
+    of = type(tensor)
+    return of is not torch.nn.Parameter and of is not torch.Tensor and _is_of_kind(of)
+
+
+@functools.cache
+def _is_of_kind(of: type) -> bool:
+    """Whether a class is that of sharded tensors, or made of it: known for good, as no base is imported after it."""
     known = kind()
-    return known is not None and issubclass(type(tensor), known)
+    return known is not None and issubclass(of, known)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,7 +100,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     if not is_distributed(tensor):
         return waited_for(at_rest(tensor))
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return waited_for(local)
+    return local if type(local) is torch.Tensor else waited_for(local)
 
 
 def at_rest(parameter: torch.Tensor) -> torch.Tensor:
