@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun import torch_versions
+from ttprun.capture.records.evidence import INPUT
+from ttprun.capture.records.recorder import Recorder
 from ttprun.groups import gathers as gathers_of_groups
 from ttprun.groups.buckets import TRUSTED_AFTER
 from ttprun.groups.entry import Entry
@@ -241,3 +243,25 @@ def test_a_collective_of_fsdp2_makes_few_calls_and_a_dtensor_is_no_sample_of_wha
     assert passes["fsdp_caller"] == 2 * collectives  # it and sys._getframe, however many frames are looked at
     assert passes["tensors_in"] <= 8 * collectives
     assert step["_some_bytes"] == 0, step
+
+
+def note_inputs(rank: int) -> tuple[int, int, int]:
+    """Over ten steps: all-gathers, reduce-scatters, inputs of these that are noted."""
+    script, gathered, reduced, noted = Script(), 0, 0, 0
+    session = current()
+    assert session is not None
+    for step in range(10):
+        script.backward(step)
+        gathered += len(gathers())
+        reduced += len(session[Journal].entries) - len(gathers())
+        noted += sum(kind == INPUT for kind, *_ in session[Recorder].evidence.left(session.applied))
+        script.optimizer.step()
+    return gathered, reduced, noted
+
+
+def test_of_gathered_weights_few_inputs_are_noted_and_of_gradients_those_of_the_first_at_least() -> None:
+    """All that follows depends on the weights: losses and gradients are compared."""
+    ((gathered, reduced, noted), _) = run_world(note_inputs)
+
+    assert (gathered, reduced) == (50, 30)
+    assert reduced + 10 <= noted <= reduced + 25

@@ -259,7 +259,8 @@ class ManagedGroup(SeenByTorch):
             session.give_up_protection(f"the script's {op} takes sparse tensors: only all_reduce of these is repaired")
         if inputs and not (unusual or is_apart):
             name = f"{self._name} {with_options(op, args)}"
-            session.training.note_input(name, inputs, op, is_one_of_many=True)
+            is_weights = entry.is_passing and op not in REDUCING
+            session.training.note_input(name, inputs, op, is_one_of_many=True, is_weights=is_weights)
             if is_lent and is_kept and caller is not None and not entry.is_borrowed:
                 self.gathers.hold(entry, inputs[0], distributed_tensors.gathered_by(caller))
         is_kept = self.enter(entry, inputs)

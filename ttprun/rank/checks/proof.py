@@ -205,14 +205,12 @@ def is_decisive(session: Session, step: int) -> bool:
     return any(kind in (LOSS, INPUT) for kind, _, _ in session[Recorder].evidence.left(step))
 
 
-def note(
-    session: Session, kind: int, name: str, values: Sequence[Any], what: str = "", is_one_of_many: bool = False
-) -> bool:
+def note(session: Session, kind: int, name: str, values: Sequence[Any], what: str = "", always: int = 0) -> bool:
     """Note what this rank is about to use in the current step; a replacement compares it.
 
     values    of which the dense tensors are noted
     what      which one it is, for a person
-    is_one_of_many  a step may have hundreds of these: of most of them only some are noted, see `Evidence.is_drawn`
+    always    a step may have hundreds of these: of all but so many only some are noted, see `Evidence.is_drawn`; 0: all
     returns   whether it is equal to rounding alone
 
     Raises MismatchError, and nothing else.
@@ -221,13 +219,13 @@ def note(
         return False
     try:
         evidence = session.parts[Recorder].evidence
-        if is_one_of_many and not evidence.is_drawn(place := evidence.count(session.applied, kind, name)):
+        if always and not evidence.is_drawn(place := evidence.count(session.applied, kind, name), always):
             return False
         with Unseen():
             tensors = comparable(values)
             if not tensors:
                 return False
-            if not is_one_of_many:
+            if not always:
                 place = evidence.count(session.applied, kind, name)
             noted = evidence.write(place, tensors)
             if session.proof is not None:
