@@ -22,7 +22,6 @@ from ttprun.introspect.tensor_bytes import SAMPLE_BYTES, sampled
 
 ENTRIES = 256  # of one step; later ones are not noted
 ALWAYS = 4  # inputs of a group's collectives of one kind, from which on not all of a step are noted
-ALWAYS_WEIGHTS = 1  # the same of weights that are gathered
 _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd, of 64 bits: see `Evidence.is_drawn`
 _HEAD = struct.Struct("<qq")  # step, entries
 _ENTRY = struct.Struct("<HHIQQ")  # kind, bytes of the sample, number, key, digest
@@ -138,13 +137,14 @@ class Evidence:
             _HEAD.pack_into(self._region, self._at, self._step, self._count)
         return noted
 
-    def is_drawn(self, place: Place, always: int = ALWAYS) -> bool:
+    def is_drawn(self, place: Place, is_weights: bool = False) -> bool:
         """Whether what was counted last is among those of the step that are noted, if there may be very many.
 
-        The first `always` of a kind and name are, and of the others some that the step draws: in each process the same,
-        in each step others, and the fewer the more there are.
+        The first ALWAYS of a kind and name are, of weights the first one, and of the others some that the step draws:
+        in each process the same, in each step others, and the fewer the more there are.
         """
         _, key, number = place
+        always = 1 if is_weights else ALWAYS
         if number < always:
             return True
         mixed = ((number * _FACTORS[0]) ^ (self._step * _FACTORS[1]) ^ key) * _FACTORS[2]

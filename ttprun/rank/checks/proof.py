@@ -205,12 +205,21 @@ def is_decisive(session: Session, step: int) -> bool:
     return any(kind in (LOSS, INPUT) for kind, _, _ in session[Recorder].evidence.left(step))
 
 
-def note(session: Session, kind: int, name: str, values: Sequence[Any], what: str = "", always: int = 0) -> bool:
+def note(
+    session: Session,
+    kind: int,
+    name: str,
+    values: Sequence[Any],
+    what: str = "",
+    is_one_of_many: bool = False,
+    is_weights: bool = False,
+) -> bool:
     """Note what this rank is about to use in the current step; a replacement compares it.
 
     values    of which the dense tensors are noted
     what      which one it is, for a person
-    always    a step may have hundreds of these: of all but so many only some are noted, see `Evidence.is_drawn`; 0: all
+    is_one_of_many  a step may have hundreds of these: of most of them only some are noted, see `Evidence.is_drawn`
+    is_weights      the fewer, as all else depends on them
     returns   whether it is equal to rounding alone
 
     Raises MismatchError, and nothing else.
@@ -219,13 +228,13 @@ def note(session: Session, kind: int, name: str, values: Sequence[Any], what: st
         return False
     try:
         evidence = session.parts[Recorder].evidence
-        if always and not evidence.is_drawn(place := evidence.count(session.applied, kind, name), always):
+        if is_one_of_many and not evidence.is_drawn(place := evidence.count(session.applied, kind, name), is_weights):
             return False
         with Unseen():
             tensors = comparable(values)
             if not tensors:
                 return False
-            if not always:
+            if not is_one_of_many:
                 place = evidence.count(session.applied, kind, name)
             noted = evidence.write(place, tensors)
             if session.proof is not None:

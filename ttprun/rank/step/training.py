@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ttprun.capture.position import made_inside
-from ttprun.capture.records.evidence import ALWAYS, ALWAYS_WEIGHTS, INPUT
+from ttprun.capture.records.evidence import INPUT
 from ttprun.rank import context
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import report_mismatch
@@ -48,8 +48,7 @@ class Training(context.Training):
     def note_input(
         self, name: str, inputs: Sequence[torch.Tensor], op: str, is_one_of_many: bool = False, is_weights: bool = False
     ) -> bool:
-        always = (ALWAYS_WEIGHTS if is_weights else ALWAYS) if is_one_of_many else 0
-        return proof.note(self._session, INPUT, name, inputs, op, always)
+        return proof.note(self._session, INPUT, name, inputs, op, is_one_of_many, is_weights)
 
     def sends_otherwise(self, tensor: torch.Tensor, difference: str) -> None:
         session = self._session
