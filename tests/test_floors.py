@@ -171,7 +171,7 @@ WIDE = {
     ("agent", "protocol"): 184,
     ("agent", "recovery"): 114,
     ("rank", "protocol"): 102,
-    ("capture", "introspect"): 91,
+    ("capture", "introspect"): 92,
     ("rank", "tensors"): 57,
     ("rank", "introspect"): 49,
     ("rank", "groups"): 41,

@@ -76,6 +76,10 @@ class BucketInput:
             raise NotRepairableError("a gradient was changed after its all-reduce, whose input is therefore lost")
         self.version = self.flat._version
 
+    def made_again(self) -> torch.Tensor:
+        """Raises NotRepairableError: gradients may have changed since."""
+        raise NotRepairableError("no rank still has the input or the result of an all-reduce")
+
     def count_nans(self) -> str:
         """ "3 of 8 elements" if the input has NaN, else "".
 
@@ -131,8 +135,7 @@ class Bucket:
         self.pointer = flat.data_ptr()
         if not flat.is_cpu:
             return
-        words: Any = (ctypes.c_uint64 * (self.size_bytes // _WORD_BYTES)).from_address(self.pointer)
-        self._sampled = memoryview(words).cast("B").cast("Q")[:: max(1, len(words) // SAMPLES)]
+        self._sampled = words_of(flat, SAMPLES)
 
     def gradients(self) -> list[Any]:
         """Each parameter's gradient, or None."""
@@ -186,6 +189,14 @@ class Bucket:
             return False
         # A post-accumulate hook may change a gradient after DDP has copied it.
         return not (any(map(_HOOKS, self._parameters)) or any(map(is_, self.gradients(), repeat(None))))
+
+
+def words_of(flat: torch.Tensor, most: int) -> memoryview:
+    """Some `most` words of a contiguous tensor on the CPU, in its memory; of a very small one, all of its bytes."""
+    words: Any = (ctypes.c_uint64 * (flat.nbytes // _WORD_BYTES)).from_address(flat.data_ptr())
+    if not len(words):
+        return memoryview((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()))
+    return memoryview(words).cast("B").cast("Q")[:: max(1, len(words) // most)]
 
 
 def _are_same(here: Noted, there: Noted) -> bool:

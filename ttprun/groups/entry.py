@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ttprun.groups.operations import REDUCING, signature_of, tensors_in, with_tensors_replaced
+from ttprun.groups.operations import REDUCING, signature_of
 
 if TYPE_CHECKING:
     from ttprun.groups.host import Group
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 class HeldInput(Protocol):
-    """An input that is not copied: buckets.py.
+    """An input that is not copied: buckets.py, gathers.py.
 
     is_kept   whether the result is still there, once the operation has completed
     is_last   nothing is reduced after it in the backward pass
@@ -29,6 +29,7 @@ class HeldInput(Protocol):
     @property
     def is_last(self) -> bool: ...
     def put_back(self) -> None: ...
+    def made_again(self) -> Tensor: ...
     def count_nans(self) -> str: ...
 
 
@@ -143,7 +144,7 @@ class Entry:
 
     def release(self) -> None:
         """The script knows that it has completed."""
-        if self.is_passing and self.saved:
+        if self.is_passing and (self.saved or self.held is not None):
             self._drop_tensors()
 
     def settle_for_all(self) -> None:
@@ -153,12 +154,10 @@ class Entry:
 
     def _drop_tensors(self) -> None:
         """Keep the form of its tensors alone, and the copies of its inputs."""
-        forms = {
-            id(tensor): _form(at, tensor.shape, tensor.stride(), tensor.dtype)
-            for at, tensor in enumerate(tensors_in(self.args))
-        }
-        self.args = with_tensors_replaced(self.args, forms)
-        self.saved = [(forms[id(tensor)], copy) for tensor, copy in self.saved]
+        output, given, *options = self.args
+        form = _form(1, given.shape, given.stride(), given.dtype)
+        self.args = (_form(0, output.shape, output.stride(), output.dtype), form, *options)
+        self.saved = [(form, copy) for _, copy in self.saved]
         self.inner = _OVER
         if self.op not in REDUCING:  # whose small results are looked through for NaN
             self.outputs = []

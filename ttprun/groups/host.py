@@ -99,12 +99,15 @@ class Training:
     def cut(self) -> None:
         """The connections of all groups are cut: what the training waits for over its own ends, too."""
 
-    def note_input(self, name: str, inputs: Sequence[torch.Tensor], op: str, is_one_of_many: bool = False) -> bool:
+    def note_input(
+        self, name: str, inputs: Sequence[torch.Tensor], op: str, is_one_of_many: bool = False, is_weights: bool = False
+    ) -> bool:
         """An operation is about to be issued; returns whether its inputs equal a lost rank's to rounding alone.
 
         name     of the group and operation, or of the message; the same in all processes of this rank
         inputs   that this rank gives: dense, any dtype, shape and device
         is_one_of_many  a step may have hundreds: not all need be compared
+        is_weights      they are weights, on which all else of the step depends: of those fewer need be compared
 
         May raise what ends a replacement that comes to something else.
         """

@@ -126,7 +126,7 @@ class Journal:
     def save(self, entry: Entry, inputs: list[Tensor]) -> bool:
         """Copy the inputs into spare buffers; False if the journal's limit is reached (nothing is copied then).
 
-        Inputs that are borrowed are not copied. The outputs count too: the entry keeps them alive.
+        Inputs that are borrowed or held are not copied. The outputs count too: the entry keeps them alive.
 
         inputs   any dtype, shape, layout and device; a copy is on the same device
         """
@@ -136,6 +136,8 @@ class Journal:
             size += sum(map(size_of, outputs))
         if not self.reserve(entry, size):
             return False
+        if entry.held is not None:
+            return True
         if entry.is_borrowed:
             entry.saved = [(tensor, tensor.detach()) for tensor in inputs]
             return True

@@ -28,6 +28,7 @@ from ttprun.groups.apart import Own
 from ttprun.groups.buckets import Buckets
 from ttprun.groups.connection import Exchange
 from ttprun.groups.entry import Entry
+from ttprun.groups.gathers import Gathers
 from ttprun.groups.host import Member
 from ttprun.groups.journal import SMALL_RESULT_BYTES, EndedError, Journal
 from ttprun.groups.links import Links
@@ -71,7 +72,8 @@ class ManagedGroup(SeenByTorch):
     number         groups are numbered in the order in which the script makes them
     is_made        torch has finished making it
     links          its connections
-    buckets        inputs that need no copy
+    buckets        inputs that need no copy, of DistributedDataParallel
+    gathers        the same, of FSDP2
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class ManagedGroup(SeenByTorch):
         self.number = session.made.count = session.made.count + 1
         self.is_made = False
         self.buckets = Buckets(self)
+        self.gathers = Gathers()
         self._batch_on: Any = None  # the link on which operations are being started together
         self._description, self._exchanges = "", False
         self._own = Own()
@@ -214,6 +217,7 @@ class ManagedGroup(SeenByTorch):
         if op in EXCHANGING:
             self._exchanges |= signal_handlers.Now.is_in_engine()
         outputs = [] if outputs_at is None else tensors_in(args[outputs_at])
+        caller, is_lent = None, False
         if outputs and not (outputs[0].is_cpu or self._is_repaired(outputs[0].device.type)):
             return self._issue_unprotected(op, args, outputs[0].device)
         if outputs and not outputs[0].is_cpu and accelerator.is_capturing():
@@ -230,8 +234,9 @@ class ManagedGroup(SeenByTorch):
             return session.framework.issue(entry, is_skipped)
         is_kept = session.is_repairable()
         if op in GATHERING and outputs[0].is_cpu:
-            entry.is_passing = distributed_tensors.is_gathering()
-            entry.is_borrowed = entry.is_passing and op in REDUCING and distributed_tensors.is_lending()
+            caller, is_lent = distributed_tensors.fsdp_caller()
+            entry.is_passing = caller is not None
+            entry.is_borrowed = is_lent and op in REDUCING
         if is_kept and not (is_apart or entry.is_passing) and _are_small(outputs):
             entry.place = place_of(op, outputs, location_key())
         if is_skipped or session.mode.is_alone:
@@ -254,7 +259,10 @@ class ManagedGroup(SeenByTorch):
             session.give_up_protection(f"the script's {op} takes sparse tensors: only all_reduce of these is repaired")
         if inputs and not (unusual or is_apart):
             name = f"{self._name} {with_options(op, args)}"
-            session.training.note_input(name, inputs, op, is_one_of_many=True)
+            is_weights = entry.is_passing and op not in REDUCING
+            session.training.note_input(name, inputs, op, is_one_of_many=True, is_weights=is_weights)
+            if is_lent and is_kept and caller is not None and not entry.is_borrowed:
+                self.gathers.hold(entry, inputs[0], distributed_tensors.gathered_by(caller))
         is_kept = self.enter(entry, inputs)
         if is_kept and session.training.has_a_look():
             self.buckets.look_for_nan(entry)
@@ -305,6 +313,11 @@ class ManagedGroup(SeenByTorch):
             return False
         self.buckets.compare(entry)
         return True
+
+    def end_step(self) -> None:
+        """The step is committed, nothing of it will be issued again. Not called during a backward pass."""
+        self.buckets.end_step()
+        self.gathers.end_step()
 
     def _is_repaired(self, device_type: str) -> bool:
         """Whether operations on tensors of this device are repaired."""

@@ -44,8 +44,6 @@ def issue_again(session: Member, entry: Entry) -> Any:
         return call_or_take(session, entry, entry.args)
     if source is not None:
         return call_or_take(session, entry, entry.args)
-    if entry.held is not None:
-        raise NotRepairableError(f"no rank still has the input or the result of {entry.signature}")
     scratch = {}
     saved = {id(tensor): copy for tensor, copy in _saved_by_tensor(entry)}
     for tensor in tensors_in(entry.args):
@@ -128,5 +126,7 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def _saved_by_tensor(entry: Entry) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     inputs_at, _ = OPERATIONS[entry.op]
-    if inputs_at is not None and entry.saved:
+    if inputs_at is not None and entry.held is not None:
+        yield from ((tensor, entry.held.made_again()) for tensor in tensors_in(entry.args[inputs_at]))
+    elif inputs_at is not None and entry.saved:
         yield from zip(tensors_in(entry.args[inputs_at]), (copy for _, copy in entry.saved), strict=True)

@@ -220,7 +220,7 @@ class Groups:
         """All have come to a boundary. The caller holds the journal's lock."""
         member = self.member
         for group in groups_of(member):
-            group.buckets.end_step()
+            group.end_step()
         self._journal.clear()
         member[Results].begin_step(boundary)
         member.applied = boundary

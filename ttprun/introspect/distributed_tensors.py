@@ -5,6 +5,7 @@ Which part of the whole that is: tensors/sharded.py. Begin with `local_of`.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Iterable
@@ -12,6 +13,8 @@ from types import FrameType
 from typing import Any
 
 import torch
+
+from ttprun.introspect.frames import variable_of
 
 # The original parameters of FSDP1 (`use_orig_params=True`), which the optimizer has in place of flat ones.
 #
@@ -78,10 +81,15 @@ def kind() -> type | None:
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, sharded or not."""
-    if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
-        return False
+    of = type(tensor)
+    return of is not torch.nn.Parameter and of is not torch.Tensor and _is_of_kind(of)
+
+
+@functools.cache
+def _is_of_kind(of: type) -> bool:
+    """Whether a class is that of sharded tensors, or made of it: known for good, as no base is imported after it."""
     known = kind()
-    return known is not None and issubclass(type(tensor), known)
+    return known is not None and issubclass(of, known)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,7 +100,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     if not is_distributed(tensor):
         return waited_for(at_rest(tensor))
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return waited_for(local)
+    return local if type(local) is torch.Tensor else waited_for(local)
 
 
 def at_rest(parameter: torch.Tensor) -> torch.Tensor:
@@ -125,33 +133,34 @@ def are_any(tensors: Iterable[torch.Tensor]) -> bool:
     return kind() is not None and any(map(is_distributed, tensors))
 
 
-def is_gathering() -> bool:
-    """Whether FSDP2 itself issues the current collective, to gather parameters or to reduce gradients.
+def fsdp_caller() -> tuple[FrameType | None, bool]:
+    """The frame of FSDP2's own collectives that issues the current one, and whether it alone knows the tensors.
 
-    Its results are not kept for a replay, however small: there are many in each step, and a repair replaces them.
+    None: FSDP2 has not issued it, to gather parameters or to reduce gradients. Its results are not kept for a replay,
+    however small: there are many in each step, and a repair replaces them. That of a reduction is then a buffer that
+    FSDP2 has put together for it alone; not if code of the script's own lies in between (`set_custom_reduce_scatter`),
+    as that allocates the buffer, too.
     """
-    return _names_to_collectives() is not None
-
-
-def is_lending() -> bool:
-    """Whether the current collective's input is a buffer that FSDP2 has put together for it alone.
-
-    Not if code of the script's own issues it (`set_custom_reduce_scatter`), as that allocates the buffer, too.
-    """
-    names = _names_to_collectives()
-    return names is not None and all(name.partition(".")[0] in ("torch", "ttprun") for name in names)
-
-
-def _names_to_collectives() -> list[str] | None:
-    """The modules of the frames from here to FSDP2's collectives; None if it has not issued the current one."""
-    frame: FrameType | None = sys._getframe(2)
-    names: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    is_alone = True
     for _ in range(_FRAMES_TO_COLLECTIVES):
         if frame is None:
-            return None
-        name = frame.f_globals.get("__name__", "")
+            break
+        try:
+            name = frame.f_globals["__name__"]
+        except KeyError:
+            name = ""
         if name == _COLLECTIVES:
-            return names
-        names.append(name)
+            return frame, is_alone
+        dotted = f"{name}."  # and no call, as this is done at each collective
+        is_alone = is_alone and (dotted[:6] == "torch." or dotted[:7] == "ttprun.")
         frame = frame.f_back
-    return None
+    return None, False
+
+
+def gathered_by(frame: FrameType) -> list[Any]:
+    """The parameters, of FSDP2's class for these, that this frame of its collectives gathers; [] if it gathers none."""
+    for one in (frame, frame.f_back):  # releases differ in whether a function of the same module calls the group
+        if one is not None and one.f_code.co_name == "foreach_all_gather":
+            return variable_of(one, one.f_code.co_varnames[0])  # type: ignore[no-any-return]
+    return []

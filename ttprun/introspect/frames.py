@@ -57,6 +57,14 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
+def variable_of(frame: FrameType, name: str) -> Any:
+    """One variable that is set in a running function's frame, and in no cell; quicker than all of them."""
+    if _HAS_PROXIES:
+        return frame.f_locals[name]
+    at, _ = _slot(frame, name)
+    return ctypes.py_object.from_address(at).value
+
+
 def set_local(frame: FrameType, name: str, value: object) -> None:
     """Write a variable of a running frame (module, function or generator).
 

@@ -93,11 +93,12 @@ class Holdings:
         stepped     the tensors of all optimizers, at this boundary
         optimizer   about to make its step, so that its parameters' gradients are hashed too; None: none is
         boundary    chooses which bytes, and of more than _MOST_SAMPLES parameters which of them
-        returns     8 bytes; b"" if all parameters are reduced over all ranks
+        returns     8 bytes; b"" if all parameters are reduced over all ranks, or are DTensors
         """
         if stepped is not self._sampled[0]:
             managed = set(map(id, reduced_over_all()))
-            self._sampled = stepped, [one for one in stepped.weights if id(one) not in managed]
+            sampled = [one for one in stepped.weights if not (id(one) in managed or is_distributed(one))]
+            self._sampled = stepped, sampled
         sampled = self._sampled[1]
         if not sampled:
             return b""
@@ -220,7 +221,7 @@ def _parts_of_sparse(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _some_bytes(tensor: torch.Tensor, boundary: int) -> bytes:
     """At most SAMPLE_BYTES of a tensor, from another place at each boundary; none if it is not contiguous."""
-    if not (_is_dense(tensor) and tensor.is_cpu and tensor.is_contiguous()) or is_distributed(tensor):
+    if not (_is_dense(tensor) and tensor.is_cpu and tensor.is_contiguous()):
         return b""
     size = min(SAMPLE_BYTES, tensor.nbytes)
     return ctypes.string_at(tensor.data_ptr() + boundary * _STRIDE % (tensor.nbytes - size + 1), size) if size else b""

@@ -137,17 +137,18 @@ class Evidence:
             _HEAD.pack_into(self._region, self._at, self._step, self._count)
         return noted
 
-    def is_drawn(self, place: Place) -> bool:
+    def is_drawn(self, place: Place, is_weights: bool = False) -> bool:
         """Whether what was counted last is among those of the step that are noted, if there may be very many.
 
-        The first ALWAYS of a kind and name are, and of the others some that the step draws: in each process the same,
-        in each step others, and the fewer the more there are.
+        The first ALWAYS of a kind and name are, of weights the first one, and of the others some that the step draws:
+        in each process the same, in each step others, and the fewer the more there are.
         """
         _, key, number = place
-        if number < ALWAYS:
+        always = 1 if is_weights else ALWAYS
+        if number < always:
             return True
         mixed = ((number * _FACTORS[0]) ^ (self._step * _FACTORS[1]) ^ key) * _FACTORS[2]
-        return (mixed >> 32 & 0xFFFFFFFF) * (number + 1) >> 32 < ALWAYS
+        return (mixed >> 32 & 0xFFFFFFFF) * (number + 1) >> 32 < always
 
     def is_likely(self, step: int) -> bool:
         """Whether a loss or an input will be noted of a step, if the script goes on as it has.

@@ -206,13 +206,20 @@ def is_decisive(session: Session, step: int) -> bool:
 
 
 def note(
-    session: Session, kind: int, name: str, values: Sequence[Any], what: str = "", is_one_of_many: bool = False
+    session: Session,
+    kind: int,
+    name: str,
+    values: Sequence[Any],
+    what: str = "",
+    is_one_of_many: bool = False,
+    is_weights: bool = False,
 ) -> bool:
     """Note what this rank is about to use in the current step; a replacement compares it.
 
     values    of which the dense tensors are noted
     what      which one it is, for a person
     is_one_of_many  a step may have hundreds of these: of most of them only some are noted, see `Evidence.is_drawn`
+    is_weights      the fewer, as all else depends on them
     returns   whether it is equal to rounding alone
 
     Raises MismatchError, and nothing else.
@@ -221,7 +228,7 @@ def note(
         return False
     try:
         evidence = session.parts[Recorder].evidence
-        if is_one_of_many and not evidence.is_drawn(place := evidence.count(session.applied, kind, name)):
+        if is_one_of_many and not evidence.is_drawn(place := evidence.count(session.applied, kind, name), is_weights):
             return False
         with Unseen():
             tensors = comparable(values)

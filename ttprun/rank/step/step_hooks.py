@@ -245,7 +245,7 @@ def _commit(step: _Step) -> None:
 
 def _empty_journal(step: _Step) -> None:
     for group in groups_of(step.session):
-        group.buckets.end_step()
+        group.end_step()
     step.session[Journal].clear()
 
 

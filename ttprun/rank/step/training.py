@@ -45,8 +45,10 @@ class Training(context.Training):
         if (commit := self._session.get(InterNodeCommit)) is not None:
             commit.cut()
 
-    def note_input(self, name: str, inputs: Sequence[torch.Tensor], op: str, is_one_of_many: bool = False) -> bool:
-        return proof.note(self._session, INPUT, name, inputs, op, is_one_of_many)
+    def note_input(
+        self, name: str, inputs: Sequence[torch.Tensor], op: str, is_one_of_many: bool = False, is_weights: bool = False
+    ) -> bool:
+        return proof.note(self._session, INPUT, name, inputs, op, is_one_of_many, is_weights)
 
     def sends_otherwise(self, tensor: torch.Tensor, difference: str) -> None:
         session = self._session
