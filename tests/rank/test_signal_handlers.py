@@ -21,7 +21,7 @@ from tests.rank.worlds import run_world
 from ttprun.groups import groups, journal, process_group
 from ttprun.introspect import signal_handlers
 from ttprun.rank.session import current
-from ttprun.rank.step import commit_barrier, step_hooks
+from ttprun.rank.step import commit_barrier, record, step_hooks
 
 KEPT: list[Any] = []
 
@@ -82,7 +82,7 @@ SECTIONS = {
     "waiting for a collective": (journal.Journal, "wait", "reduce"),
     "a collective's completion": (process_group.ManagedGroup, "complete", "reduce"),
     "the hook before a step": (step_hooks, "_begin_step", "step"),
-    "the record": (step_hooks, "describe", "step"),
+    "the record": (record, "describe", "step"),
     "the commit": (step_hooks, "commit", "step"),
     "waiting for the other ranks' records": (commit_barrier, "_is_past", "step"),
     "the hook after a step": (step_hooks, "pass_boundary", "step"),

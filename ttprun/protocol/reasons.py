@@ -409,7 +409,7 @@ REASONS = (
     Reason(
         "input-lost",
         REFUSED,
-        "input is therefore lost|is dropped, as all ranks|no rank still has the input",
+        "input is therefore lost|after it was gathered|is dropped, as all ranks|no rank still has the input",
         "A collective of the interrupted step cannot be issued again, as what was put into it is gone.",
         "leave gradients alone between their all-reduce and the optimizer step",
         "how-it-works#When a rank dies",

@@ -159,11 +159,13 @@ class Unchanged:
     def add(self, containers: Iterable[Any]) -> None:
         """Add lists, dictionaries, sets or deques with their current contents."""
         for one in containers:
-            if isinstance(one, dict):
+            if issubclass(type(one), dict):
                 self._dictionaries.append(one)
                 self._versions.append(version_of(one))
                 self._contents.append(_contents_of(one))
-                if isinstance(one, OrderedDict | defaultdict):  # changes of order, or of the factory, are not counted
+                if issubclass(
+                    type(one), OrderedDict | defaultdict
+                ):  # changes of order, or of the factory, are not counted
                     self._add_items(one if type(one) is OrderedDict else _Items(one))
             elif type(one) is list and len(one) >= _LONG and HAVE_ADDRESSES:
                 self._long.append(one)
