@@ -205,10 +205,16 @@ def test_what_ranks_have_sent_in_an_earlier_generation_is_looked_through_once_an
     assert reports._passed_on == []
 
 
-def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, reports: Reports) -> None:
+def join_another_node(node: FakeNode, reports: Reports) -> tuple[socket.socket, socket.socket]:
+    """Both ends of the connection to the agent of a second node."""
     ours, theirs = socket.socketpair()
     node.peers = Peers(0, "10.0.0.1", 3, {1: ready_pair(ours)}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
     reports.actuators = node.actuators()
+    return ours, theirs
+
+
+def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, reports: Reports) -> None:
+    ours, theirs = join_another_node(node, reports)
     put = from_rank.Put(0, "port 1", b"4711")
 
     reports.take(node.slots[1], put)
@@ -223,9 +229,7 @@ def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, re
 def test_what_several_ranks_report_to_all_at_once_crosses_to_another_node_in_one_message(
     node: FakeNode, reports: Reports
 ) -> None:
-    ours, theirs = socket.socketpair()
-    node.peers = Peers(0, "10.0.0.1", 3, {1: ready_pair(ours)}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
-    reports.actuators = node.actuators()
+    ours, theirs = join_another_node(node, reports)
     puts = [(rank, from_rank.Put(0, f"port {rank}", b"4711")) for rank in range(2)]
 
     for rank, put in puts:
@@ -240,9 +244,7 @@ def test_what_several_ranks_report_to_all_at_once_crosses_to_another_node_in_one
 def test_what_lost_ranks_have_recorded_is_voided_once_and_not_for_each_survivor(
     node: FakeNode, reports: Reports
 ) -> None:
-    ours, theirs = socket.socketpair()
-    node.peers = Peers(0, "10.0.0.1", 3, {1: ready_pair(ours)}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
-    reports.actuators = node.actuators()
+    ours, theirs = join_another_node(node, reports)
     node.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=4))
 
     for slot in node.slots[1:]:

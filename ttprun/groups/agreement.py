@@ -38,7 +38,7 @@ class Agreed(NamedTuple):
 
 def expected_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[int, dict[str, list[str]]]:
     """Rank -> the collectives, by group, that a replacement has to issue: those of the survivor that is farthest."""
-    farthest: dict[tuple[str, tuple[int, ...]], list[GroupJournal]] = {}  # alike at a glance -> one a membership
+    farthest: dict[tuple[str, tuple[int, ...]], list[GroupJournal]] = {}  # one for each membership
     for name, group in (item for journal in journals for item in journal.items()):
         glance = (len(group.ranks), *group.ranks[:1], *group.ranks[-1:])
         known = farthest.setdefault((name, glance), [])

@@ -30,19 +30,23 @@ _DENSE = (torch.Tensor, torch.nn.Parameter)
 
 
 def plain_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As `plain` of each; small ones on a device are copied in one go, since the CPU waits for each copy."""
-    found = dict[int, torch.Tensor]()
+    """As `plain` of those on a device, small ones in one go, since the CPU waits for each copy; others as they are."""
+    found = list(tensors)
     by_device: dict[torch.device, list[int]] = {}
     for at, tensor in enumerate(tensors):
-        if not tensor.is_cpu and type(tensor) in _DENSE and 0 < tensor.nbytes <= _TOGETHER_TO:
+        if tensor.is_cpu:
+            continue
+        if type(tensor) in _DENSE and 0 < tensor.nbytes <= _TOGETHER_TO:
             by_device.setdefault(tensor.device, []).append(at)
+        else:
+            found[at] = plain(tensor)
     for places in by_device.values():
         places.sort(key=lambda at: -tensors[at].itemsize)  # so that each begins at a multiple of its elements' size
         parts = [tensors[at].detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for at in places]
         copies = torch.split(torch.cat(parts).cpu(), [len(part) for part in parts])
         for at, copy in zip(places, copies, strict=True):
             found[at] = copy.view(tensors[at].dtype).view(tensors[at].shape)
-    return [found[at] if at in found else plain(tensor) for at, tensor in enumerate(tensors)]
+    return found
 
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor:

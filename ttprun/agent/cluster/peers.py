@@ -269,6 +269,8 @@ class Peers:
 
     def to_all(self, message: node_reports.OfFollower | node_orders.OfLeader, but: int = -1) -> None:
         """Send to all agents that this one is connected to, or to all but one: the followers, or the leader."""
+        if not self._links:
+            return
         line = packed(encode(message))
         for node, link in list(self._links.items()):
             if node != but and link is not None:

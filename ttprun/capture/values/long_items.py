@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ttprun.capture.records.nodes import Node, Number, WeightNode
 from ttprun.capture.records.packing import pack
-from ttprun.capture.values.kept import Names, Trace, lasting_numbers
+from ttprun.capture.values.kept import Trace, lasting_numbers
 from ttprun.capture.values.nodes import SETTLED
 from ttprun.capture.values.objects import record_object, record_value_object
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
@@ -51,7 +51,7 @@ class _Walk(Snapshot):
         super().__init__({}, is_separate=True)
         self.is_relative = is_relative
 
-    def number(self, value: Any, names: Names | None = None) -> Number:
+    def number(self, value: Any) -> Number:
         number = len(self.alive) if self.is_relative else lasting_numbers(1)
         self.numbers[id(value)] = number
         self.alive.append(value)

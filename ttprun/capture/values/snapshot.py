@@ -70,8 +70,6 @@ def choose_with(chooser: Callable[[type], Handler]) -> None:
 
 _MOST_LETTERS = 100  # of an error
 MAX_OBJECTS = 200_000  # about one second
-_MOST_NUMBERS = 2 * MAX_OBJECTS
-_numbers: dict[int, int] = {}  # by id: of what has died another object may have it
 _FRAMES = 2_000  # of the deepest walk, at most
 # Of what torch.compile adds to modules.
 _HIDDEN_PREFIXES = (
@@ -97,6 +95,7 @@ def _shown(scope: dict[str, Any]) -> list[str]:
 
 
 _scopes: Remembered[tuple[Any, Names]] = Remembered()  # with what optimizers update
+_numbers: Remembered[int] = Remembered()  # by id: of what has died another object may have it
 _attributes: Remembered[tuple[Any, Names]] = Remembered()  # by the id of an object's dictionary; with what is left out
 
 
@@ -178,11 +177,9 @@ class Snapshot:
         if self.is_separate:  # the nodes are compared with another process's
             number = len(self.numbers)
         else:
-            number = _numbers.get(id(value), 0)
-            if not number:
-                if len(_numbers) >= _MOST_NUMBERS:
-                    _numbers.clear()
-                number = _numbers[id(value)] = lasting_numbers(1)
+            key, now = id(value), _numbers.now  # and no call: this is done for each object at each boundary
+            number = now.get(key) or _numbers.before.get(key) or lasting_numbers(1)
+            now[key] = number
         self.numbers[id(value)] = number
         self.alive.append(value)
         return Number(number)

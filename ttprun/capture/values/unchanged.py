@@ -163,9 +163,7 @@ class Unchanged:
                 self._dictionaries.append(one)
                 self._versions.append(version_of(one))
                 self._contents.append(_contents_of(one))
-                if issubclass(
-                    type(one), OrderedDict | defaultdict
-                ):  # changes of order, or of the factory, are not counted
+                if issubclass(type(one), OrderedDict | defaultdict):  # order and factory are not counted
                     self._add_items(one if type(one) is OrderedDict else _Items(one))
             elif type(one) is list and len(one) >= _LONG and HAVE_ADDRESSES:
                 self._long.append(one)
@@ -312,29 +310,32 @@ def _are_the_same(items: list[Any], others: list[Any]) -> bool:
 
 
 class Remembered(Generic[V]):
-    """Results by key; those that were not used at the previous boundary are forgotten."""
+    """Results by key; those that were not used at the previous boundary are forgotten.
+
+    now, before   those that were used at this boundary, and at the previous one
+    """
 
     def __init__(self) -> None:
-        self._now: dict[Hashable, V] = {}
-        self._before: dict[Hashable, V] = {}
+        self.now: dict[Hashable, V] = {}
+        self.before: dict[Hashable, V] = {}
         _all.append(self)
 
     def get(self, key: Hashable) -> V | None:
         """The result of a key, or None."""
-        found = self._now.get(key)
+        found = self.now.get(key)
         if found is None:
-            found = self._before.get(key)
+            found = self.before.get(key)
             if found is not None:
-                self._now[key] = found
+                self.now[key] = found
         return found
 
     def keep(self, key: Hashable, made: V) -> None:
         """Keep a result for the next boundary."""
-        self._now[key] = made
+        self.now[key] = made
 
     def begin_boundary(self) -> None:
         """Forget what was not used since the last call."""
-        self._before, self._now = self._now, {}
+        self.before, self.now = self.now, {}
 
 
 _all: list[Remembered[Any]] = []
