@@ -64,13 +64,18 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
-    """A cure for an unknown word: the known one that looks most like it, or `otherwise`.
+_LONG = 6  # letters
 
-    known       in the order of preference, where two look alike
+
+def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
+    """A cure for an unknown word: a known one that begins like it, else the one most similar to it, else `otherwise`.
+
+    known       in the order of preference
     otherwise   a sentence
     """
-    close = get_close_matches(word, list(known), n=1)
+    names = list(known)
+    longer = [one for one in names if len(word) >= _LONG and one.startswith(word[:-1])]
+    close = longer or get_close_matches(word, names, n=1)
     return f"did you mean '{close[0]}'?" if close else otherwise
 
 
