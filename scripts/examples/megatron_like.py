@@ -295,6 +295,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=0, help="iterations between two checkpoints; 0: none")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--device", choices=("cpu", "npu"), default="cpu")
+    parser.add_argument("--deterministic", action="store_true", help="kernels that give the same bits in each run")
     parser.add_argument("--break", dest="broken", type=break_of, help="STEP:RANK:low|high|link, on the simulated NPU")
     parser.add_argument("--hot-switch", type=switch_of, help="STEP:RANK[:RANK...]: these get new processes as planned")
     parser.add_argument("--upgrade", type=int, help="STEP after which ranks that have left are called back")
@@ -307,6 +308,7 @@ def main() -> None:
     tft_start_processor("127.0.0.1", 8000)
     if tft_is_reboot_node():
         print(f"rank {rank} has a new process ({tft_get_reboot_type()})", flush=True)
+    torch.use_deterministic_algorithms(options.deterministic)
     if options.device == "npu":
         torch.npu.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if options.device == "cpu" else "hccl")

@@ -158,14 +158,14 @@ def test_the_framework_loads_its_checkpoint_when_a_shard_is_lost_with_all_its_co
 def test_a_devices_failed_memory_or_link_is_repaired_in_the_same_process(
     run_ttprun: RunTtprun, weights: Undisturbed, broken: str, rung: str, parts: list[dict[str, list[str]]]
 ) -> None:
-    arguments = [*STEPS, "--device=npu", "--break", broken]
+    arguments = [*STEPS, "--device=npu", "--deterministic", "--break", broken]
 
     result = run_ttprun(MEGATRON, 4, options=MINDIO, script_args=arguments, device="npu")
 
     assert_recovered_by(result, [rung])
     assert parts_of(result) == parts, result.story()
     assert [len(pids) for pids in result.pids.values()] == [1] * 4, result.story()
-    assert result.hashes == weights(MEGATRON, 4, "--device=npu", device="npu"), result.story()
+    assert result.hashes == weights(MEGATRON, 4, "--device=npu", "--deterministic", device="npu"), result.story()
 
 
 def test_a_job_that_ends_is_dumped_by_the_framework_and_goes_on_from_there(
