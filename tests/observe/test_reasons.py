@@ -41,7 +41,6 @@ OTHERS = {
     "capture/values/left_to_replay.py",
     "rank/bootstrap/preload.py",
     "rank/bootstrap/rerun.py",
-    "rank/replay/set_up.py",
     "rank/framework/recovery.py",
     "agent/repair/schedulers.py",
     "recovery/planned.py",

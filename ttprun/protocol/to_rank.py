@@ -85,8 +85,6 @@ class Welcome(Message, frozen=True):
     arguments       Python's arguments: [script, ...] or ["-m", module, ...]; empty if the rank does not run Python
     faults          injected ones for this rank
     env             environment, for a standby that becomes a rank
-    is_ahead        its rank still lives: it runs the set-up and waits, until it is welcomed again without this; the
-                    answer is `SetUpDone`
     """
 
     rank: int
@@ -102,7 +100,6 @@ class Welcome(Message, frozen=True):
     arguments: list[str] = field(default_factory=list)
     faults: list[InjectedFault] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
-    is_ahead: bool = False
 
     @property
     def descriptors(self) -> int:
