@@ -127,8 +127,8 @@ class Merge(Outcome):
             return last
         if isinstance(last, ShardedNode) and self._is_resized:
             return ActivationNode(last.layout[0])  # other ranks cannot use a part of it
-        if isinstance(last, DataNode) and found == last:  # made again, e.g. by a loop that has jumped
-            return found
+        if isinstance(last, DataNode) and isinstance(found, DataNode) and replace(found, age=last.age) == last:
+            return found  # made again, e.g. by a loop that has jumped
         if self._is_ahead(last):
             if mine is MISSING:
                 raise CannotRestoreError("prefetched data is in a variable that the new run has not set")

@@ -107,6 +107,7 @@ class DataNode(AnyNode, frozen=True, gc=False, tag="D"):
     dtype: str
     shape: list[int]
     digest: bytes
+    age: Age = 0
 
 
 class LongNode(AnyNode, frozen=True, gc=False, tag="L"):

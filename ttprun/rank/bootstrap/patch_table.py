@@ -163,12 +163,6 @@ ALSO: tuple[Change, ...] = (
         "the user's modules are compiled with their for loops followed, by functions in builtins (__ttprun_loop__ ...)",
     ),
     Change(
-        "numpy, torch",
-        "memory of large arrays and tensors",
-        "where the kernel supports it (userfaultfd), it reports writes to those in the script's variables: the first "
-        "write to a page after a step takes a microsecond longer",
-    ),
-    Change(
         "str, bytes",
         "hashes",
         "the hash seed is the same in all ranks, unless PYTHONHASHSEED gives one: a replacement iterates over a set of "
