@@ -41,7 +41,7 @@ OTHERS = {
     "capture/values/left_to_replay.py",
     "rank/bootstrap/preload.py",
     "rank/bootstrap/rerun.py",
-    "rank/framework/recovery.py",
+    "rank/framework/callback_recovery.py",
     "agent/repair/schedulers.py",
     "recovery/planned.py",
     "recovery/resize.py",

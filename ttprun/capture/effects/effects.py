@@ -8,7 +8,7 @@ from typing import Any
 
 from ttprun.capture.data import workers
 from ttprun.capture.effects import append_dedup, file_answers, files, origins, output
-from ttprun.capture.effects.kept import file_answers_in, keep_file_answer, keep_origin, origins_in
+from ttprun.capture.effects.answer_log import file_answers_in, keep_file_answer, keep_origin, origins_in
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import random_state
 

@@ -349,7 +349,7 @@ class ChangedDataNode(NumberedNode, frozen=True, gc=False, tag="E"):
 
 
 class ShardedNode(NumberedNode, frozen=True, gc=False, tag="x"):
-    """A tensor that is sharded over the ranks: see values/shards.py."""
+    """A tensor that is sharded over the ranks: see values/sharded.py."""
 
     local: Node
     layout: list[Any]

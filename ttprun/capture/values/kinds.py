@@ -44,8 +44,8 @@ from ttprun.capture.values import (
     process_local,
     random_generators,
     restore,
-    saves,
-    shards,
+    save_futures,
+    sharded,
     streams,
     suspended,
     tensors,
@@ -175,7 +175,7 @@ RESTORERS_OF_KINDS: dict[type[nodes.AnyNode], Restorer] = {
     nodes.BufferNode: containers.restore_buffer,
     nodes.LongNode: containers.restore_long,
     nodes.ClosedNode: process_local.restore_closed,
-    nodes.SaveNode: saves.restore_save,
+    nodes.SaveNode: save_futures.restore_save,
     nodes.FileNode: streams.restore_file,
     nodes.ObjectNode: objects.restore_object,
     nodes.ValueObjectNode: objects.restore_value_object,
@@ -189,7 +189,7 @@ RESTORERS_OF_KINDS: dict[type[nodes.AnyNode], Restorer] = {
     nodes.DataNode: large_data.compare_data,
     nodes.ChangedDataNode: large_data.restore_changed_data,
     nodes.ActivationNode: tensors.restore_activation,
-    nodes.ShardedNode: shards.restore_sharded,
+    nodes.ShardedNode: sharded.restore_sharded,
     nodes.ModuleNode: modules.restore_module,
     nodes.WrapperNode: modules.restore_wrapper,
     nodes.ArrayNode: arrays.restore_array,
@@ -211,7 +211,7 @@ def handler_for(kind: type) -> Handler:
     if adapter is not None:
         return adapters.record_with(adapter, kind)
     if distributed_tensors.kind() is not None and issubclass(kind, distributed_tensors.kind()):  # type: ignore[arg-type]
-        return shards.record_sharded
+        return sharded.record_sharded
     for base, handler in BY_BASE:
         if issubclass(kind, base):
             return handler

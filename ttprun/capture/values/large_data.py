@@ -14,10 +14,10 @@ import torch
 
 from ttprun.capture.records.nodes import ChangedDataNode, DataNode, Number
 from ttprun.capture.values.large import address_of, age_of, follow
-from ttprun.capture.values.nodes import MISSING
 from ttprun.capture.values.plain import dtype_of, dtype_text
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.type_names import MISSING
 from ttprun.capture.values.unrecorded import forget_gradient
 from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import plain

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ttprun.capture import hooks as capture
+from ttprun.capture import installing as capture
 from ttprun.capture.effects.effects import Effects
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.rehearsal import Rehearsal
@@ -31,7 +31,7 @@ from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.replay import resuming
 from ttprun.rank.replay.recovery import Recovery
-from ttprun.rank.replay.replay import ReplayRun
+from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.replay.step_proof import StepProof
 from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
@@ -42,7 +42,7 @@ from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
 from ttprun.tensors.post_step_weights import KeptWeights
-from ttprun.tensors.snapshots import SnapshotPart
+from ttprun.tensors.snapshot_shares import SnapshotPart
 
 
 def install(presence: Presence) -> None:

@@ -331,11 +331,11 @@ def _finish_well(session: Session | None) -> None:
         os._exit(damage.EXIT_CODE)
     if session is not None:
         session.mode.refuse_end()
-        from ttprun.groups import leaving
+        from ttprun.groups import leaving_together
 
         session.stop_comparing()
         with contextlib.suppress(KeyboardInterrupt):
-            leaving.stay(session)
+            leaving_together.stay(session)
 
 
 def take_over() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ttprun.capture.patches import PATCHES as OF_CAPTURE
+from ttprun.capture.patch_rows import PATCHES as OF_CAPTURE
 from ttprun.device.environment import VARIABLES
 from ttprun.groups.patched import PATCHES as OF_GROUPS
 from ttprun.introspect.patching import Patch
