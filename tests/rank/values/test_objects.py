@@ -10,7 +10,6 @@ import datetime
 import decimal
 import enum
 import functools
-import io
 import math
 import operator
 import pathlib
@@ -250,7 +249,6 @@ CARRIED: dict[str, tuple[Any, Any]] = {
     "flags": (re.IGNORECASE | re.DOTALL, re.IGNORECASE),
     "ellipsis": (..., None),
     "number of a class of its own": (np.float64(2.5), 1.5),
-    "buffer": (io.StringIO("abc"), io.StringIO()),
     "array": (array.array("d", [1.0, 2.0]), array.array("d")),
     "chain map": (collections.ChainMap({"a": 1}), collections.ChainMap({"a": 0})),
     "queue": (queue.SimpleQueue, queue.Queue),

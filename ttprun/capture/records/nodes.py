@@ -229,13 +229,6 @@ class BytesNode(NumberedNode, frozen=True, gc=False, tag="b"):
     content: bytes
 
 
-class BufferNode(NumberedNode, frozen=True, gc=False, tag="B"):
-    """io.StringIO and io.BytesIO: what they hold, a str or bytes."""
-
-    content: Any
-    position: int
-
-
 class ObjectNode(ObjectOfKind, frozen=True, gc=False, tag="o"):
     """An object, by its attributes."""
 

@@ -109,5 +109,10 @@ def record_unknown(snapshot: Snapshot, value: Any, depth: int) -> Any:
     return SameNode(name_of(type(value)), xxhash.xxh3_64_hexdigest(packed))
 
 
+def record_file_in_memory(snapshot: Snapshot, value: io.StringIO | io.BytesIO, depth: int) -> Any:
+    """A file in memory: compared by what it holds, since no program was met that changes one in its steps."""
+    return ClosedNode(name_of(type(value))) if value.closed else record_unknown(snapshot, value, depth)
+
+
 def _is_untold(node: Node) -> bool:
     return any(isinstance(one, RefusedNode | NotProvedNode) for one, _ in walk(node, ""))
