@@ -174,7 +174,6 @@ WIDE = {
     ("capture", "introspect"): 92,
     ("rank", "tensors"): 57,
     ("rank", "introspect"): 49,
-    ("rank", "groups"): 41,
 }
 
 
