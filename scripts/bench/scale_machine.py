@@ -20,13 +20,12 @@ from typing import Any
 
 from runs import headline, machine, positive, print_table
 
+from ttprun.protocol.events import Event, RankExited, RankStarted
 from ttprun.recovery import (
     Action,
-    Event,
     Freeze,
     Job,
     JobPhase,
-    RankExited,
     RankFrozen,
     RankJoined,
     RankProtected,
@@ -35,7 +34,6 @@ from ttprun.recovery import (
     RankRepaired,
     RankReplayed,
     RanksCompared,
-    RankStarted,
     Replay,
     Resume,
     SendState,

@@ -27,6 +27,7 @@ from ttprun.protocol import channel, from_rank, meeting, node_orders, node_repor
 from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.board import SHARED, Board, Field, Phase
 from ttprun.protocol.codec import Message, decode, encode
+from ttprun.protocol.events import RankExited, RankStarted
 
 PARAMETERS = 16  # that a rank reports digests of
 ISSUED = 20  # collectives since the boundary, in a survivor's journal
@@ -179,7 +180,7 @@ class Node:
     def begin(self, rank: int) -> None:
         """A rank has a process."""
         pid = next(Rank.pids)
-        self.send(node_reports.Started(rank, pid))
+        self.send(RankStarted(at_s=0.0, rank=rank, pid=pid))
         self.ranks[rank].begin(pid)
 
     def tick(self) -> None:
@@ -199,10 +200,10 @@ class Node:
 
     def kill(self, rank: int) -> None:
         """A rank's process gets SIGKILL."""
-        ended = node_reports.Ended(
-            rank, self.ranks[rank].pid, -9, self.ranks[rank].boundary, False, "", "killed by signal 9", "",
-            time.monotonic_ns(), self.row(rank),
-        )  # fmt: skip
+        one = self.ranks[rank]
+        fields = {"rank": rank, "pid": one.pid, "boundary": one.boundary, "reason": "killed by signal 9"}
+        ended = RankExited.ended(-9, at_s=0.0, **fields)
+        self.share(rank)
         self.ranks[rank].pid = 0
         self.send(ended)
 

@@ -17,9 +17,9 @@ from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyH
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.protocol import node_orders
 from ttprun.protocol.board import FINISHED, Board, Field
+from ttprun.protocol.events import Event, SpawnFailed
 from ttprun.protocol.from_rank import Put
 from ttprun.protocol.to_rank import Freeze, Resume
-from ttprun.recovery import Event, SpawnFailed
 
 FREEZE, RESUME, AGAIN = Freeze(2, [0], [1]), Resume(3, boundary=0), Freeze(4, [0], [1])
 

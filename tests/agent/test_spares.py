@@ -12,6 +12,7 @@ from ttprun import recovery
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.spares import Spares
 from ttprun.protocol import node_orders, node_reports
+from ttprun.protocol.events import Event, SpawnFailed
 from ttprun.recovery import SpawnRank
 
 
@@ -59,12 +60,12 @@ class FakeNode:
         self.peers = FakePeers()
         self.config = SimpleNamespace(node_wait_s=0.0)
         self.job = recovery.new_job(recovery.Settings(world_size=6))
-        self.events: list[recovery.Event] = []
+        self.events: list[Event] = []
         self.may_train: Callable[[str], bool] = lambda address: True
 
     def log(self, event: str, **fields: object) -> None: ...
 
-    def advance(self, event: recovery.Event) -> None:
+    def advance(self, event: Event) -> None:
         self.events.append(event)
 
 
@@ -132,7 +133,7 @@ def test_if_nobody_comes_in_time_no_process_can_be_started(node: FakeNode, spare
 
     spares.look()
 
-    assert [type(event) for event in node.events] == [recovery.SpawnFailed]
+    assert [type(event) for event in node.events] == [SpawnFailed]
     assert "--node-wait-s" in node.events[0].reason  # type: ignore[attr-defined]
 
 
@@ -153,7 +154,7 @@ def test_if_the_node_that_keeps_the_copies_is_lost_too_there_are_none(node: Fake
 
     spares.spawn(SpawnRank(2, 1))
 
-    assert [type(event) for event in node.events] == [recovery.SpawnFailed]
+    assert [type(event) for event in node.events] == [SpawnFailed]
 
 
 def test_records_for_a_spare_that_is_lost_as_well_are_dropped(node: FakeNode, spares: Spares) -> None:

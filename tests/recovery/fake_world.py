@@ -6,12 +6,15 @@ Each order is checked as it is carried out: a broken promise fails there.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from tests.recovery.validity import advance
 from ttprun import recovery
-from ttprun.recovery import Action, Event, Incident, Job, JobPhase, RepairEvent, Settings, new_job
+from ttprun.protocol.events import Event, RankExited, RankStarted, RepairEvent, SpawnFailed, StopAsked
+from ttprun.recovery import Action, Incident, Job, JobPhase, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
@@ -103,7 +106,7 @@ class FakeWorld:
         """A rank gets a process."""
         self.next_pid += 1
         process = self.processes[rank] = Process(self.next_pid, self.weights_of(rank))
-        self.unheard[rank].append(recovery.RankStarted(rank=rank, pid=process.pid, at_s=0.0))
+        self.unheard[rank].append(RankStarted(rank=rank, pid=process.pid, at_s=0.0))
         self.unheard[rank].append(recovery.RankProtected(rank=rank, at_s=0.0))
         if self.tensor_parallel:
             declared = recovery.ElasticDeclared(rank=rank, replicas=(self.replicas_of(rank),), at_s=0.0)
@@ -129,9 +132,9 @@ class FakeWorld:
             self.finished.add(rank)
         elif is_mute:
             said = self.unheard[rank]
-            self.unheard[rank] = deque(event for event in said if isinstance(event, recovery.RankStarted))
+            self.unheard[rank] = deque(event for event in said if isinstance(event, RankStarted))
         self.unheard[rank].append(
-            recovery.RankExited(
+            RankExited(
                 rank=rank,
                 pid=process.pid,
                 code=code,
@@ -173,7 +176,7 @@ class FakeWorld:
         for rank, process in self.processes.items():
             member = self.job.members[rank]
             if process.is_alive and member.pid is None and member.life is recovery.Life.LOST:
-                self.hear(recovery.RankStarted(rank=rank, pid=process.pid, at_s=0.0))
+                self.hear(RankStarted(rank=rank, pid=process.pid, at_s=0.0))
         for rank in [*self.job.alone, None]:
             self.hear(recovery.SupervisorRenewed(reason="a bug of ours", rank=rank, at_s=0.0))
 
@@ -262,13 +265,13 @@ class FakeWorld:
         """The event can only be an echo."""
         if isinstance(event, RepairEvent | recovery.DeadlinePassed | recovery.ConnectionBroken):
             return event.generation < self.job.generation
-        is_of_process = isinstance(event, recovery.RankExited | recovery.RankHung | recovery.RankFaulted)
+        is_of_process = isinstance(event, RankExited | recovery.RankHung | recovery.RankFaulted)
         return is_of_process and event.pid != self.job.members[event.rank].pid
 
     @property
     def is_reported_to_end(self) -> bool:
         """Somebody has asked that the job end."""
-        return any(isinstance(event, recovery.StopAsked) for event in self.echoes)
+        return any(isinstance(event, StopAsked) for event in self.echoes)
 
     # What the machine orders
 
@@ -290,7 +293,7 @@ class FakeWorld:
                 if self.has_room:
                     self.start(rank)
                 else:
-                    self.agent_unheard.append(recovery.SpawnFailed(rank=rank, reason="no memory", at_s=0.0))
+                    self.agent_unheard.append(SpawnFailed(rank=rank, reason="no memory", at_s=0.0))
             case recovery.KillRank(rank, reason):
                 assert reason
                 assert self.job.members[rank].pid is None
@@ -426,7 +429,7 @@ class FakeWorld:
     def kill(self, rank: int) -> None:
         """End a process: nothing that it has said is heard any more, but for its exit."""
         self.end(rank, None, 9, is_script_error=False, is_mute=True)
-        self.unheard[rank] = deque(event for event in self.unheard[rank] if isinstance(event, recovery.RankExited))
+        self.unheard[rank] = deque(event for event in self.unheard[rank] if isinstance(event, RankExited))
 
     def restart_group(self) -> None:
         """End all processes; they are started anew if a restart is left."""
@@ -434,7 +437,7 @@ class FakeWorld:
             self.kill(rank)
         self.restarts -= 1
         is_left = self.restarts >= 0
-        no_restart = recovery.StopAsked(reason="no restart is left", at_s=0.0)
+        no_restart = StopAsked(reason="no restart is left", at_s=0.0)
         self.agent_unheard.append(recovery.GroupRestarted(at_s=0.0) if is_left else no_restart)
 
     # How it ends

@@ -25,9 +25,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from tests.recovery.validity import advance
 from ttprun import recovery
-from ttprun.recovery import Action, Event, Job, RecordIncident, Settings, new_job
+from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
+from ttprun.recovery import Action, Job, RecordIncident, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
@@ -35,14 +38,14 @@ FOLDER = Path(__file__).with_name("scenarios")
 RULE = "----"
 
 EVENT_WORDS: dict[str, type[Event]] = {
-    "started": recovery.RankStarted,
-    "spawn_failed": recovery.SpawnFailed,
+    "started": RankStarted,
+    "spawn_failed": SpawnFailed,
     "protected": recovery.RankProtected,
     "unprotected": recovery.RankUnprotected,
     "hindered": recovery.RankHindered,
     "trains_alone": recovery.RankTrainsAlone,
     "joined": recovery.RankJoined,
-    "exited": recovery.RankExited,
+    "exited": RankExited,
     "faulted": recovery.RankFaulted,
     "hung": recovery.RankHung,
     "node_lost": recovery.NodeLost,
@@ -56,18 +59,18 @@ EVENT_WORDS: dict[str, type[Event]] = {
     "repaired": recovery.RankRepaired,
     "rebuilt": recovery.RankRebuilt,
     "reissued": recovery.RankReissued,
-    "mismatch_found": recovery.MismatchFound,
+    "mismatch_found": MismatchFound,
     "snapshot_taken": recovery.SnapshotTaken,
     "resume_asked": recovery.ResumeAsked,
     "checkpoint_asked": recovery.CheckpointAsked,
     "persisted": recovery.StatePersisted,
     "deadline_passed": recovery.DeadlinePassed,
     "group_restarted": recovery.GroupRestarted,
-    "stop_asked": recovery.StopAsked,
+    "stop_asked": StopAsked,
     "renewed": recovery.SupervisorRenewed,
 }
 DEFAULTS: dict[type[Event], dict[str, Any]] = {
-    recovery.RankExited: {"code": None, "signal": None, "boundary": 0},
+    RankExited: {"code": None, "signal": None, "boundary": 0},
     recovery.RankFaulted: {"boundary": 0},
     recovery.RankHung: {"boundary": 0},
     recovery.NodeLost: {"boundary": 0, "name": "node 1"},
@@ -113,7 +116,7 @@ class Scenario:
         self.at_s = float(given.pop("at", self.at_s))
         if word == "all_started":
             for member in self.job.members:
-                yield recovery.RankStarted(rank=member.rank, pid=100 + member.rank, at_s=self.at_s)
+                yield RankStarted(rank=member.rank, pid=100 + member.rank, at_s=self.at_s)
                 yield recovery.RankProtected(rank=member.rank, at_s=self.at_s)
             if "alike" not in given:
                 yield recovery.RanksCompared(replicas=Replicas(compared_at=1), at_s=self.at_s)
@@ -140,7 +143,7 @@ class Scenario:
     def make_event(self, event_type: type[Event], rank: str, values: dict[str, Any]) -> Event:
         """One event, with what the line leaves out."""
         assert self.job is not None
-        names = {field.name for field in fields(event_type)}
+        names = {field.name for field in structs.fields(event_type)}
         values = {**DEFAULTS.get(event_type, {}), **values, "at_s": self.at_s}
         if "rank" in names and rank:
             values["rank"] = int(rank)

@@ -1,13 +1,13 @@
 """Ranks without a process group: whatever happens to one, the others are not touched, and every incident ends."""
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.recovery.fake_world import FakeWorld
 from ttprun import recovery
-from ttprun.recovery import Action, Event, Incident, JobPhase, Settings
+from ttprun.protocol.events import Event, RankExited, StopAsked
+from ttprun.recovery import Action, Incident, JobPhase, Settings
 
 
 class AloneWorld(FakeWorld):
@@ -35,7 +35,7 @@ class AloneWorld(FakeWorld):
 
     def hear(self, event: Event) -> None:
         """As the agent does: what a lost rank has left is reported before its loss."""
-        is_loss = isinstance(event, recovery.RankExited | recovery.RankHung)
+        is_loss = isinstance(event, RankExited | recovery.RankHung)
         if is_loss and recovery.is_alone(self.job, event.rank) and self.job.members[event.rank].pid == event.pid:
             kept = event.boundary - event.boundary % self.kept_every
             self.snapshot_boundary = kept
@@ -141,7 +141,7 @@ def test_when_a_rank_joins_a_group_in_between_every_incident_still_ends(
             if world.job.phase is JobPhase.RUNNING:
                 world.hear_next()
     if world.job.phase is JobPhase.RUNNING:
-        world.hear(recovery.StopAsked(reason="SIGTERM", at_s=0.0))
+        world.hear(StopAsked(reason="SIGTERM", at_s=0.0))
 
     opened = [incident for incident in world.closed if incident.outcome == "open"]
     assert opened == []

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from ttprun.protocol.events import RankExited
 from ttprun.recovery import (
     Freeze,
     Inherited,
     Job,
     JobPhase,
     NodeLost,
-    RankExited,
     Remaining,
     Saved,
     Settings,

@@ -13,6 +13,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
+from ttprun.protocol.events import Event, RankEvent, RepairEvent
 from ttprun.recovery.actions import (
     Action,
     FailJob,
@@ -25,7 +28,6 @@ from ttprun.recovery.actions import (
     SetDeadline,
     SpawnRank,
 )
-from ttprun.recovery.event import Event, RankEvent, RepairEvent
 from ttprun.recovery.events import DeadlinePassed, RankJoined, RankTrainsAlone, SnapshotTaken, SupervisorRenewed
 from ttprun.recovery.job import Job, JobPhase
 from ttprun.recovery.members import GroupMembership, Life, Member, MemberFlag, Members
@@ -121,9 +123,9 @@ def all_away(world_size: int) -> Members:
 
 def _as_heard(job: Job, own: Job, event: Event) -> Event:
     if isinstance(event, RepairEvent):
-        return replace(event, generation=own.generation) if event.generation == job.generation else event
+        return structs.replace(event, generation=own.generation) if event.generation == job.generation else event
     if isinstance(event, SnapshotTaken | DeadlinePassed | SupervisorRenewed):
-        return replace(event, rank=None)
+        return structs.replace(event, rank=None)
     return event
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ttprun.protocol.events import MismatchFound, RankExited
 from ttprun.recovery.actions import KillRank
-from ttprun.recovery.events import DeadlinePassed, MismatchFound
-from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankExited, RankHung
+from ttprun.recovery.events import DeadlinePassed
+from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankHung
 from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import begin_attempt, drain, end_job, fail_job, restart_group, why_too_many_incidents

@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import Any
 
-from ttprun.recovery.event import Event
+from ttprun.protocol.events import Event
 from ttprun.recovery.events import RankFrozen, Saved, UpgradeAsked
 from ttprun.recovery.frozen import changed
 from ttprun.recovery.incident import Incident

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from ttprun.protocol.events import MismatchFound
 from ttprun.recovery.actions import (
     Action,
     FailJob,
@@ -21,7 +22,7 @@ from ttprun.recovery.actions import (
     SetDeadline,
     SpawnRank,
 )
-from ttprun.recovery.events import MismatchFound, Saved
+from ttprun.recovery.events import Saved
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.members import Member, MemberFlag
 from ttprun.recovery.phases import HALT, UNDONE, Result, deadline_of, enter, open_incident, reason_of

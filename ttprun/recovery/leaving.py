@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ttprun.protocol.events import RankExited
 from ttprun.recovery.actions import Action
 from ttprun.recovery.events import DeadlinePassed, RankFrozen
-from ttprun.recovery.fault_events import ConnectionBroken, RankExited
+from ttprun.recovery.fault_events import ConnectionBroken
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import (
     begin_persisting,

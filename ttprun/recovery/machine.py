@@ -14,9 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ttprun.protocol.events import (
+    Event,
+    MismatchFound,
+    RankEvent,
+    RankExited,
+    RankStarted,
+    RepairEvent,
+    SpawnFailed,
+    StopAsked,
+)
 from ttprun.recovery import alone, faults, hung, leaving, persist, planned, regroup, renewal, repair, resize
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
-from ttprun.recovery.event import Event, RankEvent, RepairEvent
 from ttprun.recovery.events import (
     CheckpointAsked,
     DeadlinePassed,
@@ -24,7 +33,6 @@ from ttprun.recovery.events import (
     ElasticDeclared,
     GroupResized,
     GroupRestarted,
-    MismatchFound,
     RankFrozen,
     RankHindered,
     RankJoined,
@@ -34,28 +42,18 @@ from ttprun.recovery.events import (
     RankRepaired,
     RankReplayed,
     RanksCompared,
-    RankStarted,
     RankTrainsAlone,
     RankUnprotected,
     ReplacementAsked,
     ResizeAsked,
     ResumeAsked,
     SnapshotTaken,
-    SpawnFailed,
     StatePersisted,
     StateSent,
-    StopAsked,
     SupervisorRenewed,
     UpgradeAsked,
 )
-from ttprun.recovery.fault_events import (
-    ConnectionBroken,
-    NodeLost,
-    RankDiverged,
-    RankExited,
-    RankFaulted,
-    RankHung,
-)
+from ttprun.recovery.fault_events import ConnectionBroken, NodeLost, RankDiverged, RankFaulted, RankHung
 from ttprun.recovery.frozen import changed
 from ttprun.recovery.job import Job
 from ttprun.recovery.job import JobPhase as P

@@ -12,20 +12,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ttprun.protocol.events import Event, MismatchFound, RankExited, StopAsked
 from ttprun.recovery.actions import Action, GiveUpCheckpoint, KillRank, NoteUnusable, Persist, Resume
-from ttprun.recovery.event import Event
 from ttprun.recovery.events import (
     CheckpointAsked,
     DeadlinePassed,
-    MismatchFound,
     RankFrozen,
     ResumeAsked,
     Saved,
     SnapshotTaken,
     StatePersisted,
-    StopAsked,
 )
-from ttprun.recovery.fault_events import NodeLost, RankExited, RankFaulted
+from ttprun.recovery.fault_events import NodeLost, RankFaulted
 from ttprun.recovery.faults import (
     answer_fault,
     is_of_script,

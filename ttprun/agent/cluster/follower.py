@@ -12,6 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from ttprun import recovery
 from ttprun.agent.cluster import board_rows
 from ttprun.agent.core.failures import Failure
@@ -24,6 +26,7 @@ from ttprun.agent.report.status import StatusPublisher
 from ttprun.protocol import channel, from_rank, meeting, node_orders, node_reports, to_rank
 from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.codec import Refused, decode, encode
+from ttprun.protocol.events import Event, RankExited
 from ttprun.recovery.members import GroupMembership
 
 logger = logging.getLogger("ttprun")
@@ -85,37 +88,19 @@ class Follower:
 
     # Reports.
 
-    def report(self, event: recovery.Event) -> None:
+    def report(self, event: Event) -> None:
         """What has happened to a rank, which the leader's state machine answers."""
         peers, node = self.node.peers, self.node
         match event:
-            case recovery.RankStarted(rank=rank, pid=pid):
-                peers.to_leader(node_reports.Started(rank, pid))
-            case recovery.SpawnFailed(rank=rank, reason=reason):
-                peers.to_leader(node_reports.NotStarted(rank, reason))
-            case recovery.MismatchFound(rank=rank, generation=generation, reason=reason):
-                peers.to_leader(node_reports.Differs(rank, generation, reason))
             case recovery.RankUnprotected(rank=rank, reason=reason):
                 self.forward(node.slots[rank], from_rank.Unprotected(reason))
-            case recovery.RankExited(rank=rank, pid=pid):
-                slot, noted = node.slots[rank], self.noted[rank]
-                noted.exit_code = event.exit_code
-                noted.cause = event.reason
-                ended = node_reports.Ended(
-                    rank=rank,
-                    pid=pid,
-                    code=noted.exit_code,
-                    boundary=event.boundary,
-                    is_script_error=event.is_script_error,
-                    device_fault=event.device_fault,
-                    reason=event.reason,
-                    traceback=slot.traceback,
-                    now_ns=time.monotonic_ns(),
-                    row=board_rows.row_of(node, slot),
-                )
-                peers.to_leader(ended)
-            case recovery.StopAsked(reason=reason):
-                peers.to_leader(node_reports.EndAsked(reason, node.ended_by))
+            case RankExited():
+                slot, noted = node.slots[event.rank], self.noted[event.rank]
+                noted.exit_code, noted.cause = event.exit_code, event.reason
+                peers.to_leader(board_rows.rows_of(node, [slot], is_awaited=True))
+                peers.to_leader(replace(event, traceback=slot.traceback))
+            case _ if isinstance(event, node_reports.OfNode):
+                peers.to_leader(event)
             case _:
                 node.log("not_reported", what=type(event).__name__)
 

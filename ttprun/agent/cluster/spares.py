@@ -15,6 +15,7 @@ from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.membership import NodeMembership
 from ttprun.agent.core.node import Node
 from ttprun.protocol import node_orders, node_reports
+from ttprun.protocol.events import SpawnFailed
 
 logger = logging.getLogger("ttprun")
 
@@ -147,4 +148,4 @@ class Spares:
     def _fail(self, vacancy: Vacancy, rank: int, reason: str) -> None:
         if vacancy.spawns.pop(rank, None) is not None:
             self._node.log("spawn_failed", rank=rank, reason=reason)
-            self._node.advance(recovery.SpawnFailed(at_s=time.monotonic(), rank=rank, reason=reason))
+            self._node.advance(SpawnFailed(at_s=time.monotonic(), rank=rank, reason=reason))

@@ -39,6 +39,7 @@ from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Channel
+from ttprun.protocol.events import RankExited, StopAsked
 from ttprun.protocol.patience import Patience
 from ttprun.recovery.members import GroupMembership
 from ttprun.recovery.replicas import Replicas
@@ -174,7 +175,8 @@ class Succession:
         peers.to_leader(meeting.Hello(listener.token, peers.node, listener.address, {}))
         peers.to_leader(self._remains())
         if node.ended_by:
-            peers.to_leader(node_reports.EndAsked(f"ended by signal {node.ended_by}", node.ended_by))
+            reason = f"ended by signal {node.ended_by}"
+            peers.to_leader(StopAsked(at_s=time.monotonic(), reason=reason, signal=node.ended_by))
         node.log("leader_followed", node=following)
 
     def _remains(self) -> node_reports.Remains:
@@ -331,7 +333,7 @@ class Succession:
 
     def _report_loss(self, one: node_reports.Left) -> None:
         self.node.advance(
-            recovery.RankExited.ended(
+            RankExited.ended(
                 one.code,
                 at_s=time.monotonic(),
                 rank=one.rank,

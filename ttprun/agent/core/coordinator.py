@@ -24,6 +24,7 @@ from ttprun.agent.repair.repairs import Repairs
 from ttprun.agent.repair.rewinds import Rewinds
 from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.events import Event
 from ttprun.protocol.reasons import pointer
 
 logger = logging.getLogger("ttprun")
@@ -43,10 +44,10 @@ class Coordinator:
     spares: Spares
     deadlines: Deadlines
     leader: Leader
-    _undecided: deque[recovery.Event] = field(default_factory=deque, init=False)
+    _undecided: deque[Event] = field(default_factory=deque, init=False)
     _is_deciding: bool = field(default=False, init=False)
 
-    def advance(self, event: recovery.Event) -> None:
+    def advance(self, event: Event) -> None:
         """Let the machine decide; what its actions bring about is decided after they are all carried out."""
         self._undecided.append(event)
         if self._is_deciding:
@@ -62,7 +63,7 @@ class Coordinator:
             if self.node.is_paused:  # else what comes after a failure is decided with the next event
                 self._undecided.clear()
 
-    def _decide(self, event: recovery.Event) -> None:
+    def _decide(self, event: Event) -> None:
         before = self.node.job
         actions = self.node.decide(event)
         job = self.node.job

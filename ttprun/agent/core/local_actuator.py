@@ -17,7 +17,6 @@ from typing import Any, assert_never
 
 from msgspec.structs import replace
 
-from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import NO_RECORD, own_part
 from ttprun.agent.cluster import record_copies
 from ttprun.agent.cluster.actuators import NodeActuator
@@ -38,6 +37,7 @@ from ttprun.agent.repair.rewinds import Rewinds
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import channel, node_orders, node_reports, to_rank
 from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.events import SpawnFailed
 from ttprun.state.files import FileEntry, write_file
 
 
@@ -171,7 +171,7 @@ class LocalActuator(NodeActuator):
             handler = ahead or self.start_process(slot.handler.start)
         except OSError as error:
             node.log("spawn_failed", rank=slot.rank, reason=str(error))
-            event = recovery.SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error))
+            event = SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error))
             node.advance(event)
             return
         self._replace_handler(slot.local_rank, handler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import time
@@ -35,6 +34,7 @@ from ttprun.protocol import from_rank, meeting, mindio, node_orders
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
+from ttprun.protocol.events import MismatchFound, StopAsked
 from ttprun.protocol.reasons import with_cure
 from ttprun.protocol.snapshots import Dumped, SnapshotSize, SnapshotTaken
 from ttprun.protocol.standbys import Imported, ModulesOfTorch, Ready, SetUpDone
@@ -52,7 +52,7 @@ _EVENTS: dict[type[Message], type[Any]] = {
     mindio.Prepared: recovery.RankReplayed,
 }
 _SHARED = {
-    message: [name for name in message.__struct_fields__ if name in {one.name for one in dataclasses.fields(event)}]
+    message: [name for name in message.__struct_fields__ if name in event.__struct_fields__]
     for message, event in _EVENTS.items()
 }
 OF_THIS_NODE = (ModulesOfTorch, Imported, Ready, Refused)
@@ -204,7 +204,7 @@ class Reports:
     def _on_mismatch(self, slot: RankSlot, message: from_rank.Mismatch) -> None:
         if message.detail:
             self.node.log("mismatch_detail", rank=slot.rank, detail=message.detail)
-        found = recovery.MismatchFound(
+        found = MismatchFound(
             at_s=time.monotonic(),
             rank=slot.rank,
             generation=message.generation,
@@ -343,7 +343,7 @@ class Reports:
         self.node.log("nan_found", rank=slot.rank if message.is_own else None, step=step, where=where)
         if is_stop:
             reason = f"{finding}; no rank has taken the step (on_nan: stop)"
-            self.node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+            self.node.advance(StopAsked(at_s=time.monotonic(), reason=reason))
         else:
             logger.warning("%s; training continues (on_nan: warn)", finding)
 
@@ -398,7 +398,7 @@ class Reports:
         fields: dict[str, Any] = {"at_s": time.monotonic(), "reason": found.sentence}
         self.node.log("journals_differ", ranks=found.ranks, **fields)
         if not found.ranks:
-            self.node.advance(recovery.MismatchFound(rank=last.rank, generation=generation, **fields))
+            self.node.advance(MismatchFound(rank=last.rank, generation=generation, **fields))
         hung = []  # all known by their present processes, before the first one's is ended
         for odd in (self.node.slots[rank] for rank in found.ranks):
             boundary = self.node.board.get(odd.rank, Field.APPLIED)

@@ -22,6 +22,7 @@ from ttprun.capture.records.recorder import RecordTooLargeError
 from ttprun.errors import ConfigError
 from ttprun.protocol import node_orders, to_rank
 from ttprun.protocol.board import LEADER, Field
+from ttprun.protocol.events import MismatchFound
 from ttprun.state.checkpoint import inspect
 from ttprun.state.errors import InvalidCheckpointError
 
@@ -137,7 +138,7 @@ class Rewinds:
     def _is_trusted(self, slot: RankSlot) -> bool:
         """Whether what a rank has done since is what it must do again: nothing says that its state was wrong."""
         incident = self._node.job.incident
-        return not slot.divergence and (incident is None or incident.kind != recovery.MismatchFound.kind)
+        return not slot.divergence and (incident is None or incident.kind != MismatchFound.kind)
 
     def load_state(self, action: recovery.LoadState) -> None:
         """Have ranks load what replicas share."""
