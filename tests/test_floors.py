@@ -169,7 +169,7 @@ def test_the_observer_that_torchruns_ranks_load_imports_nothing_of_ours() -> Non
 MOST_DOORS = 40
 WIDE = {
     ("agent", "protocol"): 186,
-    ("agent", "recovery"): 114,
+    ("agent", "recovery"): 95,
     ("rank", "protocol"): 102,
     ("capture", "introspect"): 92,
     ("rank", "tensors"): 57,

@@ -21,11 +21,7 @@ from typing import Any
 from runs import headline, machine, positive, print_table
 
 from ttprun.protocol.events import Event, RankExited, RankStarted
-from ttprun.recovery import (
-    Action,
-    Freeze,
-    Job,
-    JobPhase,
+from ttprun.protocol.from_rank import (
     RankFrozen,
     RankJoined,
     RankProtected,
@@ -33,13 +29,19 @@ from ttprun.recovery import (
     RankReissued,
     RankRepaired,
     RankReplayed,
+    StateSent,
+)
+from ttprun.recovery import (
+    Action,
+    Freeze,
+    Job,
+    JobPhase,
     RanksCompared,
     Replay,
     Resume,
     SendState,
     Settings,
     SpawnRank,
-    StateSent,
     advance,
     new_job,
 )

@@ -68,12 +68,12 @@ class Rank:
     def begin(self, pid: int) -> None:
         """The process has been welcomed."""
         self.pid = pid
-        for message in (from_rank.Present(pid, 1), from_rank.Protected()):
+        for message in (from_rank.Present(pid, 1), from_rank.RankProtected()):
             self.say(message)
 
     def join(self) -> None:
         """The script makes its process group."""
-        self.say(from_rank.Joined())
+        self.say(from_rank.RankJoined())
         self.connect(0)
 
     def connect(self, generation: int) -> None:
@@ -88,15 +88,15 @@ class Rank:
             case to_rank.Freeze():
                 self.generation = generation
                 self.share()
-                self.say(from_rank.Frozen(generation, self.boundary, DIGEST, True, of_journal(self.world_size)))
+                self.say(from_rank.RankFrozen(generation, self.boundary, DIGEST, True, of_journal(self.world_size)))
             case to_rank.Replay(boundary=boundary):
                 self.boundary = boundary
-                self.say(from_rank.Joined())
-                self.say(from_rank.Replayed(generation, boundary, 0.1))
+                self.say(from_rank.RankJoined())
+                self.say(from_rank.RankReplayed(generation, boundary, 0.1))
             case to_rank.SendState():
                 self.say(from_rank.StateSent(generation, DIGEST))
             case to_rank.FetchState():
-                self.say(from_rank.Repaired(generation, DIGEST))
+                self.say(from_rank.RankRepaired(generation, DIGEST))
             case to_rank.Resume():
                 self.generation = generation
                 self.connect(generation)
@@ -107,8 +107,8 @@ class Rank:
             held = {f"layers.{number}.weight": (DIGEST, DIGEST) for number in range(PARAMETERS)}
             self.say(from_rank.Held(1, True, held, {key: key for key in held}, {}, [], ""))
         else:
-            self.say(from_rank.Rebuilt(self.connects))
-            self.say(from_rank.Reissued(self.connects))
+            self.say(from_rank.RankRebuilt(self.connects))
+            self.say(from_rank.RankReissued(self.connects))
         self.connects = -1
 
 
@@ -388,7 +388,7 @@ class Stage:
 
     def encoded(self, message: Message) -> str:
         """A rank's message as it stands in a report; that of many ranks is often the same."""
-        key = repr(message) if not isinstance(message, from_rank.Frozen) else f"frozen {message.generation}"
+        key = repr(message) if not isinstance(message, from_rank.RankFrozen) else f"frozen {message.generation}"
         if key not in self._encoded:
             inner = encode(shortened(message, self.world_size)).decode().rstrip("\n")
             self._encoded[key] = json.dumps(inner)

@@ -13,6 +13,7 @@ from ttprun import recovery
 from ttprun.agent.core.deadlines import Deadlines
 from ttprun.protocol import patience
 from ttprun.protocol.events import Event, RankExited, RankStarted
+from ttprun.protocol.from_rank import RankProtected
 from ttprun.recovery.job import Ending
 
 
@@ -32,7 +33,7 @@ class Played:
         self.job = recovery.new_job(recovery.Settings(world_size=3))
         for rank in range(3):
             self._decide(RankStarted(at_s=0.0, rank=rank, pid=10 + rank))
-            self._decide(recovery.RankProtected(at_s=0.0, rank=rank))
+            self._decide(RankProtected(at_s=0.0, rank=rank))
         lost = RankExited(at_s=1.0, rank=1, pid=11, code=None, signal=signal.SIGKILL, boundary=5)
         (self.order,) = [one for one in self._decide(lost) if isinstance(one, recovery.SetDeadline)]
         self.deadlines = Deadlines(self, self)  # type: ignore[arg-type]

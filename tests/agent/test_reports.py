@@ -28,6 +28,7 @@ from ttprun.protocol.board import Board
 from ttprun.protocol.channel import KNOWN, Channel
 from ttprun.protocol.codec import decode
 from ttprun.protocol.events import Event, RankExited, RankStarted
+from ttprun.protocol.from_rank import RankProtected
 from ttprun.recovery.replicas import Replicas
 
 N_RANKS = 3
@@ -70,7 +71,7 @@ class FakeNode:
         for slot in self.slots:
             slot.pid, slot.is_present = 100 + slot.rank, True
             self.advance(RankStarted(at_s=0.0, rank=slot.rank, pid=slot.pid))
-            self.advance(recovery.RankProtected(at_s=0.0, rank=slot.rank))
+            self.advance(RankProtected(at_s=0.0, rank=slot.rank))
 
     def void_beyond(self, boundary: int) -> None:
         Node.void_beyond(self, boundary)  # type: ignore[arg-type]
@@ -249,7 +250,7 @@ def test_what_lost_ranks_have_recorded_is_voided_once_and_not_for_each_survivor(
     node.advance(RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=4))
 
     for slot in node.slots[1:]:
-        reports.take(slot, from_rank.Frozen(1, 4, "w", True))
+        reports.take(slot, from_rank.RankFrozen(1, 4, "w", True))
 
     with theirs, ours:
         sent = Channel(theirs, {"VoidBeyond": node_orders.VoidBeyond}).read_available()
@@ -300,7 +301,13 @@ def test_a_traceback_that_nobody_reads_does_no_harm(node: FakeNode, reports: Rep
 
 @pytest.mark.parametrize(
     "line",
-    [b"{", b"[]", b'{"op": "Freeze"}', b'{"op": "Frozen"}', b'{"op": "Frozen", "generation": 1, "boundary": "2"}'],
+    [
+        b"{",
+        b"[]",
+        b'{"op": "Freeze"}',
+        b'{"op": "RankFrozen"}',
+        b'{"op": "RankFrozen", "generation": 1, "boundary": "2"}',
+    ],
 )
 def test_what_is_no_message_of_a_rank_is_ignored_with_a_reason(
     node: FakeNode, reports: Reports, caplog: pytest.LogCaptureFixture, line: bytes

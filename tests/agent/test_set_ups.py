@@ -185,7 +185,7 @@ def test_none_is_begun_where_memory_is_short(begin: Callable[..., Ranks], monkey
     ("message", "why_not"),
     [
         (standbys.SetUpDone("a device is used", took_s=1.0), "rank 0: a device is used"),
-        (from_rank.Unprotected("the script starts a process"), "rank 0: the script starts a process"),
+        (from_rank.RankUnprotected("the script starts a process"), "rank 0: the script starts a process"),
         (from_rank.ScriptError("no file", "", "", ""), "rank 0: no file"),
     ],
 )

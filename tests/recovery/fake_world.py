@@ -14,6 +14,16 @@ from msgspec.structs import replace
 from tests.recovery.validity import advance
 from ttprun import recovery
 from ttprun.protocol.events import Event, RankExited, RankStarted, RepairEvent, SpawnFailed, StopAsked
+from ttprun.protocol.from_rank import (
+    RankFaulted,
+    RankFrozen,
+    RankProtected,
+    RankRebuilt,
+    RankReissued,
+    RankRepaired,
+    RankReplayed,
+    StateSent,
+)
 from ttprun.recovery import Action, Incident, Job, JobPhase, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
@@ -107,7 +117,7 @@ class FakeWorld:
         self.next_pid += 1
         process = self.processes[rank] = Process(self.next_pid, self.weights_of(rank))
         self.unheard[rank].append(RankStarted(rank=rank, pid=process.pid, at_s=0.0))
-        self.unheard[rank].append(recovery.RankProtected(rank=rank, at_s=0.0))
+        self.unheard[rank].append(RankProtected(rank=rank, at_s=0.0))
         if self.tensor_parallel:
             declared = recovery.ElasticDeclared(rank=rank, replicas=(self.replicas_of(rank),), at_s=0.0)
             self.unheard[rank].append(declared)
@@ -162,7 +172,7 @@ class FakeWorld:
         """A transient error ends the script of a rank that trains; the process says so, and then only listens."""
         process = self.processes[rank]
         if process.is_alive and process.is_whole and not process.is_hung and not process.is_faulted:
-            event = recovery.RankFaulted(rank=rank, pid=process.pid, boundary=process.boundary, at_s=0.0)
+            event = RankFaulted(rank=rank, pid=process.pid, boundary=process.boundary, at_s=0.0)
             self.say(rank, event)
             process.is_faulted = True
 
@@ -241,7 +251,7 @@ class FakeWorld:
         self.at_s += 1.0
         event = replace(event, at_s=self.at_s)
         before = self.job
-        if isinstance(event, recovery.RankFaulted) and self.processes[event.rank].pid == event.pid:
+        if isinstance(event, RankFaulted) and self.processes[event.rank].pid == event.pid:
             self.processes[event.rank].begin_anew(self.weights_of(event.rank))
         self.job, actions = advance(before, event)
         if isinstance(event, recovery.CheckpointAsked) and before.phase is JobPhase.RUNNING:
@@ -265,7 +275,7 @@ class FakeWorld:
         """The event can only be an echo."""
         if isinstance(event, RepairEvent | recovery.DeadlinePassed | recovery.ConnectionBroken):
             return event.generation < self.job.generation
-        is_of_process = isinstance(event, RankExited | recovery.RankHung | recovery.RankFaulted)
+        is_of_process = isinstance(event, RankExited | recovery.RankHung | RankFaulted)
         return is_of_process and event.pid != self.job.members[event.rank].pid
 
     @property
@@ -307,7 +317,7 @@ class FakeWorld:
                 assert not self.processes[rank].has_orders
                 self.processes[rank].has_orders = True
                 self.processes[rank].boundary = boundary
-                self.say(rank, recovery.RankReplayed(rank=rank, generation=generation, boundary=boundary, at_s=0.0))
+                self.say(rank, RankReplayed(rank=rank, generation=generation, boundary=boundary, at_s=0.0))
             case recovery.SendState(source, to, generation, boundary):
                 self.check_source(source, boundary)
                 self.send_state(source, to, generation, boundary)
@@ -356,7 +366,7 @@ class FakeWorld:
         """A survivor's answer."""
         process = self.processes[rank]
         process.agreed_digest = process.digest
-        return recovery.RankFrozen(
+        return RankFrozen(
             rank=rank,
             generation=generation,
             boundary=process.boundary,
@@ -380,14 +390,14 @@ class FakeWorld:
         if not self.processes[source].is_alive or self.processes[source].is_stuck:
             return
         sent = self.processes[source]
-        self.say(source, recovery.StateSent(rank=source, generation=generation, digest=sent.digest, at_s=0.0))
+        self.say(source, StateSent(rank=source, generation=generation, digest=sent.digest, at_s=0.0))
         for rank in to:
             loaded = self.processes[rank]
             if loaded.is_hung:
                 continue
             loaded.weights = sent.weights
             loaded.agreed_digest = loaded.digest
-            self.say(rank, recovery.RankRepaired(rank=rank, generation=generation, digest=loaded.digest, at_s=0.0))
+            self.say(rank, RankRepaired(rank=rank, generation=generation, digest=loaded.digest, at_s=0.0))
 
     def load_state(self, ranks: tuple[int, ...], generation: int, boundary: int) -> None:
         """Each rank loads what the snapshot holds."""
@@ -398,7 +408,7 @@ class FakeWorld:
             assert process.boundary == boundary
             process.weights = self.weights_of(rank)
             process.agreed_digest = process.digest
-            self.say(rank, recovery.RankRepaired(rank=rank, generation=generation, digest=process.digest, at_s=0.0))
+            self.say(rank, RankRepaired(rank=rank, generation=generation, digest=process.digest, at_s=0.0))
 
     def take_snapshot(self) -> None:
         """All that train stand at one boundary, and write what they hold."""
@@ -423,8 +433,8 @@ class FakeWorld:
         for rank in ranks:
             assert self.processes[rank].boundary == boundary
             self.processes[rank].is_whole = True
-            self.say(rank, recovery.RankRebuilt(rank=rank, generation=generation, at_s=0.0))
-            self.say(rank, recovery.RankReissued(rank=rank, generation=generation, at_s=0.0))
+            self.say(rank, RankRebuilt(rank=rank, generation=generation, at_s=0.0))
+            self.say(rank, RankReissued(rank=rank, generation=generation, at_s=0.0))
 
     def kill(self, rank: int) -> None:
         """End a process: nothing that it has said is heard any more, but for its exit."""

@@ -30,6 +30,20 @@ from msgspec import structs
 from tests.recovery.validity import advance
 from ttprun import recovery
 from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
+from ttprun.protocol.from_rank import (
+    RankFaulted,
+    RankFrozen,
+    RankHindered,
+    RankJoined,
+    RankProtected,
+    RankRebuilt,
+    RankReissued,
+    RankRepaired,
+    RankReplayed,
+    RankTrainsAlone,
+    RankUnprotected,
+    StateSent,
+)
 from ttprun.recovery import Action, Job, RecordIncident, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
@@ -40,25 +54,25 @@ RULE = "----"
 EVENT_WORDS: dict[str, type[Event]] = {
     "started": RankStarted,
     "spawn_failed": SpawnFailed,
-    "protected": recovery.RankProtected,
-    "unprotected": recovery.RankUnprotected,
-    "hindered": recovery.RankHindered,
-    "trains_alone": recovery.RankTrainsAlone,
-    "joined": recovery.RankJoined,
+    "protected": RankProtected,
+    "unprotected": RankUnprotected,
+    "hindered": RankHindered,
+    "trains_alone": RankTrainsAlone,
+    "joined": RankJoined,
     "exited": RankExited,
-    "faulted": recovery.RankFaulted,
+    "faulted": RankFaulted,
     "hung": recovery.RankHung,
     "node_lost": recovery.NodeLost,
     "connection_broken": recovery.ConnectionBroken,
     "replacement_asked": recovery.ReplacementAsked,
     "downgrade_asked": recovery.DowngradeAsked,
     "upgrade_asked": recovery.UpgradeAsked,
-    "frozen": recovery.RankFrozen,
-    "replayed": recovery.RankReplayed,
-    "state_sent": recovery.StateSent,
-    "repaired": recovery.RankRepaired,
-    "rebuilt": recovery.RankRebuilt,
-    "reissued": recovery.RankReissued,
+    "frozen": RankFrozen,
+    "replayed": RankReplayed,
+    "state_sent": StateSent,
+    "repaired": RankRepaired,
+    "rebuilt": RankRebuilt,
+    "reissued": RankReissued,
     "mismatch_found": MismatchFound,
     "snapshot_taken": recovery.SnapshotTaken,
     "resume_asked": recovery.ResumeAsked,
@@ -71,13 +85,13 @@ EVENT_WORDS: dict[str, type[Event]] = {
 }
 DEFAULTS: dict[type[Event], dict[str, Any]] = {
     RankExited: {"code": None, "signal": None, "boundary": 0},
-    recovery.RankFaulted: {"boundary": 0},
+    RankFaulted: {"boundary": 0},
     recovery.RankHung: {"boundary": 0},
     recovery.NodeLost: {"boundary": 0, "name": "node 1"},
     recovery.ConnectionBroken: {"boundary": 0},
-    recovery.RankFrozen: {"digest": "same", "has_group": True},
-    recovery.StateSent: {"digest": "same"},
-    recovery.RankRepaired: {"digest": "same"},
+    RankFrozen: {"digest": "same", "has_group": True},
+    StateSent: {"digest": "same"},
+    RankRepaired: {"digest": "same"},
 }
 TEXTS = {"reason", "name", "digest", "place", "saved", "why_not", "why_unusable", "device_fault"}
 NUMBERS = {"silent"}
@@ -117,7 +131,7 @@ class Scenario:
         if word == "all_started":
             for member in self.job.members:
                 yield RankStarted(rank=member.rank, pid=100 + member.rank, at_s=self.at_s)
-                yield recovery.RankProtected(rank=member.rank, at_s=self.at_s)
+                yield RankProtected(rank=member.rank, at_s=self.at_s)
             if "alike" not in given:
                 yield recovery.RanksCompared(replicas=Replicas(compared_at=1), at_s=self.at_s)
             return

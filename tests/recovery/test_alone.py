@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from tests.recovery.fake_world import FakeWorld
 from ttprun import recovery
 from ttprun.protocol.events import Event, RankExited, StopAsked
+from ttprun.protocol.from_rank import RankJoined, RankRebuilt, RankReissued, RankRepaired, RankTrainsAlone
 from ttprun.recovery import Action, Incident, JobPhase, Settings
 
 
@@ -24,7 +25,7 @@ class AloneWorld(FakeWorld):
         while self.hear_next():
             pass
         for rank in range(ranks):
-            self.hear(recovery.RankTrainsAlone(rank=rank, at_s=0.0))
+            self.hear(RankTrainsAlone(rank=rank, at_s=0.0))
 
     def train(self) -> None:
         """Each rank that can takes a step."""
@@ -65,15 +66,15 @@ class AloneWorld(FakeWorld):
         (rank,) = ranks
         process = self.processes[rank]
         assert process.boundary == boundary
-        self.say(rank, recovery.RankRepaired(rank=rank, generation=generation, digest=process.digest, at_s=0.0))
+        self.say(rank, RankRepaired(rank=rank, generation=generation, digest=process.digest, at_s=0.0))
 
     def resume(self, ranks: tuple[int, ...], generation: int, boundary: int) -> None:
         """One rank trains again."""
         (rank,) = ranks
         self.processes[rank].boundary = boundary
         self.processes[rank].is_whole = True
-        self.say(rank, recovery.RankRebuilt(rank=rank, generation=generation, at_s=0.0))
-        self.say(rank, recovery.RankReissued(rank=rank, generation=generation, at_s=0.0))
+        self.say(rank, RankRebuilt(rank=rank, generation=generation, at_s=0.0))
+        self.say(rank, RankReissued(rank=rank, generation=generation, at_s=0.0))
 
     def settle(self) -> None:
         """Until nobody has anything to say; deadlines pass for those that are silent."""
@@ -133,7 +134,7 @@ def test_when_a_rank_joins_a_group_in_between_every_incident_still_ends(
 
     for number, (who, rounds, _) in enumerate(moves):
         if number == joins:
-            world.hear(recovery.RankJoined(rank=who % ranks, at_s=0.0))
+            world.hear(RankJoined(rank=who % ranks, at_s=0.0))
         world.train()
         if world.job.phase is JobPhase.RUNNING:
             world.end(who % ranks, None, 9, is_script_error=False, is_mute=True)

@@ -6,6 +6,17 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 
 from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, StopAsked
+from ttprun.protocol.from_rank import (
+    RankFaulted,
+    RankFrozen,
+    RankProtected,
+    RankRebuilt,
+    RankReissued,
+    RankRepaired,
+    RankReplayed,
+    RankUnprotected,
+    StateSent,
+)
 from ttprun.recovery import (
     RUNGS,
     TRANSITIONS,
@@ -20,20 +31,11 @@ from ttprun.recovery import (
     MachineError,
     MissingTransition,
     PhaseLimits,
-    RankFaulted,
-    RankFrozen,
-    RankProtected,
-    RankRebuilt,
-    RankReissued,
-    RankRepaired,
-    RankReplayed,
-    RankUnprotected,
     RecordIncident,
     RestartGroup,
     SetDeadline,
     Settings,
     SpawnRank,
-    StateSent,
     UnexpectedStart,
     advance,
     groups_left,

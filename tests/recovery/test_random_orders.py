@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.recovery.fake_world import FakeWorld
 from ttprun.protocol.events import Event, MismatchFound, StopAsked
-from ttprun.recovery import RUNGS, CheckpointAsked, JobPhase, Life, RankHindered, RankUnprotected, Settings
+from ttprun.protocol.from_rank import RankHindered, RankUnprotected
+from ttprun.recovery import RUNGS, CheckpointAsked, JobPhase, Life, Settings
 
 WORLDS = st.builds(
     FakeWorld,

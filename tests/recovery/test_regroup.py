@@ -9,6 +9,7 @@ from msgspec import structs
 
 from tests.recovery.test_machine import running_job
 from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
+from ttprun.protocol.from_rank import RankFrozen
 from ttprun.recovery import (
     Action,
     CheckpointAsked,
@@ -21,7 +22,6 @@ from ttprun.recovery import (
     JobPhase,
     NodeLost,
     Persist,
-    RankFrozen,
     Regroup,
     ResizeAsked,
     Resume,

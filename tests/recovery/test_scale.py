@@ -13,6 +13,7 @@ import pytest
 from tests.recovery.fake_world import FakeWorld
 from ttprun import recovery
 from ttprun.protocol.events import RankExited, RankStarted
+from ttprun.protocol.from_rank import RankFrozen
 from ttprun.recovery import Settings
 from ttprun.recovery.members import CHUNK, Life, Member, MemberFlag, Members, flags_of
 from ttprun.recovery.replicas import Looks, Replicas
@@ -89,7 +90,7 @@ def test_an_answer_that_is_not_the_last_one_costs_the_same_among_many_ranks_as_a
         exited = RankExited(rank=0, pid=1, code=None, signal=9, boundary=5, at_s=1.0)
         job, _ = recovery.advance(job, exited)
         answers = [
-            recovery.RankFrozen(rank=rank, generation=1, boundary=5, digest="w", has_group=True, at_s=2.0)
+            RankFrozen(rank=rank, generation=1, boundary=5, digest="w", has_group=True, at_s=2.0)
             for rank in range(1, 201)
         ]
 

@@ -37,7 +37,14 @@ class RankEvent(Event, frozen=True, kw_only=True):
     rank: int
 
 
-class RepairEvent(RankEvent, frozen=True, kw_only=True):
+class OfRank(RankEvent, frozen=True, kw_only=True):
+    """A rank reports it. `rank` and `at_s` are filled in by the agent that takes it, whatever the rank has sent."""
+
+    at_s: float = 0.0
+    rank: int = -1
+
+
+class RepairEvent(OfRank, frozen=True):
     """A rank reports on a repair.
 
     generation   that of the order which the rank has carried out
@@ -136,16 +143,35 @@ class RankExited(RankEvent, frozen=True, kw_only=True):
         return f"rank {self.rank} {how} at boundary {self.boundary}{because(self.reason)}"
 
 
-class MismatchFound(RepairEvent, frozen=True, kw_only=True):
+class LivingRankLost(RankEvent, frozen=True, kw_only=True):
+    """A rank is lost though its process lives.
+
+    pid                the process; if it is not the rank's present one, this is an echo
+    boundary           newest boundary in the rank's record, 0 if it never had one
+    detected_after_s   seconds from the fault until it was noticed
+    reason             how it shows, or ""
+    """
+
+    pid: int | None
+    boundary: int
+    detected_after_s: float = 0.0
+    reason: str = ""
+
+    is_script_error: ClassVar[bool] = False
+
+
+class MismatchFound(RepairEvent, frozen=True):
     """A check failed in a rank: its state must not be used.
 
     reason             which check, and the two values
+    detail             a traceback, "" if there is none
     is_contradiction   False: too little is proved to join the others; all may resume from what is saved
     is_near            another replacement may get further: this one differs by rounding alone, which may not come
                        back, or it has found what the next one does otherwise
     """
 
     reason: str
+    detail: str = ""
     is_contradiction: bool = True
     is_near: bool = False
 

@@ -46,28 +46,17 @@ from ttprun.recovery.events import (
     ElasticDeclared,
     GroupResized,
     GroupRestarted,
-    RankFrozen,
-    RankHindered,
-    RankJoined,
-    RankProtected,
-    RankRebuilt,
-    RankReissued,
-    RankRepaired,
-    RankReplayed,
     RanksCompared,
-    RankTrainsAlone,
-    RankUnprotected,
     ReplacementAsked,
     ResizeAsked,
     ResumeAsked,
     Saved,
     SnapshotTaken,
     StatePersisted,
-    StateSent,
     SupervisorRenewed,
     UpgradeAsked,
 )
-from ttprun.recovery.fault_events import ConnectionBroken, NodeLost, RankDiverged, RankFaulted, RankHung
+from ttprun.recovery.fault_events import ConnectionBroken, NodeLost, RankDiverged, RankHung
 from ttprun.recovery.faults import is_of_script
 from ttprun.recovery.hung import has_hung_before, is_last_survivor, who_is_awaited
 from ttprun.recovery.incident import Incident

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from ttprun.protocol.events import Event, RankEvent, RepairEvent
+from ttprun.protocol.from_rank import RankJoined, RankTrainsAlone
 from ttprun.recovery.actions import (
     Action,
     FailJob,
@@ -28,7 +29,7 @@ from ttprun.recovery.actions import (
     SetDeadline,
     SpawnRank,
 )
-from ttprun.recovery.events import DeadlinePassed, RankJoined, RankTrainsAlone, SnapshotTaken, SupervisorRenewed
+from ttprun.recovery.events import DeadlinePassed, SnapshotTaken, SupervisorRenewed
 from ttprun.recovery.job import Job, JobPhase
 from ttprun.recovery.members import GroupMembership, Life, Member, MemberFlag, Members
 from ttprun.recovery.phases import Result

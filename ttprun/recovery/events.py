@@ -5,22 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ttprun.protocol.events import Event, RankEvent, RepairEvent
+from ttprun.protocol.events import Event, RankEvent
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.recovery.shards import ReplicaGroup
-
-
-class RankProtected(RankEvent, frozen=True, kw_only=True):
-    """The rank's hooks have said hello."""
-
-
-class RankUnprotected(RankEvent, frozen=True, kw_only=True):
-    """From now on this rank cannot take part in a repair, so no rank of the job can be replaced.
-
-    reason   what the hooks met, for the operator
-    """
-
-    reason: str
 
 
 class RanksCompared(Event, frozen=True, kw_only=True):
@@ -30,23 +17,6 @@ class RanksCompared(Event, frozen=True, kw_only=True):
     """
 
     replicas: Replicas
-
-
-class RankTrainsAlone(RankEvent, frozen=True, kw_only=True):
-    """The rank has come to an optimizer step, and has no process group in which there are others."""
-
-
-class RankJoined(RankEvent, frozen=True, kw_only=True):
-    """The rank makes a process group with others, or has one when it goes live after a replay."""
-
-
-class RankHindered(RankEvent, frozen=True, kw_only=True):
-    """The current place of this rank in the script, or its state there, cannot be replayed.
-
-    reason   why, for the operator; "" once that is over
-    """
-
-    reason: str
 
 
 class ReplacementAsked(Event, frozen=True, kw_only=True):
@@ -97,58 +67,6 @@ class UpgradeAsked(Event, frozen=True, kw_only=True):
     reason: str
 
     kind: ClassVar[str] = "upgrade"
-
-
-class RankFrozen(RepairEvent, frozen=True, kw_only=True):
-    """A survivor is quiesced.
-
-    boundary    optimizer steps that it has completed
-    digest      of its replicated state; "" if it has none
-    has_group   the script has made its process group
-    is_at_end   its script has reached its end; its process stays for the others
-    """
-
-    boundary: int
-    digest: str
-    has_group: bool
-    is_at_end: bool = False
-
-
-class RankReplayed(RepairEvent, frozen=True, kw_only=True):
-    """A replacement has come to the boundary in replay and waits for tensors.
-
-    boundary   where it stands
-    """
-
-    boundary: int
-
-
-class StateSent(RepairEvent, frozen=True, kw_only=True):
-    """The source has sent the state to every replacement.
-
-    digest   of what it has sent
-    """
-
-    digest: str
-
-
-class RankRepaired(RepairEvent, frozen=True, kw_only=True):
-    """A replacement has loaded the state.
-
-    digest     of what it has loaded
-    boundary   of the checkpoint that all ranks have loaded, since no rank had the state; None: it came from the source
-    """
-
-    digest: str
-    boundary: int | None = None
-
-
-class RankRebuilt(RepairEvent, frozen=True, kw_only=True):
-    """A rank is connected in the new generation."""
-
-
-class RankReissued(RepairEvent, frozen=True, kw_only=True):
-    """A survivor's journal is through; a replacement has issued as many collectives as the survivors had."""
 
 
 class SnapshotTaken(Event, frozen=True, kw_only=True):

@@ -4,46 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ttprun.protocol.events import Event, RankEvent, because
-
-
-class LivingRankLost(RankEvent, frozen=True, kw_only=True):
-    """A rank is lost though its process lives.
-
-    pid                the process; if it is not the rank's present one, this is an echo
-    boundary           newest boundary in the rank's record, 0 if it never had one
-    detected_after_s   seconds from the fault until it was noticed
-    reason             how it shows, or ""
-    """
-
-    pid: int | None
-    boundary: int
-    detected_after_s: float = 0.0
-    reason: str = ""
-
-    is_script_error: ClassVar[bool] = False
-
-
-class RankFaulted(LivingRankLost, frozen=True, kw_only=True):
-    """A transient error has ended a rank's script; the process lives, and waits for orders to run it again.
-
-    detected_after_s   the rank says so at once
-    device_fault       what has happened to its device, "" if it is another error
-    reason             the error
-    """
-
-    device_fault: str = ""
-
-    @property
-    def kind(self) -> str:
-        """The fault in a word: "exception", "memory-persistent"."""
-        return self.device_fault or "exception"
-
-    @property
-    def sentence(self) -> str:
-        """The fault for an operator."""
-        what = f"a device fault ({self.device_fault})" if self.device_fault else "an error"
-        return f"rank {self.rank} met {what} at boundary {self.boundary}{because(self.reason)}"
+from ttprun.protocol.events import Event, LivingRankLost, because
 
 
 class RankHung(LivingRankLost, frozen=True, kw_only=True):

@@ -79,9 +79,8 @@ def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
     and a survivor that hangs will not answer the next freeze either. During a freeze, only survivors are waited for;
     during a resume, ranks that are not connected block the journals of all.
     """
-    wanted = {member: what for member in job.members if (what := what_is_missing(job, member))}
-    unconnected = tuple(member for member, what in wanted.items() if what == "to connect")
-    missing = unconnected or tuple(wanted)
+    wanted = [(member, what) for member in job.members if (what := what_is_missing(job, member))]
+    missing = [member for member, what in wanted if what == "to connect"] or [member for member, _ in wanted]
     of_silent = frozenset(silent)
     known = tuple(member.rank for member in missing if member.rank in of_silent)
     first = Life.LIVE if job.phase is JobPhase.FREEZING else Life.LOST

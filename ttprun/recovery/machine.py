@@ -24,6 +24,20 @@ from ttprun.protocol.events import (
     SpawnFailed,
     StopAsked,
 )
+from ttprun.protocol.from_rank import (
+    RankFaulted,
+    RankFrozen,
+    RankHindered,
+    RankJoined,
+    RankProtected,
+    RankRebuilt,
+    RankReissued,
+    RankRepaired,
+    RankReplayed,
+    RankTrainsAlone,
+    RankUnprotected,
+    StateSent,
+)
 from ttprun.recovery import alone, faults, hung, leaving, persist, planned, regroup, renewal, repair, resize
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
 from ttprun.recovery.events import (
@@ -33,27 +47,16 @@ from ttprun.recovery.events import (
     ElasticDeclared,
     GroupResized,
     GroupRestarted,
-    RankFrozen,
-    RankHindered,
-    RankJoined,
-    RankProtected,
-    RankRebuilt,
-    RankReissued,
-    RankRepaired,
-    RankReplayed,
     RanksCompared,
-    RankTrainsAlone,
-    RankUnprotected,
     ReplacementAsked,
     ResizeAsked,
     ResumeAsked,
     SnapshotTaken,
     StatePersisted,
-    StateSent,
     SupervisorRenewed,
     UpgradeAsked,
 )
-from ttprun.recovery.fault_events import ConnectionBroken, NodeLost, RankDiverged, RankFaulted, RankHung
+from ttprun.recovery.fault_events import ConnectionBroken, NodeLost, RankDiverged, RankHung
 from ttprun.recovery.frozen import changed
 from ttprun.recovery.job import Job
 from ttprun.recovery.job import JobPhase as P

@@ -13,17 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from ttprun.protocol.events import Event, MismatchFound, RankExited, StopAsked
+from ttprun.protocol.from_rank import RankFaulted, RankFrozen
 from ttprun.recovery.actions import Action, GiveUpCheckpoint, KillRank, NoteUnusable, Persist, Resume
-from ttprun.recovery.events import (
-    CheckpointAsked,
-    DeadlinePassed,
-    RankFrozen,
-    ResumeAsked,
-    Saved,
-    SnapshotTaken,
-    StatePersisted,
-)
-from ttprun.recovery.fault_events import NodeLost, RankFaulted
+from ttprun.recovery.events import CheckpointAsked, DeadlinePassed, ResumeAsked, Saved, SnapshotTaken, StatePersisted
+from ttprun.recovery.fault_events import NodeLost
 from ttprun.recovery.faults import (
     answer_fault,
     is_of_script,

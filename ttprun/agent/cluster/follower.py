@@ -14,7 +14,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ttprun import recovery
 from ttprun.agent.cluster import board_rows
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.local_actuator import LocalActuator
@@ -92,8 +91,8 @@ class Follower:
         """What has happened to a rank, which the leader's state machine answers."""
         peers, node = self.node.peers, self.node
         match event:
-            case recovery.RankUnprotected(rank=rank, reason=reason):
-                self.forward(node.slots[rank], from_rank.Unprotected(reason))
+            case from_rank.RankUnprotected():
+                self.forward(node.slots[event.rank], event)
             case RankExited():
                 slot, noted = node.slots[event.rank], self.noted[event.rank]
                 noted.exit_code, noted.cause = event.exit_code, event.reason
@@ -114,22 +113,22 @@ class Follower:
                 return
             case from_rank.Present():
                 slot.greet(message.main_thread)
-            case from_rank.Protected():
+            case from_rank.RankProtected():
                 slot.protect()
-            case from_rank.Unprotected(reason=reason):
+            case from_rank.RankUnprotected(reason=reason):
                 noted.unprotected = noted.unprotected or reason
-            case from_rank.Hindered(reason=reason):
+            case from_rank.RankHindered(reason=reason):
                 noted.hindrance = reason
-            case from_rank.TrainsAlone():
+            case from_rank.RankTrainsAlone():
                 noted.membership = GroupMembership.ALONE
-            case from_rank.Joined():
+            case from_rank.RankJoined():
                 noted.membership = GroupMembership.JOINED
-            case from_rank.Reissued():
+            case from_rank.RankReissued():
                 noted.is_catching_up = False
-            case from_rank.Faulted():
+            case from_rank.RankFaulted():
                 noted.is_catching_up = True
                 slot.note_boundary(node.board)
-            case from_rank.Frozen(boundary=boundary):
+            case from_rank.RankFrozen(boundary=boundary):
                 hashed = {boundary: self.actuator.fingerprint(slot.rank, boundary)}
         line = encode(shortened(message, len(node.slots))).decode().rstrip("\n")
         said = node_reports.Said(slot.rank, slot.pid, line, time.monotonic_ns(), board_rows.row_of(node, slot), hashed)

@@ -123,7 +123,7 @@ class SetUps:
                     one.is_ready = not why_not
                     fields = {"took_s": took_s, "bytes": _own_memory(one.handler.proc.pid), "why_not": why_not}
                     self._node.log("set_up_ahead", rank=rank, pid=one.handler.proc.pid, **fields)
-                case from_rank.Unprotected(reason=reason):
+                case from_rank.RankUnprotected(reason=reason):
                     why_not = reason
                 case from_rank.ScriptError(error=error):
                     why_not = error
