@@ -168,8 +168,8 @@ def test_the_observer_that_torchruns_ranks_load_imports_nothing_of_ours() -> Non
 # them is that the machine takes what ranks have said as it is, and that each library shows one object.
 MOST_DOORS = 40
 WIDE = {
-    ("agent", "protocol"): 186,
-    ("agent", "recovery"): 95,
+    ("agent", "protocol"): 187,
+    ("agent", "recovery"): 89,
     ("rank", "protocol"): 102,
     ("capture", "introspect"): 92,
     ("rank", "tensors"): 57,

@@ -20,6 +20,7 @@ from typing import Any
 
 from runs import headline, machine, positive, print_table
 
+from ttprun.protocol.actions import Action, Replay, SpawnRank
 from ttprun.protocol.events import Event, RankExited, RankStarted
 from ttprun.protocol.from_rank import (
     RankFrozen,
@@ -31,20 +32,7 @@ from ttprun.protocol.from_rank import (
     RankReplayed,
     StateSent,
 )
-from ttprun.recovery import (
-    Action,
-    Freeze,
-    Job,
-    JobPhase,
-    RanksCompared,
-    Replay,
-    Resume,
-    SendState,
-    Settings,
-    SpawnRank,
-    advance,
-    new_job,
-)
+from ttprun.recovery import Freeze, Job, JobPhase, RanksCompared, Resume, SendState, Settings, advance, new_job
 from ttprun.recovery.replicas import Replicas
 
 WIDTH = 50

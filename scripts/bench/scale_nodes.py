@@ -23,7 +23,7 @@ from itertools import count
 from typing import Any
 
 from ttprun.agent.cluster import follower
-from ttprun.protocol import channel, from_rank, meeting, node_orders, node_reports, to_rank
+from ttprun.protocol import actions, channel, from_rank, meeting, node_orders, node_reports, to_rank
 from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.board import SHARED, Board, Field, Phase
 from ttprun.protocol.codec import Message, decode, encode
@@ -231,9 +231,9 @@ class Node:
                             self.note_ports(inner.generation, {int(inner.key.split()[1])})
                         else:
                             self.ranks[rank].take(inner)
-            case node_orders.Spawn(rank=rank):
+            case actions.SpawnRank(rank=rank):
                 self.begin(rank)
-            case node_orders.Replay(rank=rank, generation=generation, boundary=boundary):
+            case actions.Replay(rank=rank, generation=generation, boundary=boundary):
                 self.ranks[rank].take(to_rank.Replay(generation, boundary))
             case node_orders.GiveRecords(ranks=ranks):
                 for rank in ranks:

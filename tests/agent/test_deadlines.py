@@ -12,6 +12,7 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.core.deadlines import Deadlines
 from ttprun.protocol import patience
+from ttprun.protocol.actions import Action
 from ttprun.protocol.events import Event, RankExited, RankStarted
 from ttprun.protocol.from_rank import RankProtected
 from ttprun.recovery.job import Ending
@@ -38,7 +39,7 @@ class Played:
         (self.order,) = [one for one in self._decide(lost) if isinstance(one, recovery.SetDeadline)]
         self.deadlines = Deadlines(self, self)  # type: ignore[arg-type]
 
-    def _decide(self, event: Event) -> tuple[recovery.Action, ...]:
+    def _decide(self, event: Event) -> tuple[Action, ...]:
         self.job, actions = recovery.advance(self.job, event)
         return actions
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from tests.recovery.validity import advance
 from ttprun import recovery
+from ttprun.protocol.actions import Action, KillRank, Replay, Rewind, SpawnRank
 from ttprun.protocol.events import Event, RankExited, RankStarted, RepairEvent, SpawnFailed, StopAsked
 from ttprun.protocol.from_rank import (
     RankFaulted,
@@ -24,7 +25,7 @@ from ttprun.protocol.from_rank import (
     RankReplayed,
     StateSent,
 )
-from ttprun.recovery import Action, Incident, Job, JobPhase, Settings, new_job
+from ttprun.recovery import Incident, Job, JobPhase, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
@@ -296,7 +297,7 @@ class FakeWorld:
                 self.newest_generation = generation
                 for rank in ranks:
                     self.say(rank, self.frozen(rank, generation))
-            case recovery.SpawnRank(rank, generation):
+            case SpawnRank(rank, generation):
                 assert not self.is_reported_to_end
                 assert generation == self.job.generation
                 assert not self.processes[rank].is_alive
@@ -304,11 +305,11 @@ class FakeWorld:
                     self.start(rank)
                 else:
                     self.agent_unheard.append(SpawnFailed(rank=rank, reason="no memory", at_s=0.0))
-            case recovery.KillRank(rank, reason):
+            case KillRank(rank, reason):
                 assert reason
                 assert self.job.members[rank].pid is None
                 self.kill(rank)
-            case recovery.Replay(rank, generation, boundary, source):
+            case Replay(rank, generation, boundary, source):
                 if source is None:
                     assert boundary == self.stored_boundary
                 else:
@@ -321,7 +322,7 @@ class FakeWorld:
             case recovery.SendState(source, to, generation, boundary):
                 self.check_source(source, boundary)
                 self.send_state(source, to, generation, boundary)
-            case recovery.Rewind(ranks, boundary, place):
+            case Rewind(ranks, boundary, place):
                 assert place == f"step-{boundary}" if place else boundary == self.snapshot_boundary
                 assert place not in self.unusable
                 self.stored_boundary = boundary

@@ -29,6 +29,7 @@ from msgspec import structs
 
 from tests.recovery.validity import advance
 from ttprun import recovery
+from ttprun.protocol.actions import Action, Rewind
 from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.protocol.from_rank import (
     RankFaulted,
@@ -44,7 +45,7 @@ from ttprun.protocol.from_rank import (
     RankUnprotected,
     StateSent,
 )
-from ttprun.recovery import Action, Job, RecordIncident, Settings, new_job
+from ttprun.recovery import Job, RecordIncident, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
@@ -95,6 +96,7 @@ DEFAULTS: dict[type[Event], dict[str, Any]] = {
 }
 TEXTS = {"reason", "name", "digest", "place", "saved", "why_not", "why_unusable", "device_fault"}
 NUMBERS = {"silent"}
+FILLED_IN = {"fingerprint", "is_contradicted", "is_before_step", "is_adapted", "trusted"}  # by the agent
 RECORDED_FIRST = ("id", "phase", "rung", "outcome", "ranks", "attempt")
 RECORDED_NEVER = {"generation", "opened_at_s"}
 
@@ -208,11 +210,17 @@ def write_value(value: Any) -> str:
     return json.dumps(text) if " " in text else text
 
 
+def given_fields(action: Action) -> list[str]:
+    """Names of what the machine gives with an action; an agent fills in the others."""
+    others = FILLED_IN | {"generation"} if isinstance(action, Rewind) else FILLED_IN
+    return [name for name in action.__struct_fields__ if name not in others]
+
+
 def write_action(action: Action) -> str:
     """One line; of an incident, little while it is open, and all that is known when it has ended."""
     name = type(action).__name__
     if not isinstance(action, RecordIncident):
-        pairs = [(field.name, getattr(action, field.name)) for field in fields(action)]
+        pairs = [(name, getattr(action, name)) for name in given_fields(action)]
         pairs = [(key, value) for key, value in pairs if (key, value) != ("rank", None)]
     else:
         incident = action.incident

@@ -6,9 +6,10 @@ from msgspec.structs import replace
 
 from tests.recovery.fake_world import FakeWorld
 from ttprun import recovery
+from ttprun.protocol.actions import Action, Replay, Rewind
 from ttprun.protocol.events import Event, RankExited, StopAsked
 from ttprun.protocol.from_rank import RankJoined, RankRebuilt, RankReissued, RankRepaired, RankTrainsAlone
-from ttprun.recovery import Action, Incident, JobPhase, Settings
+from ttprun.recovery import Incident, JobPhase, Settings
 
 
 class AloneWorld(FakeWorld):
@@ -50,10 +51,10 @@ class AloneWorld(FakeWorld):
         """Carry out an order, and note whom it concerns."""
         ranks = getattr(action, "ranks", None) or [getattr(action, "rank", None)]
         self.touched |= {rank for rank in ranks if rank is not None}
-        if isinstance(action, recovery.Rewind):
+        if isinstance(action, Rewind):
             self.snapshot_boundary = action.boundary
             self.went_back_to |= dict.fromkeys(action.ranks, action.boundary)
-        if isinstance(action, recovery.Replay | recovery.LoadState):
+        if isinstance(action, Replay | recovery.LoadState):
             self.stored_boundary = self.went_back_to[ranks[0]]
         super().obey(action)
 

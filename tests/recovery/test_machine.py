@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
+from ttprun.protocol.actions import SpawnRank
 from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, StopAsked
 from ttprun.protocol.from_rank import (
     RankFaulted,
@@ -35,7 +36,6 @@ from ttprun.recovery import (
     RestartGroup,
     SetDeadline,
     Settings,
-    SpawnRank,
     UnexpectedStart,
     advance,
     groups_left,

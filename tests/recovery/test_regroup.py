@@ -8,10 +8,10 @@ import pytest
 from msgspec import structs
 
 from tests.recovery.test_machine import running_job
+from ttprun.protocol.actions import Action, Rewind
 from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.protocol.from_rank import RankFrozen
 from ttprun.recovery import (
-    Action,
     CheckpointAsked,
     DeadlinePassed,
     FailJob,
@@ -25,7 +25,6 @@ from ttprun.recovery import (
     Regroup,
     ResizeAsked,
     Resume,
-    Rewind,
     Saved,
     Settings,
     StatePersisted,

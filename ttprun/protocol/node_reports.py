@@ -146,7 +146,7 @@ def why_unfit(message: Any, world_size: int) -> str:
     fields = asdict(message)
     rows = [*fields.get("rows", ()), *([fields["row"]] if "row" in fields else ())]
     named = fields.get("ranks", ())
-    named = named if isinstance(named, list) else ()  # of RankSlots it is their number
+    named = named if isinstance(named, list | tuple) else ()  # of RankSlots it is their number
     ranks = [one if isinstance(one, int) else one.rank for one in (*named, *rows)]
     ranks += [fields["rank"]] if "rank" in fields else []
     ranks += [rank for rank, _ in (*fields.get("to", ()), *fields.get("puts", ()))]

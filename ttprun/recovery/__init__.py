@@ -15,26 +15,20 @@ first.
 """
 
 from ttprun.recovery.actions import (
-    Action,
     FailJob,
     FinishJob,
     Freeze,
     GiveUpCheckpoint,
     GiveUpResize,
-    KillRank,
-    LoadMirror,
     LoadState,
     NoteUnusable,
     Persist,
     RecordIncident,
     Regroup,
-    Replay,
     RestartGroup,
     Resume,
-    Rewind,
     SendState,
     SetDeadline,
-    SpawnRank,
 )
 from ttprun.recovery.alone import is_alone
 from ttprun.recovery.cost import cost_of_a_loss, cost_of_a_loss_alone

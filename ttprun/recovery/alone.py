@@ -15,20 +15,10 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
+from ttprun.protocol.actions import Action, Replay, SpawnRank
 from ttprun.protocol.events import Event, RankEvent, RepairEvent
 from ttprun.protocol.from_rank import RankJoined, RankTrainsAlone
-from ttprun.recovery.actions import (
-    Action,
-    FailJob,
-    FinishJob,
-    LoadState,
-    RecordIncident,
-    Replay,
-    RestartGroup,
-    Resume,
-    SetDeadline,
-    SpawnRank,
-)
+from ttprun.recovery.actions import FailJob, FinishJob, LoadState, RecordIncident, RestartGroup, Resume, SetDeadline
 from ttprun.recovery.events import DeadlinePassed, SnapshotTaken, SupervisorRenewed
 from ttprun.recovery.job import Job, JobPhase
 from ttprun.recovery.members import GroupMembership, Life, Member, MemberFlag, Members
@@ -74,9 +64,9 @@ class Domain:
     def _as_order(self, action: Action) -> Action:
         """An action of the rank's own job, as an order of the whole job."""
         if isinstance(action, SetDeadline):
-            return replace(action, rank=self.rank)
+            return structs.replace(action, rank=self.rank)
         if isinstance(action, SpawnRank | Replay | LoadState | Resume):
-            return replace(action, generation=self.whole.generation)
+            return structs.replace(action, generation=self.whole.generation)
         if isinstance(action, RecordIncident):
             return RecordIncident(replace(action.incident, generation=self.whole.generation))
         return action

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from ttprun.protocol.actions import KillRank
 from ttprun.protocol.events import MismatchFound, RankExited, RankStarted, StopAsked
 from ttprun.protocol.from_rank import RankFaulted, RankHindered, RankProtected, RankUnprotected
-from ttprun.recovery.actions import KillRank
 from ttprun.recovery.events import GroupRestarted, RanksCompared
 from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankHung
 from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks

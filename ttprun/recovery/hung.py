@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ttprun.protocol.actions import KillRank
 from ttprun.protocol.events import MismatchFound, RankExited
-from ttprun.recovery.actions import KillRank
 from ttprun.recovery.events import DeadlinePassed
 from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankHung
 from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ttprun.protocol.actions import Action, KillRank
 from ttprun.protocol.events import Event, MismatchFound, RankExited, StopAsked
 from ttprun.protocol.from_rank import RankFaulted, RankFrozen
-from ttprun.recovery.actions import Action, GiveUpCheckpoint, KillRank, NoteUnusable, Persist, Resume
+from ttprun.recovery.actions import GiveUpCheckpoint, NoteUnusable, Persist, Resume
 from ttprun.recovery.events import CheckpointAsked, DeadlinePassed, ResumeAsked, Saved, SnapshotTaken, StatePersisted
 from ttprun.recovery.fault_events import NodeLost
 from ttprun.recovery.faults import (

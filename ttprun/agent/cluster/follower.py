@@ -22,7 +22,7 @@ from ttprun.agent.core.outcomes import give_up
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.report.status import StatusPublisher
-from ttprun.protocol import channel, from_rank, meeting, node_orders, node_reports, to_rank
+from ttprun.protocol import actions, channel, from_rank, meeting, node_orders, node_reports, to_rank
 from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.codec import Refused, decode, encode
 from ttprun.protocol.events import Event, RankExited
@@ -148,11 +148,11 @@ class Follower:
             case node_orders.Begin(generation=generation):
                 node.note_generation(generation)
                 self.actuator.carry_out(order)
-            case node_orders.Spawn(rank=rank, generation=generation):
+            case actions.SpawnRank(rank=rank, generation=generation):
                 node.note_generation(generation)
                 self.noted[rank].is_catching_up = True
                 self.actuator.carry_out(order)
-            case node_orders.GoBack(generation=generation):
+            case actions.Rewind(generation=generation):
                 node.note_generation(generation)
                 if self.actuator.rewinds.open(order):
                     self.actuator.carry_out(order)

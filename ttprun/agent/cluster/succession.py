@@ -36,7 +36,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.role import Role
 from ttprun.agent.repair.comparisons import Comparisons
-from ttprun.protocol import meeting, node_orders, node_reports
+from ttprun.protocol import actions, meeting, node_orders, node_reports
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.events import RankExited, StopAsked
@@ -145,7 +145,7 @@ class Succession:
         noted = self.follower.noted[slot.rank]
         noted.exit_code, noted.cause = -9, "it had not caught up when the agent that led was lost"
         noted.is_catching_up = False
-        self.follower.actuator.carry_out(node_orders.Kill(slot.rank, noted.cause))
+        self.follower.actuator.carry_out(actions.KillRank(slot.rank, noted.cause))
 
     def _follow_next(self) -> None:
         node, peers = self.node, self.node.peers

@@ -22,7 +22,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.agent.repair.rewinds import Rewinds
-from ttprun.protocol import node_orders, to_rank
+from ttprun.protocol import actions, node_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.events import Event
 from ttprun.protocol.reasons import pointer
@@ -82,24 +82,24 @@ class Coordinator:
             self.carry_out(action)
             self.node.peers.flush()  # other nodes are at it while this one carries out the next one
 
-    def carry_out(self, action: recovery.Action) -> None:
+    def carry_out(self, action: actions.Action) -> None:
         """Carry out one action."""
         match action:
             case recovery.Freeze():
                 self.freeze(action)
-            case recovery.SpawnRank():
+            case actions.SpawnRank():
                 self.spares.spawn(action)
-            case recovery.Replay():
+            case actions.Replay():
                 self.repairs.replay(action)
             case recovery.SendState():
                 self.repairs.send_state(action)
-            case recovery.LoadMirror():
+            case actions.LoadMirror():
                 self.repairs.load_mirror(action)
             case recovery.LoadState():
                 self.rewinds.load_state(action)
             case recovery.Resume():
                 self.repairs.resume(action)
-            case recovery.Rewind():
+            case actions.Rewind():
                 self.rewinds.rewind(action)
             case recovery.Persist():
                 self.repairs.persist(action)
@@ -109,8 +109,8 @@ class Coordinator:
                 self.rewinds.note_unusable(action)
             case recovery.SetDeadline():
                 self.deadlines.set(action)
-            case recovery.KillRank(rank=rank, reason=reason):
-                self.actuators.order(rank, node_orders.Kill(rank, reason))
+            case actions.KillRank():
+                self.actuators.order(action.rank, action)
             case recovery.RecordIncident(incident=incident):
                 self.record_incident(incident)
             case recovery.RestartGroup(reason=reason):

@@ -35,7 +35,7 @@ from ttprun.agent.repair import fingerprints
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.rewinds import Rewinds
 from ttprun.chaos.injections import Injections
-from ttprun.protocol import channel, node_orders, node_reports, to_rank
+from ttprun.protocol import actions, channel, node_orders, node_reports, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.events import SpawnFailed
 from ttprun.state.files import FileEntry, write_file
@@ -57,7 +57,7 @@ class LocalActuator(NodeActuator):
     _replace_handler: ReplaceHandler = field(init=False)
     _unwelcomed: set[int] = field(default_factory=set, init=False)
     _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
-    _deferred: dict[int, node_orders.Replay] = field(default_factory=dict, init=False)  # by rank: until they are there
+    _deferred: dict[int, actions.Replay] = field(default_factory=dict, init=False)  # by rank: until they are there
 
     def begin_group(self, replace_handler: ReplaceHandler) -> None:
         """All ranks are new; `replace_handler` lets torch's agent know of the new process of a local rank."""
@@ -102,17 +102,17 @@ class LocalActuator(NodeActuator):
             case node_orders.Begin(is_resumed=is_resumed):
                 for slot in node.here:
                     self.watch.welcome(slot, is_replacement=is_resumed)
-            case node_orders.Spawn(rank=rank):
+            case actions.SpawnRank(rank=rank):
                 self._begin_process(node.slots[rank])
-            case node_orders.Kill(rank=rank, reason=reason):
+            case actions.KillRank(rank=rank, reason=reason):
                 self._kill(node.slots[rank], reason)
             case node_orders.VoidEvidence(rank=rank):
                 node.recorder_of(node.slots[rank]).evidence.clear()
-            case node_orders.Replay():
+            case actions.Replay():
                 self._replay(order)
             case node_orders.KeepMirror(rank=rank, share=share):
                 self.mirrors.keep(node.slots[rank], share)
-            case node_orders.LoadMirror():
+            case actions.LoadMirror():
                 self._load_mirror(order)
             case node_orders.VoidBeyond(boundary=boundary):
                 node.void_beyond(boundary)
@@ -127,7 +127,7 @@ class LocalActuator(NodeActuator):
                 for rank in ranks:
                     mirror = self.mirrors.copies.serve(rank)
                     node.role.answer(node_reports.Records(rank, record_copies.give(node, rank), mirror))
-            case node_orders.GoBack():
+            case actions.Rewind():
                 self.rewinds.go_back(order)
             case node_orders.Strike():
                 self.injections.strike_here(order)
@@ -231,13 +231,13 @@ class LocalActuator(NodeActuator):
         else:
             kill("")
 
-    def _replay(self, order: node_orders.Replay) -> None:
+    def _replay(self, order: actions.Replay) -> None:
         """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
         node, slot = self.node, self.node.slots[order.rank]
         why_not = fingerprints.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
         step_from = proof_from = result = ""
         is_from_mirror = False
-        if order.is_joining and order.source == order.rank and not why_not:
+        if order.source == order.rank and not why_not:
             if self._is_fetching:
                 self._deferred[order.rank] = order
                 return
@@ -259,12 +259,12 @@ class LocalActuator(NodeActuator):
             proof_from=proof_from,
             result=result,
             from_mirror=is_from_mirror,
-            is_joining=order.is_joining,
+            is_joining=order.source is not None,
             is_contradicted=order.is_contradicted,
         )
         self.forward(order.rank, replay)
 
-    def _load_mirror(self, order: node_orders.LoadMirror) -> None:
+    def _load_mirror(self, order: actions.LoadMirror) -> None:
         slot = self.node.slots[order.rank]
         mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
         slot.send(to_rank.LoadMirror(order.generation, "" if mirror is None or mirror.is_step else mirror.path))

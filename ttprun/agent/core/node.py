@@ -27,6 +27,7 @@ from ttprun.introspect import children
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting
+from ttprun.protocol.actions import Action
 from ttprun.protocol.board import FINISHED, Board, Field
 from ttprun.protocol.events import Event
 from ttprun.protocol.reasons import kind_of
@@ -154,7 +155,7 @@ class Node:
         """The agent that leads has begun another generation."""
         self.job = replace(self.job, generation=generation)
 
-    def decide(self, event: Event) -> tuple[recovery.Action, ...]:
+    def decide(self, event: Event) -> tuple[Action, ...]:
         """Let the state machine take an event; returns what is to be done."""
         self.job, actions = recovery.advance(self.job, event)
         return actions
