@@ -8,22 +8,25 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-_BUILT_IN = ("cuda", "xpu")
 _MOST_DEVICES = 16  # of a node, of whose generators the states are recorded
 
 
 def in_use() -> tuple[str, Any] | None:
     """(type of the device, its module) if this process has used one; else None."""
     torch: Any = sys.modules.get("torch")
-    backend: Any = getattr(getattr(torch, "_C", None), "_get_privateuse1_backend_name", None)
-    if backend is None:  # torch is not imported, or only in part
+    try:  # several times a step: plain lines
+        name = torch._C._get_privateuse1_backend_name()
+        if name != "privateuseone":
+            module = getattr(torch, name, None)
+            is_initialized = getattr(module, "is_initialized", None)
+            if is_initialized is not None and is_initialized():
+                return name, module
+        if torch.cuda.is_initialized():
+            return "cuda", torch.cuda
+        if torch.xpu.is_initialized():
+            return "xpu", torch.xpu
+    except AttributeError:  # torch is not imported, or only in part
         return None
-    name = backend()
-    for device_type in _BUILT_IN if name == "privateuseone" else (name, *_BUILT_IN):
-        module = getattr(torch, device_type, None)
-        is_initialized = getattr(module, "is_initialized", None)
-        if is_initialized is not None and is_initialized():
-            return device_type, module
     return None
 
 

@@ -35,12 +35,9 @@ class _Call:
     raised     the original's exception
     """
 
-    __slots__ = ("owner", "raised", "returned")
-
-    def __init__(self, owner: str) -> None:
-        self.owner = owner
-        self.returned: tuple[Any, ...] = ()
-        self.raised: BaseException | None = None
+    owner: str
+    returned: tuple[Any, ...] = ()
+    raised: BaseException | None = None
 
 
 class _Newest(threading.local):
@@ -148,7 +145,8 @@ def run(owner: str, ours: Any, original: Any, args: tuple[Any, ...], kwargs: dic
     Raises what the original raises, and what of ours is meant for the script (`is_meant`).
     """
     outer = _newest.call
-    call = _newest.call = _Call(owner)
+    call = _newest.call = _Call()  # without a constructor: this is done in each call that the script makes of ours
+    call.owner = owner
     try:
         return ours(*args, **kwargs)
     except Exception as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from ttprun.introspect.whose import is_script_code
+from ttprun.introspect.whose import ANSWERS, is_script_code
 
 # The variables of a running frame: read, written and deleted without a trace in the frame.
 #
@@ -179,9 +179,11 @@ def location_key() -> str:
     """The current place in the user's code as a str."""
     parts = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None:  # without a call for each frame: a library's stacks are deep
         filename = frame.f_code.co_filename
-        if is_script_code(filename):
+        if (is_of_script := ANSWERS.get(filename)) is None:
+            is_of_script = is_script_code(filename)
+        if is_of_script:
             parts.append(f"{filename}:{frame.f_lineno}")
         frame = frame.f_back
     return "|".join(parts)

@@ -180,7 +180,7 @@ def sampled(tensors: Sequence[torch.Tensor], salt: int) -> tuple[int, bytes]:
     room = SAMPLE_BYTES // min(len(tensors), _MOST_TENSORS) // _SAMPLED_BYTES * _SAMPLED_BYTES if tensors else 0
     for tensor in tensors[:_MOST_TENSORS]:
         if tensor.is_cpu or tensor.nbytes <= WHOLE_BYTES or not tensor.is_contiguous():
-            view = _memory(tensor)
+            view = memory_of(tensor)
             part = view if len(view) <= WHOLE_BYTES else _lines(view, salt)
         else:
             part = _lines_on_device(tensor, salt)
@@ -198,7 +198,7 @@ def _spread(part: Any, room: int) -> bytes:
     return words[:: -(-len(words) * _SAMPLED_BYTES // room)].tobytes()
 
 
-def _memory(tensor: torch.Tensor) -> Any:
+def memory_of(tensor: torch.Tensor) -> Any:
     """As `bytes_of`, quicker; only valid while the tensor lives."""
     if tensor.is_cpu and tensor.nbytes and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -215,20 +215,15 @@ def _lines_on_device(tensor: torch.Tensor, salt: int) -> memoryview:
     """As `_lines`, of which alone are copied to the CPU."""
     stride, at = _place_of_lines(tensor.nbytes, salt)
     flat = tensor.detach().view(-1).view(torch.uint8)[: LINES * stride]
-    return _in_order(numpy.frombuffer(bytes_of(flat.view(LINES, stride)[:, at : at + LINE_BYTES]), numpy.uint8))
+    return bytes_of(flat.view(LINES, stride)[:, at : at + LINE_BYTES])
 
 
-def _lines(view: Any, salt: int) -> memoryview:
-    """Lines spread over the whole view, the first words of each before the rest."""
+def _lines(view: Any, salt: int) -> bytes:
+    """Lines spread over the whole view."""
     stride, at = _place_of_lines(len(view), salt)
     array: Any = numpy.frombuffer(view, numpy.uint8, LINES * stride).reshape(LINES, stride)
-    return _in_order(array[:, at : at + LINE_BYTES])
-
-
-def _in_order(lines: Any) -> memoryview:
-    lines = lines.reshape(LINES, LINE_BYTES)
-    words = SAMPLE_BYTES // LINES
-    return memoryview(lines[:, :words].tobytes() + lines[:, words:].tobytes())
+    found: bytes = array[:, at : at + LINE_BYTES].tobytes()
+    return found
 
 
 def comparable(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -52,7 +52,7 @@ _seen_before: frozenset[str] | None = None  # files to follow, for the loops tha
 _followed_files: set[str] = set()
 _followed_packages: tuple[str, ...] = ()
 _left_out: set[str] = set()  # files whose code runs the script
-_known: dict[str, bool] = {}
+ANSWERS: dict[str, bool] = {}  # of `is_script_code`, by file names
 _muted: dict[str, bool] = {}
 
 
@@ -225,13 +225,13 @@ def _is_cached(path: str) -> bool:
 
 def is_script_code(filename: str) -> bool:
     """Whether a file is the user's, or one of a module that is followed by its name."""
-    known = _known.get(filename)
+    known = ANSWERS.get(filename)
     if known is None:
-        known = _known[filename] = filename in _followed_files or is_of_user(filename)
+        known = ANSWERS[filename] = filename in _followed_files or is_of_user(filename)
     return known
 
 
 def _forget_answers() -> None:
-    _known.clear()
+    ANSWERS.clear()
     _muted.clear()
     _is_installed_folder.cache_clear()

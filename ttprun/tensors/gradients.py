@@ -10,7 +10,6 @@ that are lost (`poison`).
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -289,9 +288,15 @@ _steps_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.
 
 def _in_turn(optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
     """One of its parameters, another one after each step; mostly none on a device, which is to be waited for."""
-    if not (count := sum(len(group["params"]) for group in optimizer.param_groups)):
+    groups = [group["params"] for group in optimizer.param_groups]
+    if not (count := sum(map(len, groups))):
         return []
-    found = next(itertools.islice(shown_to(optimizer), steps % count, None))
+    at = steps % count
+    for in_group in groups:
+        if at < len(in_group):
+            break
+        at -= len(in_group)
+    found = in_group[at]
     return [found] if found.is_cpu or steps % _LOOKS_ON_DEVICE == 0 else []
 
 

@@ -280,8 +280,8 @@ def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
             for end in (in_group[0], in_group[-1]) if in_group else ():
                 seen.append((local_of(end) if is_sharded else end).data_ptr())
                 of_end = state.get(end)
-                for value in dict.values(of_end) if is_a(of_end, dict) else ():
-                    if is_a(value, torch.Tensor):
+                for value in dict.values(of_end) if type(of_end) is dict or is_a(of_end, dict) else ():
+                    if type(value) is torch.Tensor or is_a(value, torch.Tensor):
                         seen.append((local_of(value) if is_sharded else value).data_ptr())
     if known is None or seen != known.seen:
         known = _stepped = Stepped(seen, held)

@@ -59,7 +59,7 @@ class Trace:
         self.typed: list[Any] = []
         self.referred: list[tuple[int, int]] = []
 
-    def add(self, other: Trace | Kept) -> None:
+    def add(self, other: Trace) -> None:
         """Add what further nodes depend on, but for what they refer to."""
         self.contents += other.contents
         self.objects += other.objects
@@ -151,13 +151,10 @@ class Kept:
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Whether this walk would find the same nodes."""
-        if not (self.contents or self.objects or self.typed):
-            return not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items()
-        return (
-            self.holds_alone()
-            and (not self.numbers or self._is_new_to(snapshot))
-            and (not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items())
-        )
+        depends = self.contents or self.objects or self.typed
+        if depends and (not self.holds_alone() or (self.numbers and not self._is_new_to(snapshot))):
+            return False
+        return not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items()
 
     def holds_alone(self) -> bool:
         """Whether nothing has changed that the nodes depend on."""
@@ -174,11 +171,15 @@ class Kept:
 
     def enter(self, snapshot: Snapshot) -> None:
         """The walk has met all of it."""
+        trace = snapshot.trace
         if self.numbers:
             snapshot.numbers.update(self.numbers)
             snapshot.alive += self.alive
-        snapshot.trace.add(self)
-        snapshot.trace.referred += self.elsewhere.items()
+        trace.contents += self.contents
+        trace.objects += self.objects
+        trace.typed += self.typed
+        if self.elsewhere:
+            trace.referred += self.elsewhere.items()
 
     def holding(self, snapshot: Snapshot) -> list[Kept]:
         """Those of the parts that hold."""
@@ -275,13 +276,15 @@ class Names:
         is_named_alike = names == self._all
         if not is_named_alike:
             self._all, self._chosen = names, self.choose(scope)
-        kept, late = self._without_others(self.kept, scope), self._without_others(self.late, scope)
+        kept, late = self.kept, self.late
+        if kept is not None:
+            kept = self._without_others(kept, scope)
+        if late is not None:
+            late = self._without_others(late, scope)
         if not is_named_alike or kept is not self.kept or late is not self.late:
             self._set(kept, late)
 
-    def _without_others(self, kept: Kept | None, scope: dict[str, Any]) -> Kept | None:
-        if kept is None:
-            return None
+    def _without_others(self, kept: Kept, scope: dict[str, Any]) -> Kept | None:
         if all(map(is_, map(scope.get, kept.names), kept.values)) and scope.keys() >= kept.nodes.keys():
             return kept
         other = {name for name, value in zip(kept.names, kept.values, strict=True) if scope.get(name) is not value}

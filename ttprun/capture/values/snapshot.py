@@ -266,7 +266,10 @@ class Snapshot:
         without   names that are left out; the same frozenset each time
         only      the names that count, the same each time; None: all
         """
-        known = _attributes.get(id(scope))
+        key, now = id(scope), _attributes.now  # and no call: this is done for each object at each boundary
+        known = now.get(key)
+        if known is None and (known := _attributes.before.get(key)) is not None:
+            now[key] = known
         left_out = without if only is None else only
         if known is None or known[0] is not left_out:
 
@@ -275,7 +278,7 @@ class Snapshot:
                 return [one for one in own if type(one) is str and one not in without]
 
             known = (left_out, Names(choose))
-            _attributes.keep(id(scope), known)
+            now[key] = known
         return known[1]
 
     def lasting_attributes(self, names: Names, scope: dict[str, Any], depth: int) -> dict[str, Any]:

@@ -252,7 +252,12 @@ class Unchanged:
 
     def holds(self) -> bool:
         """Whether all hold the same objects, in the same order."""
-        for at in self._changed():
+        changed: Iterable[int] = ()  # places of dictionaries that may have: those of another version than before
+        if not ARE_COUNTED:
+            changed = range(len(self._dictionaries))
+        elif (versions := list(map(version_of, self._dictionaries))) != self._versions:
+            changed = self._differing(versions)
+        for at in changed:
             if not _are_the_same(_contents_of(self._dictionaries[at]), self._contents[at]):
                 return False
         if self._lists and not (
@@ -267,13 +272,6 @@ class Unchanged:
         if self._typed and not all(map(is_, map(type, self._typed), self._types)):
             return False
         return not self._objects or all(map(is_, map(call, self._getters, self._objects), self._of_objects))
-
-    def _changed(self) -> Iterable[int]:
-        """The places of dictionaries that may have changed: those with another version than before."""
-        if not ARE_COUNTED:
-            return range(len(self._dictionaries))
-        versions = list(map(version_of, self._dictionaries))
-        return () if versions == self._versions else self._differing(versions)
 
     def _differing(self, versions: list[int]) -> Iterator[int]:
         pairs = zip(versions, self._versions, strict=True)

@@ -25,13 +25,16 @@ def describe(
     frame: FrameType,
     returned: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
+    stepped: optimizer_registry.Stepped | None = None,
 ) -> tuple[BoundaryRecord, list[torch.Tensor], bool]:
     """The record of a boundary; arguments and result as in capture/recording.py.
 
     optimizer   about to make its step; None: it does not matter
+    stepped     what the optimizers update, if that was asked for this boundary already
     """
     living = optimizer_registry.optimizers()
-    stepped = optimizer_registry.stepped(living)
+    if stepped is None:
+        stepped = optimizer_registry.stepped(living)
     sample = stepped.sample(boundary)
     session[KeptWeights].compare(stepped, sample)
     beside = recording.Beside(

@@ -33,7 +33,12 @@ from ttprun.tensors.snapshots import SnapshotPart
 
 @costs_of.measured(costs_of.RECORD)
 def write_record(
-    session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
+    session: Session,
+    boundary: int,
+    frame: FrameType,
+    optimizer: torch.optim.Optimizer,
+    returned: Any,
+    stepped: optimizer_registry.Stepped | None = None,
 ) -> bool:
     is_open = open_boundaries.look(optimizer)
     is_open = is_open or open_boundaries.is_in_backward()
@@ -45,7 +50,7 @@ def write_record(
         else:
             Clock.is_whole = session[SnapshotPart].may_be_due(boundary)
             with values.room_to_walk():
-                record, blobs, is_going_on = describe(session, boundary, frame, returned, optimizer)
+                record, blobs, is_going_on = describe(session, boundary, frame, returned, optimizer, stepped)
                 is_open = is_open or is_going_on
                 head = values.pack(record)
             hindrance = hindrances.look(record, session[Rehearsal].refused)

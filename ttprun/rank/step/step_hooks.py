@@ -164,9 +164,10 @@ class _Step:
     returned   the result of the step's closure
     boundary   to which it leads
     is_recorded   of one that begins: its record is complete, and lets the others step; that ends: records are useful
+    stepped    what the optimizers update, once a stage has asked
     """
 
-    __slots__ = ("boundary", "frame", "is_recorded", "optimizer", "returned", "session")
+    __slots__ = ("boundary", "frame", "is_recorded", "optimizer", "returned", "session", "stepped")
 
     def __init__(
         self, session: Session, optimizer: torch.optim.Optimizer, frame: FrameType, returned: Any = None
@@ -177,6 +178,7 @@ class _Step:
         self.returned = returned
         self.boundary = session.applied + 1
         self.is_recorded = False
+        self.stepped: optimizer_registry.Stepped | None = None
 
 
 def _strike(_: _Step) -> None:
@@ -230,12 +232,16 @@ def _compare(step: _Step) -> None:
     are_new = session[Holdings].are_new(stepped, step.optimizer, session.made.count)
     if are_new and len(stepped.counts) > 1:
         _collect_dropped()
-        session[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
+        stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
+        session[Holdings].note(stepped)
+    step.stepped = stepped
     session[Verifier].look(step.boundary, step.optimizer, step.frame, are_new)
 
 
 def _record(step: _Step) -> None:
-    step.is_recorded = write_record(step.session, step.boundary, step.frame, step.optimizer, step.returned)
+    step.is_recorded = write_record(
+        step.session, step.boundary, step.frame, step.optimizer, step.returned, step.stepped
+    )
 
 
 def _commit(step: _Step) -> None:
