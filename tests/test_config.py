@@ -74,6 +74,10 @@ def test_variables_hold_lists_as_words_and_paths() -> None:
     [
         ("stanbys: 2", "stanbys: unknown; did you mean 'standbys'?"),
         ("launch: 3", "launch: is not a mapping; write torchrun's options as 'name: value'"),
+        (
+            "standby_depth: setup",
+            "standby_depth: unknown; it was removed, leave it out: a replacement runs the script's",
+        ),
         ("launch: {tee: null}", "launch: tee is None; give a number, a string, true, false or a list of strings"),
         (
             "retry_on: ['(']",
@@ -136,6 +140,7 @@ def test_everything_that_is_wrong_is_named_at_once_a_line_each(tmp_path: Path) -
     ("variable", "value", "complaint"),
     [
         ("TTPRUN_STANBYS", "2", "TTPRUN_STANBYS: unknown; did you mean 'TTPRUN_STANDBYS'?"),
+        ("TTPRUN_STANDBY_DEPTH", "imports", "TTPRUN_STANDBY_DEPTH: unknown; it was removed, leave it out: a"),
         ("TTPRUN_STANDBYS", "two", "TTPRUN_STANDBYS: 'two' is not valid; it should be a valid integer"),
         ("TTPRUN_ALLOW_FAULTS", "maybe", "TTPRUN_ALLOW_FAULTS: 'maybe' is not valid; it should be a valid boolean"),
         ("TTPRUN_RUNGS", "replace,restat", "TTPRUN_RUNGS: 'restat' is not valid; it should be"),

@@ -168,13 +168,12 @@ def test_the_observer_that_torchruns_ranks_load_imports_nothing_of_ours() -> Non
 # them is that the machine takes what ranks have said as it is, and that each library shows one object.
 MOST_DOORS = 40
 WIDE = {
-    ("agent", "protocol"): 187,
+    ("agent", "protocol"): 186,
     ("agent", "recovery"): 89,
-    ("rank", "protocol"): 102,
+    ("rank", "protocol"): 101,
     ("capture", "introspect"): 92,
     ("rank", "tensors"): 57,
     ("rank", "introspect"): 49,
-    ("rank", "groups"): 41,
 }
 
 

@@ -37,10 +37,6 @@ class Config(BaseModel):
         le=64,
         description="processes kept ready to replace a lost rank, per node; 0: start one after the fault",
     )
-    standby_depth: Literal["imports", "setup"] = Field(
-        "imports",
-        description="how far a standby is prepared: imports only, or also the script's set-up (one standby per rank)",
-    )
     run_dir: str | None = Field(
         None, min_length=1, description="directory for status, events and logs; default: ttprun-runs/RUN_ID/"
     )

@@ -24,6 +24,8 @@ _AGENT_MARKS = ("TTPRUN_CHANNEL_FD", "TTPRUN_AGENT_PID")
 FILE_ONLY = ("device_errors", "launch")
 # Lists of words, written with commas in between.
 _AT_COMMAS = ("rungs", "on_event_kinds")
+# Keys of older versions, and what to do about them.
+GONE = {"standby_depth": "it was removed, leave it out: a replacement runs the script's set-up itself"}
 # Keys that people write among ours, and that belong under `launch`.
 OF_TORCHRUN = (
     "duplicate_stderr_filters duplicate_stdout_filters event_log_handler local_addr local_ranks_filter log_dir "
@@ -218,7 +220,7 @@ def _cure_of_unknown(source: ConfigSource, key: str) -> str:
     otherwise = "'ttprun --help' lists all"
     if is_file and key.replace("-", "_") in OF_TORCHRUN.split():
         otherwise = f"it is an option of torchrun's; write it under 'launch:', as launch: {{{key}: ...}}"
-    return suggestion(source.spelling(key), known, otherwise)
+    return GONE.get(key) or suggestion(source.spelling(key), known, otherwise)
 
 
 def _presets() -> Iterable[Path]:

@@ -18,9 +18,9 @@ from pathlib import Path
 from parts import NotDoneError, Place, Row, Task
 
 from ttprun.chaos.drill.compare import compare_runs, pair
-from ttprun.chaos.drill.rehearsal import problems_of
 from ttprun.chaos.drill.scenario import Scenario
 from ttprun.chaos.drill.twins import Twin, run_twin
+from ttprun.chaos.drill.whole_drill import problems_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "tests" / "scripts"

@@ -76,8 +76,7 @@ class Welcomed:
 
 
 def actuator_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> LocalActuator:
-    set_ups = SimpleNamespace(take=lambda slot: None)
-    actuator = part(LocalActuator, node, standbys=standbys, watch=welcomed, set_ups=set_ups)
+    actuator = part(LocalActuator, node, standbys=standbys, watch=welcomed)
     actuator.begin_group(lambda local_rank, handler: None)
     return actuator
 

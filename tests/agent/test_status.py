@@ -26,7 +26,6 @@ from ttprun.recovery.replicas import Replicas
 
 PARTS: tuple[Any, ...] = (
     Standbys(0, ""),
-    SimpleNamespace(state=""),
     SimpleNamespace(status=None),
     SimpleNamespace(newest=None),
     SimpleNamespace(waited_for=""),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ttprun.chaos.check.kill_rows import rows_of
 from ttprun.chaos.check.trial import Trial
-from ttprun.chaos.check.verdict import rows_of
 from ttprun.chaos.drill.twins import Twin
 from ttprun.chaos.faults import Fault
 from ttprun.observe.status import IncidentStatus, RunStatus

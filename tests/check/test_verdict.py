@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ttprun.chaos.check.kill_rows import KillOutcome, blamed, essence, refused
 from ttprun.chaos.check.notes import AT_END, OfRank, RunDifference, differences_by_step
-from ttprun.chaos.check.verdict import KillOutcome, blamed, essence, refused
 from ttprun.chaos.faults import Fault
 
 KILL = Fault("kill", rank=1, step=5, phase="backward")

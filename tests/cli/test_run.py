@@ -232,6 +232,10 @@ def test_without_a_directory_the_run_is_kept_under_a_name_that_sorts_by_time(age
         (["trian.py"], "there is no script 'trian.py'; did you mean 'train.py'?"),
         (["--no-python", "trian"], "there is no program 'trian'; name one on PATH"),
         (["--nprocs", "2", "train.py"], "unknown option --nprocs; did you mean '--nproc-per-node'?"),
+        (
+            ["--standby-depth", "setup", "train.py"],
+            "unknown option --standby-depth; it was removed, leave it out: a replacement runs the script's",
+        ),
         (["--stanbys", "2", "train.py"], "unknown option --stanbys; did you mean '--standbys'?"),
         (["--nproc-per-nod3=2", "train.py"], "unknown option --nproc-per-nod3; did you mean '--nproc-per-node'?"),
         (["--standbys", "99", "train.py"], "--standbys: '99' is not valid; it should be less than or equal to 64"),

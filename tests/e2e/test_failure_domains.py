@@ -17,8 +17,6 @@ FAULT = "kill:rank=1,step=10,phase=backward"
 PARTS = {
     "ttprun.agent.processes.standbys:Standbys.take": "standbys",
     "ttprun.agent.processes.standby_watch:StandbyWatch.look": "standbys",
-    "ttprun.agent.processes.set_ups:SetUps.take": "set-ups run ahead",
-    "ttprun.agent.processes.set_ups:SetUps.look": "set-ups run ahead",
     "ttprun.agent.checkpoints.snapshots:Snapshots.look": "snapshots",
     "ttprun.agent.checkpoints.writer:CheckpointWriter.look": "checkpoints in the background",
     "ttprun.agent.checkpoints.quiesce_schedule:QuiesceSchedule.look": "times for checkpoints",

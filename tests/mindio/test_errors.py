@@ -6,7 +6,7 @@ import pytest
 
 from ttprun.device.updates import UpdateTimes
 from ttprun.rank.framework.codes import ReportState
-from ttprun.rank.framework.errors import ErrorTable
+from ttprun.rank.framework.error_meanings import ErrorTable
 
 
 @pytest.fixture

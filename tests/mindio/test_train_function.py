@@ -33,9 +33,9 @@ from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.bootstrap.framework_hooks import wrap_process_group_name
 from ttprun.rank.framework import randomness
+from ttprun.rank.framework.callback_recovery import CallbackRecovery
 from ttprun.rank.framework.framework import Framework, MainThread
 from ttprun.rank.framework.handlers import CallbackFailedError
-from ttprun.rank.framework.recovery import CallbackRecovery
 from ttprun.rank.session import Session
 
 

@@ -24,7 +24,7 @@ from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
 from ttprun.tensors.post_step_weights import KeptWeights
-from ttprun.tensors.snapshots import SnapshotPart
+from ttprun.tensors.snapshot_shares import SnapshotPart
 
 RECORD_BYTES = 1 << 20
 

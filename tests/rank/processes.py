@@ -21,7 +21,7 @@ _PRELOADED = [
     "torch.nn.parallel.distributed",
     "torch.utils.data.distributed",
     "numpy",
-    "ttprun.rank.replay.replay",
+    "ttprun.rank.replay.replay_run",
     "ttprun.rank.replay.recovery",
     "ttprun.rank.bootstrap.install",
 ]

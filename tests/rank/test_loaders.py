@@ -46,7 +46,7 @@ from tests.rank.user_values import (
     Sentence,
     SharedOut,
 )
-from ttprun.capture.data import batches, loaders, workers
+from ttprun.capture.data import batch_fingerprints, loaders, workers
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import random_state, whose
 from ttprun.rank.bootstrap import install, patches
@@ -465,7 +465,11 @@ def test_a_batch_has_fingerprints_that_change_with_its_data(batch: Any) -> None:
             key: other(item) for key, item in value.items()
         }  # fmt: skip
 
-    assert batches.fingerprints(batch) == batches.fingerprints(batch) != batches.fingerprints(other(batch))
+    assert (
+        batch_fingerprints.fingerprints(batch)
+        == batch_fingerprints.fingerprints(batch)
+        != batch_fingerprints.fingerprints(other(batch))
+    )
 
 
 @pytest.mark.parametrize(
@@ -480,11 +484,15 @@ def test_a_batch_has_fingerprints_that_change_with_its_data(batch: Any) -> None:
     ids=["tensor in an object", "text in an object", "texts", "array", "set"],
 )
 def test_a_batch_of_whatever_has_fingerprints(batch: Any, other: Any) -> None:
-    assert batches.fingerprints(batch) == batches.fingerprints(copy.deepcopy(batch)) != batches.fingerprints(other)
+    assert (
+        batch_fingerprints.fingerprints(batch)
+        == batch_fingerprints.fingerprints(copy.deepcopy(batch))
+        != batch_fingerprints.fingerprints(other)
+    )
 
 
 def test_the_fingerprint_of_a_set_does_not_depend_on_its_order() -> None:
     one, other = {8, 0}, {0, 8}
     assert list(one) != list(other)
 
-    assert batches.fingerprints(one) == batches.fingerprints(other)
+    assert batch_fingerprints.fingerprints(one) == batch_fingerprints.fingerprints(other)

@@ -17,7 +17,7 @@ from ttprun.introspect import whose
 from ttprun.protocol import events
 from ttprun.protocol.channel import Message
 from ttprun.rank.checks.replay_guard import MismatchError
-from ttprun.rank.replay.replay import ReplayRun
+from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.step import boundary
 
 # The first epoch ended with a validation; the replacement comes straight to a later one.

@@ -21,7 +21,7 @@ from ttprun.introspect import whose
 from ttprun.protocol import events
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.checks import replay_guard
-from ttprun.rank.replay.replay import ReplayRun
+from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
 from ttprun.tensors.post_step_weights import KeptWeights

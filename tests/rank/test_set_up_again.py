@@ -13,7 +13,7 @@ from tests.rank.records import record_of
 from ttprun.capture.position import ast_transform, loops
 from ttprun.capture.records.boundary_record import Record
 from ttprun.groups.results import Answers
-from ttprun.rank.replay.replay import ReplayRun
+from ttprun.rank.replay.replay_run import ReplayRun
 
 SCRIPT = """
 for number in range(100):

@@ -20,11 +20,11 @@ from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.snapshots import SnapshotTaken
 from ttprun.state.files import read_entry
-from ttprun.tensors import checkpoint_shards, replicated, snapshots
+from ttprun.tensors import checkpoint_shards, replicated, snapshot_shares
 from ttprun.tensors.memory import Memory
 from ttprun.tensors.open_boundaries import MOST_PUT_OFF
 from ttprun.tensors.optimizer_registry import forget, wrap_optimizer_init
-from ttprun.tensors.snapshots import SnapshotPart
+from ttprun.tensors.snapshot_shares import SnapshotPart
 
 SHARES = 3
 Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -268,7 +268,7 @@ def agree(monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, held: int = 0
     buffers = [[memory_file()[1], memory_file()[1]] for _ in range(2)]
     if held:
         Memory(buffers[1][1]).fill(held, [])
-    monkeypatch.setattr(snapshots, "free_bytes", lambda: free_bytes)
+    monkeypatch.setattr(snapshot_shares, "free_bytes", lambda: free_bytes)
     first = SnapshotPart(board, 0, buffers, every=20, recorder=recorder())
     board.set(0, Field.SNAPSHOT_ASKED, 1)
     for number in (39, 40):
@@ -295,7 +295,7 @@ def test_a_snapshot_is_taken_where_there_is_memory_for_the_shares_of_all_ranks(
 def test_a_snapshot_is_put_off_from_an_open_boundary_to_the_next_that_is_not(
     monkeypatch: pytest.MonkeyPatch, trained: Trained
 ) -> None:
-    monkeypatch.setattr(snapshots, "free_bytes", lambda: None)
+    monkeypatch.setattr(snapshot_shares, "free_bytes", lambda: None)
     board = Board.create(2)[1]
     first = SnapshotPart(board, 0, [[memory_file()[1], memory_file()[1]]], every=20, recorder=recorder())
     taken_at = []
@@ -311,7 +311,7 @@ def test_a_snapshot_is_put_off_from_an_open_boundary_to_the_next_that_is_not(
 def test_where_every_boundary_is_open_a_snapshot_is_taken_all_the_same(
     monkeypatch: pytest.MonkeyPatch, trained: Trained
 ) -> None:
-    monkeypatch.setattr(snapshots, "free_bytes", lambda: None)
+    monkeypatch.setattr(snapshot_shares, "free_bytes", lambda: None)
     board = Board.create(2)[1]
     first = SnapshotPart(board, 0, [[memory_file()[1], memory_file()[1]]], every=20, recorder=recorder())
     board.set(0, Field.SNAPSHOT_ASKED, 1)

@@ -24,7 +24,7 @@ from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
 from ttprun.tensors.post_step_weights import KeptWeights
-from ttprun.tensors.snapshots import SnapshotPart
+from ttprun.tensors.snapshot_shares import SnapshotPart
 
 BEGIN = (*step_hooks.BEGIN, *step_hooks.RECORD, *step_hooks.TAKE)
 END = step_hooks.END

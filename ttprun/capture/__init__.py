@@ -5,5 +5,6 @@
     merging        what another run takes of a record, and what of its own set-up
     effects        what the script has written and was answered: files, output, time, entropy
 
-May import: introspect, device, protocol. To use it, begin with `Capture` (alone.py); to read it, with recording.py.
+May import: introspect, device, protocol. To use it, begin with `Capture` (standalone.py); to read it,
+with recording.py.
 """

@@ -17,8 +17,8 @@ from ttprun.errors import ConfigError
 
 if TYPE_CHECKING:
     from ttprun.chaos.check.checkup import CheckReport
+    from ttprun.chaos.check.kill_rows import KillOutcome
     from ttprun.chaos.check.trial import CheckTarget
-    from ttprun.chaos.check.verdict import KillOutcome
 
 USAGE = "ttprun check [--steps N] [options of a launch] script.py [script args]"
 HELP = """\

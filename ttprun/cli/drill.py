@@ -18,7 +18,7 @@ from ttprun.cli.terminal import new_table, open_console
 
 if TYPE_CHECKING:
     from ttprun.chaos.drill.compare import Injection
-    from ttprun.chaos.drill.rehearsal import DrillReport
+    from ttprun.chaos.drill.whole_drill import DrillReport
 
 
 def drill(
@@ -57,7 +57,7 @@ def run_drill(scenario: Scenario, place: Path, as_json: bool, is_kept: bool) -> 
     as_json   the report as one line of JSON
     is_kept   the folder stays, so how to keep it need not be said
     """
-    from ttprun.chaos.drill.rehearsal import rehearse
+    from ttprun.chaos.drill.whole_drill import rehearse
 
     shown = rehearse(scenario, place, lambda text: print(text, file=sys.stderr, flush=True))
     if as_json:

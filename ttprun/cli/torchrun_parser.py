@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 
 from ttprun.cli.options import add_options
 from ttprun.config import Config
-from ttprun.config_sources import ConfigSource, option_name
+from ttprun.config_sources import GONE, ConfigSource, option_name
 from ttprun.errors import Complaints, ConfigError, one_line, suggestion
 
 # The job as torchrun would run it, for when ttprun itself fails before the ranks have begun.
@@ -131,7 +131,12 @@ def parse(parser: RunParser, words: list[str]) -> Namespace:
     known = [option_name(key) for key in (*torchrun_options(parser), *Config.model_fields)] if unknown else []
     for word in unknown:
         name = word.split("=")[0]
-        wrong.add(ConfigError(f"unknown option {name}", suggestion(name, known, "see 'ttprun run --help'")))
+        wrong.add(
+            ConfigError(
+                f"unknown option {name}",
+                GONE.get(name[2:].replace("-", "_")) or suggestion(name, known, "see 'ttprun run --help'"),
+            )
+        )
     wrong.raise_any()
     return arguments
 

@@ -23,8 +23,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ttprun.capture.data import loaders, rest_of_epoch
 from ttprun.capture.effects import files
+from ttprun.capture.merging.combined import state_of
 from ttprun.capture.merging.merge import Merge
-from ttprun.capture.merging.outcome import state_of
 from ttprun.capture.merging.touched import spoil
 from ttprun.capture.position import loops
 from ttprun.capture.recording import look, tree_of
@@ -40,7 +40,7 @@ from ttprun.groups.results import Answers
 from ttprun.introspect.random_state import RngState
 from ttprun.protocol.to_rank import Adapt
 from ttprun.rank.checks.replay_guard import MismatchError
-from ttprun.rank.replay.replay import ReplayRun
+from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.session import Session
 from ttprun.rank.step import boundary
 

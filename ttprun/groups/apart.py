@@ -2,7 +2,7 @@
 
 They are no part of the main thread's step, and are not compared with it: when they come depends on the disk. In their
 group they keep their order, so those that were issued since the boundary are issued again after a fault. Those of a
-save that is given up are not (saves.py).
+save that is given up are not (async_saves.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 
 import torch
 
-from ttprun.groups import saves
+from ttprun.groups import async_saves
 from ttprun.groups.entry import Entry
 from ttprun.groups.host import Member
 from ttprun.groups.journal import Journal
@@ -37,12 +37,12 @@ class Own:
             self.is_of_main = is_main or torch._C._current_graph_task_id() != -1
             if not self.is_of_main:
                 entry.is_apart = True
-                entry.save = saves.of_this_thread()
-                saves.raise_if_given_up(entry.save)
+                entry.save = async_saves.of_this_thread()
+                async_saves.raise_if_given_up(entry.save)
         return entry.is_apart
 
 
 def give_up_older(session: Member) -> None:
     """All ranks are about to go on from the newest boundary: give up the saves that began before it."""
-    saves.give_up_older(session.applied)
+    async_saves.give_up_older(session.applied)
     session[Journal].forget_saves_before(session.applied)

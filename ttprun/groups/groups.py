@@ -20,7 +20,7 @@ from ttprun.device.environment import DEBUG_NOTE, is_debugging
 from ttprun.groups import torch_groups
 from ttprun.groups.connection import Exchange, GivenUpError
 from ttprun.groups.host import CONNECT, Member, current
-from ttprun.groups.leaving import leave_together
+from ttprun.groups.leaving_together import leave_together
 from ttprun.groups.process_group import GLOO_ALONE, ManagedGroup
 from ttprun.groups.seen_by_torch import INTERNAL_NAME
 from ttprun.groups.transports import TRANSPORTS

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ttprun.device.errors import DeviceErrors, Diagnosis
-from ttprun.groups import saves
+from ttprun.groups import async_saves
 from ttprun.groups.entry import Entry
 from ttprun.groups.operations import OF_ALL_MEMBERS
 from ttprun.introspect import fail_open
@@ -312,7 +312,7 @@ class Journal:
         while not entry.is_done:
             self.admit()
             if entry.save is not None:
-                saves.raise_if_given_up(entry.save)
+                async_saves.raise_if_given_up(entry.save)
             inner = entry.inner
             if inner is None or inner is failed:
                 with self.changed:
@@ -353,7 +353,7 @@ class Journal:
         is_reported = False
         while entry.inner is None or entry.inner is failed:
             self.admit()
-            saves.raise_if_given_up(entry.save)
+            async_saves.raise_if_given_up(entry.save)
             if self.is_ended:
                 raise EndedError
             if self.is_frozen:

@@ -44,7 +44,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _C10D,
         "batch_isend_irecv",
-        "groups.batches:wrap_batch_isend_irecv",
+        "groups.message_batches:wrap_batch_isend_irecv",
         "over a device's backend, to start the batch together, as torch does for groups of its own only",
     ),
     Patch(
@@ -81,7 +81,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             f"torch.distributed.checkpoint._async_{kind}_executor",
             f"_{kind.capitalize()}BasedAsyncCheckpointExecutor.execute_save",
-            "groups.saves:wrap_execute_save",
+            "groups.async_saves:wrap_execute_save",
             "to know which checkpoints dcp.async_save has not finished; in a replay, to save nothing",
             "imported",
         )

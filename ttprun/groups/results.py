@@ -103,16 +103,6 @@ class Answers:
             if step >= 0 and (step, place) not in seen:
                 self._by_place[place].setdefault(step, deque()).append(outputs)
 
-    def has_newer(self, place: str, newest_step: int) -> bool:
-        """Whether a result of `place` up to that step is of a later one than the set-up."""
-        return any(0 < step <= newest_step for step in self._by_place[place])
-
-    def pass_over(self, place: str) -> None:
-        """The set-up has had the oldest result of `place` that is left of it."""
-        left = self._by_place[place].get(0)
-        if left:
-            left.popleft()
-
     def answer(self, place: str, outputs: list[torch.Tensor], newest_step: int) -> bool:
         """Fill `outputs` with the newest result of a place that is left.
 

@@ -44,17 +44,6 @@ class Ready(Message, frozen=True):
     refused: dict[str, str] = field(default_factory=dict)
 
 
-class SetUpDone(Message, frozen=True):
-    """A standby has run the set-up of a rank that lives.
-
-    why_not   it cannot replace that rank, for this reason, and ends; "": it waits
-    took_s    seconds
-    """
-
-    why_not: str
-    took_s: float
-
-
 class Copied(Message, frozen=True):
     """A standby has forked a copy, with this pid."""
 
@@ -86,7 +75,7 @@ class Copy(Message, frozen=True):
     """Fork a copy that listens on the attached descriptor; the answer is `Copied`."""
 
 
-Report = ModulesOfTorch | Imported | Ready | SetUpDone | Copied
+Report = ModulesOfTorch | Imported | Ready | Copied
 Order = WarmUp | Preload | Copy
 
 

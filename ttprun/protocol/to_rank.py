@@ -1,7 +1,7 @@
 """What the agent sends to a rank: one class per message.
 
-A rank handles them in `rank/replay/recovery.py`, with --mindio in `rank/framework/recovery.py`, and before it has
-imported torch in `rank/bootstrap/presence.py`. Two more come from other ranks, and are forwarded unchanged:
+A rank handles them in `rank/replay/recovery.py`, with --mindio in `rank/framework/callback_recovery.py`, and before it
+has imported torch in `rank/bootstrap/presence.py`. Two more come from other ranks, and are forwarded unchanged:
 `from_rank.Put` and `from_rank.RankUnprotected`. Words and units are as in `from_rank.py`; messages
 only for a framework with callbacks are in `mindio.py`.
 """
@@ -85,8 +85,6 @@ class Welcome(Message, frozen=True):
     arguments       Python's arguments: [script, ...] or ["-m", module, ...]; empty if the rank does not run Python
     faults          injected ones for this rank
     env             environment, for a standby that becomes a rank
-    is_ahead        its rank still lives: it runs the set-up and waits, until it is welcomed again without this; the
-                    answer is `SetUpDone`
     """
 
     rank: int
@@ -102,7 +100,6 @@ class Welcome(Message, frozen=True):
     arguments: list[str] = field(default_factory=list)
     faults: list[InjectedFault] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
-    is_ahead: bool = False
 
     @property
     def descriptors(self) -> int:

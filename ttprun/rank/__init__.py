@@ -11,5 +11,5 @@ framework    recovery by a framework's own callbacks (--mindio)
 bootstrap    how the hooks get into a process, and how a run begins and ends
 
 Read `session.py` first (what a rank knows), then `step/step_hooks.py`, `groups/process_group.py` (what happens at each
-collective), `replay/recovery.py` (what happens when another rank is lost) and `replay/replay.py`.
+collective), `replay/recovery.py` (what happens when another rank is lost) and `replay/replay_run.py`.
 """

@@ -29,7 +29,7 @@ class Training(host.Training):
 
 
 class Mode(host.Life):
-    """How the script runs: live, unless a subclass says otherwise. Replay and its kind: replay/replay.py.
+    """How the script runs: live, unless a subclass says otherwise. Replay and its kind: replay/replay_run.py.
 
     boundary      of a replay, that it must reach
     newest_step   of a replay: of the lost rank's steps the newest that an answer may be of

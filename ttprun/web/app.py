@@ -19,9 +19,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ttprun.web import page
-from ttprun.web.access import Access
 from ttprun.web.feed import Feed
 from ttprun.web.metrics import RunCollector
+from ttprun.web.readers import Access
 from ttprun.web.summary import unix_s
 
 Answer = Callable[[Request], Awaitable[Response]]

@@ -18,7 +18,7 @@ from types import FrameType
 import uvicorn
 
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.web import access
+from ttprun.web import readers
 from ttprun.web.app import build
 from ttprun.web.companion import PROBES_ONLY
 from ttprun.web.feed import Feed
@@ -44,13 +44,13 @@ async def serve(run: RunDirectory, listener: socket.socket, token: str | None, i
     feed = Feed(run)
     config = uvicorn.Config(
         build(feed, token, is_for_probes),
-        http=access.LimitedProtocol,
+        http=readers.LimitedProtocol,
         ws="none",
         lifespan="off",
         log_level="critical",
         access_log=False,
         server_header=False,
-        h11_max_incomplete_event_size=access.HEADER_BYTES,
+        h11_max_incomplete_event_size=readers.HEADER_BYTES,
         timeout_graceful_shutdown=_END_LIMIT_S,
     )
     server = Server(config)
@@ -62,7 +62,7 @@ async def serve(run: RunDirectory, listener: socket.socket, token: str | None, i
             server.should_exit = True
 
     asyncio.get_running_loop().add_reader(0, end)
-    beside = [asyncio.create_task(feed.follow()), asyncio.create_task(access.watch())]
+    beside = [asyncio.create_task(feed.follow()), asyncio.create_task(readers.watch())]
     await server.serve([listener])
     for task in beside:
         task.cancel()
@@ -72,9 +72,9 @@ def main() -> None:
     """Serve until the launcher ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(_NICE)
-    run_dir, listener, *access = sys.argv[1:]
-    is_for_probes = access == [PROBES_ONLY]
-    token = Path(access[0]).read_text(encoding="ascii").strip() if access and not is_for_probes else None
+    run_dir, listener, *readers = sys.argv[1:]
+    is_for_probes = readers == [PROBES_ONLY]
+    token = Path(readers[0]).read_text(encoding="ascii").strip() if readers and not is_for_probes else None
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     asyncio.run(serve(RunDirectory(run_dir), socket.socket(fileno=int(listener)), token, is_for_probes))
 

@@ -111,6 +111,25 @@ def test_a_file_that_is_written_is_left_to_who_sees_to_those(tmp_path: Path) -> 
         assert carry({"log": lost}, {"log": here}) == []
 
 
+@pytest.mark.parametrize(("make", "text"), [(io.StringIO, "abc"), (io.BytesIO, b"abc")])
+def test_a_file_in_memory_is_compared_by_what_it_holds_and_by_its_position(make: Any, text: Any) -> None:
+    written, read = make(), make(text)
+    written.write(text)
+    read.read(1)
+
+    assert carry({"report": make(text)}, {"report": make(text)}) == []
+    assert is_refused({"report": written}, {"report": make()})
+    assert is_refused({"report": read}, {"report": make(text)})
+
+
+def test_a_file_in_memory_that_is_closed_holds_nothing() -> None:
+    lost, here = io.BytesIO(b"abc"), io.BytesIO()
+    lost.close()
+    here.close()
+
+    assert carry({"report": lost}, {"report": here}) == []
+
+
 def test_a_queue_of_the_script_alone_comes_back_with_what_it_holds() -> None:
     lost: queue.Queue[int] = queue.Queue()
     here: queue.Queue[int] = queue.Queue()

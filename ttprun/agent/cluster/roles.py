@@ -20,7 +20,6 @@ from ttprun.agent.core.reports import OF_THIS_NODE, Reports
 from ttprun.agent.core.role import Role
 from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.agent.health.unhooked_ranks import UnhookedRanks
-from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standby_watch import StandbyWatch
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.faults import Fault
@@ -40,7 +39,6 @@ class Leading(Role):
     checkpoint_writer: CheckpointWriter
     hang_detector: HangDetector
     repairs: Repairs
-    set_ups: SetUps
     snapshots: Snapshots
     standby_watch: StandbyWatch
     quiesce_schedule: QuiesceSchedule
@@ -80,7 +78,6 @@ class Leading(Role):
         look = self.node.domains.look
         look("search for ranks without hooks", self.unseen.look)
         look("standbys", self.standby_watch.look)
-        look("set-ups run ahead", self.set_ups.look)
         look("snapshots", self.snapshots.look)
         look("checkpoints in the background", self.checkpoint_writer.look)
         look("times for checkpoints", self.quiesce_schedule.look)

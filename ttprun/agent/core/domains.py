@@ -19,7 +19,6 @@ _T = TypeVar("_T")
 # Part -> what it means for the job that it has failed.
 MEANWHILE = {
     "standbys": "a lost rank gets a new process, which takes longer",
-    "set-ups run ahead": "a replacement runs the set-up itself",
     "snapshots": "no newer snapshot is taken",
     "checkpoints in the background": "no checkpoint is completed",
     "times for checkpoints": "a checkpoint may have to wait",

@@ -28,7 +28,6 @@ from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.agent.processes import life_locks, stacks
 from ttprun.agent.processes.process_watch import ProcessWatch
 from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, kill_session
-from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standby_watch import StandbyWatch
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.agent.repair import fingerprints
@@ -50,7 +49,6 @@ class LocalActuator(NodeActuator):
     injections: Injections
     mirrors: Mirrors
     rewinds: Rewinds
-    set_ups: SetUps
     standbys: Standbys
     standby_watch: StandbyWatch
     watch: ProcessWatch
@@ -167,8 +165,7 @@ class LocalActuator(NodeActuator):
         if slot.defer_spawn(is_on_its_way):
             return
         try:
-            ahead = node.domains.run("set-ups run ahead", lambda: self.set_ups.take(slot))
-            handler = ahead or self.start_process(slot.handler.start)
+            handler = self.start_process(slot.handler.start)
         except OSError as error:
             node.log("spawn_failed", rank=slot.rank, reason=str(error))
             event = SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error))

@@ -30,7 +30,6 @@ from ttprun.agent.health.protection import Protection
 from ttprun.agent.health.unhooked_ranks import UnhookedRanks
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.processes.process_watch import ProcessWatch
-from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standby_watch import StandbyWatch
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.agent.repair.comparisons import Comparisons
@@ -94,7 +93,6 @@ class Parts:
             standby_watch=self.standby_watch,
         )
         self.watch = ProcessWatch(node, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen)
-        self.set_ups = SetUps(node, self.standbys, self.watch)
         self.membership = NodeMembership(node, resumption, self.quiesce_schedule, elasticity)
         self.spares = Spares(node, self.actuators, self.membership)
         rewinds = Rewinds(
@@ -106,7 +104,6 @@ class Parts:
             injections=self.injections,
             mirrors=self.mirrors,
             rewinds=rewinds,
-            set_ups=self.set_ups,
             standbys=self.standbys,
             standby_watch=self.standby_watch,
             watch=self.watch,
@@ -128,7 +125,6 @@ class Parts:
             node,
             incidents,
             self.standbys,
-            self.set_ups,
             self.checkpoint_writer,
             self.snapshots,
             self.spares,
@@ -142,7 +138,6 @@ class Parts:
             checkpoint_writer=self.checkpoint_writer,
             hang_detector=self.hang_detector,
             repairs=self.repairs,
-            set_ups=self.set_ups,
             snapshots=self.snapshots,
             standby_watch=self.standby_watch,
             quiesce_schedule=self.quiesce_schedule,
@@ -154,7 +149,6 @@ class Parts:
         node.take_role(self.leading)
         self._node = node
         node.domains.clean_with("standbys", self.standby_watch.begin_anew)
-        node.domains.clean_with("set-ups run ahead", self.set_ups.end)
         self.requests = Requests(node, self.checkpoint_writer, self.repairs, self.quiesce_schedule)
 
     def begin_group(self, group: NewGroup) -> None:
@@ -163,7 +157,6 @@ class Parts:
         self.standbys.preloads.note_loops(self._node.loops)
         self.actuators.begin_group(self.actuator)
         self.actuator.begin_group(group.replace_handler)
-        self.set_ups.begin_group()
         self.spares.begin_group()
         self.leader.begin_group()
         self.membership.begin_group(group.attempt)

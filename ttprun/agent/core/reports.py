@@ -37,7 +37,7 @@ from ttprun.protocol.codec import Refused
 from ttprun.protocol.events import MismatchFound, RankEvent, StopAsked
 from ttprun.protocol.reasons import with_cure
 from ttprun.protocol.snapshots import Dumped, SnapshotSize, SnapshotTaken
-from ttprun.protocol.standbys import Imported, ModulesOfTorch, Ready, SetUpDone
+from ttprun.protocol.standbys import Imported, ModulesOfTorch, Ready
 from ttprun.recovery.journals import find_difference
 from ttprun.recovery.members import MemberFlag
 
@@ -101,7 +101,6 @@ _ROWS: dict[type[Message], Row] = {
     Ready: Row("_on_ready"),
     ModulesOfTorch: Row("_on_modules", "standbys"),
     Imported: Row("_on_imported", "standbys"),
-    SetUpDone: Row("_on_set_up_done"),
     # Injected faults.
     from_rank.FaultStruck: Row("injections.struck", "fault injection"),
     from_rank.FaultFailed: Row("injections.failed", "fault injection"),
@@ -230,10 +229,6 @@ class Reports:
 
     def _on_imported(self, slot: RankSlot, message: Imported) -> None:
         self.standbys.preloads.note(slot.local_rank, message, [other.handler.start for other in self.node.here])
-
-    def _on_set_up_done(self, slot: RankSlot, message: SetUpDone) -> None:
-        """It ends, and another process replaces the rank."""
-        self.node.log("set_up_of_no_use", rank=slot.rank, reason=message.why_not)
 
     def _on_present(self, slot: RankSlot, message: from_rank.Present) -> None:
         """A process has greeted: it is sent what it has missed."""

@@ -355,7 +355,6 @@ class Supervisor:
         if self._thread.is_alive():
             self._thread.join(10)
         self._reserve.give_up()
-        self.parts.set_ups.end()
         self.parts.standbys.end()
         self.end_ranks_at_once()
         self.node.remove_left_files(limit_s=_LEFT_LIMIT_S)

@@ -109,11 +109,6 @@ class Standbys:
     def _ready(self) -> list[Standby]:
         return [standby for standby in self._waiting if standby.is_ready and standby.is_alive]
 
-    @property
-    def are_settled(self) -> bool:
-        """Nothing more is prepared for the ranks as they are."""
-        return bool(self.ready) and (self.preloads.ready is not None or bool(self.preloads.why_not))
-
     def kill_one(self) -> int | None:
         """SIGKILL to a standby, as a fault; returns its pid, None if there is none alive."""
         alive = [standby for standby in self._waiting if standby.is_alive]

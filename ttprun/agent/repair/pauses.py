@@ -1,4 +1,4 @@
-"""A pause of all ranks between two steps, asked for on the board: see `ttprun.rank.framework.pauses`."""
+"""A pause of all ranks between two steps, asked for on the board: see `ttprun.rank.framework.step_pauses`."""
 
 from __future__ import annotations
 

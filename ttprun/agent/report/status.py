@@ -15,7 +15,6 @@ from ttprun.agent.cluster.spares import Spares
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.processes.set_ups import SetUps
 from ttprun.agent.processes.standbys import Standbys
 from ttprun.agent.report.busy_shares import BusyShares
 from ttprun.errors import in_short
@@ -78,7 +77,6 @@ class StatusPublisher:
     _node: Node
     _incidents: Incidents
     _standbys: Standbys
-    _set_ups: SetUps
     _checkpoint_writer: CheckpointWriter
     _snapshots: Snapshots
     _spares: Spares
@@ -184,9 +182,7 @@ class StatusPublisher:
             updated_at=timestamp(),
             restarts_left=self._restarts_left,
             standbys=self._standbys.ready,
-            standby_state="; ".join(filter(None, (self._standbys.state, self._set_ups.state)))
-            if exit_code is None
-            else "",
+            standby_state=self._standbys.state if exit_code is None else "",
             protection=self._protection(),
             exit_code=exit_code,
             reason=reason or (node.verdict.reason if node.verdict else self._waits_for),

@@ -20,8 +20,8 @@ from ttprun.capture import values
 from ttprun.capture.records.nodes import Node
 from ttprun.capture.records.packing import unpack_as
 from ttprun.capture.values.large import SMALL_BYTES
-from ttprun.capture.values.nodes import SETTLED
 from ttprun.capture.values.objects import is_of_user, restore_attributes
+from ttprun.capture.values.type_names import SETTLED
 from ttprun.introspect.looks import attributes_of, is_a
 
 # Types of the attributes that are recorded: small values that change between epochs.

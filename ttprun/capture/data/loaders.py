@@ -26,7 +26,7 @@ from typing import Any
 import torch.utils.data.dataloader as torch_dataloader
 from torch.utils.data import DataLoader
 
-from ttprun.capture.data import batches, loader_parts, rest_of_epoch, workers
+from ttprun.capture.data import batch_fingerprints, loader_parts, rest_of_epoch, workers
 from ttprun.capture.data.samples import fetched_ahead
 from ttprun.capture.host import current
 from ttprun.capture.position import placeholders
@@ -279,7 +279,7 @@ def records() -> list[dict[str, Any]]:
 
 def _record_of(iterator: Any) -> dict[str, Any]:
     began = iterator._ttprun
-    batch = batches.fingerprints(iterator._ttprun_batch)
+    batch = batch_fingerprints.fingerprints(iterator._ttprun_batch)
     ahead = fetched_ahead(began["lead"], began["each"])
     fetched = _fetched(iterator, batch, ahead) if ahead else []
     earlier = _earlier.get(tuple(began["name"]), [])
@@ -293,7 +293,7 @@ def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | Non
     """
     recent, yielded = iterator._ttprun_recent, iterator._num_yielded
     if not recent or recent[-1][0] != yielded:
-        recent.append((yielded, batch if batches.is_of_tensors(iterator._ttprun_batch) else None))
+        recent.append((yielded, batch if batch_fingerprints.is_of_tensors(iterator._ttprun_batch) else None))
     del recent[:-ahead]
     if [number for number, _ in recent] != list(range(yielded - ahead + 1, yielded + 1)):
         return None
@@ -386,7 +386,7 @@ def wrap_next(original: Any) -> Any:
         if session is not None and began is not None and threading.current_thread() is threading.main_thread():
             costs = session.costs
             since = costs.now() if costs.is_on else 0
-            batches.note(session, str(began["name"]), batch)
+            batch_fingerprints.note(session, str(began["name"]), batch)
             if since:
                 costs.add(DATA, since)
         return batch

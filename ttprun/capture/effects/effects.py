@@ -8,7 +8,7 @@ from typing import Any
 
 from ttprun.capture.data import workers
 from ttprun.capture.effects import append_dedup, file_answers, files, origins, output
-from ttprun.capture.effects.kept import file_answers_in, keep_file_answer, keep_origin, origins_in
+from ttprun.capture.effects.answer_log import file_answers_in, keep_file_answer, keep_origin, origins_in
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import random_state
 
@@ -37,16 +37,6 @@ class Effects:
         known = file_answers_in(self._recorder.read_log() if answered is None else answered)
         file_answers.begin(known, partial(keep_file_answer, self._recorder))
 
-    def begin_ahead(self) -> None:
-        """A set-up begins before its rank is lost."""
-        workers.keep_in(self._recorder)
-        self._begin_origins(is_replay=True)
-        file_answers.begin_ahead(file_answers_in(self._recorder.read_log()))
-
-    def go_on(self) -> None:
-        """The rank is lost: all that it was answered is known now."""
-        file_answers.go_on(file_answers_in(self._recorder.read_log()), partial(keep_file_answer, self._recorder))
-
     def _begin_origins(self, is_replay: bool) -> None:
         """Give a replacement's setup the times, pids and entropy that the lost rank's had, and record what is new."""
         known = self.drawn()
@@ -73,16 +63,6 @@ class Effects:
         """
         output.skip_lines(*skip_lines)
         append_dedup.resume_from(self._recorder, boundary)
-
-    @staticmethod
-    def why_set_up_again(newest_step: int) -> str:
-        """Why a set-up that has run ahead would be another one by now, "" if it would not. Once, after `go_on`.
-
-        newest_step   up to which its rank had come
-        """
-        if file_answers.are_newer(newest_step):
-            return "the set-up's questions to the file system were asked again since"
-        return "a file of the set-up was renamed since" if files.were_moved() else ""
 
     end_set_up = staticmethod(origins.end)
     why_not_counted = staticmethod(output.why_not_counted)

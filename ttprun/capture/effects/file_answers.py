@@ -77,7 +77,6 @@ class _Log:
         self.newest: dict[int, list[Any]] = {}
         self.at_line: Counter[int] = Counter()
         self.count = self.size_bytes = 0
-        self.asked_first: set[int] | None = None  # places at which a set-up that runs ahead has asked
         self.asked: dict[int, list[int]] = {}  # of the lost ones: place; step and how many were given again
         # Of lost processes and of this one: the steps that were run again or, as negative numbers, replayed.
         self.runs_again: Counter[int] = Counter()
@@ -107,31 +106,6 @@ def begin(known: Iterable[Kept], keep: Callable[[Kept], int]) -> None:
     _log.keep = keep
     for kept in early:
         _write(*kept)
-
-
-def begin_ahead(known: Iterable[Kept]) -> None:
-    """A set-up begins before its rank is lost; nothing is kept."""
-    begin(known, lambda kept: 0)
-    _log.asked_first = set()
-
-
-def are_newer(newest_step: int) -> bool:
-    """Whether the lost rank had asked again, up to that step, what the set-up has asked. Once, after `go_on`."""
-    places, _log.asked_first = _log.asked_first or (), None
-    return any(0 < entry[0] <= newest_step for place in places for entry in _log.lost.get(place, ()))
-
-
-def go_on(known: Iterable[Kept], keep: Callable[[Kept], int]) -> None:
-    """The rank is lost: its answers, of which the set-up has had the first ones, are all known now.
-
-    known   the lost rank's answers, oldest first
-    keep    keeps an answer of this process, and returns its size in bytes
-    """
-    _log.lost.clear()
-    _log.runs_again.clear()
-    _log.count = 0
-    _take(known)
-    _log.keep = keep
 
 
 def _take(known: Iterable[Kept]) -> None:
@@ -222,8 +196,6 @@ def _number(text: str) -> int:
 
 def find(place: Question) -> Any:
     """The lost rank's answer at this place; MISSING if it had none, or if it is not to be given again."""
-    if _log.asked_first is not None:
-        _log.asked_first.add(place.number)
     entries = _log.lost.get(place.number)
     if not entries:
         return MISSING

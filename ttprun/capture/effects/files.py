@@ -231,19 +231,6 @@ def forget() -> None:
     _drop_unseen()
 
 
-def were_moved() -> bool:
-    """Whether another file than the one that is open has its path by now, or one is there that was not."""
-    try:
-        are_same = all(os.path.samestat(os.stat(path), os.fstat(opened.fileno())) for path, opened in _seen_files())
-    except (OSError, ValueError):
-        return True
-    return not are_same or any(map(os.path.exists, _unseen))
-
-
-def _seen_files() -> list[tuple[str, Any]]:
-    return [(path, opened) for path, opened in _open_files() if path not in _unseen]
-
-
 def positions() -> list[list[Any]]:
     """[path, bytes written] of each file that is open for writing; flushes them."""
     found = []

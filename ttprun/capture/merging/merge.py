@@ -6,7 +6,7 @@ is the work of the training, and is taken from the last; what has not changed (r
 belongs to the setup, and is kept from the new run. This is decided down to attributes of objects and keys of
 dictionaries. The outcome is again a record, which `Restore` writes into the variables.
 
-Begin with `Merge.value`; outcome.py combines the nodes of both runs in one record.
+Begin with `Merge.value`; combined.py combines the nodes of both runs in one record.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ttprun.capture.merging.outcome import MODULES, Outcome, are_of_a_kind
+from ttprun.capture.merging.combined import MODULES, Outcome, are_of_a_kind
 from ttprun.capture.records.nodes import (
     PARTS,
     ActivationNode,
@@ -36,8 +36,8 @@ from ttprun.capture.records.nodes import (
 )
 from ttprun.capture.records.packing import listed, pack, unpack_description
 from ttprun.capture.values.large_data import tensor_of
-from ttprun.capture.values.nodes import MISSING, CannotRestoreError
 from ttprun.capture.values.trees import Comparison, Tree, all_attributes, is_same_scalar, number_of
+from ttprun.capture.values.type_names import MISSING, CannotRestoreError
 
 _IN_ORDER = (Part.NODES, Part.ITEMS)
 
@@ -127,8 +127,8 @@ class Merge(Outcome):
             return last
         if isinstance(last, ShardedNode) and self._is_resized:
             return ActivationNode(last.layout[0])  # other ranks cannot use a part of it
-        if isinstance(last, DataNode) and found == last:  # made again, e.g. by a loop that has jumped
-            return found
+        if isinstance(last, DataNode) and isinstance(found, DataNode) and replace(found, age=last.age) == last:
+            return found  # made again, e.g. by a loop that has jumped
         if self._is_ahead(last):
             if mine is MISSING:
                 raise CannotRestoreError("prefetched data is in a variable that the new run has not set")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ttprun.capture.merging.outcome import MODULES, are_of_a_kind
+from ttprun.capture.merging.combined import MODULES, are_of_a_kind
 from ttprun.capture.records.nodes import (
     PARTS,
     AnyNode,

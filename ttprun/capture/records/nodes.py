@@ -107,6 +107,7 @@ class DataNode(AnyNode, frozen=True, gc=False, tag="D"):
     dtype: str
     shape: list[int]
     digest: bytes
+    age: Age = 0
 
 
 class LongNode(AnyNode, frozen=True, gc=False, tag="L"):
@@ -228,13 +229,6 @@ class BytesNode(NumberedNode, frozen=True, gc=False, tag="b"):
     content: bytes
 
 
-class BufferNode(NumberedNode, frozen=True, gc=False, tag="B"):
-    """io.StringIO and io.BytesIO: what they hold, a str or bytes."""
-
-    content: Any
-    position: int
-
-
 class ObjectNode(ObjectOfKind, frozen=True, gc=False, tag="o"):
     """An object, by its attributes."""
 
@@ -348,7 +342,7 @@ class ChangedDataNode(NumberedNode, frozen=True, gc=False, tag="E"):
 
 
 class ShardedNode(NumberedNode, frozen=True, gc=False, tag="x"):
-    """A tensor that is sharded over the ranks: see values/shards.py."""
+    """A tensor that is sharded over the ranks: see values/sharded.py."""
 
     local: Node
     layout: list[Any]

@@ -1,9 +1,9 @@
 """The values in a script's variables: recorded at a boundary, and restored in a replacement.
 
-snapshot.py walks over the variables, restore.py writes them back, nodes.py is the form between the two; kinds.py is the
-table of how each kind of value is treated, and the other files treat one kind each. trees.py compares records. The rule
-of all: a value that is neither restored, nor reproduced by the replay and compared, is refused with the variable's
-name.
+snapshot.py walks over the variables, restore.py writes them back, records/nodes.py is the form between the two;
+kinds.py is the table of how each kind of value is treated, and the other files treat one kind each. trees.py compares
+records. The rule of all: a value that is neither restored, nor reproduced by the replay and compared, is refused with
+the variable's name.
 """
 
 from ttprun.capture.records.packing import pack, unpack_named
@@ -11,12 +11,12 @@ from ttprun.capture.values import kinds, large, named, unchanged
 from ttprun.capture.values.histories import is_awaited
 from ttprun.capture.values.large import fingerprint
 from ttprun.capture.values.named import names_of as names_not_proved
-from ttprun.capture.values.nodes import CannotRestoreError
 from ttprun.capture.values.refusals import MARK_OF_REFUSED, refusals
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import FIXED, Snapshot, room_to_walk
 from ttprun.capture.values.suspended import restore_loop
 from ttprun.capture.values.trees import Tree
+from ttprun.capture.values.type_names import CannotRestoreError
 from ttprun.capture.values.unrecorded import UnrecordedTensorError
 from ttprun.introspect import futures
 

@@ -34,11 +34,11 @@ from ttprun.capture.records.nodes import (
 )
 from ttprun.capture.records.packing import pack, unpack_node
 from ttprun.capture.values.compiled import pair_of
-from ttprun.capture.values.nodes import MISSING, name_of, short_name
 from ttprun.capture.values.not_proved import record_not_proved
 from ttprun.capture.values.objects import is_of_user, restore_attributes
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Handler, Snapshot
+from ttprun.capture.values.type_names import MISSING, name_of, short_name
 from ttprun.introspect.looks import attributes_of, bases_of
 
 MOST_BYTES = 1 << 20  # of a state that is recorded at each boundary

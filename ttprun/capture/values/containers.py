@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import collections
-import io
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -15,9 +14,7 @@ from ttprun import text_hashes
 from ttprun.capture import host
 from ttprun.capture.records.nodes import (
     AnyNode,
-    BufferNode,
     BytesNode,
-    ClosedNode,
     DequeNode,
     DictNode,
     FrozensetNode,
@@ -35,10 +32,10 @@ from ttprun.capture.records.nodes import (
 )
 from ttprun.capture.records.packing import listed
 from ttprun.capture.values.long_items import MANY_ROWS, MAX_ITEMS, MIN_ITEMS, KeptItems, kept_items, objects_in
-from ttprun.capture.values.nodes import MISSING, is_settled, look_up, look_up_type, name_of
 from ttprun.capture.values.objects import restore_attributes
 from ttprun.capture.values.restore import Restore, has_no_state, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
+from ttprun.capture.values.type_names import MISSING, is_settled, look_up, look_up_type, name_of
 from ttprun.introspect.looks import attributes_of, base_of, dictionary_of, is_a, length_of, slots_of
 
 _OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt one does not get back: a dict keeps it"
@@ -416,26 +413,3 @@ def restore_bytes(restore: Restore, live: Any, node: BytesNode, name: str) -> An
     if live != made:
         live[:] = made
     return live
-
-
-def record_buffer(snapshot: Snapshot, value: io.StringIO | io.BytesIO, depth: int) -> Any:
-    """A file in memory."""
-    if value.closed:
-        return ClosedNode(name_of(type(value)))
-    return BufferNode(snapshot.number(value), value.getvalue(), value.tell())
-
-
-def restore_buffer(restore: Restore, live: Any, node: BufferNode, name: str) -> Any:
-    """In place, or a new one."""
-    number, content = node.number, node.content
-    kind = io.StringIO if isinstance(content, str) else io.BytesIO
-    target: Any = live
-    if type(live) is not kind or live.closed or not restore.claim(number, live):
-        target = kind()
-        restore.claim(number, target)
-    if target.getvalue() != content:
-        target.seek(0)
-        target.truncate()
-        target.write(content)
-    target.seek(node.position)
-    return target

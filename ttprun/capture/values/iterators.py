@@ -13,10 +13,10 @@ import operator
 from typing import Any
 
 from ttprun.capture.records.nodes import IteratorNode, NotProvedNode, RefusedNode, SameNode
-from ttprun.capture.values.nodes import MISSING, name_of
 from ttprun.capture.values.process_local import record_unknown
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.type_names import MISSING, name_of
 from ttprun.introspect import iterator_state
 
 _EMPTIES: tuple[Any, ...] = ([], (), "", "ä", b"", bytearray(), range(0), range(1 << 70))

@@ -44,8 +44,8 @@ from ttprun.capture.values import (
     process_local,
     random_generators,
     restore,
-    saves,
-    shards,
+    save_futures,
+    sharded,
     streams,
     suspended,
     tensors,
@@ -71,8 +71,8 @@ EXACT: dict[type, Handler] = {
     dict: containers.record_dict,
     bytes: plain.record_plain("bytes"),
     bytearray: containers.record_bytes,
-    io.StringIO: containers.record_buffer,
-    io.BytesIO: containers.record_buffer,
+    io.StringIO: process_local.record_file_in_memory,
+    io.BytesIO: process_local.record_file_in_memory,
     types.ModuleType: objects.record_python_module,
     types.FunctionType: callables.record_function,
     types.BuiltinFunctionType: callables.record_method,
@@ -172,10 +172,9 @@ RESTORERS_OF_KINDS: dict[type[nodes.AnyNode], Restorer] = {
     nodes.DictNode: containers.restore_dict,
     nodes.StateNode: adapters.restore_state,
     nodes.BytesNode: containers.restore_bytes,
-    nodes.BufferNode: containers.restore_buffer,
     nodes.LongNode: containers.restore_long,
     nodes.ClosedNode: process_local.restore_closed,
-    nodes.SaveNode: saves.restore_save,
+    nodes.SaveNode: save_futures.restore_save,
     nodes.FileNode: streams.restore_file,
     nodes.ObjectNode: objects.restore_object,
     nodes.ValueObjectNode: objects.restore_value_object,
@@ -189,7 +188,7 @@ RESTORERS_OF_KINDS: dict[type[nodes.AnyNode], Restorer] = {
     nodes.DataNode: large_data.compare_data,
     nodes.ChangedDataNode: large_data.restore_changed_data,
     nodes.ActivationNode: tensors.restore_activation,
-    nodes.ShardedNode: shards.restore_sharded,
+    nodes.ShardedNode: sharded.restore_sharded,
     nodes.ModuleNode: modules.restore_module,
     nodes.WrapperNode: modules.restore_wrapper,
     nodes.ArrayNode: arrays.restore_array,
@@ -211,7 +210,7 @@ def handler_for(kind: type) -> Handler:
     if adapter is not None:
         return adapters.record_with(adapter, kind)
     if distributed_tensors.kind() is not None and issubclass(kind, distributed_tensors.kind()):  # type: ignore[arg-type]
-        return shards.record_sharded
+        return sharded.record_sharded
     for base, handler in BY_BASE:
         if issubclass(kind, base):
             return handler

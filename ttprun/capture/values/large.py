@@ -1,59 +1,65 @@
 """Tensors and arrays too large to be recorded each time: the replay makes them again, and they are compared.
 
 A large tensor is hashed when it is first met (above TENSOR_BYTES only blocks spread over it, since batches are new at
-each step). The hash is valid as long as it is the same tensor, at the same address, with the same version counter, and
-its memory was not written. One that has changed since the previous boundary is not data that a replay would load again:
-it is copied into the record.
+each step). The hash is valid as long as it is the same tensor, at the same address, with the same version counter. An
+array has no version counter: it is hashed at each boundary. One that has changed since the previous boundary is not
+data that a replay would load again: it is copied into the record.
 
-If the kernel can report writes (written_pages.py), it is asked after a tensor or array has been met a few times.
-Otherwise a few elements spread over a tensor are checked, since writes through `.data` are not counted; and an array,
-which has no version counter, is hashed at each boundary: if it is too large for that, changes between the sampled
-blocks are not noticed.
+Writes through `.data` or `.numpy()` are not counted, and a large array cannot be hashed at each step. So what has been
+the same at some boundaries is looked at in turns: at each boundary TURN_BYTES of all such memory are hashed, and
+compared (of an array beyond WHOLE_BYTES a part of its blocks). Begin with `follow`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from collections import deque
 from typing import Any
 
 import numpy
 import torch
 import xxhash
 
-from ttprun.capture.values import written_pages
-from ttprun.capture.values.written_pages import Watched, watch
+from ttprun.capture.values.unchanged import Clock
 from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import bytes_of, memory_of
 
 SMALL_BYTES = 64 << 10  # up to here all elements are recorded
 WHOLE_BYTES = 64 << 20  # up to here all bytes are hashed; of more, blocks that are spread over the whole
 TENSOR_BYTES = 1 << 20  # the same for tensors, whose writes are counted: batches are hashed at each step
+TURN_BYTES = 1 << 20  # that are hashed at a boundary, of all that has been the same at _LOOKS boundaries
 _BLOCKS = 8192
 _TENSOR_BLOCKS = 2048
 _BLOCK_BYTES = 256
 _PROBES = 64
-_LOOKS = 3  # boundaries at which it must have been unchanged before its memory is watched
+_SHARES = 16  # of the blocks of an array beyond WHOLE_BYTES: each is as long to read as TURN_BYTES in a row
+_LOOKS = 3
+_UNKNOWN = -2  # no version: what was found to be written is hashed at the next look
 
 
 class _Met:
     """What is known about one tensor or array, as of the newest boundary.
 
-    looks    boundaries at which it was unchanged
-    probe    elements spread over a tensor, which are compared while its memory is not watched
-    watched  its memory; None if it is not watched
+    looks   boundaries at which all of it was unchanged
+    probe   elements spread over a tensor, which are compared at each boundary
+    parts   hashes of its parts, each of TURN_BYTES, while it is looked at in turns; empty before
+    seen    the boundaries at which these were looked at
+    asked   the newest boundary at which it was met
     """
 
     __slots__ = (
-        *("at", "digest", "end", "is_changing", "looks", "probe", "reference", "values", "version", "watched"),
+        *("asked", "at", "digest", "end", "is_changing", "looks", "looked", "parts", "probe", "reference", "seen"),
+        *("values", "version"),
     )
 
     def __init__(self) -> None:
-        self.looks = 0
-        self.watched: Watched | None = None
-        self.at = self.end = self.version = -1
+        self.at = self.end = self.version = self.looked = -1
+        self.asked = self.looks = 0
         self.digest = self.values = b""
         self.is_changing = False
+        self.parts: list[bytes] = []
+        self.seen: list[int] = []
         self.probe: Any = None
         self.reference: Any = None
 
@@ -63,46 +69,97 @@ class _Met:
         return found
 
     def is_as_it_was(self, at: int, size: int, version: int) -> bool:
-        """Whether it is known to be unwritten, as far as can be seen."""
-        if (version < 0 and self.watched is None) or (self.at, self.end, self.version) != (at, at + size, version):
+        """Whether it is known to be unwritten, as far as a boundary has time to look."""
+        is_in_turns = bool(self.parts) and not Clock.is_whole
+        if (version < 0 and not is_in_turns) or (self.at, self.end, self.version) != (at, at + size, version):
             return False
-        return self.values == self.read_probe() if self.watched is None else self.watched.is_untouched()
+        return self.values == self.read_probe()
 
     def note_same(self, value: Any) -> None:
-        """It was unchanged; after some such boundaries its memory is watched, and hashed once more."""
-        self.looks += 1
-        if self.looks == _LOOKS and not self.is_changing:
-            self.watched = watch(self.at, self.end - self.at)
-            if self.watched is not None:
-                self.note_change(_digest(value) != self.digest)
+        """All of it was unchanged; after some such boundaries it is hashed once more, and its turns begin."""
+        if self.looked != Clock.boundary:
+            self.looked = Clock.boundary
+            self.looks += 1
+        if self.looks >= _LOOKS and not self.parts and not self.is_changing:
+            if is_a(value, torch.Tensor) and _digest(value) != self.digest:
+                self.is_changing, self.version = True, _UNKNOWN
+                return
+            self.parts = [self.part(which) for which in range(_number_of_parts(self.end - self.at))]
+            self.seen = [Clock.boundary] * len(self.parts)
+            _turns.extend((self, self.parts, which) for which in range(len(self.parts)))
+
+    def part(self, which: int) -> bytes:
+        """The hash of one part."""
+        size = self.end - self.at
+        if size <= WHOLE_BYTES:
+            begin = which * TURN_BYTES
+            return xxhash.xxh3_64_digest(_memory(self.at + begin, min(TURN_BYTES, size - begin)))
+        blocks = _blocks(numpy.frombuffer(_memory(self.at, size), numpy.uint8), _BLOCKS)
+        return xxhash.xxh3_64_digest(blocks[which::_SHARES].tobytes())
+
+    def look(self, which: int) -> None:
+        """Look at one part, whose turn it is: what was written is hashed as a whole from now on."""
+        self.seen[which] = Clock.boundary
+        if self.part(which) != self.parts[which]:
+            self.is_changing, self.version = True, _UNKNOWN
+            self.end_turns()
+
+    def end_turns(self) -> None:
+        """It has moved, was written, or is not met any more."""
+        self.parts, self.seen, self.looks = [], [], 0
 
     def begin_look(self, at: int, size: int) -> bool:
-        """It is about to be hashed: later writes are new. Returns whether it has moved."""
+        """It is about to be hashed. Returns whether it has moved."""
         has_moved = (self.at, self.end) != (at, at + size)
         if has_moved:
-            self.unwatch()
-            self.at, self.end, self.looks = at, at + size, 0
-        elif self.watched is not None:
-            self.watched.note()
-            if self.watched.is_over:  # its memory was mapped again
-                self.unwatch()
-                self.looks = 0
+            self.end_turns()
+            self.at, self.end = at, at + size
         return has_moved
 
     def note_change(self, has_changed: bool) -> None:
-        """It was hashed; one that has ever changed is recorded each time, and need not be watched."""
+        """It was hashed; one that has ever changed is recorded each time, and its turns are over."""
         self.is_changing = self.is_changing or has_changed
-        if self.is_changing:
-            self.unwatch()
-
-    def unwatch(self) -> None:
-        """Stop watching its memory."""
-        if self.watched is not None:
-            self.watched.end()
-            self.watched = None
+        if self.is_changing and self.parts:
+            self.end_turns()
 
 
 _met: dict[int, _Met] = {}
+_turns: deque[tuple[_Met, list[bytes], int]] = deque()  # parts, the one that was looked at least recently first
+_turned_at = -1  # boundary
+
+
+def _number_of_parts(size: int) -> int:
+    return -(-size // TURN_BYTES) if size <= WHOLE_BYTES else _SHARES
+
+
+def _take_turns() -> None:
+    """Once at each boundary: look at what has been looked at least recently."""
+    global _turned_at
+    if _turned_at == Clock.boundary:
+        return
+    _turned_at = Clock.boundary
+    left = TURN_BYTES
+    for _ in range(len(_turns)):
+        known, parts, which = _turns[0]
+        value = known.reference()
+        size = min(TURN_BYTES, known.end - known.at)
+        if known.parts is not parts:
+            size = 0
+        elif (
+            value is None
+            or known.asked < Clock.boundary - 1
+            or (at := address_of(value)) != known.at
+            or at + value.nbytes != known.end
+        ):
+            known.end_turns()
+            size = 0
+        if size > left:
+            return
+        left -= size
+        _turns.popleft()
+        if size:
+            known.look(which)
+            _turns.append((known, parts, which))
 
 
 def digest_of(view: memoryview) -> bytes:
@@ -123,8 +180,9 @@ def fingerprint(tensor: torch.Tensor) -> bytes:
 def follow(value: Any) -> tuple[bytes, bool]:
     """(hash of the elements, whether it has ever been changed between two boundaries) of a tensor or numpy array.
 
-    An array has no version counter: one that can be written is hashed at each boundary unless its memory is watched.
+    An array has no version counter: one that can be written is hashed at each boundary until its turns begin.
     """
+    _take_turns()
     is_tensor = is_a(value, torch.Tensor)
     size = value.nbytes
     if is_tensor and size <= SMALL_BYTES:
@@ -135,22 +193,36 @@ def follow(value: Any) -> tuple[bytes, bool]:
     is_known = known is not None and known.reference() is value
     if known is None or not is_known:
         known = _keep(value)
-    elif known.is_as_it_was(at, size, version):
-        if is_tensor and value.is_contiguous() and value.device.type == "cpu":
+    known.asked = Clock.boundary
+    if is_known and known.is_as_it_was(at, size, version):
+        if _has_turns(value, is_tensor):
             known.note_same(value)
-        return known.digest, known.is_changing
+        if known.version != _UNKNOWN:
+            return known.digest, known.is_changing
     if known.begin_look(at, size) and is_tensor:
         known.probe = _probe(value)
     digest = _digest(value)
     # Only blocks of a larger one were hashed, and something was written to it.
-    is_written = size > TENSOR_BYTES if is_tensor else known.watched is not None and size > WHOLE_BYTES
-    has_changed = digest != known.digest or is_written
+    has_changed = digest != known.digest or (is_tensor and size > TENSOR_BYTES)
     known.version, known.digest, known.values = version, digest, known.read_probe()
     if is_known:
         known.note_change(has_changed)
-        if not (has_changed or is_tensor) and value.flags.forc:
+        if not (has_changed or is_tensor) and _has_turns(value, is_tensor):
             known.note_same(value)
     return digest, known.is_changing
+
+
+def age_of(value: Any) -> int:
+    """How many boundaries ago all of a tensor or array that was followed was looked at, at most."""
+    known = _met.get(id(value))
+    return Clock.boundary - min(known.seen) if known is not None and known.seen and not Clock.is_whole else 0
+
+
+def _has_turns(value: Any, is_tensor: bool) -> bool:
+    """Whether its memory is in one piece. What is read from a file as it is needed is not to be read because of us."""
+    if is_tensor:
+        return bool(value.nbytes <= WHOLE_BYTES and value.is_cpu and value.is_contiguous())
+    return bool(value.flags.forc and value.flags.writeable)
 
 
 def address_of(value: Any) -> int:
@@ -180,10 +252,8 @@ def array_around(address: int) -> Any:
 
 def forget() -> None:
     """The run of the script is over."""
-    for known in _met.values():
-        known.unwatch()
     _met.clear()
-    written_pages.forget()
+    _turns.clear()
 
 
 def _keep(value: Any) -> _Met:
@@ -191,7 +261,6 @@ def _keep(value: Any) -> _Met:
     key = id(value)
 
     def forget(reference: Any) -> None:
-        known.unwatch()
         if _met.get(key) is known:
             del _met[key]
 
@@ -221,11 +290,15 @@ def _digest(value: Any) -> bytes:
 def _digest_of_blocks(memory: Any) -> bytes:
     """A hash of blocks spread over memory that is larger than they are together, and of its end."""
     raw = numpy.frombuffer(memory, numpy.uint8)
-    stride = len(raw) // _TENSOR_BLOCKS
-    blocks = raw[: stride * _TENSOR_BLOCKS].reshape(_TENSOR_BLOCKS, stride)[:, :_BLOCK_BYTES]
-    state = xxhash.xxh3_64(blocks.tobytes())
+    state = xxhash.xxh3_64(_blocks(raw, _TENSOR_BLOCKS).tobytes())
     state.update(raw[-_BLOCK_BYTES:].tobytes())
     return state.digest()
+
+
+def _blocks(raw: Any, count: int) -> Any:
+    """Blocks spread over more bytes than they have together: a row each."""
+    stride = len(raw) // count
+    return raw[: stride * count].reshape(count, stride)[:, :_BLOCK_BYTES]
 
 
 def _digest_of_blocks_on_device(flat: torch.Tensor) -> bytes:

@@ -13,11 +13,11 @@ import numpy
 import torch
 
 from ttprun.capture.records.nodes import ChangedDataNode, DataNode, Number
-from ttprun.capture.values.large import address_of, follow
-from ttprun.capture.values.nodes import MISSING
+from ttprun.capture.values.large import address_of, age_of, follow
 from ttprun.capture.values.plain import dtype_of, dtype_text
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.type_names import MISSING
 from ttprun.capture.values.unrecorded import forget_gradient
 from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import plain
@@ -57,7 +57,7 @@ def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool
     """
     dtype, shape = _form(value) or ("", [])
     if not is_changing:
-        return DataNode(dtype, shape, digest)
+        return DataNode(dtype, shape, digest, age_of(value))
     is_tensor = is_a(value, torch.Tensor)
     snapshot.blobs.append(plain(value if is_tensor else torch.from_numpy(_bytes_of(value).copy())))
     number = snapshot.number(value)
@@ -74,6 +74,8 @@ def compare_data(restore: Restore, live: Any, node: DataNode, name: str) -> Any:
     dtype, shape = node.dtype, node.shape
     if not restore.is_comparing:
         return live
+    if node.age:
+        restore.note_age(name, node.age)
     form = _form(live)
     if form is None:
         restore.is_same(False, name, "is large data in the lost rank and not in the replacement")

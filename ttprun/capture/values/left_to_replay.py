@@ -7,7 +7,7 @@ value, or named as not proved (not_proved.py); a third table names objects whose
 
 from __future__ import annotations
 
-from ttprun.capture.values.nodes import name_of
+from ttprun.capture.values.type_names import name_of
 
 EFFECTS = {
     "shows the progress of the training": """

@@ -21,9 +21,9 @@ from torch import Tensor
 from ttprun.capture.records.nodes import Node, Number, WeightNode
 from ttprun.capture.records.packing import pack
 from ttprun.capture.values.kept import Trace, lasting_numbers
-from ttprun.capture.values.nodes import SETTLED
 from ttprun.capture.values.objects import record_object, record_value_object
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
+from ttprun.capture.values.type_names import SETTLED
 from ttprun.capture.values.unchanged import Clock, Remembered, Unchanged, begins_with
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
 from ttprun.introspect.whose import is_script_code

@@ -21,12 +21,12 @@ from ttprun.capture.records.module_description import ModuleDescription
 from ttprun.capture.records.nodes import AnyNode, ModuleNode, Number, RefusedNode, SameNode, WrapperNode
 from ttprun.capture.records.packing import pack, unpack_description
 from ttprun.capture.values.kept import lasting_numbers
-from ttprun.capture.values.nodes import MISSING, SETTLED, is_settled, name_of
 from ttprun.capture.values.not_proved import record_not_proved
 from ttprun.capture.values.objects import left_out_by_framework, made_when_needed, restore_attributes
 from ttprun.capture.values.plain import BASES
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.type_names import MISSING, SETTLED, is_settled, name_of
 from ttprun.capture.values.unchanged import ARE_COUNTED, Remembered, Unchanged, version_of
 from ttprun.capture.values.unrecorded import forget_gradient
 from ttprun.introspect.distributed_tensors import is_distributed, local_of

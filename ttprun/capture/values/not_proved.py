@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from ttprun.capture.records.nodes import EffectNode, NotProvedNode
-from ttprun.capture.values.nodes import MISSING, name_of
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.type_names import MISSING, name_of
 
 UNTOLD = "it can change, and does not show its state"
 

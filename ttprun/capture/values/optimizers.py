@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from ttprun.capture.records.nodes import OptimizerNode
-from ttprun.capture.values.nodes import MISSING, name_of
 from ttprun.capture.values.objects import restore_attributes
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.type_names import MISSING, name_of
 from ttprun.introspect.models import all_of, how_many_shown
 
 _PARAMS = frozenset({"params"})

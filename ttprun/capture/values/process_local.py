@@ -14,12 +14,12 @@ import xxhash
 
 from ttprun.capture.records.nodes import ClosedNode, Node, NotProvedNode, RefusedNode, SameNode, WeakNode
 from ttprun.capture.records.packing import pack
-from ttprun.capture.values import saves
-from ttprun.capture.values.nodes import MISSING, name_of
+from ttprun.capture.values import save_futures
 from ttprun.capture.values.not_proved import record_not_proved
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot, traces
 from ttprun.capture.values.trees import walk
+from ttprun.capture.values.type_names import MISSING, name_of
 from ttprun.introspect.looks import attributes_of, is_a, plain_of
 
 _DONE = (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED)  # states of a future
@@ -34,8 +34,8 @@ def record_same(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 def record_future(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Work that another thread or process was given: compared with what it gives, once that is known."""
-    if saves.is_save(value):
-        return saves.record(value)
+    if save_futures.is_save(value):
+        return save_futures.record(value)
     held = attributes_of(value)
     if held["_state"] not in _DONE:
         return RefusedNode("is work of another thread or process that is not done, and what it will give is not known")
@@ -107,6 +107,11 @@ def record_unknown(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if separate.blobs or any(map(_is_untold, nodes)):
         return record_not_proved(snapshot, value, "its content cannot be recorded")
     return SameNode(name_of(type(value)), xxhash.xxh3_64_hexdigest(packed))
+
+
+def record_file_in_memory(snapshot: Snapshot, value: io.StringIO | io.BytesIO, depth: int) -> Any:
+    """A file in memory: compared by what it holds, since no program was met that changes one in its steps."""
+    return ClosedNode(name_of(type(value))) if value.closed else record_unknown(snapshot, value, depth)
 
 
 def _is_untold(node: Node) -> bool:

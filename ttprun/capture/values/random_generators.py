@@ -10,10 +10,10 @@ import numpy
 import torch
 
 from ttprun.capture.records.nodes import NumpyRandomNode, RandomNode, SameNode
-from ttprun.capture.values.nodes import MISSING, name_of
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.capture.values.tensors import raw_bytes
+from ttprun.capture.values.type_names import MISSING, name_of
 from ttprun.introspect import random_state
 from ttprun.introspect.looks import dictionary_of, is_a
 

@@ -18,8 +18,8 @@ import torch
 from ttprun.capture.position.judgement import DEAD, NO_STATE, judge
 from ttprun.capture.records.nodes import AnyNode, EffectNode, Node, ReferenceNode, RefusedNode, SameNode
 from ttprun.capture.records.packing import listed
-from ttprun.capture.values.nodes import MISSING, CannotRestoreError, name_of, short_name
 from ttprun.capture.values.snapshot import Snapshot, is_hidden, with_fixed
+from ttprun.capture.values.type_names import MISSING, CannotRestoreError, name_of, short_name
 from ttprun.introspect import fail_open
 from ttprun.introspect.frames import set_local, unset_local, variables_of
 from ttprun.introspect.tensor_bytes import places

@@ -29,7 +29,7 @@ from ttprun.capture.records.nodes import (
 )
 from ttprun.capture.records.packing import unpack_named
 from ttprun.capture.values.kept import Names, Trace, lasting_numbers
-from ttprun.capture.values.nodes import MAX_DEPTH, SETTLED, name_of
+from ttprun.capture.values.type_names import MAX_DEPTH, SETTLED, name_of
 from ttprun.capture.values.unchanged import Remembered
 from ttprun.introspect import fail_open
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from ttprun.capture.records.nodes import ClosedNode, EffectNode, FileNode, RefusedNode, SameNode
 from ttprun.capture.values import objects
-from ttprun.capture.values.nodes import name_of, short_name
 from ttprun.capture.values.not_proved import record_not_proved
 from ttprun.capture.values.plain import decode
 from ttprun.capture.values.process_local import record_same
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.type_names import name_of, short_name
 from ttprun.introspect.whose import is_script_code
 
 _ABSTRACT = (io.IOBase, io.RawIOBase, io.BufferedIOBase, io.TextIOBase)

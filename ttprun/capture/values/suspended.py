@@ -15,9 +15,9 @@ from typing import Any
 
 from ttprun.capture.position import iterables, library_loops, loops
 from ttprun.capture.records.nodes import Node, RefusedNode, SameNode, SuspendedNode, TupleNode
-from ttprun.capture.values.nodes import MISSING, name_of
 from ttprun.capture.values.restore import Restore, kind_of, unlike
 from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.type_names import MISSING, name_of
 from ttprun.introspect.frames import variables_of
 from ttprun.introspect.whose import is_script_code
 

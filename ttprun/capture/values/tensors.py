@@ -22,10 +22,10 @@ from ttprun.capture.records.nodes import ActivationNode, AnyNode, RefusedNode, S
 from ttprun.capture.values.arrays import is_changing
 from ttprun.capture.values.large import SMALL_BYTES, array_around, follow, is_followed
 from ttprun.capture.values.large_data import dtype_name, record_data, tensor_of
-from ttprun.capture.values.nodes import MISSING, name_of
 from ttprun.capture.values.not_proved import record_not_proved
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
+from ttprun.capture.values.type_names import MISSING, name_of
 from ttprun.capture.values.unrecorded import Unrecorded, forget_gradient, shape_of, without_history
 from ttprun.introspect.distributed_tensors import local_of, waited_for
 from ttprun.introspect.looks import dictionary_of, is_a

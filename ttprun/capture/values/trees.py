@@ -31,8 +31,8 @@ from ttprun.capture.records.nodes import (
 )
 from ttprun.capture.records.packing import listed, unpack_description
 from ttprun.capture.values.large_data import tensor_of
-from ttprun.capture.values.nodes import MISSING
 from ttprun.capture.values.snapshot import with_fixed
+from ttprun.capture.values.type_names import MISSING
 
 LISTS = (Part.NODES, Part.ITEMS, Part.UNORDERED)
 

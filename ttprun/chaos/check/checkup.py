@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ttprun.capture.position import remembered
-from ttprun.chaos.check.notes import AT_END, RunDifference
-from ttprun.chaos.check.plan import WISHES, Moment, plan
-from ttprun.chaos.check.trial import CheckTarget, Trial, Trials
-from ttprun.chaos.check.verdict import (
+from ttprun.chaos.check.kill_rows import (
     KillOutcome,
     RunComparison,
     blamed,
@@ -21,6 +18,9 @@ from ttprun.chaos.check.verdict import (
     rows_of,
     unlike,
 )
+from ttprun.chaos.check.notes import AT_END, RunDifference
+from ttprun.chaos.check.plan import WISHES, Moment, plan
+from ttprun.chaos.check.trial import CheckTarget, Trial, Trials
 from ttprun.chaos.faults import Fault
 from ttprun.observe.topology import read_topology
 

@@ -16,8 +16,8 @@ from ttprun.protocol.board import Phase
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.bootstrap.hooks import make_session
 from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.framework.callback_recovery import CallbackRecovery
 from ttprun.rank.framework.framework import Framework
-from ttprun.rank.framework.recovery import CallbackRecovery
 from ttprun.rank.session import current
 
 

@@ -5,15 +5,11 @@ A process runs its script once, unless a transient error or a device error ends 
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from functools import partial
-from typing import NoReturn
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ttprun.capture import hooks as capture
+from ttprun.capture import installing as capture
 from ttprun.capture.effects.effects import Effects
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.rehearsal import Rehearsal
@@ -25,10 +21,9 @@ from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
 from ttprun.introspect import fail_open, moments
 from ttprun.introspect.host import begin, leave_in_children
-from ttprun.protocol import from_rank, patience, standbys, to_rank
+from ttprun.protocol import from_rank, patience, to_rank
 from ttprun.protocol.board import Board, Phase
 from ttprun.rank.bootstrap import patches, reset
-from ttprun.rank.bootstrap.ahead import Ahead, has_children
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.proof import Proof
@@ -36,8 +31,7 @@ from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.replay import resuming
 from ttprun.rank.replay.recovery import Recovery
-from ttprun.rank.replay.replay import ReplayRun
-from ttprun.rank.replay.set_up import SetUp
+from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.replay.step_proof import StepProof
 from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
@@ -48,7 +42,7 @@ from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
 from ttprun.tensors.post_step_weights import KeptWeights
-from ttprun.tensors.snapshots import SnapshotPart
+from ttprun.tensors.snapshot_shares import SnapshotPart
 
 
 def install(presence: Presence) -> None:
@@ -78,9 +72,6 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     is_replacement   it replaces a lost run, at the boundary that the agent's order names
     """
     session = make_session(presence)
-    if presence.ahead is not None:
-        _run_ahead(presence, session, presence.ahead)
-        return
     order = presence.order if is_replacement else None
     if is_replacement:
         patches.apply_all(with_replay=True)
@@ -120,51 +111,6 @@ def _listen(presence: Presence, session: Session) -> None:
     presence.hand_over(strikes.taken_from(recovery.take, presence.channel), recovery.begin_in)
     session.touch(Phase.SETUP)
     presence.channel.send(from_rank.RankProtected())
-
-
-def _run_ahead(presence: Presence, session: Session, ahead: Ahead) -> None:
-    """The rank still lives: the script runs up to where its replay would depend on what it still does."""
-    began_s = time.monotonic()
-    patches.apply_all(with_replay=True)
-    begin(session)
-    effects = Effects(session[Recorder])
-    effects.begin_ahead()
-
-    def leave(why_not: str) -> NoReturn:
-        presence.channel.send(standbys.SetUpDone(why_not, time.monotonic() - began_s))
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise SystemExit
-
-    def go_on() -> ReplayRun:
-        if has_children():
-            leave("it has started other processes")
-        presence.channel.send(standbys.SetUpDone("", time.monotonic() - began_s))
-        presence.called.wait()
-        ahead.end()
-        presence.greet(session.board)
-        presence.may_start.wait()
-        order = presence.order
-        if not isinstance(order, to_rank.Replay) or order.adapt is not None:
-            leave("its rank is not replayed")
-        presence.ahead = None
-        set_up.end_output()
-        session.generation = presence.generation
-        effects.go_on()
-        replay = _replay_of(session, order)
-        why_not = set_up.end(replay)
-        if why_not:
-            leave(why_not)
-        session.mode = replay
-        replay.begin()
-        _listen(presence, session)
-        return replay
-
-    if groups.has_accelerator():
-        leave("it would take memory of the device that its rank uses")
-    set_up = SetUp(session, ahead.sample, go_on, leave)
-    session.mode = set_up
-    set_up.begin()
-    session.touch(Phase.SETUP)
 
 
 def make_session(presence: Presence) -> Session:

@@ -39,7 +39,6 @@ from ttprun.rank.bootstrap.presence import Presence, diagnose
 from ttprun.rank.process import heartbeat, held_signals
 
 if TYPE_CHECKING:
-    from ttprun.rank.bootstrap.ahead import Ahead
     from ttprun.rank.session import Session
 
 PR_SET_PDEATHSIG = 1
@@ -80,14 +79,13 @@ def begin() -> None:
     enter(channel, welcome, fds, ast_transform.full_path(script))
 
 
-def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: str, ahead: Ahead | None = None) -> None:
+def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: str) -> None:
     """Take the identity that the agent assigns; a replacement waits here until the agent orders where to resume.
 
     The hooks are installed as soon as torch is imported, perhaps at once: a .pth file in site-packages, or the user's
     own `sitecustomize`, may have imported it already.
 
     script   its full path, "" if a module or something else is run
-    ahead    its rank still lives
     """
     global _presence
     directories = [os.path.dirname(script), ast_transform.directory_of(script)] if script else [os.getcwd()]
@@ -97,19 +95,17 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
         add_named_path(path)
     text_hashes.note_who_seeded()
     _presence = Presence(channel, welcome, fds)
-    _presence.ahead = ahead
     _presence.start()
     heartbeat.write_when_asked(fds[2])
     board = Board(fds[0], welcome.world_size)
     heartbeat.start(board, welcome.rank, _look_for_hooks)
     held_signals.hold(board)
-    if ahead is None:
-        _presence.greet(board)
+    _presence.greet(board)
     os.register_at_fork(before=_before_fork, after_in_child=_leave_in_child)
     atexit.register(_finish)
     sys.excepthook = report_before(sys.excepthook)
     strike_at_start(welcome)
-    if welcome.is_replacement and ahead is None:
+    if welcome.is_replacement:
         _presence.may_start.wait()  # until the agent's order; at its deadline the agent kills this process
     patches.apply_early(welcome.options.mindio)
     if not welcome.options.mindio:
@@ -335,11 +331,11 @@ def _finish_well(session: Session | None) -> None:
         os._exit(damage.EXIT_CODE)
     if session is not None:
         session.mode.refuse_end()
-        from ttprun.groups import leaving
+        from ttprun.groups import leaving_together
 
         session.stop_comparing()
         with contextlib.suppress(KeyboardInterrupt):
-            leaving.stay(session)
+            leaving_together.stay(session)
 
 
 def take_over() -> None:

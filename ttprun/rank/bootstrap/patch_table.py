@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ttprun.capture.patches import PATCHES as OF_CAPTURE
+from ttprun.capture.patch_rows import PATCHES as OF_CAPTURE
 from ttprun.device.environment import VARIABLES
 from ttprun.groups.patched import PATCHES as OF_GROUPS
 from ttprun.introspect.patching import Patch
@@ -161,12 +161,6 @@ ALSO: tuple[Change, ...] = (
         "sys",
         "meta_path, path_hooks",
         "the user's modules are compiled with their for loops followed, by functions in builtins (__ttprun_loop__ ...)",
-    ),
-    Change(
-        "numpy, torch",
-        "memory of large arrays and tensors",
-        "where the kernel supports it (userfaultfd), it reports writes to those in the script's variables: the first "
-        "write to a page after a step takes a microsecond longer",
     ),
     Change(
         "str, bytes",

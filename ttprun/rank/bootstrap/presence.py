@@ -9,7 +9,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ttprun.chaos import damage
 from ttprun.device.errors import DeviceErrors, DeviceFault, Diagnosis, diagnosis_of, is_out_of_memory
@@ -21,9 +20,6 @@ from ttprun.protocol.codec import Refused
 from ttprun.rank.bootstrap import unhooked
 from ttprun.rank.process import heartbeat, held_signals
 
-if TYPE_CHECKING:
-    from ttprun.rank.bootstrap.ahead import Ahead
-
 
 class Presence:
     """What this process knows about itself, from the agent's welcome.
@@ -34,8 +30,6 @@ class Presence:
     is_rerun            an error has ended the script, which is run again in this process
     heard               set when messages of the agent are meant for the current run of the script
     has_script_failed   an exception has ended the script
-    ahead               set while its rank still lives, and only the set-up is run
-    called              that rank is lost: `welcome` is that of its replacement
     """
 
     def __init__(self, channel: Channel, welcome: to_rank.Welcome, fds: list[int]) -> None:
@@ -53,8 +47,6 @@ class Presence:
         self.heard = threading.Event()
         self.heard.set()
         self.has_script_failed = False
-        self.ahead: Ahead | None = None
-        self.called = threading.Event()
 
     def start(self) -> None:
         """Read the agent's messages on a thread of its own."""
@@ -98,10 +90,6 @@ class Presence:
         for message in self.channel.messages():
             if isinstance(message, Refused):
                 self.channel.send(from_rank.Note(f"a message from the agent is ignored: {message.reason}"))
-                continue
-            if isinstance(message, to_rank.Welcome):
-                self.welcome, self.generation = message, message.generation
-                self.called.set()
                 continue
             if isinstance(message, to_rank.EndAsked):
                 held_signals.let_end()

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 from ttprun import frameworks
-from ttprun.capture import hooks as capture
+from ttprun.capture import installing as capture
 from ttprun.capture.effects import os_entropy
 from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position import ast_transform
-from ttprun.groups import ending, saves
+from ttprun.groups import async_saves, ending
 from ttprun.introspect import distributed_tensors, fail_open, random_state
 from ttprun.introspect.whose import has_muted_effects
 from ttprun.rank.checks.verification import Verifier
@@ -121,7 +121,7 @@ def clear(error: BaseException) -> None:
         atexit.unregister(function)
     _registered.clear()
     of_steps = (step_hooks, optimizer_registry, distributed_tensors, gradients, open_boundaries)
-    for room in (*of_steps, capture, saves):
+    for room in (*of_steps, capture, async_saves):
         room.forget()
     _empty_shared_states()
     _forget_modules()

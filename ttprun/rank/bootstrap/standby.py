@@ -23,7 +23,6 @@ from ttprun.capture.script import run
 from ttprun.protocol import standbys, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import install, patches, preload
-from ttprun.rank.bootstrap.ahead import Ahead
 
 WARM = (
     "torch",
@@ -89,9 +88,7 @@ def main() -> None:
     script = arguments[1] if is_module else ast_transform.full_path(arguments[0])
     sys.path[0] = os.getcwd() if is_module else ast_transform.directory_of(script)
     preload.again.run()
-    given = fds[: welcome.descriptors]
-    ahead = Ahead(welcome, given) if welcome.is_ahead else None
-    install.enter(channel, welcome, given if ahead is None else ahead.fds, "" if is_module else script, ahead)
+    install.enter(channel, welcome, fds[: welcome.descriptors], "" if is_module else script)
     run(arguments, is_followed)
 
 

@@ -1,7 +1,7 @@
 """The main thread's side: the decorated train function, and how it is interrupted and called again.
 
-The recovery thread (`recovery.py`) orders this object to stop and to resume; the main thread notices in its next
-collective, before its next update of the optimizer, or in a wait. Read `Framework.run` first.
+The recovery thread (`callback_recovery.py`) orders this object to stop and to resume; the main thread notices in its
+next collective, before its next update of the optimizer, or in a wait. Read `Framework.run` first.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ttprun.rank.context import JOINING, LIVE
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
 from ttprun.rank.framework.elastic import Elastic
-from ttprun.rank.framework.errors import ARF_FINISH, FORCE_STOP, STEP_FINISH, ErrorTable
+from ttprun.rank.framework.error_meanings import ARF_FINISH, FORCE_STOP, STEP_FINISH, ErrorTable
 from ttprun.rank.framework.handlers import Handlers
-from ttprun.rank.framework.pauses import Pauses
+from ttprun.rank.framework.step_pauses import Pauses
 from ttprun.rank.replay.recovery import JoinsTraining
 from ttprun.rank.session import Session
 from ttprun.rank.step import for_standbys

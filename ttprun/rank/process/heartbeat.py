@@ -143,7 +143,6 @@ def _beat(board: Board, row: int, look: Callable[[], None]) -> None:
     while True:
         board.set(row, Field.PULSE_NS, time.monotonic_ns())
         # One at a time: a main thread in a long C call must not find a full queue of pending calls.
-        # The board may have become another one (bootstrap/ahead.py), which then shows a beat too many.
         count = board.get(row, Field.MAIN_BEATS)
         is_answered = (count - asked) & _COUNT_MASK < _COUNT_MASK >> 1
         if add_pending_call is not None and is_answered and add_pending_call(sem_post, semaphore) == 0:

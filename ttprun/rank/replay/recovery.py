@@ -29,10 +29,10 @@ from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.process import heartbeat
 from ttprun.rank.replay import freezing, repairing, resuming
-from ttprun.rank.replay.replay import ReplayRun
+from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.session import Session
 from ttprun.tensors.mirror import Mirror
-from ttprun.tensors.snapshots import SnapshotPart
+from ttprun.tensors.snapshot_shares import SnapshotPart
 
 _DOING: dict[type, str] = {
     to_rank.Freeze: "stopped",

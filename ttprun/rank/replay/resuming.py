@@ -16,7 +16,7 @@ from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.replay.replay import ReplayRun
+from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.session import Session
 
 

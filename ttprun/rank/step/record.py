@@ -28,7 +28,7 @@ from ttprun.tensors import open_boundaries, optimizer_registry, sharded
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
-from ttprun.tensors.snapshots import SnapshotPart
+from ttprun.tensors.snapshot_shares import SnapshotPart
 
 
 @costs_of.measured(costs_of.RECORD)

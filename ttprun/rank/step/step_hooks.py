@@ -45,7 +45,7 @@ from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
 from ttprun.tensors.post_step_weights import KeptWeights
-from ttprun.tensors.snapshots import SnapshotPart
+from ttprun.tensors.snapshot_shares import SnapshotPart
 
 _running: torch.optim.Optimizer | None = None
 _boundary = 0  # to which the running step leads

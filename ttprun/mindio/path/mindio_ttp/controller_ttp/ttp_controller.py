@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from ttprun.rank.framework.access import has_framework, this_rank
+from ttprun.rank.framework.current import has_framework, this_rank
 from ttprun.rank.framework.limits import check_port, check_rank
 
 OUTSIDE_OF_THE_JOB = -1

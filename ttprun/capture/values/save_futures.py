@@ -1,4 +1,4 @@
-"""The futures of checkpoints that a thread writes (groups/saves.py): a replacement has one that is done."""
+"""The futures of checkpoints that a thread writes (groups/async_saves.py): a replacement has one that is done."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ import msgpack
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ttprun.capture import early, hooks, recording
+from ttprun.capture import early, installing, recording
 from ttprun.capture.effects.effects import Effects
-from ttprun.capture.patches import PATCHES
+from ttprun.capture.patch_rows import PATCHES
 from ttprun.capture.position import ast_transform
 from ttprun.capture.records.boundary_record import Record, read_head
 from ttprun.capture.records.packing import pack
@@ -251,12 +251,12 @@ class Capture:
                 if not host.mode.is_live:
                     host.mode.output.end(0, 0)
                 end()
-                hooks.forget()
+                installing.forget()
                 Clock.is_whole = False
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
-        hooks.install()
+        installing.install()
         patching.replace(PATCHES)
         kind: Any = torch.optim.Optimizer
         original = kind.__init__

@@ -37,7 +37,7 @@ from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.mindio import RepairType
 from ttprun.rank.framework import randomness, scheduler
 from ttprun.rank.framework.codes import RET_NO_REBUILD, ReportState
-from ttprun.rank.framework.errors import FORCE_STOP
+from ttprun.rank.framework.error_meanings import FORCE_STOP
 from ttprun.rank.framework.framework import Framework, MainThread
 from ttprun.rank.framework.handlers import Size
 from ttprun.rank.replay import freezing

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ttprun.capture.records.nodes import ShardedNode
-from ttprun.capture.values.nodes import MISSING
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.capture.values.tensors import weight_node
+from ttprun.capture.values.type_names import MISSING
 from ttprun.capture.values.unrecorded import without_history
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
 

@@ -31,8 +31,8 @@ from ttprun.capture.records.nodes import (
     WrapperNode,
 )
 from ttprun.capture.records.packing import listed
-from ttprun.capture.values.nodes import MISSING, CannotRestoreError
 from ttprun.capture.values.trees import LISTS, Tree, count_of_parts, number_of
+from ttprun.capture.values.type_names import MISSING, CannotRestoreError
 
 MODULES = (ModuleNode, WrapperNode)
 
