@@ -337,7 +337,7 @@ def test_what_cannot_be_compared_is_named_and_the_script_goes_on(
     replacement: Replacement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, channel = replacement(5, {"world": [torch.ones(40)]})
-    monkeypatch.setattr("ttprun.introspect.tensor_bytes.memory_of", lambda tensor: 1 / 0)
+    monkeypatch.setattr("ttprun.introspect.tensor_bytes._memory", lambda tensor: 1 / 0)
 
     proof.note(session, INPUT, "world", [torch.ones(40)])
 
