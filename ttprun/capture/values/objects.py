@@ -156,11 +156,12 @@ def restore_object(restore: Restore, live: Any, node: ObjectNode, name: str) -> 
 
 
 def _made_again(restore: Restore, live: Any, kind: type, node: ObjectNode, name: str) -> Any:
-    """An object that the replay has not made, as pickle would make it."""
+    """An object that the replay has not made, as pickle would make it; `live` if it would lack an attribute."""
     made: Any = object.__new__(kind)
     restore.claim(node.number, made)
     restore_attributes(restore, made, node.attributes, name)
-    if restore.is_comparing and attributes_of(made).keys() != node.attributes.keys():
+    if attributes_of(made).keys() != node.attributes.keys():
+        restore.disclaim(node.number)
         return restore.refuse(live, unlike(name, node.kind, live))
     if not is_of_user(kind):  # its constructor may have noted it somewhere in its package
         restore.note_made(made, name)

@@ -72,6 +72,7 @@ class Restore:
         self._blobs = blobs
         self._objects: dict[int, Any] = {}
         self._claims: dict[int, int] = {}
+        self._unused: list[Any] = []
         self._places: dict[int, int] | None = None
 
     def frame(
@@ -155,6 +156,10 @@ class Restore:
             return False
         self._objects[number] = value
         return True
+
+    def disclaim(self, number: int) -> None:
+        """What was made as the counterpart of an object of the record is not used."""
+        self._unused.append(self._objects.pop(number))  # alive, so that nothing else has its id
 
     def hold(self, number: int, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """Make `storage` the counterpart of memory of the record; returns it."""
