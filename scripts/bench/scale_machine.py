@@ -20,13 +20,9 @@ from typing import Any
 
 from runs import headline, machine, positive, print_table
 
-from ttprun.recovery import (
-    Action,
-    Event,
-    Freeze,
-    Job,
-    JobPhase,
-    RankExited,
+from ttprun.protocol.actions import Action, Replay, SpawnRank
+from ttprun.protocol.events import Event, RankExited, RankStarted
+from ttprun.protocol.from_rank import (
     RankFrozen,
     RankJoined,
     RankProtected,
@@ -34,17 +30,9 @@ from ttprun.recovery import (
     RankReissued,
     RankRepaired,
     RankReplayed,
-    RanksCompared,
-    RankStarted,
-    Replay,
-    Resume,
-    SendState,
-    Settings,
-    SpawnRank,
     StateSent,
-    advance,
-    new_job,
 )
+from ttprun.recovery import Freeze, Job, JobPhase, RanksCompared, Resume, SendState, Settings, advance, new_job
 from ttprun.recovery.replicas import Replicas
 
 WIDTH = 50

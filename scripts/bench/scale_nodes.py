@@ -23,10 +23,11 @@ from itertools import count
 from typing import Any
 
 from ttprun.agent.cluster import follower
-from ttprun.protocol import channel, from_rank, meeting, node_orders, node_reports, to_rank
+from ttprun.protocol import actions, channel, from_rank, meeting, node_orders, node_reports, to_rank
 from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.board import SHARED, Board, Field, Phase
 from ttprun.protocol.codec import Message, decode, encode
+from ttprun.protocol.events import RankExited, RankStarted
 
 PARAMETERS = 16  # that a rank reports digests of
 ISSUED = 20  # collectives since the boundary, in a survivor's journal
@@ -67,12 +68,12 @@ class Rank:
     def begin(self, pid: int) -> None:
         """The process has been welcomed."""
         self.pid = pid
-        for message in (from_rank.Present(pid, 1), from_rank.Protected()):
+        for message in (from_rank.Present(pid, 1), from_rank.RankProtected()):
             self.say(message)
 
     def join(self) -> None:
         """The script makes its process group."""
-        self.say(from_rank.Joined())
+        self.say(from_rank.RankJoined())
         self.connect(0)
 
     def connect(self, generation: int) -> None:
@@ -87,15 +88,15 @@ class Rank:
             case to_rank.Freeze():
                 self.generation = generation
                 self.share()
-                self.say(from_rank.Frozen(generation, self.boundary, DIGEST, True, of_journal(self.world_size)))
+                self.say(from_rank.RankFrozen(generation, self.boundary, DIGEST, True, of_journal(self.world_size)))
             case to_rank.Replay(boundary=boundary):
                 self.boundary = boundary
-                self.say(from_rank.Joined())
-                self.say(from_rank.Replayed(generation, boundary, 0.1))
+                self.say(from_rank.RankJoined())
+                self.say(from_rank.RankReplayed(generation, boundary, 0.1))
             case to_rank.SendState():
                 self.say(from_rank.StateSent(generation, DIGEST))
             case to_rank.FetchState():
-                self.say(from_rank.Repaired(generation, DIGEST))
+                self.say(from_rank.RankRepaired(generation, DIGEST))
             case to_rank.Resume():
                 self.generation = generation
                 self.connect(generation)
@@ -106,8 +107,8 @@ class Rank:
             held = {f"layers.{number}.weight": (DIGEST, DIGEST) for number in range(PARAMETERS)}
             self.say(from_rank.Held(1, True, held, {key: key for key in held}, {}, [], ""))
         else:
-            self.say(from_rank.Rebuilt(self.connects))
-            self.say(from_rank.Reissued(self.connects))
+            self.say(from_rank.RankRebuilt(self.connects))
+            self.say(from_rank.RankReissued(self.connects))
         self.connects = -1
 
 
@@ -179,7 +180,7 @@ class Node:
     def begin(self, rank: int) -> None:
         """A rank has a process."""
         pid = next(Rank.pids)
-        self.send(node_reports.Started(rank, pid))
+        self.send(RankStarted(at_s=0.0, rank=rank, pid=pid))
         self.ranks[rank].begin(pid)
 
     def tick(self) -> None:
@@ -199,10 +200,10 @@ class Node:
 
     def kill(self, rank: int) -> None:
         """A rank's process gets SIGKILL."""
-        ended = node_reports.Ended(
-            rank, self.ranks[rank].pid, -9, self.ranks[rank].boundary, False, "", "killed by signal 9", "",
-            time.monotonic_ns(), self.row(rank),
-        )  # fmt: skip
+        one = self.ranks[rank]
+        fields = {"rank": rank, "pid": one.pid, "boundary": one.boundary, "reason": "killed by signal 9"}
+        ended = RankExited.ended(-9, at_s=0.0, **fields)
+        self.share(rank)
         self.ranks[rank].pid = 0
         self.send(ended)
 
@@ -230,9 +231,9 @@ class Node:
                             self.note_ports(inner.generation, {int(inner.key.split()[1])})
                         else:
                             self.ranks[rank].take(inner)
-            case node_orders.Spawn(rank=rank):
+            case actions.SpawnRank(rank=rank):
                 self.begin(rank)
-            case node_orders.Replay(rank=rank, generation=generation, boundary=boundary):
+            case actions.Replay(rank=rank, generation=generation, boundary=boundary):
                 self.ranks[rank].take(to_rank.Replay(generation, boundary))
             case node_orders.GiveRecords(ranks=ranks):
                 for rank in ranks:
@@ -387,7 +388,7 @@ class Stage:
 
     def encoded(self, message: Message) -> str:
         """A rank's message as it stands in a report; that of many ranks is often the same."""
-        key = repr(message) if not isinstance(message, from_rank.Frozen) else f"frozen {message.generation}"
+        key = repr(message) if not isinstance(message, from_rank.RankFrozen) else f"frozen {message.generation}"
         if key not in self._encoded:
             inner = encode(shortened(message, self.world_size)).decode().rstrip("\n")
             self._encoded[key] = json.dumps(inner)

@@ -13,9 +13,10 @@ from ttprun import recovery
 from ttprun.agent.core.node import Node
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol.events import Event
 
 
-def ignore(event: recovery.Event) -> None: ...
+def ignore(event: Event) -> None: ...
 
 
 class Asked:
@@ -23,7 +24,7 @@ class Asked:
 
     asked_elsewhere = ""
 
-    def __init__(self, advance: Callable[[recovery.Event], None]) -> None:
+    def __init__(self, advance: Callable[[Event], None]) -> None:
         self.advance = advance
 
 
@@ -69,7 +70,7 @@ class Store:
                 raise RuntimeError("wait timeout")
 
 
-def node_of(directory: Path, *slots: Any, advance: Callable[[recovery.Event], None] = ignore, **config: Any) -> Node:
+def node_of(directory: Path, *slots: Any, advance: Callable[[Event], None] = ignore, **config: Any) -> Node:
     """A node with these slots, whose ranks have not been started."""
     job = recovery.new_job(recovery.Settings(world_size=max(1, len(slots))))
     node = Node(Config(**config), RunDirectory(directory), True, job)

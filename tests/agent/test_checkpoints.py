@@ -21,6 +21,7 @@ from ttprun.agent.checkpoints.writer import CheckpointWriter
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.launcher.resume import ENDED_NAME
 from ttprun.protocol import to_rank
+from ttprun.protocol.events import Event
 from ttprun.protocol.snapshots import Dumped, Share, SnapshotTaken
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.draft import Draft
@@ -43,7 +44,7 @@ class FakeNode:
         self.peers = Peers(ranks_per_node=ranks)
         self.called: list[Callable[[], None]] = []
         self.call = self.called.append
-        self.advanced: list[recovery.Event] = []
+        self.advanced: list[Event] = []
         self.advance = self.advanced.append
 
         self.job = recovery.new_job(recovery.Settings(world_size=ranks))

@@ -12,6 +12,9 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.core.deadlines import Deadlines
 from ttprun.protocol import patience
+from ttprun.protocol.actions import Action
+from ttprun.protocol.events import Event, RankExited, RankStarted
+from ttprun.protocol.from_rank import RankProtected
 from ttprun.recovery.job import Ending
 
 
@@ -30,13 +33,13 @@ class Played:
         self.passed: list[str] = []
         self.job = recovery.new_job(recovery.Settings(world_size=3))
         for rank in range(3):
-            self._decide(recovery.RankStarted(at_s=0.0, rank=rank, pid=10 + rank))
-            self._decide(recovery.RankProtected(at_s=0.0, rank=rank))
-        lost = recovery.RankExited(at_s=1.0, rank=1, pid=11, code=None, signal=signal.SIGKILL, boundary=5)
+            self._decide(RankStarted(at_s=0.0, rank=rank, pid=10 + rank))
+            self._decide(RankProtected(at_s=0.0, rank=rank))
+        lost = RankExited(at_s=1.0, rank=1, pid=11, code=None, signal=signal.SIGKILL, boundary=5)
         (self.order,) = [one for one in self._decide(lost) if isinstance(one, recovery.SetDeadline)]
         self.deadlines = Deadlines(self, self)  # type: ignore[arg-type]
 
-    def _decide(self, event: recovery.Event) -> tuple[recovery.Action, ...]:
+    def _decide(self, event: Event) -> tuple[Action, ...]:
         self.job, actions = recovery.advance(self.job, event)
         return actions
 

@@ -25,7 +25,8 @@ from ttprun.agent.processes import stacks
 from ttprun.agent.processes.rank_processes import RankHandler
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.protocol.board import FIELDS, Board, Field
-from ttprun.protocol.from_rank import Broken
+from ttprun.protocol.events import RankStarted
+from ttprun.protocol.from_rank import Broken, RankProtected
 from ttprun.recovery import Settings, new_job
 from ttprun.recovery.hangs import Hung, Way
 from ttprun.recovery.observations import Doing, Observation
@@ -434,8 +435,8 @@ def running(pids: Sequence[int]) -> recovery.Job:
     """A job whose protected ranks have these processes."""
     job = new_job(Settings(world_size=len(pids)))
     for rank, pid in enumerate(pids):
-        job, _ = recovery.advance(job, recovery.RankStarted(at_s=0.0, rank=rank, pid=pid))
-        job, _ = recovery.advance(job, recovery.RankProtected(at_s=0.0, rank=rank))
+        job, _ = recovery.advance(job, RankStarted(at_s=0.0, rank=rank, pid=pid))
+        job, _ = recovery.advance(job, RankProtected(at_s=0.0, rank=rank))
     return job
 
 

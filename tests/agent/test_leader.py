@@ -12,6 +12,7 @@ from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.roles import Leading
 from ttprun.protocol import meeting, node_orders
+from ttprun.protocol.events import Event
 from ttprun.recovery.replicas import Replicas
 
 
@@ -43,7 +44,7 @@ class FakeCoordinator:
     def __init__(self, node: Any) -> None:
         self.node = node
 
-    def advance(self, event: recovery.Event) -> None:
+    def advance(self, event: Event) -> None:
         self.node.job, _ = recovery.advance(self.node.job, event)
 
 
@@ -74,7 +75,7 @@ def test_who_is_a_replica_is_known_to_all_agents_as_soon_as_the_one_that_leads_k
 
 
 def test_nodes_that_are_lost_at_once_are_one_fault_which_the_survivors_answer_once(tmp_path: Path) -> None:
-    events: list[recovery.Event] = []
+    events: list[Event] = []
     node = node_of(tmp_path, advance=events.append)
     node.begin_group([(0, 0), (1, 1)], Peers(0, "127.0.0.1", 2, {}, {0: "a", 1: "b", 2: "c", 3: "d"}, 4))
     leader = part(

@@ -27,6 +27,8 @@ from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import KNOWN, Channel
 from ttprun.protocol.codec import decode
+from ttprun.protocol.events import Event, RankExited, RankStarted
+from ttprun.protocol.from_rank import RankProtected
 from ttprun.recovery.replicas import Replicas
 
 N_RANKS = 3
@@ -68,8 +70,8 @@ class FakeNode:
         self.config = SimpleNamespace(snapshot_every="auto", buddy="off")
         for slot in self.slots:
             slot.pid, slot.is_present = 100 + slot.rank, True
-            self.advance(recovery.RankStarted(at_s=0.0, rank=slot.rank, pid=slot.pid))
-            self.advance(recovery.RankProtected(at_s=0.0, rank=slot.rank))
+            self.advance(RankStarted(at_s=0.0, rank=slot.rank, pid=slot.pid))
+            self.advance(RankProtected(at_s=0.0, rank=slot.rank))
 
     def void_beyond(self, boundary: int) -> None:
         Node.void_beyond(self, boundary)  # type: ignore[arg-type]
@@ -80,7 +82,7 @@ class FakeNode:
         made.begin_group(part(LocalActuator, self))
         return made
 
-    def advance(self, event: recovery.Event) -> None:
+    def advance(self, event: Event) -> None:
         self.job, _ = recovery.advance(self.job, event)
 
     def log(self, event: str, **fields: object) -> None: ...
@@ -180,7 +182,7 @@ def test_a_replacement_is_given_what_others_have_sent_in_its_generation_while_th
     line.reported.clear()
 
     slot.leave(-9, node.board, lambda number, pid: "")
-    node.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
+    node.advance(RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
     reports.take(teller, put)
     reports.take(slot, put)  # of its own, for the others
     before = list(line.reported)
@@ -198,7 +200,7 @@ def test_what_ranks_have_sent_in_an_earlier_generation_is_looked_through_once_an
     reports.take(node.slots[1], from_rank.Put(0, "port 1", ""))
     reports.pass_on()
     slot.leave(-9, node.board, lambda number, pid: "")
-    node.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
+    node.advance(RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
 
     reports.take(slot, from_rank.Present(pid=200, main_thread=1))
 
@@ -245,10 +247,10 @@ def test_what_lost_ranks_have_recorded_is_voided_once_and_not_for_each_survivor(
     node: FakeNode, reports: Reports
 ) -> None:
     ours, theirs = join_another_node(node, reports)
-    node.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=4))
+    node.advance(RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=4))
 
     for slot in node.slots[1:]:
-        reports.take(slot, from_rank.Frozen(1, 4, "w", True))
+        reports.take(slot, from_rank.RankFrozen(1, 4, "w", True))
 
     with theirs, ours:
         sent = Channel(theirs, {"VoidBeyond": node_orders.VoidBeyond}).read_available()
@@ -299,7 +301,13 @@ def test_a_traceback_that_nobody_reads_does_no_harm(node: FakeNode, reports: Rep
 
 @pytest.mark.parametrize(
     "line",
-    [b"{", b"[]", b'{"op": "Freeze"}', b'{"op": "Frozen"}', b'{"op": "Frozen", "generation": 1, "boundary": "2"}'],
+    [
+        b"{",
+        b"[]",
+        b'{"op": "Freeze"}',
+        b'{"op": "RankFrozen"}',
+        b'{"op": "RankFrozen", "generation": 1, "boundary": "2"}',
+    ],
 )
 def test_what_is_no_message_of_a_rank_is_ignored_with_a_reason(
     node: FakeNode, reports: Reports, caplog: pytest.LogCaptureFixture, line: bytes

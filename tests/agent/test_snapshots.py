@@ -21,6 +21,7 @@ from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.processes.shared_memory import path_of
 from ttprun.protocol.board import Board, Field
+from ttprun.protocol.events import Event
 from ttprun.protocol.snapshots import Share, SnapshotTaken
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.tensors.checkpoint_shards import version_of
@@ -84,10 +85,10 @@ class FakeNode:
         self.is_hindered = False
         self.here = self.slots = [SimpleNamespace(local_rank=rank) for rank in range(RANKS)]
         self.board = Board.create(RANKS)[1]
-        self.advanced: list[recovery.Event] = []
+        self.advanced: list[Event] = []
         self.logged: list[dict[str, Any]] = []
 
-    def advance(self, event: recovery.Event) -> None:
+    def advance(self, event: Event) -> None:
         self.advanced.append(event)
         if isinstance(event, recovery.SnapshotTaken) and not self.is_hindered:
             self.job.snapshot = event.boundary

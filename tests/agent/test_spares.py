@@ -11,8 +11,9 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.spares import Spares
-from ttprun.protocol import node_orders, node_reports
-from ttprun.recovery import SpawnRank
+from ttprun.protocol import actions, node_orders, node_reports
+from ttprun.protocol.actions import SpawnRank
+from ttprun.protocol.events import Event, SpawnFailed
 
 
 class FakePeers:
@@ -59,12 +60,12 @@ class FakeNode:
         self.peers = FakePeers()
         self.config = SimpleNamespace(node_wait_s=0.0)
         self.job = recovery.new_job(recovery.Settings(world_size=6))
-        self.events: list[recovery.Event] = []
+        self.events: list[Event] = []
         self.may_train: Callable[[str], bool] = lambda address: True
 
     def log(self, event: str, **fields: object) -> None: ...
 
-    def advance(self, event: recovery.Event) -> None:
+    def advance(self, event: Event) -> None:
         self.events.append(event)
 
 
@@ -84,7 +85,7 @@ def spares(node: FakeNode) -> Spares:
 def test_a_rank_of_a_node_that_is_there_is_spawned_there(node: FakeNode, spares: Spares) -> None:
     spares.spawn(SpawnRank(4, 1))
 
-    assert node.peers.sent == [(2, node_orders.Spawn(4, 1))]
+    assert node.peers.sent == [(2, actions.SpawnRank(4, 1))]
 
 
 def test_ranks_of_a_lost_node_are_spawned_on_the_next_that_comes_once_it_has_their_records(
@@ -104,8 +105,8 @@ def test_ranks_of_a_lost_node_are_spawned_on_the_next_that_comes_once_it_has_the
     assert node.peers.sent[1:] == [
         (1, node_reports.Records(2, "two")),
         (1, node_reports.Records(3, "three")),
-        (1, node_orders.Spawn(2, 1)),
-        (1, node_orders.Spawn(3, 1)),
+        (1, actions.SpawnRank(2, 1)),
+        (1, actions.SpawnRank(3, 1)),
     ]
     assert node.events == []
 
@@ -132,7 +133,7 @@ def test_if_nobody_comes_in_time_no_process_can_be_started(node: FakeNode, spare
 
     spares.look()
 
-    assert [type(event) for event in node.events] == [recovery.SpawnFailed]
+    assert [type(event) for event in node.events] == [SpawnFailed]
     assert "--node-wait-s" in node.events[0].reason  # type: ignore[attr-defined]
 
 
@@ -144,7 +145,7 @@ def test_without_a_copy_of_its_records_a_rank_is_not_started_elsewhere(node: Fak
     spares.take_records(node_reports.Records(3, "three"))
 
     assert [getattr(event, "rank", None) for event in node.events] == [2]
-    assert not any(isinstance(message, node_orders.Spawn) for _, message in node.peers.sent)
+    assert not any(isinstance(message, actions.SpawnRank) for _, message in node.peers.sent)
 
 
 def test_if_the_node_that_keeps_the_copies_is_lost_too_there_are_none(node: FakeNode, spares: Spares) -> None:
@@ -153,7 +154,7 @@ def test_if_the_node_that_keeps_the_copies_is_lost_too_there_are_none(node: Fake
 
     spares.spawn(SpawnRank(2, 1))
 
-    assert [type(event) for event in node.events] == [recovery.SpawnFailed]
+    assert [type(event) for event in node.events] == [SpawnFailed]
 
 
 def test_records_for_a_spare_that_is_lost_as_well_are_dropped(node: FakeNode, spares: Spares) -> None:
@@ -179,4 +180,4 @@ def test_if_the_node_that_keeps_the_copies_is_lost_before_it_has_answered_nobody
     spares.lose_copies(2)
 
     assert [getattr(event, "rank", None) for event in node.events] == [3]
-    assert not any(isinstance(message, node_orders.Spawn) and message.rank == 3 for _, message in node.peers.sent)
+    assert not any(isinstance(message, actions.SpawnRank) and message.rank == 3 for _, message in node.peers.sent)

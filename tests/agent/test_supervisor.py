@@ -30,6 +30,7 @@ from ttprun.config import Config
 from ttprun.observe.events import read_events
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.events import Event
 from ttprun.state.store import CheckpointStore
 
 
@@ -143,7 +144,7 @@ def test_ranks_are_welcomed_even_if_the_supervisor_breaks_as_it_welcomes_them(
     begin_group(supervisor, 0, 1)
     healthy = supervisor.node.advance
 
-    def break_once(event: recovery.Event) -> None:
+    def break_once(event: Event) -> None:
         supervisor.node.advance = healthy
         raise RuntimeError("broken on purpose")
 

@@ -209,5 +209,5 @@ def test_the_protocol_lists_every_report_of_a_rank_with_its_fields(capsys: pytes
 
     text = capsys.readouterr().out
     assert re.findall(r"^\* `(\w+)`", text, re.MULTILINE) == [kind.__name__ for kind in get_args(Report)]
-    assert "* `Protected`: All hooks are installed." in text
-    assert "* `Unprotected` (reason): From now on this rank" in text
+    assert "* `RankProtected`: All hooks are installed." in text
+    assert "* `RankUnprotected` (reason): From now on this rank" in text

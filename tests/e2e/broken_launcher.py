@@ -11,6 +11,7 @@ from ttprun import recovery
 from ttprun.agent.core import supervisor
 from ttprun.agent.core.coordinator import Coordinator
 from ttprun.cli.main import program
+from ttprun.protocol.actions import Action
 
 
 def break_part(name: str) -> None:
@@ -35,7 +36,7 @@ def break_orders(names: list[str]) -> None:
     """Have the carrying out of the first order of each of these kinds raise, in their order."""
     original: Callable[..., None] = Coordinator.carry_out
 
-    def carry_out(self: Coordinator, action: recovery.Action) -> None:
+    def carry_out(self: Coordinator, action: Action) -> None:
         if names and type(action).__name__ == names[0]:
             del names[0]
             raise ArithmeticError(f"the order {type(action).__name__}")

@@ -8,7 +8,7 @@ import pytest
 
 from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.codec import encode
-from ttprun.protocol.from_rank import Frozen, GroupJournal, Reissued
+from ttprun.protocol.from_rank import GroupJournal, RankFrozen, RankReissued
 from ttprun.protocol.to_rank import Freeze
 
 RANKS = 1000
@@ -18,11 +18,11 @@ EVERYONE = list(range(RANKS))
 @pytest.mark.parametrize(
     "message",
     [
-        Frozen(1, 4, journal={"world": GroupJournal(EVERYONE, ["allreduce"]), "pair": GroupJournal([0, 1], [])}),
-        Frozen(1, 4, journal={"pair": GroupJournal([0, 1], ["allreduce"])}),
+        RankFrozen(1, 4, journal={"world": GroupJournal(EVERYONE, ["allreduce"]), "pair": GroupJournal([0, 1], [])}),
+        RankFrozen(1, 4, journal={"pair": GroupJournal([0, 1], ["allreduce"])}),
         Freeze(1, EVERYONE[1:], [0]),
         Freeze(1, EVERYONE[2:], [0]),  # rank 1 is away
-        Reissued(1),
+        RankReissued(1),
     ],
 )
 def test_a_message_of_all_ranks_is_read_as_it_was_before_it_was_shortened(message: Any) -> None:
@@ -30,5 +30,5 @@ def test_a_message_of_all_ranks_is_read_as_it_was_before_it_was_shortened(messag
 
 
 def test_a_message_of_all_ranks_is_short_however_many_they_are() -> None:
-    for message in (Frozen(1, 4, journal={"world": GroupJournal(EVERYONE, [])}), Freeze(1, EVERYONE[1:], [0])):
+    for message in (RankFrozen(1, 4, journal={"world": GroupJournal(EVERYONE, [])}), Freeze(1, EVERYONE[1:], [0])):
         assert len(encode(shortened(message, RANKS))) < 250

@@ -45,7 +45,7 @@ def up_to_frozen(line: Channel) -> list[channel.Message]:
     found = []
     for message in line.messages():
         found.append(message)
-        if isinstance(message, from_rank.Frozen):
+        if isinstance(message, from_rank.RankFrozen):
             break
     return found
 
@@ -55,7 +55,7 @@ def test_it_stops_at_boundary_0_at_once(lines: Any) -> None:
 
     ours.send(Freeze(2, survivors=[1], lost=[0]))
 
-    assert next(ours.messages()) == from_rank.Frozen(2, boundary=0)
+    assert next(ours.messages()) == from_rank.RankFrozen(2, boundary=0)
     assert presence.generation == 2
     assert [board.get(rank, Field.HELD) for rank in range(2)] == [0, 2]
 
@@ -67,7 +67,7 @@ def test_it_resumes_at_once_if_nothing_is_expected_of_it(lines: Any) -> None:
     ours.send(Freeze(3, survivors=[1], lost=[0]))
 
     said = up_to_frozen(ours)
-    assert said == [from_rank.Rebuilt(2), from_rank.Reissued(2), from_rank.Frozen(3, boundary=0)]
+    assert said == [from_rank.RankRebuilt(2), from_rank.RankReissued(2), from_rank.RankFrozen(3, boundary=0)]
     assert presence.may_start.is_set()
 
 
@@ -78,7 +78,7 @@ def test_a_replacement_of_which_something_is_expected_says_so_itself_when_it_has
     ours.send(Freeze(3, survivors=[1], lost=[0]))
 
     said = up_to_frozen(ours)
-    assert said == [from_rank.Rebuilt(2), from_rank.Frozen(3, boundary=0)]
+    assert said == [from_rank.RankRebuilt(2), from_rank.RankFrozen(3, boundary=0)]
     assert presence.order == resume(2, world=["broadcast"])
 
 
@@ -130,6 +130,6 @@ def test_what_is_no_message_is_reported_to_the_agent_and_has_no_effect(lines: An
     reason = "Freeze: Expected `int`, got `str` - at `$.generation`"
     assert up_to_frozen(ours) == [
         from_rank.Note(f"a message from the agent is ignored: {reason}"),
-        from_rank.Frozen(3, 0),
+        from_rank.RankFrozen(3, 0),
     ]
     assert presence.generation == 3

@@ -12,6 +12,7 @@ from ttprun.agent.repair.schedulers import Scheduler
 from ttprun.config import Config
 from ttprun.protocol import mindio
 from ttprun.protocol.board import Board, Field
+from ttprun.protocol.events import Event, StopAsked
 from ttprun.protocol.mindio import SchedulerAsked
 from ttprun.recovery import Incident, JobPhase
 
@@ -53,9 +54,9 @@ class FakeNode:
         self.board = Board.create(2)[1]
         for rank in range(2):
             self.board.set(rank, Field.APPLIED, 4)
-        self.events: list[recovery.Event] = []
+        self.events: list[Event] = []
 
-    def advance(self, event: recovery.Event) -> None:
+    def advance(self, event: Event) -> None:
         self.events.append(event)
 
     def log(self, event: str, **fields: object) -> None:
@@ -138,7 +139,7 @@ def test_a_fault_that_is_known_already_is_no_news(node: FakeNode, scheduler: Sch
 def test_the_scheduler_can_end_the_job(node: FakeNode, scheduler: Scheduler, what: str) -> None:
     scheduler.notified(SchedulerAsked(what))
 
-    assert [type(event) for event in node.events] == [recovery.StopAsked]
+    assert [type(event) for event in node.events] == [StopAsked]
 
 
 def all_wait(node: FakeNode, scheduler: Scheduler, number: int) -> None:

@@ -141,7 +141,7 @@ def test_failed_memory_is_reported_and_waited_out(session: Session, framework: F
 
     train()
 
-    reports = [message for message in session.channel.sent if isinstance(message, from_rank.Faulted)]  # type: ignore[attr-defined]
+    reports = [message for message in session.channel.sent if isinstance(message, from_rank.RankFaulted)]  # type: ignore[attr-defined]
     assert [report.device_fault for report in reports] == ["memory-persistent"]
     assert calls == ["RS_NORMAL", "RS_NORMAL"]
 

@@ -20,7 +20,7 @@ from ttprun.groups.buckets import TRUSTED_AFTER, Bucket
 from ttprun.groups.journal import Journal
 from ttprun.introspect import moments
 from ttprun.introspect.fail_open import NotRepairableError
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import events, from_rank, to_rank
 from ttprun.rank.checks.verification import Verifier, nan_in
 from ttprun.rank.session import current
 
@@ -401,7 +401,7 @@ def break_connections_while_one_is_late(ranks: tuple[int, ...], agent: FakeAgent
     for rank in ranks:
         agent.send_value(rank, "go on")
     for rank in range(2):
-        agent.wait_for(rank, from_rank.Frozen, generation=2)
+        agent.wait_for(rank, from_rank.RankFrozen, generation=2)
     agent.resume()
 
 
@@ -437,7 +437,7 @@ def lose_a_result(rank: int) -> None:
 
 
 def hear_of_a_mismatch(agent: FakeAgent) -> None:
-    mismatch = agent.wait_for(0, from_rank.Mismatch)
+    mismatch = agent.wait_for(0, events.MismatchFound)
     assert "was overwritten while it was sent to the other ranks" in mismatch.reason
     raise InterruptedError
 

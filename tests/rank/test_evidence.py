@@ -12,7 +12,7 @@ from tests.rank.fakes import FakeChannel, make_session
 from ttprun.capture.records.evidence import ALWAYS, BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect.tensor_bytes import is_close, sampled
-from ttprun.protocol import from_rank
+from ttprun.protocol import events, from_rank
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import Expected, MismatchError
@@ -217,7 +217,7 @@ def test_another_input_is_refused_before_anybody_gets_it(replacement: Replacemen
     with pytest.raises(MismatchError, match="number 1 of step 5"):
         proof.note(session, INPUT, "world", [torch.ones(40) * 2])
 
-    assert [type(message) for message in channel.sent] == [from_rank.Mismatch]
+    assert [type(message) for message in channel.sent] == [events.MismatchFound]
 
 
 def nearly(ulps: int) -> torch.Tensor:
@@ -225,7 +225,7 @@ def nearly(ulps: int) -> torch.Tensor:
 
 
 def is_near(channel: FakeChannel) -> list[bool]:
-    return [message.is_near for message in channel.sent if isinstance(message, from_rank.Mismatch)]
+    return [message.is_near for message in channel.sent if isinstance(message, events.MismatchFound)]
 
 
 @pytest.mark.usefixtures("at_once")
@@ -337,7 +337,7 @@ def test_what_cannot_be_compared_is_named_and_the_script_goes_on(
     replacement: Replacement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, channel = replacement(5, {"world": [torch.ones(40)]})
-    monkeypatch.setattr("ttprun.introspect.tensor_bytes.memory_of", lambda tensor: 1 / 0)
+    monkeypatch.setattr("ttprun.introspect.tensor_bytes._memory", lambda tensor: 1 / 0)
 
     proof.note(session, INPUT, "world", [torch.ones(40)])
 
@@ -378,9 +378,9 @@ def test_a_rank_that_goes_back_has_caught_up_only_when_its_step_comes_to_the_sam
     session.proof = proof.Proof.of(session, 4, is_of_all=True)
     session.expected = Expected(channel, 1, {}, is_proved=False)
 
-    before = [message for message in channel.sent if isinstance(message, from_rank.Reissued)]
+    before = [message for message in channel.sent if isinstance(message, from_rank.RankReissued)]
     proof.note(session, LOSS, "", [torch.ones(1)])
 
     assert before == []
-    assert [message for message in channel.sent if isinstance(message, from_rank.Reissued)]
+    assert [message for message in channel.sent if isinstance(message, from_rank.RankReissued)]
     channel.close()

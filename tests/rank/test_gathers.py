@@ -197,7 +197,7 @@ def break_in_the_step(agent: FakeAgent) -> None:
     assert [one.boundary for one in frozen] == [agent.boundary] * 2
     agent.resume()
     for rank in range(2):
-        agent.wait_for(rank, from_rank.Reissued, generation=agent.generation)
+        agent.wait_for(rank, from_rank.RankReissued, generation=agent.generation)
         agent.send_value(rank, "broken")
 
 

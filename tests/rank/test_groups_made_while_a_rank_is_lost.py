@@ -145,7 +145,7 @@ def lose_and_go_on_late(agent: FakeAgent, moment: str) -> None:
     agent.wait_for(0, from_rank.Note, text=f"held {moment}")
     agent.wait_for(1, from_rank.Note, text="lost")
     replace_with(agent, 1)
-    agent.wait_for(1, from_rank.Rebuilt, generation=agent.generation)
+    agent.wait_for(1, from_rank.RankRebuilt, generation=agent.generation)
     agent.send_value(0, f"go {moment}")
 
 

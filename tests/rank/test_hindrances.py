@@ -123,5 +123,5 @@ def test_a_rank_that_trains_without_a_group_says_so_at_its_first_step(tmp_path: 
 
     assert (found.code, found.printed) == (0, "")
     kinds = [type(message) for message in found.messages]
-    assert kinds.count(from_rank.TrainsAlone) == 1
-    assert not {from_rank.Hindered, from_rank.Unprotected, from_rank.Joined, from_rank.Held} & {*kinds}
+    assert kinds.count(from_rank.RankTrainsAlone) == 1
+    assert not {from_rank.RankHindered, from_rank.RankUnprotected, from_rank.RankJoined, from_rank.Held} & {*kinds}

@@ -24,4 +24,4 @@ def test_the_hooks_speak_once_whatever_way_torch_is_imported(way: str, tmp_path:
     found = run_under_shim([str(tmp_path / "script.py")], tmp_path)
 
     assert (found.code, found.printed) == (0, "True\n")
-    assert found.messages.count(from_rank.Protected()) == 1
+    assert found.messages.count(from_rank.RankProtected()) == 1

@@ -43,7 +43,7 @@ def frozen_at(session: Session, order: to_rank.Freeze) -> int:
     freezing.join(LIMIT_S)
     assert not freezing.is_alive()
     assert isinstance(session.channel, FakeChannel)
-    (frozen,) = (sent for sent in session.channel.sent if isinstance(sent, from_rank.Frozen))
+    (frozen,) = (sent for sent in session.channel.sent if isinstance(sent, from_rank.RankFrozen))
     session.unprotected = "the test is over"
     main.join(LIMIT_S)
     assert not main.is_alive()

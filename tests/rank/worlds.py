@@ -71,7 +71,7 @@ class FakeAgent:
                         if other != rank:
                             line.send(message)
             else:
-                if isinstance(message, from_rank.Unprotected):  # as the real agent does
+                if isinstance(message, from_rank.RankUnprotected):  # as the real agent does
                     for other, line in enumerate(self.lines):
                         if other != rank:
                             line.send(message)
@@ -98,21 +98,21 @@ class FakeAgent:
         for line in self.lines:
             line.send(message)
 
-    def break_connections(self) -> list[from_rank.Frozen]:
+    def break_connections(self) -> list[from_rank.RankFrozen]:
         """A new generation: every rank stops and breaks its connections; returns their reports."""
         return self.freeze(lost=[])
 
-    def freeze(self, lost: list[int]) -> list[from_rank.Frozen]:
+    def freeze(self, lost: list[int]) -> list[from_rank.RankFrozen]:
         """The same without those that are lost."""
         self.generation += 1
         survivors = [rank for rank in range(len(self.lines)) if rank not in lost]
         for rank in survivors:
             self.lines[rank].send(to_rank.Freeze(self.generation, survivors, lost))
-        return [self.wait_for(rank, from_rank.Frozen, generation=self.generation) for rank in survivors]
+        return [self.wait_for(rank, from_rank.RankFrozen, generation=self.generation) for rank in survivors]
 
     def resume(self, expected: dict[str, list[str]] | None = None) -> None:
         """Let all connect again and issue their journals; a replacement is to issue what is `expected` of it."""
-        reports = ((rank, m) for rank, m in self.messages if isinstance(m, from_rank.Frozen))
+        reports = ((rank, m) for rank, m in self.messages if isinstance(m, from_rank.RankFrozen))
         journals = {rank: m.journal for rank, m in reports if m.generation == self.generation}
         sources = [(name, number, rank) for (name, number), rank in sources_of(journals).items()]
         for rank, line in enumerate(self.lines):

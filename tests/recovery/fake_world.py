@@ -6,12 +6,26 @@ Each order is checked as it is carried out: a broken promise fails there.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from tests.recovery.validity import advance
 from ttprun import recovery
-from ttprun.recovery import Action, Event, Incident, Job, JobPhase, RepairEvent, Settings, new_job
+from ttprun.protocol.actions import Action, KillRank, Replay, Rewind, SpawnRank
+from ttprun.protocol.events import Event, RankExited, RankStarted, RepairEvent, SpawnFailed, StopAsked
+from ttprun.protocol.from_rank import (
+    RankFaulted,
+    RankFrozen,
+    RankProtected,
+    RankRebuilt,
+    RankReissued,
+    RankRepaired,
+    RankReplayed,
+    StateSent,
+)
+from ttprun.recovery import Incident, Job, JobPhase, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
@@ -103,8 +117,8 @@ class FakeWorld:
         """A rank gets a process."""
         self.next_pid += 1
         process = self.processes[rank] = Process(self.next_pid, self.weights_of(rank))
-        self.unheard[rank].append(recovery.RankStarted(rank=rank, pid=process.pid, at_s=0.0))
-        self.unheard[rank].append(recovery.RankProtected(rank=rank, at_s=0.0))
+        self.unheard[rank].append(RankStarted(rank=rank, pid=process.pid, at_s=0.0))
+        self.unheard[rank].append(RankProtected(rank=rank, at_s=0.0))
         if self.tensor_parallel:
             declared = recovery.ElasticDeclared(rank=rank, replicas=(self.replicas_of(rank),), at_s=0.0)
             self.unheard[rank].append(declared)
@@ -129,9 +143,9 @@ class FakeWorld:
             self.finished.add(rank)
         elif is_mute:
             said = self.unheard[rank]
-            self.unheard[rank] = deque(event for event in said if isinstance(event, recovery.RankStarted))
+            self.unheard[rank] = deque(event for event in said if isinstance(event, RankStarted))
         self.unheard[rank].append(
-            recovery.RankExited(
+            RankExited(
                 rank=rank,
                 pid=process.pid,
                 code=code,
@@ -159,7 +173,7 @@ class FakeWorld:
         """A transient error ends the script of a rank that trains; the process says so, and then only listens."""
         process = self.processes[rank]
         if process.is_alive and process.is_whole and not process.is_hung and not process.is_faulted:
-            event = recovery.RankFaulted(rank=rank, pid=process.pid, boundary=process.boundary, at_s=0.0)
+            event = RankFaulted(rank=rank, pid=process.pid, boundary=process.boundary, at_s=0.0)
             self.say(rank, event)
             process.is_faulted = True
 
@@ -173,7 +187,7 @@ class FakeWorld:
         for rank, process in self.processes.items():
             member = self.job.members[rank]
             if process.is_alive and member.pid is None and member.life is recovery.Life.LOST:
-                self.hear(recovery.RankStarted(rank=rank, pid=process.pid, at_s=0.0))
+                self.hear(RankStarted(rank=rank, pid=process.pid, at_s=0.0))
         for rank in [*self.job.alone, None]:
             self.hear(recovery.SupervisorRenewed(reason="a bug of ours", rank=rank, at_s=0.0))
 
@@ -238,7 +252,7 @@ class FakeWorld:
         self.at_s += 1.0
         event = replace(event, at_s=self.at_s)
         before = self.job
-        if isinstance(event, recovery.RankFaulted) and self.processes[event.rank].pid == event.pid:
+        if isinstance(event, RankFaulted) and self.processes[event.rank].pid == event.pid:
             self.processes[event.rank].begin_anew(self.weights_of(event.rank))
         self.job, actions = advance(before, event)
         if isinstance(event, recovery.CheckpointAsked) and before.phase is JobPhase.RUNNING:
@@ -262,13 +276,13 @@ class FakeWorld:
         """The event can only be an echo."""
         if isinstance(event, RepairEvent | recovery.DeadlinePassed | recovery.ConnectionBroken):
             return event.generation < self.job.generation
-        is_of_process = isinstance(event, recovery.RankExited | recovery.RankHung | recovery.RankFaulted)
+        is_of_process = isinstance(event, RankExited | recovery.RankHung | RankFaulted)
         return is_of_process and event.pid != self.job.members[event.rank].pid
 
     @property
     def is_reported_to_end(self) -> bool:
         """Somebody has asked that the job end."""
-        return any(isinstance(event, recovery.StopAsked) for event in self.echoes)
+        return any(isinstance(event, StopAsked) for event in self.echoes)
 
     # What the machine orders
 
@@ -283,19 +297,19 @@ class FakeWorld:
                 self.newest_generation = generation
                 for rank in ranks:
                     self.say(rank, self.frozen(rank, generation))
-            case recovery.SpawnRank(rank, generation):
+            case SpawnRank(rank, generation):
                 assert not self.is_reported_to_end
                 assert generation == self.job.generation
                 assert not self.processes[rank].is_alive
                 if self.has_room:
                     self.start(rank)
                 else:
-                    self.agent_unheard.append(recovery.SpawnFailed(rank=rank, reason="no memory", at_s=0.0))
-            case recovery.KillRank(rank, reason):
+                    self.agent_unheard.append(SpawnFailed(rank=rank, reason="no memory", at_s=0.0))
+            case KillRank(rank, reason):
                 assert reason
                 assert self.job.members[rank].pid is None
                 self.kill(rank)
-            case recovery.Replay(rank, generation, boundary, source):
+            case Replay(rank, generation, boundary, source):
                 if source is None:
                     assert boundary == self.stored_boundary
                 else:
@@ -304,11 +318,11 @@ class FakeWorld:
                 assert not self.processes[rank].has_orders
                 self.processes[rank].has_orders = True
                 self.processes[rank].boundary = boundary
-                self.say(rank, recovery.RankReplayed(rank=rank, generation=generation, boundary=boundary, at_s=0.0))
+                self.say(rank, RankReplayed(rank=rank, generation=generation, boundary=boundary, at_s=0.0))
             case recovery.SendState(source, to, generation, boundary):
                 self.check_source(source, boundary)
                 self.send_state(source, to, generation, boundary)
-            case recovery.Rewind(ranks, boundary, place):
+            case Rewind(ranks, boundary, place):
                 assert place == f"step-{boundary}" if place else boundary == self.snapshot_boundary
                 assert place not in self.unusable
                 self.stored_boundary = boundary
@@ -353,7 +367,7 @@ class FakeWorld:
         """A survivor's answer."""
         process = self.processes[rank]
         process.agreed_digest = process.digest
-        return recovery.RankFrozen(
+        return RankFrozen(
             rank=rank,
             generation=generation,
             boundary=process.boundary,
@@ -377,14 +391,14 @@ class FakeWorld:
         if not self.processes[source].is_alive or self.processes[source].is_stuck:
             return
         sent = self.processes[source]
-        self.say(source, recovery.StateSent(rank=source, generation=generation, digest=sent.digest, at_s=0.0))
+        self.say(source, StateSent(rank=source, generation=generation, digest=sent.digest, at_s=0.0))
         for rank in to:
             loaded = self.processes[rank]
             if loaded.is_hung:
                 continue
             loaded.weights = sent.weights
             loaded.agreed_digest = loaded.digest
-            self.say(rank, recovery.RankRepaired(rank=rank, generation=generation, digest=loaded.digest, at_s=0.0))
+            self.say(rank, RankRepaired(rank=rank, generation=generation, digest=loaded.digest, at_s=0.0))
 
     def load_state(self, ranks: tuple[int, ...], generation: int, boundary: int) -> None:
         """Each rank loads what the snapshot holds."""
@@ -395,7 +409,7 @@ class FakeWorld:
             assert process.boundary == boundary
             process.weights = self.weights_of(rank)
             process.agreed_digest = process.digest
-            self.say(rank, recovery.RankRepaired(rank=rank, generation=generation, digest=process.digest, at_s=0.0))
+            self.say(rank, RankRepaired(rank=rank, generation=generation, digest=process.digest, at_s=0.0))
 
     def take_snapshot(self) -> None:
         """All that train stand at one boundary, and write what they hold."""
@@ -420,13 +434,13 @@ class FakeWorld:
         for rank in ranks:
             assert self.processes[rank].boundary == boundary
             self.processes[rank].is_whole = True
-            self.say(rank, recovery.RankRebuilt(rank=rank, generation=generation, at_s=0.0))
-            self.say(rank, recovery.RankReissued(rank=rank, generation=generation, at_s=0.0))
+            self.say(rank, RankRebuilt(rank=rank, generation=generation, at_s=0.0))
+            self.say(rank, RankReissued(rank=rank, generation=generation, at_s=0.0))
 
     def kill(self, rank: int) -> None:
         """End a process: nothing that it has said is heard any more, but for its exit."""
         self.end(rank, None, 9, is_script_error=False, is_mute=True)
-        self.unheard[rank] = deque(event for event in self.unheard[rank] if isinstance(event, recovery.RankExited))
+        self.unheard[rank] = deque(event for event in self.unheard[rank] if isinstance(event, RankExited))
 
     def restart_group(self) -> None:
         """End all processes; they are started anew if a restart is left."""
@@ -434,7 +448,7 @@ class FakeWorld:
             self.kill(rank)
         self.restarts -= 1
         is_left = self.restarts >= 0
-        no_restart = recovery.StopAsked(reason="no restart is left", at_s=0.0)
+        no_restart = StopAsked(reason="no restart is left", at_s=0.0)
         self.agent_unheard.append(recovery.GroupRestarted(at_s=0.0) if is_left else no_restart)
 
     # How it ends

@@ -25,9 +25,27 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from tests.recovery.validity import advance
 from ttprun import recovery
-from ttprun.recovery import Action, Event, Job, RecordIncident, Settings, new_job
+from ttprun.protocol.actions import Action, Rewind
+from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
+from ttprun.protocol.from_rank import (
+    RankFaulted,
+    RankFrozen,
+    RankHindered,
+    RankJoined,
+    RankProtected,
+    RankRebuilt,
+    RankReissued,
+    RankRepaired,
+    RankReplayed,
+    RankTrainsAlone,
+    RankUnprotected,
+    StateSent,
+)
+from ttprun.recovery import Job, RecordIncident, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
@@ -35,49 +53,50 @@ FOLDER = Path(__file__).with_name("scenarios")
 RULE = "----"
 
 EVENT_WORDS: dict[str, type[Event]] = {
-    "started": recovery.RankStarted,
-    "spawn_failed": recovery.SpawnFailed,
-    "protected": recovery.RankProtected,
-    "unprotected": recovery.RankUnprotected,
-    "hindered": recovery.RankHindered,
-    "trains_alone": recovery.RankTrainsAlone,
-    "joined": recovery.RankJoined,
-    "exited": recovery.RankExited,
-    "faulted": recovery.RankFaulted,
+    "started": RankStarted,
+    "spawn_failed": SpawnFailed,
+    "protected": RankProtected,
+    "unprotected": RankUnprotected,
+    "hindered": RankHindered,
+    "trains_alone": RankTrainsAlone,
+    "joined": RankJoined,
+    "exited": RankExited,
+    "faulted": RankFaulted,
     "hung": recovery.RankHung,
     "node_lost": recovery.NodeLost,
     "connection_broken": recovery.ConnectionBroken,
     "replacement_asked": recovery.ReplacementAsked,
     "downgrade_asked": recovery.DowngradeAsked,
     "upgrade_asked": recovery.UpgradeAsked,
-    "frozen": recovery.RankFrozen,
-    "replayed": recovery.RankReplayed,
-    "state_sent": recovery.StateSent,
-    "repaired": recovery.RankRepaired,
-    "rebuilt": recovery.RankRebuilt,
-    "reissued": recovery.RankReissued,
-    "mismatch_found": recovery.MismatchFound,
+    "frozen": RankFrozen,
+    "replayed": RankReplayed,
+    "state_sent": StateSent,
+    "repaired": RankRepaired,
+    "rebuilt": RankRebuilt,
+    "reissued": RankReissued,
+    "mismatch_found": MismatchFound,
     "snapshot_taken": recovery.SnapshotTaken,
     "resume_asked": recovery.ResumeAsked,
     "checkpoint_asked": recovery.CheckpointAsked,
     "persisted": recovery.StatePersisted,
     "deadline_passed": recovery.DeadlinePassed,
     "group_restarted": recovery.GroupRestarted,
-    "stop_asked": recovery.StopAsked,
+    "stop_asked": StopAsked,
     "renewed": recovery.SupervisorRenewed,
 }
 DEFAULTS: dict[type[Event], dict[str, Any]] = {
-    recovery.RankExited: {"code": None, "signal": None, "boundary": 0},
-    recovery.RankFaulted: {"boundary": 0},
+    RankExited: {"code": None, "signal": None, "boundary": 0},
+    RankFaulted: {"boundary": 0},
     recovery.RankHung: {"boundary": 0},
     recovery.NodeLost: {"boundary": 0, "name": "node 1"},
     recovery.ConnectionBroken: {"boundary": 0},
-    recovery.RankFrozen: {"digest": "same", "has_group": True},
-    recovery.StateSent: {"digest": "same"},
-    recovery.RankRepaired: {"digest": "same"},
+    RankFrozen: {"digest": "same", "has_group": True},
+    StateSent: {"digest": "same"},
+    RankRepaired: {"digest": "same"},
 }
 TEXTS = {"reason", "name", "digest", "place", "saved", "why_not", "why_unusable", "device_fault"}
 NUMBERS = {"silent"}
+FILLED_IN = {"fingerprint", "is_contradicted", "is_before_step", "is_adapted", "trusted"}  # by the agent
 RECORDED_FIRST = ("id", "phase", "rung", "outcome", "ranks", "attempt")
 RECORDED_NEVER = {"generation", "opened_at_s"}
 
@@ -113,8 +132,8 @@ class Scenario:
         self.at_s = float(given.pop("at", self.at_s))
         if word == "all_started":
             for member in self.job.members:
-                yield recovery.RankStarted(rank=member.rank, pid=100 + member.rank, at_s=self.at_s)
-                yield recovery.RankProtected(rank=member.rank, at_s=self.at_s)
+                yield RankStarted(rank=member.rank, pid=100 + member.rank, at_s=self.at_s)
+                yield RankProtected(rank=member.rank, at_s=self.at_s)
             if "alike" not in given:
                 yield recovery.RanksCompared(replicas=Replicas(compared_at=1), at_s=self.at_s)
             return
@@ -140,7 +159,7 @@ class Scenario:
     def make_event(self, event_type: type[Event], rank: str, values: dict[str, Any]) -> Event:
         """One event, with what the line leaves out."""
         assert self.job is not None
-        names = {field.name for field in fields(event_type)}
+        names = {field.name for field in structs.fields(event_type)}
         values = {**DEFAULTS.get(event_type, {}), **values, "at_s": self.at_s}
         if "rank" in names and rank:
             values["rank"] = int(rank)
@@ -191,11 +210,17 @@ def write_value(value: Any) -> str:
     return json.dumps(text) if " " in text else text
 
 
+def given_fields(action: Action) -> list[str]:
+    """Names of what the machine gives with an action; an agent fills in the others."""
+    others = FILLED_IN | {"generation"} if isinstance(action, Rewind) else FILLED_IN
+    return [name for name in action.__struct_fields__ if name not in others]
+
+
 def write_action(action: Action) -> str:
     """One line; of an incident, little while it is open, and all that is known when it has ended."""
     name = type(action).__name__
     if not isinstance(action, RecordIncident):
-        pairs = [(field.name, getattr(action, field.name)) for field in fields(action)]
+        pairs = [(name, getattr(action, name)) for name in given_fields(action)]
         pairs = [(key, value) for key, value in pairs if (key, value) != ("rank", None)]
     else:
         incident = action.incident

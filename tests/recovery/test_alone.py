@@ -1,13 +1,15 @@
 """Ranks without a process group: whatever happens to one, the others are not touched, and every incident ends."""
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.recovery.fake_world import FakeWorld
 from ttprun import recovery
-from ttprun.recovery import Action, Event, Incident, JobPhase, Settings
+from ttprun.protocol.actions import Action, Replay, Rewind
+from ttprun.protocol.events import Event, RankExited, StopAsked
+from ttprun.protocol.from_rank import RankJoined, RankRebuilt, RankReissued, RankRepaired, RankTrainsAlone
+from ttprun.recovery import Incident, JobPhase, Settings
 
 
 class AloneWorld(FakeWorld):
@@ -24,7 +26,7 @@ class AloneWorld(FakeWorld):
         while self.hear_next():
             pass
         for rank in range(ranks):
-            self.hear(recovery.RankTrainsAlone(rank=rank, at_s=0.0))
+            self.hear(RankTrainsAlone(rank=rank, at_s=0.0))
 
     def train(self) -> None:
         """Each rank that can takes a step."""
@@ -35,7 +37,7 @@ class AloneWorld(FakeWorld):
 
     def hear(self, event: Event) -> None:
         """As the agent does: what a lost rank has left is reported before its loss."""
-        is_loss = isinstance(event, recovery.RankExited | recovery.RankHung)
+        is_loss = isinstance(event, RankExited | recovery.RankHung)
         if is_loss and recovery.is_alone(self.job, event.rank) and self.job.members[event.rank].pid == event.pid:
             kept = event.boundary - event.boundary % self.kept_every
             self.snapshot_boundary = kept
@@ -49,10 +51,10 @@ class AloneWorld(FakeWorld):
         """Carry out an order, and note whom it concerns."""
         ranks = getattr(action, "ranks", None) or [getattr(action, "rank", None)]
         self.touched |= {rank for rank in ranks if rank is not None}
-        if isinstance(action, recovery.Rewind):
+        if isinstance(action, Rewind):
             self.snapshot_boundary = action.boundary
             self.went_back_to |= dict.fromkeys(action.ranks, action.boundary)
-        if isinstance(action, recovery.Replay | recovery.LoadState):
+        if isinstance(action, Replay | recovery.LoadState):
             self.stored_boundary = self.went_back_to[ranks[0]]
         super().obey(action)
 
@@ -65,15 +67,15 @@ class AloneWorld(FakeWorld):
         (rank,) = ranks
         process = self.processes[rank]
         assert process.boundary == boundary
-        self.say(rank, recovery.RankRepaired(rank=rank, generation=generation, digest=process.digest, at_s=0.0))
+        self.say(rank, RankRepaired(rank=rank, generation=generation, digest=process.digest, at_s=0.0))
 
     def resume(self, ranks: tuple[int, ...], generation: int, boundary: int) -> None:
         """One rank trains again."""
         (rank,) = ranks
         self.processes[rank].boundary = boundary
         self.processes[rank].is_whole = True
-        self.say(rank, recovery.RankRebuilt(rank=rank, generation=generation, at_s=0.0))
-        self.say(rank, recovery.RankReissued(rank=rank, generation=generation, at_s=0.0))
+        self.say(rank, RankRebuilt(rank=rank, generation=generation, at_s=0.0))
+        self.say(rank, RankReissued(rank=rank, generation=generation, at_s=0.0))
 
     def settle(self) -> None:
         """Until nobody has anything to say; deadlines pass for those that are silent."""
@@ -133,7 +135,7 @@ def test_when_a_rank_joins_a_group_in_between_every_incident_still_ends(
 
     for number, (who, rounds, _) in enumerate(moves):
         if number == joins:
-            world.hear(recovery.RankJoined(rank=who % ranks, at_s=0.0))
+            world.hear(RankJoined(rank=who % ranks, at_s=0.0))
         world.train()
         if world.job.phase is JobPhase.RUNNING:
             world.end(who % ranks, None, 9, is_script_error=False, is_mute=True)
@@ -141,7 +143,7 @@ def test_when_a_rank_joins_a_group_in_between_every_incident_still_ends(
             if world.job.phase is JobPhase.RUNNING:
                 world.hear_next()
     if world.job.phase is JobPhase.RUNNING:
-        world.hear(recovery.StopAsked(reason="SIGTERM", at_s=0.0))
+        world.hear(StopAsked(reason="SIGTERM", at_s=0.0))
 
     opened = [incident for incident in world.closed if incident.outcome == "open"]
     assert opened == []

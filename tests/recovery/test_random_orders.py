@@ -7,18 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.recovery.fake_world import FakeWorld
-from ttprun.recovery import (
-    RUNGS,
-    CheckpointAsked,
-    Event,
-    JobPhase,
-    Life,
-    MismatchFound,
-    RankHindered,
-    RankUnprotected,
-    Settings,
-    StopAsked,
-)
+from ttprun.protocol.events import Event, MismatchFound, StopAsked
+from ttprun.protocol.from_rank import RankHindered, RankUnprotected
+from ttprun.recovery import RUNGS, CheckpointAsked, JobPhase, Life, Settings
 
 WORLDS = st.builds(
     FakeWorld,

@@ -5,34 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from tests.recovery.test_machine import running_job
+from ttprun.protocol.actions import Action, Rewind
+from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
+from ttprun.protocol.from_rank import RankFrozen
 from ttprun.recovery import (
-    Action,
     CheckpointAsked,
     DeadlinePassed,
-    Event,
     FailJob,
     Freeze,
     GiveUpResize,
     GroupResized,
     Job,
     JobPhase,
-    MismatchFound,
     NodeLost,
     Persist,
-    RankExited,
-    RankFrozen,
-    RankStarted,
     Regroup,
     ResizeAsked,
     Resume,
-    Rewind,
     Saved,
     Settings,
-    SpawnFailed,
     StatePersisted,
-    StopAsked,
     advance,
     with_size,
 )
@@ -157,7 +152,7 @@ def test_the_nodes_that_are_left_of_a_lost_one_save_their_state_and_start_again_
     job, _ = after(elastic_job(max_restarts=0), lost)
     job, _ = after(job, SpawnFailed(at_s=2.1, rank=1, reason="the nodes that are left are enough"))
 
-    job, actions = after(job, frozen(0, job.generation), replace(persisted(), generation=job.generation))
+    job, actions = after(job, frozen(0, job.generation), structs.replace(persisted(), generation=job.generation))
 
     assert [one.place for one in actions if isinstance(one, Regroup)] == ["/save/5"]
 
@@ -213,7 +208,7 @@ def test_nodes_that_come_and_cannot_take_part_leave_and_the_others_go_on_from_wh
 ) -> None:
     job, _ = after(saving(elastic_job(max_restarts=0)), persisted())
     resized = GroupResized(at_s=4.0, saved=(Saved(5, "/save/5"),), replicas=UNKNOWN, reason="c joins")
-    job, _ = after(with_size(job, 3), replace(resized, has_grown=has_grown))
+    job, _ = after(with_size(job, 3), structs.replace(resized, has_grown=has_grown))
     job, _ = after(job, *(RankStarted(at_s=4.5, rank=rank, pid=200 + rank) for rank in range(3)))
 
     job, actions = after(job, fault)
@@ -223,7 +218,7 @@ def test_nodes_that_come_and_cannot_take_part_leave_and_the_others_go_on_from_wh
         return
     assert [(one.place, one.is_back) for one in actions if isinstance(one, Regroup)] == [("/save/5", True)]
     assert job.phase is JobPhase.RESTARTING
-    job, actions = after(with_size(job, 2), replace(resized, at_s=6.0))
+    job, actions = after(with_size(job, 2), structs.replace(resized, at_s=6.0))
     assert ordered(actions, Rewind) == [Rewind((0, 1), 5, "/save/5")]
     assert not job.is_growing
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.recovery.fake_world import FakeWorld
 from ttprun import recovery
+from ttprun.protocol.events import RankExited, RankStarted
+from ttprun.protocol.from_rank import RankFrozen
 from ttprun.recovery import Settings
 from ttprun.recovery.members import CHUNK, Life, Member, MemberFlag, Members, flags_of
 from ttprun.recovery.replicas import Looks, Replicas
@@ -83,12 +85,12 @@ def test_an_answer_that_is_not_the_last_one_costs_the_same_among_many_ranks_as_a
     for world_size in (256, 2048):
         job = recovery.new_job(Settings(world_size=world_size))
         for rank in range(world_size):
-            job, _ = recovery.advance(job, recovery.RankStarted(rank=rank, pid=rank + 1, at_s=0.0))
+            job, _ = recovery.advance(job, RankStarted(rank=rank, pid=rank + 1, at_s=0.0))
         job = replace(job, replicas=Replicas(compared_at=1))
-        exited = recovery.RankExited(rank=0, pid=1, code=None, signal=9, boundary=5, at_s=1.0)
+        exited = RankExited(rank=0, pid=1, code=None, signal=9, boundary=5, at_s=1.0)
         job, _ = recovery.advance(job, exited)
         answers = [
-            recovery.RankFrozen(rank=rank, generation=1, boundary=5, digest="w", has_group=True, at_s=2.0)
+            RankFrozen(rank=rank, generation=1, boundary=5, digest="w", has_group=True, at_s=2.0)
             for rank in range(1, 201)
         ]
 

@@ -6,20 +6,9 @@ from typing import Any
 
 import pytest
 
-from ttprun.recovery import (
-    Freeze,
-    Inherited,
-    Job,
-    JobPhase,
-    NodeLost,
-    RankExited,
-    Remaining,
-    Saved,
-    Settings,
-    SpawnRank,
-    advance,
-    succeed,
-)
+from ttprun.protocol.actions import SpawnRank
+from ttprun.protocol.events import RankExited
+from ttprun.recovery import Freeze, Inherited, Job, JobPhase, NodeLost, Remaining, Saved, Settings, advance, succeed
 from ttprun.recovery.members import GroupMembership, Life
 from ttprun.recovery.replicas import Replicas
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ttprun import recovery
-from ttprun.recovery import Action, Event, Job, JobPhase
+from ttprun.protocol.actions import Action
+from ttprun.protocol.events import Event
+from ttprun.recovery import Job, JobPhase
 from ttprun.recovery.machine import STORY_LENGTH
 from ttprun.recovery.members import Members
 from ttprun.recovery.phases import DEADLINE_NAMES, HALT

@@ -64,7 +64,7 @@ def message_reference() -> str:
 
 
 def _message_item(kind: type) -> str:
-    names = [field.name for field in fields_of(kind)]
+    names = [field.name for field in fields_of(kind) if field.name not in ("at_s", "rank")]  # which its agent fills in
     fields = f" ({', '.join(names)})" if names else ""
     return f"* `{kind.__name__}`{fields}: {(inspect.getdoc(kind) or '').partition(chr(10))[0]}"
 

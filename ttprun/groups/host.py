@@ -260,13 +260,13 @@ class Member(RankContext):
         """Report, once, that this rank takes its steps without a process group."""
         if not self.trains_alone:
             self.trains_alone, self._is_joined = True, False
-            self.channel.send(from_rank.TrainsAlone())
+            self.channel.send(from_rank.RankTrainsAlone())
 
     def join(self) -> None:
         """Report, before it communicates, that this rank has a process group with others."""
         if self.world_size > 1 and not self._is_joined and not self.mode.is_alone:
             self.trains_alone, self._is_joined = False, True
-            self.channel.send(from_rank.Joined())
+            self.channel.send(from_rank.RankJoined())
 
     def share_row(self) -> None:
         """What this rank has just written to the board is waited for by ranks of other nodes, too."""
@@ -319,7 +319,7 @@ class Member(RankContext):
         if not self.unprotected:
             self.unprotected = reason
             try:
-                self.channel.send(from_rank.Unprotected(reason))
+                self.channel.send(from_rank.RankUnprotected(reason))
             except RecursionError:
                 self.unprotected = ""
                 raise

@@ -75,7 +75,7 @@ class _Line:
         match message:
             case from_rank.Broken(generation=generation):
                 _begin(self._store, generation + 1)
-            case from_rank.Unprotected(reason=reason):
+            case from_rank.RankUnprotected(reason=reason):
                 warnings.warn(f"a member that is lost cannot be replaced from now on: {reason}", stacklevel=2)
 
 

@@ -180,7 +180,7 @@ def sampled(tensors: Sequence[torch.Tensor], salt: int) -> tuple[int, bytes]:
     room = SAMPLE_BYTES // min(len(tensors), _MOST_TENSORS) // _SAMPLED_BYTES * _SAMPLED_BYTES if tensors else 0
     for tensor in tensors[:_MOST_TENSORS]:
         if tensor.is_cpu or tensor.nbytes <= WHOLE_BYTES or not tensor.is_contiguous():
-            view = memory_of(tensor)
+            view = _memory(tensor)
             part = view if len(view) <= WHOLE_BYTES else _lines(view, salt)
         else:
             part = _lines_on_device(tensor, salt)
@@ -198,7 +198,7 @@ def _spread(part: Any, room: int) -> bytes:
     return words[:: -(-len(words) * _SAMPLED_BYTES // room)].tobytes()
 
 
-def memory_of(tensor: torch.Tensor) -> Any:
+def _memory(tensor: torch.Tensor) -> Any:
     """As `bytes_of`, quicker; only valid while the tensor lives."""
     if tensor.is_cpu and tensor.nbytes and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

@@ -10,14 +10,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ttprun.protocol.from_rank import Frozen
+from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.to_rank import Freeze
 
 
 def shortened(message: Any, world_size: int) -> Any:
     """The message as it is sent to another agent."""
     match message:
-        case Frozen(journal=journal):
+        case RankFrozen(journal=journal):
             names = [name for name, group in journal.items() if group.ranks == _all(world_size)]
             short = {name: replace(journal[name], ranks=[]) for name in names}
             return replace(message, journal=journal | short) if short else message
@@ -29,7 +29,7 @@ def shortened(message: Any, world_size: int) -> Any:
 def in_full(message: Any, world_size: int) -> Any:
     """The message as it was before it was shortened."""
     match message:
-        case Frozen(journal=journal):
+        case RankFrozen(journal=journal):
             full = {name: replace(group, ranks=_all(world_size)) for name, group in journal.items() if not group.ranks}
             return replace(message, journal=journal | full) if full else message
         case Freeze(survivors=[], lost=lost):

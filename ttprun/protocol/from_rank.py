@@ -13,6 +13,7 @@ from __future__ import annotations
 from msgspec import field
 
 from ttprun.protocol.codec import Message
+from ttprun.protocol.events import LivingRankLost, MismatchFound, OfRank, RepairEvent, because
 
 # The beginning, and the end.
 
@@ -27,11 +28,11 @@ class Present(Message, frozen=True):
     main_thread: int
 
 
-class Protected(Message, frozen=True):
+class RankProtected(OfRank, frozen=True):
     """All hooks are installed."""
 
 
-class Unprotected(Message, frozen=True):
+class RankUnprotected(OfRank, frozen=True):
     """From now on this rank can neither be repaired nor help to repair another; the agent forwards it to all others.
 
     reason   why
@@ -40,21 +41,21 @@ class Unprotected(Message, frozen=True):
     reason: str
 
 
-class Hindered(Message, frozen=True):
+class RankHindered(OfRank, frozen=True):
     """Whether a replay would reach the newest boundary.
 
     reason   why it would not; "": it would (again)
     """
 
-    boundary: int
     reason: str
+    boundary: int = 0
 
 
-class TrainsAlone(Message, frozen=True):
+class RankTrainsAlone(OfRank, frozen=True):
     """The rank takes its steps without a process group, in a world of several ranks."""
 
 
-class Joined(Message, frozen=True):
+class RankJoined(OfRank, frozen=True):
     """The rank is about to make a process group with others, or goes live with one after a replay."""
 
 
@@ -148,12 +149,35 @@ class ScriptError(Message, frozen=True):
     device_fault: str
 
 
-class Faulted(Message, frozen=True):
-    """A transient error has ended the script; the process stays, and waits for orders. Fields as in ScriptError."""
+class RankFaulted(LivingRankLost, frozen=True, kw_only=True):
+    """A transient error has ended the script.
 
-    error: str
-    detail: str
-    device_fault: str
+    The process stays, and waits for orders to run it again.
+
+    reason              the error, in one line
+    detail              the traceback, for the event log
+    device_fault        as in ScriptError
+    pid, boundary       filled in by the agent
+    detected_after_s    0: the rank says so at once
+    """
+
+    at_s: float = 0.0
+    rank: int = -1
+    pid: int | None = None
+    boundary: int = 0
+    detail: str = ""
+    device_fault: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The fault in a word: "exception", "memory-persistent"."""
+        return self.device_fault or "exception"
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        what = f"a device fault ({self.device_fault})" if self.device_fault else "an error"
+        return f"rank {self.rank} met {what} at boundary {self.boundary}{because(self.reason)}"
 
 
 # Between ranks.
@@ -206,76 +230,58 @@ class Broken(Message, frozen=True):
     device_fault: str
 
 
-class Frozen(Message, frozen=True):
+class RankFrozen(RepairEvent, frozen=True):
     """This rank has quiesced at a boundary.
 
     digest     of its weights and optimizer state; "" before the first step
     has_group  it has made a process group
-    journal    by name of the group
+    journal    by name of the group; the agent keeps it from the state machine
+    is_at_end  its script has reached its end, and its process stays for the others; filled in by the agent
     """
 
-    generation: int
     boundary: int
     digest: str = ""
     has_group: bool = False
     journal: dict[str, GroupJournal] = field(default_factory=dict)
+    is_at_end: bool = False
 
 
-class Replayed(Message, frozen=True):
+class RankReplayed(RepairEvent, frozen=True):
     """A replacement has reached its boundary, and waits for the tensors.
 
     setup_s   from the start of the replay to the script's first step; None: it began at the first one
     """
 
-    generation: int
     boundary: int
-    setup_s: float | None
+    setup_s: float | None = None
 
 
-class StateSent(Message, frozen=True):
+class StateSent(RepairEvent, frozen=True):
     """The source has sent its state to all receivers; `digest` is of what it has sent."""
 
-    generation: int
     digest: str
 
 
-class Repaired(Message, frozen=True):
+class RankRepaired(RepairEvent, frozen=True):
     """A replacement has its state.
 
-    digest   of what it has received
-    loaded   step of the checkpoint that its framework has loaded for that; 0: none
+    digest     of what it has received
+    boundary   of the checkpoint that all ranks have loaded, since no rank had the state; None: it came from the source
     """
 
-    generation: int
     digest: str
-    loaded: int = 0
+    boundary: int | None = None
 
 
-class Rebuilt(Message, frozen=True):
+class RankRebuilt(RepairEvent, frozen=True):
     """Connected to all ranks of the generation."""
 
-    generation: int
 
+class RankReissued(RepairEvent, frozen=True):
+    """All collectives since the boundary have been issued again, and have completed.
 
-class Reissued(Message, frozen=True):
-    """All collectives since the boundary have been issued again, and have completed."""
-
-    generation: int
-
-
-class Mismatch(Message, frozen=True):
-    """This rank must not continue: what it does or holds is wrong.
-
-    detail             a traceback, "" if there is none
-    is_contradiction   False: nothing is known to be wrong, but too little is proved to join the others
-    is_near            another replacement may get further; see MismatchFound
+    A replacement has issued as many as the survivors had.
     """
-
-    generation: int
-    reason: str
-    detail: str = ""
-    is_contradiction: bool = True
-    is_near: bool = False
 
 
 class Compared(Message, frozen=True):
@@ -389,11 +395,11 @@ class FaultFailed(Message, frozen=True):
 
 OfAlignment = Unaligned | Aligned
 Report = (
-    Present | Protected | Unprotected | Hindered | Note | NotProved | NotRecorded | ScriptError | Faulted
-    | TrainsAlone | Joined | OwnStateKept | StateMirrored | MirrorCopied | CollectiveStep
+    Present | RankProtected | RankUnprotected | RankHindered | Note | NotProved | NotRecorded | ScriptError
+    | RankFaulted | RankTrainsAlone | RankJoined | OwnStateKept | StateMirrored | MirrorCopied | CollectiveStep
     | Put | RowChanged
-    | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared
-    | Unaligned | Aligned
+    | Broken | RankFrozen | RankReplayed | StateSent | RankRepaired | RankRebuilt | RankReissued | MismatchFound
+    | Compared | Unaligned | Aligned
     | Held | StoppedDivergent | NanFound
     | FaultStruck | FaultFailed
 )  # fmt: skip

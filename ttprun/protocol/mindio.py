@@ -162,7 +162,7 @@ class RepairPart(Message, frozen=True):
 
 
 class Repair(Message, frozen=True):
-    """Rebuild groups, and repair; the answer is `Repaired` from lost ranks, `StateSent` from the others.
+    """Rebuild groups, and repair; the answer is `RankRepaired` from lost ranks, `StateSent` from the others.
 
     groups  names of those to connect, in this order
     """
@@ -178,7 +178,7 @@ class Repair(Message, frozen=True):
 
 
 class Rollback(Message, frozen=True):
-    """Go back to the step, and train; the answers are `Rebuilt` and `Reissued`.
+    """Go back to the step, and train; the answers are `RankRebuilt` and `RankReissued`.
 
     groups  as in Repair
     loaded  step of the checkpoint that all must have loaded; 0: none

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import field
 
 from ttprun.protocol import meeting, node_reports
+from ttprun.protocol.actions import KillRank, LoadMirror, Replay, Rewind, SpawnRank
 from ttprun.protocol.codec import Message
 from ttprun.protocol.from_rank import Put
 
@@ -39,43 +40,10 @@ class Broadcast(Message, frozen=True):
     puts: list[tuple[int, Put]]
 
 
-class Spawn(Message, frozen=True):
-    """Give a lost rank a process; the answer is Started or NotStarted."""
-
-    rank: int
-    generation: int
-
-
-class Kill(Message, frozen=True):
-    """End a rank's process."""
-
-    rank: int
-    reason: str
-
-
 class VoidEvidence(Message, frozen=True):
     """What a rank gave to its newest step was wrong: its replacement must not be measured against that."""
 
     rank: int
-
-
-class Replay(Message, frozen=True):
-    """Order a replacement to run the script in replay, if its record fits that of its source; else Differs.
-
-    source       the rank that sends the state; the rank itself: its mirror has it
-    fingerprint  of the source's record of the boundary; None: they need not be alike
-    is_joining, is_contradicted   as in to_rank.Replay
-    is_before_step   if its mirror has the state: take the last step again in any case, as it communicates
-    """
-
-    rank: int
-    generation: int
-    boundary: int
-    source: int
-    fingerprint: str | None
-    is_joining: bool
-    is_contradicted: bool
-    is_before_step: bool = False
 
 
 class KeepMirror(Message, frozen=True):
@@ -86,18 +54,6 @@ class KeepMirror(Message, frozen=True):
 
     rank: int
     share: float
-
-
-class LoadMirror(Message, frozen=True):
-    """Have a replacement load what its rank had mirrored, if it has not done so before its step.
-
-    is_before_step   as in Replay
-    """
-
-    rank: int
-    generation: int
-    boundary: int
-    is_before_step: bool
 
 
 class VoidBeyond(Message, frozen=True):
@@ -112,22 +68,6 @@ class StorePart(Message, frozen=True):
     rank: int
     boundary: int
     path: str
-
-
-class GoBack(Message, frozen=True):
-    """Put what was stored of these ranks in the place of what they have recorded; else Differs.
-
-    place       of the checkpoint; "": what the agent itself keeps, or nothing: they start anew
-    is_adapted  it is of other ranks or arguments: the ranks have no past
-    trusted     those of which nothing says that their state was wrong: they must do again what they have done since
-    """
-
-    ranks: list[int]
-    generation: int
-    boundary: int
-    place: str
-    is_adapted: bool
-    trusted: list[int]
 
 
 class GiveRecords(Message, frozen=True):
@@ -192,8 +132,8 @@ class Known(Message, frozen=True):
 
 # What a node's actuator carries out.
 Order = (
-    Begin | Spawn | Kill | VoidEvidence | Replay | KeepMirror | LoadMirror | VoidBeyond | Broadcast | StorePart
-    | GiveRecords | GoBack | Strike | Recovered
+    SpawnRank | KillRank | Replay | LoadMirror | Rewind
+    | Begin | VoidEvidence | KeepMirror | VoidBeyond | Broadcast | StorePart | GiveRecords | Strike | Recovered
 )  # fmt: skip
 OfLeader = (
     Order | Forward | Published | Known | node_reports.Rows | node_reports.Records

@@ -10,8 +10,10 @@ from msgspec.structs import asdict
 from ttprun.protocol import meeting
 from ttprun.protocol.board import SHARED, Field
 from ttprun.protocol.codec import Message
+from ttprun.protocol.events import MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 
 _LARGEST = 1 << 63  # what a cell of the board cannot hold
+_LONGEST_S = 1e9
 _LATEST_NS = 1 << 62  # of a time, which is moved to the receiver's clock
 _TIMES = [SHARED.index(one) for one in (Field.SEEN_NS, Field.PULSE_NS)]
 
@@ -41,20 +43,6 @@ class Rows(Message, frozen=True):
     is_awaited: bool = False
 
 
-class Started(Message, frozen=True):
-    """A rank has a process, which was welcomed."""
-
-    rank: int
-    pid: int
-
-
-class NotStarted(Message, frozen=True):
-    """A rank has got no process."""
-
-    rank: int
-    reason: str
-
-
 class Said(Message, frozen=True):
     """A message of a rank.
 
@@ -69,41 +57,6 @@ class Said(Message, frozen=True):
     now_ns: int
     row: BoardRow
     fingerprints: dict[int, str] = field(default_factory=dict)
-
-
-class Ended(Message, frozen=True):
-    """A process has ended.
-
-    code             its exit code, or minus the signal that ended it
-    is_script_error  as in `RankExited`
-    traceback        as in `Failure`
-    """
-
-    rank: int
-    pid: int
-    code: int
-    boundary: int
-    is_script_error: bool
-    device_fault: str
-    reason: str
-    traceback: str
-    now_ns: int
-    row: BoardRow
-
-
-class Differs(Message, frozen=True):
-    """The record that a lost rank has left is not that of the rank which would repair it."""
-
-    rank: int
-    generation: int
-    reason: str
-
-
-class EndAsked(Message, frozen=True):
-    """The launcher of this node has got a signal that ends the job."""
-
-    reason: str
-    signal: int
 
 
 class FaultAsked(Message, frozen=True):
@@ -181,9 +134,10 @@ class Remains(Message, frozen=True):
     rows: list[BoardRow]
 
 
+# What the state machine takes as it is.
+OfNode = RankStarted | SpawnFailed | RankExited | MismatchFound | StopAsked
 OfFollower = (
-    Started | NotStarted | Said | Ended | Rows | Differs | EndAsked | FaultAsked | PartStored | Records | Leaving
-    | Remains | meeting.Hello | meeting.Deposed
+    OfNode | Said | Rows | FaultAsked | PartStored | Records | Leaving | Remains | meeting.Hello | meeting.Deposed
 )  # fmt: skip
 
 
@@ -192,7 +146,7 @@ def why_unfit(message: Any, world_size: int) -> str:
     fields = asdict(message)
     rows = [*fields.get("rows", ()), *([fields["row"]] if "row" in fields else ())]
     named = fields.get("ranks", ())
-    named = named if isinstance(named, list) else ()  # of RankSlots it is their number
+    named = named if isinstance(named, list | tuple) else ()  # of RankSlots it is their number
     ranks = [one if isinstance(one, int) else one.rank for one in (*named, *rows)]
     ranks += [fields["rank"]] if "rank" in fields else []
     ranks += [rank for rank, _ in (*fields.get("to", ()), *fields.get("puts", ()))]
@@ -205,6 +159,8 @@ def why_unfit(message: Any, world_size: int) -> str:
     is_in_range = all(min(row.values) >= -_LARGEST and max(row.values) < _LARGEST for row in rows)
     if not is_in_range or not all(-_LATEST_NS < time < _LATEST_NS for time in times):
         return "a number of a row is out of range"
-    if not 0 <= fields.get("signal", 0) < 65 or not -65 < fields.get("code", 0) < 256:
+    if not 0 <= (fields.get("signal") or 0) < 65 or not -65 < (fields.get("code") or 0) < 256:
         return "there is no such signal or exit code"
+    if not 0 <= fields.get("detected_after_s", 0) < _LONGEST_S:
+        return "a time is out of range"
     return ""

@@ -2,7 +2,7 @@
 
 A rank handles them in `rank/replay/recovery.py`, with --mindio in `rank/framework/callback_recovery.py`, and before it
 has imported torch in `rank/bootstrap/presence.py`. Two more come from other ranks, and are forwarded unchanged:
-`from_rank.Put` and `from_rank.Unprotected`. Words and units are as in `from_rank.py`; messages
+`from_rank.Put` and `from_rank.RankUnprotected`. Words and units are as in `from_rank.py`; messages
 only for a framework with callbacks are in `mindio.py`.
 """
 
@@ -108,7 +108,7 @@ class Welcome(Message, frozen=True):
 
 
 class Heard(Message, frozen=True):
-    """The agent has received `Faulted`: its later messages are meant for the next run of the script."""
+    """The agent has received `RankFaulted`: its later messages are meant for the next run of the script."""
 
 
 class EndAsked(Message, frozen=True):
@@ -168,7 +168,7 @@ class StopDivergent(Message, frozen=True):
 
 
 class Freeze(Message, frozen=True):
-    """Quiesce before the next commit, break all connections; the answer is `Frozen`.
+    """Quiesce before the next commit, break all connections; the answer is `RankFrozen`.
 
     survivors    ranks that get this order
     lost         ranks
@@ -193,7 +193,7 @@ class Adapt(Message, frozen=True):
 
 
 class Replay(Message, frozen=True):
-    """Run the script in replay up to this boundary; the answer is `Replayed`.
+    """Run the script in replay up to this boundary; the answer is `RankReplayed`.
 
     skip_lines  lines of stdout and stderr that were printed already
     adapt       set if the records are of another number of ranks
@@ -231,7 +231,7 @@ class SendState(Message, frozen=True):
 
 
 class FetchState(Message, frozen=True):
-    """Receive weights and optimizer state; the answer is `Repaired`. The fields are as in SendState."""
+    """Receive weights and optimizer state; the answer is `RankRepaired`. The fields are as in SendState."""
 
     generation: int
     name: str
@@ -272,7 +272,7 @@ class GoOn(Message, frozen=True):
 
 
 class LoadMirror(Message, frozen=True):
-    """Load weights and optimizer state from the lost rank's mirror; the answer is `Repaired`.
+    """Load weights and optimizer state from the lost rank's mirror; the answer is `RankRepaired`.
 
     path   of the slot; "": they are there, as the last step was taken again
     """
@@ -282,7 +282,7 @@ class LoadMirror(Message, frozen=True):
 
 
 class LoadState(Message, frozen=True):
-    """Load weights and optimizer state from files; the answer is `Repaired`.
+    """Load weights and optimizer state from files; the answer is `RankRepaired`.
 
     files   paths of all shares
     owners  as in NotAlike
@@ -318,7 +318,7 @@ class Dump(Message, frozen=True):
 
 
 class Resume(Message, frozen=True):
-    """Connect, issue the journal again, and train; the answers are `Rebuilt` and `Reissued`.
+    """Connect, issue the journal again, and train; the answers are `RankRebuilt` and `RankReissued`.
 
     expected    by group, the signatures of the collectives that a replacement must issue
     sources     (group, number of a collective, the rank that broadcasts its result)
@@ -347,5 +347,5 @@ Order = (
     OfRecovery | OfStandby
     | Heard | EndAsked | InjectedFault | FaultDone | NotAlike | KeepMirror | NoneAlike | AllCompared | LookAt
     | StopDivergent | GoOn
-    | from_rank.Put | from_rank.Unprotected
+    | from_rank.Put | from_rank.RankUnprotected
 )  # fmt: skip

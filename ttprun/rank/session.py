@@ -77,7 +77,7 @@ class Session(Member):
             if self._hindrances_reported == _MOST_HINDRANCES:
                 reason = ""
             self.hindrance = reason
-            self.channel.send(from_rank.Hindered(boundary, reason))
+            self.channel.send(from_rank.RankHindered(reason, boundary))
 
     def stop_comparing(self) -> None:
         """Nothing more of the step can be compared with what the lost rank has left of it."""

@@ -3,7 +3,8 @@
     job = new_job(Settings(world_size=4))
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
-Files, lowest floor first: `frozen`, `shards`, `event`, `events`, `fault_events`, `incident`, `actions` (data);
+Files, lowest floor first: `frozen`, `shards`, `events`, `fault_events`, `incident`, `actions` (data);
+events that other nodes report, too, are in `ttprun.protocol.events`;
 `members` (the ranks, and counts of them), `job`, `errors`;
 `phases` (how phases and incidents begin and end), `ways_back`, `ladder` (ways out of an incident);
 `repair`, `resize`, `leaving`, `faults`, `hung`, `planned`, `regroup`, `persist`, `renewal` (handlers);
@@ -14,31 +15,24 @@ first.
 """
 
 from ttprun.recovery.actions import (
-    Action,
     FailJob,
     FinishJob,
     Freeze,
     GiveUpCheckpoint,
     GiveUpResize,
-    KillRank,
-    LoadMirror,
     LoadState,
     NoteUnusable,
     Persist,
     RecordIncident,
     Regroup,
-    Replay,
     RestartGroup,
     Resume,
-    Rewind,
     SendState,
     SetDeadline,
-    SpawnRank,
 )
 from ttprun.recovery.alone import is_alone
 from ttprun.recovery.cost import cost_of_a_loss, cost_of_a_loss_alone
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition, UnexpectedStart
-from ttprun.recovery.event import Event, RankEvent, RepairEvent
 from ttprun.recovery.events import (
     CheckpointAsked,
     DeadlinePassed,
@@ -46,39 +40,17 @@ from ttprun.recovery.events import (
     ElasticDeclared,
     GroupResized,
     GroupRestarted,
-    MismatchFound,
-    RankFrozen,
-    RankHindered,
-    RankJoined,
-    RankProtected,
-    RankRebuilt,
-    RankReissued,
-    RankRepaired,
-    RankReplayed,
     RanksCompared,
-    RankStarted,
-    RankTrainsAlone,
-    RankUnprotected,
     ReplacementAsked,
     ResizeAsked,
     ResumeAsked,
     Saved,
     SnapshotTaken,
-    SpawnFailed,
     StatePersisted,
-    StateSent,
-    StopAsked,
     SupervisorRenewed,
     UpgradeAsked,
 )
-from ttprun.recovery.fault_events import (
-    ConnectionBroken,
-    NodeLost,
-    RankDiverged,
-    RankExited,
-    RankFaulted,
-    RankHung,
-)
+from ttprun.recovery.fault_events import ConnectionBroken, NodeLost, RankDiverged, RankHung
 from ttprun.recovery.faults import is_of_script
 from ttprun.recovery.hung import has_hung_before, is_last_survivor, who_is_awaited
 from ttprun.recovery.incident import Incident

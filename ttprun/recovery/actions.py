@@ -1,23 +1,18 @@
 """Actions: orders to the agent. Data only; each is carried out in the order in which it is given.
 
+Those that the agent of one node carries out are in `ttprun.protocol.actions`.
+
 A message to a rank that has not said hello yet is held by the agent, and a newer one takes its place. A message for a
 process that has ended is dropped.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ttprun.protocol.actions import Action
 from ttprun.recovery.incident import Incident
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """An order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Freeze(Action):
+class Freeze(Action, frozen=True):
     """Have the survivors quiesce and answer with RankFrozen; those already quiesced answer again.
 
     ranks        survivors
@@ -30,33 +25,7 @@ class Freeze(Action):
     lost: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnRank(Action):
-    """Give a lost rank a process, from the standbys if there is one; the answer is RankStarted, or SpawnFailed.
-
-    generation   in which it was asked for; if ranks are lost meanwhile, Replay or Resume names a newer one
-    """
-
-    rank: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Replay(Action):
-    """Order a replacement to run the script in replay up to the boundary; the answer is RankReplayed.
-
-    source   survivor that will send the state; the rank itself: it will come from its mirror; None: from the snapshot
-             of that boundary
-    """
-
-    rank: int
-    generation: int
-    boundary: int
-    source: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class SendState(Action):
+class SendState(Action, frozen=True):
     """Order a survivor to send its state; it answers StateSent once, each replacement RankRepaired.
 
     to   the replacements, all of which wait at `boundary`
@@ -68,31 +37,7 @@ class SendState(Action):
     boundary: int
 
 
-@dataclass(frozen=True, slots=True)
-class LoadMirror(Action):
-    """Order a replacement to load what its rank had mirrored; it answers RankRepaired."""
-
-    rank: int
-    generation: int
-    boundary: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rewind(Action):
-    """Put stored records in the place of the ranks' own; all their processes have been ended before.
-
-    ranks      all ranks of the job, or the one that goes back alone
-    boundary   of the snapshot or checkpoint; 0: the ranks begin anew, and have no past
-    place      directory of the checkpoint; "": the snapshot in shared memory, or none
-    """
-
-    ranks: tuple[int, ...]
-    boundary: int
-    place: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class NoteUnusable(Action):
+class NoteUnusable(Action, frozen=True):
     """Note beside a checkpoint that this script could not resume from it, so that no launch tries it again.
 
     place        its directory
@@ -105,8 +50,7 @@ class NoteUnusable(Action):
     is_refused: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LoadState(Action):
+class LoadState(Action, frozen=True):
     """Order ranks to load the state of a snapshot; each answers RankRepaired.
 
     ranks      all of which wait at `boundary`
@@ -117,8 +61,7 @@ class LoadState(Action):
     boundary: int
 
 
-@dataclass(frozen=True, slots=True)
-class Persist(Action):
+class Persist(Action, frozen=True):
     """Write a checkpoint of the boundary at which all survivors are quiesced; the answer is StatePersisted.
 
     ranks     survivors; each writes a part of what they all hold
@@ -131,8 +74,7 @@ class Persist(Action):
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUpCheckpoint(Action):
+class GiveUpCheckpoint(Action, frozen=True):
     """The requested checkpoint is not written, and the job continues: drop it, and report why.
 
     boundary   at which the ranks stand, 0 if that is not known
@@ -143,8 +85,7 @@ class GiveUpCheckpoint(Action):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Resume(Action):
+class Resume(Action, frozen=True):
     """Order all ranks to connect and to issue their journals; each answers RankRebuilt, then RankReissued.
 
     ranks      survivors and replacements
@@ -156,8 +97,7 @@ class Resume(Action):
     boundary: int
 
 
-@dataclass(frozen=True, slots=True)
-class SetDeadline(Action):
+class SetDeadline(Action, frozen=True):
     """Post DeadlinePassed with this generation, name and rank after so many seconds; it need never be cancelled.
 
     rank   that is repaired alone, and whose own the generation is; None: it is the job's
@@ -169,16 +109,7 @@ class SetDeadline(Action):
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class KillRank(Action):
-    """End the rank's process and its children at once. Its exit is expected and will be dropped."""
-
-    rank: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RestartGroup(Action):
+class RestartGroup(Action, frozen=True):
     """Fallback: end all ranks and start them anew, as torchrun does; the answer is GroupRestarted.
 
     reason   for the operator
@@ -187,8 +118,7 @@ class RestartGroup(Action):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Regroup(Action):
+class Regroup(Action, frozen=True):
     """End all ranks and start the group again on the nodes that are there then; the answer is GroupResized.
 
     place      of the checkpoint from which all resume; "": they run the script from its top
@@ -203,8 +133,7 @@ class Regroup(Action):
     is_back: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUpResize(Action):
+class GiveUpResize(Action, frozen=True):
     """The group stays on its nodes for now.
 
     reason   why its state could not be saved, or not resumed from
@@ -213,8 +142,7 @@ class GiveUpResize(Action):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FailJob(Action):
+class FailJob(Action, frozen=True):
     """End all ranks; the job has failed.
 
     reason         for the operator
@@ -225,13 +153,11 @@ class FailJob(Action):
     has_progress: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class FinishJob(Action):
+class FinishJob(Action, frozen=True):
     """All ranks have finished; the job is done."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordIncident(Action):
+class RecordIncident(Action, frozen=True):
     """Write the incident to the event log: it was opened, changed its phase, or ended."""
 
     incident: Incident

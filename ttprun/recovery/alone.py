@@ -13,20 +13,13 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from ttprun.recovery.actions import (
-    Action,
-    FailJob,
-    FinishJob,
-    LoadState,
-    RecordIncident,
-    Replay,
-    RestartGroup,
-    Resume,
-    SetDeadline,
-    SpawnRank,
-)
-from ttprun.recovery.event import Event, RankEvent, RepairEvent
-from ttprun.recovery.events import DeadlinePassed, RankJoined, RankTrainsAlone, SnapshotTaken, SupervisorRenewed
+from msgspec import structs
+
+from ttprun.protocol.actions import Action, Replay, SpawnRank
+from ttprun.protocol.events import Event, RankEvent, RepairEvent
+from ttprun.protocol.from_rank import RankJoined, RankTrainsAlone
+from ttprun.recovery.actions import FailJob, FinishJob, LoadState, RecordIncident, RestartGroup, Resume, SetDeadline
+from ttprun.recovery.events import DeadlinePassed, SnapshotTaken, SupervisorRenewed
 from ttprun.recovery.job import Job, JobPhase
 from ttprun.recovery.members import GroupMembership, Life, Member, MemberFlag, Members
 from ttprun.recovery.phases import Result
@@ -71,9 +64,9 @@ class Domain:
     def _as_order(self, action: Action) -> Action:
         """An action of the rank's own job, as an order of the whole job."""
         if isinstance(action, SetDeadline):
-            return replace(action, rank=self.rank)
+            return structs.replace(action, rank=self.rank)
         if isinstance(action, SpawnRank | Replay | LoadState | Resume):
-            return replace(action, generation=self.whole.generation)
+            return structs.replace(action, generation=self.whole.generation)
         if isinstance(action, RecordIncident):
             return RecordIncident(replace(action.incident, generation=self.whole.generation))
         return action
@@ -121,9 +114,9 @@ def all_away(world_size: int) -> Members:
 
 def _as_heard(job: Job, own: Job, event: Event) -> Event:
     if isinstance(event, RepairEvent):
-        return replace(event, generation=own.generation) if event.generation == job.generation else event
+        return structs.replace(event, generation=own.generation) if event.generation == job.generation else event
     if isinstance(event, SnapshotTaken | DeadlinePassed | SupervisorRenewed):
-        return replace(event, rank=None)
+        return structs.replace(event, rank=None)
     return event
 
 

@@ -5,48 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ttprun.recovery.event import Event, RankEvent, RepairEvent
+from ttprun.protocol.events import Event, RankEvent
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStarted(RankEvent):
-    """A process has been started for a rank, or a standby has been given it.
-
-    pid   from now on the rank's present pid
-    """
-
-    pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpawnFailed(RankEvent):
-    """No process can be started for a rank: the machine has not what it takes.
-
-    reason   what the system says
-    """
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankProtected(RankEvent):
-    """The rank's hooks have said hello."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankUnprotected(RankEvent):
-    """From now on this rank cannot take part in a repair, so no rank of the job can be replaced.
-
-    reason   what the hooks met, for the operator
-    """
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksCompared(Event):
+class RanksCompared(Event, frozen=True, kw_only=True):
     """All ranks have reported digests of what they hold, and it is known who is a replica of whom.
 
     replicas   what is known now
@@ -55,28 +19,7 @@ class RanksCompared(Event):
     replicas: Replicas
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTrainsAlone(RankEvent):
-    """The rank has come to an optimizer step, and has no process group in which there are others."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankJoined(RankEvent):
-    """The rank makes a process group with others, or has one when it goes live after a replay."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankHindered(RankEvent):
-    """The current place of this rank in the script, or its state there, cannot be replayed.
-
-    reason   why, for the operator; "" once that is over
-    """
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplacementAsked(Event):
+class ReplacementAsked(Event, frozen=True, kw_only=True):
     """Healthy ranks are to give their places to new processes.
 
     ranks    at least one, each once
@@ -95,8 +38,7 @@ class ReplacementAsked(Event):
         return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks} had to be replaced as requested ({self.reason})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticDeclared(RankEvent):
+class ElasticDeclared(RankEvent, frozen=True, kw_only=True):
     """A rank can continue in a smaller group, and declares which ranks train the same parameters.
 
     replicas        groups over which its optimizers are spread; () if every rank holds all that the others hold
@@ -107,8 +49,7 @@ class ElasticDeclared(RankEvent):
     data_parallel: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DowngradeAsked(Event):
+class DowngradeAsked(Event, frozen=True, kw_only=True):
     """The others are to train on without the ranks that are lost, and not to wait for replacements.
 
     reason   who asked, and why
@@ -117,8 +58,7 @@ class DowngradeAsked(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpgradeAsked(Event):
+class UpgradeAsked(Event, frozen=True, kw_only=True):
     """The ranks that are away are to come back.
 
     reason   who asked, and why
@@ -129,90 +69,7 @@ class UpgradeAsked(Event):
     kind: ClassVar[str] = "upgrade"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFrozen(RepairEvent):
-    """A survivor is quiesced.
-
-    boundary    optimizer steps that it has completed
-    digest      of its replicated state; "" if it has none
-    has_group   the script has made its process group
-    is_at_end   its script has reached its end; its process stays for the others
-    """
-
-    boundary: int
-    digest: str
-    has_group: bool
-    is_at_end: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReplayed(RepairEvent):
-    """A replacement has come to the boundary in replay and waits for tensors.
-
-    boundary   where it stands
-    """
-
-    boundary: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSent(RepairEvent):
-    """The source has sent the state to every replacement.
-
-    digest   of what it has sent
-    """
-
-    digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankRepaired(RepairEvent):
-    """A replacement has loaded the state.
-
-    digest     of what it has loaded
-    boundary   of the checkpoint that all ranks have loaded, since no rank had the state; None: it came from the source
-    """
-
-    digest: str
-    boundary: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankRebuilt(RepairEvent):
-    """A rank is connected in the new generation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReissued(RepairEvent):
-    """A survivor's journal is through; a replacement has issued as many collectives as the survivors had."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchFound(RepairEvent):
-    """A check failed in a rank: its state must not be used.
-
-    reason             which check, and the two values
-    is_contradiction   False: too little is proved to join the others; all may resume from what is saved
-    is_near            another replacement may get further: this one differs by rounding alone, which may not come
-                       back, or it has found what the next one does otherwise
-    """
-
-    reason: str
-    is_contradiction: bool = True
-    is_near: bool = False
-
-    kind: ClassVar[str] = "mismatch"
-
-    @property
-    def sentence(self) -> str:
-        """For the operator."""
-        if self.is_near:
-            return f"rank {self.rank} is replaced once more: {self.reason}"
-        return f"rank {self.rank} is {'refused' if self.is_contradiction else 'not proved'} ({self.reason})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotTaken(Event):
+class SnapshotTaken(Event, frozen=True, kw_only=True):
     """A snapshot that is complete and can be gone back to, older ones are void.
 
     boundary   at which it was taken; None: there is none any more
@@ -235,8 +92,7 @@ class Saved:
     place: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeAsked(Event):
+class ResumeAsked(Event, frozen=True, kw_only=True):
     """The job's ranks are about to be started, and resume from a checkpoint instead of the top of the script.
 
     saved     the checkpoints from which they can resume, in the order of preference; at least one
@@ -247,13 +103,11 @@ class ResumeAsked(Event):
     replicas: Replicas = UNKNOWN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointAsked(Event):
+class CheckpointAsked(Event, frozen=True, kw_only=True):
     """The user wants a checkpoint now."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatePersisted(Event):
+class StatePersisted(Event, frozen=True, kw_only=True):
     """A checkpoint is written, or could not be.
 
     generation    in which it was ordered
@@ -272,8 +126,7 @@ class StatePersisted(Event):
     is_handled: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeadlinePassed(Event):
+class DeadlinePassed(Event, frozen=True, kw_only=True):
     """A deadline that SetDeadline asked for is over. Deadlines are never taken back: a late one is an echo.
 
     generation, name, rank   as in the SetDeadline
@@ -286,8 +139,7 @@ class DeadlinePassed(Event):
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisorRenewed(Event):
+class SupervisorRenewed(Event, frozen=True, kw_only=True):
     """The agent has failed, and a new one goes on with this job: what was ordered last may not have been carried out.
 
     reason   what has failed, a phrase
@@ -298,13 +150,11 @@ class SupervisorRenewed(Event):
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRestarted(Event):
+class GroupRestarted(Event, frozen=True, kw_only=True):
     """The agent has ended all ranks and is starting them anew: a RankStarted for each follows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResizeAsked(Event):
+class ResizeAsked(Event, frozen=True, kw_only=True):
     """Nodes join or leave: the group must start again on other nodes, from its state now.
 
     reason   which nodes, a phrase
@@ -313,8 +163,7 @@ class ResizeAsked(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupResized(Event):
+class GroupResized(Event, frozen=True, kw_only=True):
     """The group starts again on other nodes; the job has their number of ranks already (`with_size`).
 
     saved      the checkpoint from which all resume; none: they run the script from its top
@@ -327,13 +176,3 @@ class GroupResized(Event):
     replicas: Replicas
     reason: str
     has_grown: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopAsked(Event):
-    """The job must end, once its state is written: the user or the scheduler has asked.
-
-    reason   who asked, and why
-    """
-
-    reason: str

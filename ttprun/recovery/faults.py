@@ -7,18 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ttprun.recovery.actions import KillRank
-from ttprun.recovery.events import (
-    GroupRestarted,
-    MismatchFound,
-    RankHindered,
-    RankProtected,
-    RanksCompared,
-    RankStarted,
-    RankUnprotected,
-    StopAsked,
-)
-from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankExited, RankFaulted, RankHung
+from msgspec import structs
+
+from ttprun.protocol.actions import KillRank
+from ttprun.protocol.events import MismatchFound, RankExited, RankStarted, StopAsked
+from ttprun.protocol.from_rank import RankFaulted, RankHindered, RankProtected, RankUnprotected
+from ttprun.recovery.events import GroupRestarted, RanksCompared
+from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankHung
 from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
     begin_attempt,
@@ -198,7 +193,7 @@ def on_node_lost(job: Job, event: NodeLost) -> Result:
     if not lost:
         return unchanged(job, event)
     job = replace(without_nodes(job, lost), snapshot=None)
-    event = replace(event, ranks=lost)
+    event = structs.replace(event, ranks=lost)
     if job.alone or job.count(MemberFlag.TRAINS_ALONE):
         why = "ranks that train without a process group are repaired on their own node only"
         return restart_group(note_fault(job, event), event.at_s, why)
@@ -210,7 +205,7 @@ def on_node_lost_while_draining(job: Job, event: NodeLost) -> Result:
     lost = tuple(rank for rank in event.ranks if job.members[rank].life in (Life.LIVE, Life.LOST))
     if not lost:
         return unchanged(job, event)
-    job = note_fault(without_nodes(job, lost), replace(event, ranks=lost))
+    job = note_fault(without_nodes(job, lost), structs.replace(event, ranks=lost))
     return (job, ()) if job.count(MemberFlag.IS_LIVE) else end_drain(job, event.at_s)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ttprun.recovery.actions import KillRank
-from ttprun.recovery.events import DeadlinePassed, MismatchFound
-from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankExited, RankHung
+from ttprun.protocol.actions import KillRank
+from ttprun.protocol.events import MismatchFound, RankExited
+from ttprun.recovery.events import DeadlinePassed
+from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankHung
 from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import begin_attempt, drain, end_job, fail_job, restart_group, why_too_many_incidents
@@ -78,9 +79,8 @@ def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
     and a survivor that hangs will not answer the next freeze either. During a freeze, only survivors are waited for;
     during a resume, ranks that are not connected block the journals of all.
     """
-    wanted = {member: what for member in job.members if (what := what_is_missing(job, member))}
-    unconnected = tuple(member for member, what in wanted.items() if what == "to connect")
-    missing = unconnected or tuple(wanted)
+    wanted = [(member, what) for member in job.members if (what := what_is_missing(job, member))]
+    missing = [member for member, what in wanted if what == "to connect"] or [member for member, _ in wanted]
     of_silent = frozenset(silent)
     known = tuple(member.rank for member in missing if member.rank in of_silent)
     first = Life.LIVE if job.phase is JobPhase.FREEZING else Life.LOST

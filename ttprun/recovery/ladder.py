@@ -9,19 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ttprun.recovery.actions import (
-    Action,
-    FailJob,
-    FinishJob,
-    Freeze,
-    KillRank,
-    NoteUnusable,
-    Regroup,
-    RestartGroup,
-    SetDeadline,
-    SpawnRank,
-)
-from ttprun.recovery.events import MismatchFound, Saved
+from ttprun.protocol.actions import Action, KillRank, SpawnRank
+from ttprun.protocol.events import MismatchFound
+from ttprun.recovery.actions import FailJob, FinishJob, Freeze, NoteUnusable, Regroup, RestartGroup, SetDeadline
+from ttprun.recovery.events import Saved
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.members import Member, MemberFlag
 from ttprun.recovery.phases import HALT, UNDONE, Result, deadline_of, enter, open_incident, reason_of

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ttprun.recovery.actions import Action
-from ttprun.recovery.events import DeadlinePassed, RankFrozen
-from ttprun.recovery.fault_events import ConnectionBroken, RankExited
+from ttprun.protocol.actions import Action
+from ttprun.protocol.events import RankExited
+from ttprun.protocol.from_rank import RankFrozen
+from ttprun.recovery.events import DeadlinePassed
+from ttprun.recovery.fault_events import ConnectionBroken
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import (
     begin_persisting,

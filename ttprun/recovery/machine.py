@@ -14,17 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ttprun.recovery import alone, faults, hung, leaving, persist, planned, regroup, renewal, repair, resize
-from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
-from ttprun.recovery.event import Event, RankEvent, RepairEvent
-from ttprun.recovery.events import (
-    CheckpointAsked,
-    DeadlinePassed,
-    DowngradeAsked,
-    ElasticDeclared,
-    GroupResized,
-    GroupRestarted,
+from ttprun.protocol.events import (
+    Event,
     MismatchFound,
+    RankEvent,
+    RankExited,
+    RankStarted,
+    RepairEvent,
+    SpawnFailed,
+    StopAsked,
+)
+from ttprun.protocol.from_rank import (
+    RankFaulted,
     RankFrozen,
     RankHindered,
     RankJoined,
@@ -33,29 +34,29 @@ from ttprun.recovery.events import (
     RankReissued,
     RankRepaired,
     RankReplayed,
-    RanksCompared,
-    RankStarted,
     RankTrainsAlone,
     RankUnprotected,
+    StateSent,
+)
+from ttprun.recovery import alone, faults, hung, leaving, persist, planned, regroup, renewal, repair, resize
+from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
+from ttprun.recovery.events import (
+    CheckpointAsked,
+    DeadlinePassed,
+    DowngradeAsked,
+    ElasticDeclared,
+    GroupResized,
+    GroupRestarted,
+    RanksCompared,
     ReplacementAsked,
     ResizeAsked,
     ResumeAsked,
     SnapshotTaken,
-    SpawnFailed,
     StatePersisted,
-    StateSent,
-    StopAsked,
     SupervisorRenewed,
     UpgradeAsked,
 )
-from ttprun.recovery.fault_events import (
-    ConnectionBroken,
-    NodeLost,
-    RankDiverged,
-    RankExited,
-    RankFaulted,
-    RankHung,
-)
+from ttprun.recovery.fault_events import ConnectionBroken, NodeLost, RankDiverged, RankHung
 from ttprun.recovery.frozen import changed
 from ttprun.recovery.job import Job
 from ttprun.recovery.job import JobPhase as P

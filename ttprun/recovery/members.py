@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain, islice
 
-from ttprun.recovery.events import ElasticDeclared, RankFrozen
+from ttprun.protocol.from_rank import RankFrozen
+from ttprun.recovery.events import ElasticDeclared
 from ttprun.recovery.frozen import changed
 
 CHUNK = 128

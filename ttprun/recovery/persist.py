@@ -12,20 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ttprun.recovery.actions import Action, GiveUpCheckpoint, KillRank, NoteUnusable, Persist, Resume
-from ttprun.recovery.event import Event
-from ttprun.recovery.events import (
-    CheckpointAsked,
-    DeadlinePassed,
-    MismatchFound,
-    RankFrozen,
-    ResumeAsked,
-    Saved,
-    SnapshotTaken,
-    StatePersisted,
-    StopAsked,
-)
-from ttprun.recovery.fault_events import NodeLost, RankExited, RankFaulted
+from ttprun.protocol.actions import Action, KillRank
+from ttprun.protocol.events import Event, MismatchFound, RankExited, StopAsked
+from ttprun.protocol.from_rank import RankFaulted, RankFrozen
+from ttprun.recovery.actions import GiveUpCheckpoint, NoteUnusable, Persist, Resume
+from ttprun.recovery.events import CheckpointAsked, DeadlinePassed, ResumeAsked, Saved, SnapshotTaken, StatePersisted
+from ttprun.recovery.fault_events import NodeLost
 from ttprun.recovery.faults import (
     answer_fault,
     is_of_script,

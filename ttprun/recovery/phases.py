@@ -9,8 +9,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ttprun.recovery.actions import Action, RecordIncident, SetDeadline
-from ttprun.recovery.event import Event
+from ttprun.protocol.actions import Action
+from ttprun.protocol.events import Event
+from ttprun.recovery.actions import RecordIncident, SetDeadline
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import WINDOW_S, Job, JobPhase, Opening
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ttprun.recovery.actions import KillRank
+from ttprun.protocol.actions import KillRank
 from ttprun.recovery.events import DowngradeAsked, ReplacementAsked, UpgradeAsked
 from ttprun.recovery.faults import why_not_protected
 from ttprun.recovery.job import Job, JobPhase, name_ranks

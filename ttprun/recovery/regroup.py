@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ttprun.recovery.actions import Action, GiveUpResize
-from ttprun.recovery.event import Event
+from ttprun.protocol.actions import Action
+from ttprun.protocol.events import Event
+from ttprun.recovery.actions import GiveUpResize
 from ttprun.recovery.events import GroupResized, ResizeAsked, Saved, StatePersisted
 from ttprun.recovery.faults import with_new_ranks
 from ttprun.recovery.job import Ending, Job, JobPhase

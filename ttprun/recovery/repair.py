@@ -9,18 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ttprun.recovery.actions import FinishJob, LoadMirror, LoadState, Replay, Resume, SendState
+from ttprun.protocol.actions import LoadMirror, Replay
+from ttprun.protocol.events import MismatchFound, RankStarted
+from ttprun.protocol.from_rank import RankFrozen, RankRebuilt, RankReissued, RankRepaired, RankReplayed, StateSent
+from ttprun.recovery.actions import FinishJob, LoadState, Resume, SendState
 from ttprun.recovery.errors import UnexpectedStart
-from ttprun.recovery.events import (
-    MismatchFound,
-    RankFrozen,
-    RankRebuilt,
-    RankReissued,
-    RankRepaired,
-    RankReplayed,
-    RankStarted,
-    StateSent,
-)
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import end_job, restart_group, why_no_source
 from ttprun.recovery.members import Life, Member, MemberFlag

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from ttprun.recovery.actions import Freeze, KillRank
-from ttprun.recovery.events import ElasticDeclared, RankStarted, SpawnFailed
+from ttprun.protocol.actions import KillRank
+from ttprun.protocol.events import RankStarted, SpawnFailed
+from ttprun.recovery.actions import Freeze
+from ttprun.recovery.events import ElasticDeclared
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import restart_group
 from ttprun.recovery.members import Life, Member, MemberFlag

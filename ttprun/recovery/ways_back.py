@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ttprun.recovery.actions import KillRank, Rewind, SpawnRank
+from ttprun.protocol.actions import KillRank, Rewind, SpawnRank
 from ttprun.recovery.events import Saved
 from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase
 from ttprun.recovery.members import Life

@@ -12,7 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from ttprun import recovery
+from msgspec.structs import replace
+
 from ttprun.agent.cluster import board_rows
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.local_actuator import LocalActuator
@@ -21,9 +22,10 @@ from ttprun.agent.core.outcomes import give_up
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.report.status import StatusPublisher
-from ttprun.protocol import channel, from_rank, meeting, node_orders, node_reports, to_rank
+from ttprun.protocol import actions, channel, from_rank, meeting, node_orders, node_reports, to_rank
 from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.codec import Refused, decode, encode
+from ttprun.protocol.events import Event, RankExited
 from ttprun.recovery.members import GroupMembership
 
 logger = logging.getLogger("ttprun")
@@ -85,37 +87,19 @@ class Follower:
 
     # Reports.
 
-    def report(self, event: recovery.Event) -> None:
+    def report(self, event: Event) -> None:
         """What has happened to a rank, which the leader's state machine answers."""
         peers, node = self.node.peers, self.node
         match event:
-            case recovery.RankStarted(rank=rank, pid=pid):
-                peers.to_leader(node_reports.Started(rank, pid))
-            case recovery.SpawnFailed(rank=rank, reason=reason):
-                peers.to_leader(node_reports.NotStarted(rank, reason))
-            case recovery.MismatchFound(rank=rank, generation=generation, reason=reason):
-                peers.to_leader(node_reports.Differs(rank, generation, reason))
-            case recovery.RankUnprotected(rank=rank, reason=reason):
-                self.forward(node.slots[rank], from_rank.Unprotected(reason))
-            case recovery.RankExited(rank=rank, pid=pid):
-                slot, noted = node.slots[rank], self.noted[rank]
-                noted.exit_code = event.exit_code
-                noted.cause = event.reason
-                ended = node_reports.Ended(
-                    rank=rank,
-                    pid=pid,
-                    code=noted.exit_code,
-                    boundary=event.boundary,
-                    is_script_error=event.is_script_error,
-                    device_fault=event.device_fault,
-                    reason=event.reason,
-                    traceback=slot.traceback,
-                    now_ns=time.monotonic_ns(),
-                    row=board_rows.row_of(node, slot),
-                )
-                peers.to_leader(ended)
-            case recovery.StopAsked(reason=reason):
-                peers.to_leader(node_reports.EndAsked(reason, node.ended_by))
+            case from_rank.RankUnprotected():
+                self.forward(node.slots[event.rank], event)
+            case RankExited():
+                slot, noted = node.slots[event.rank], self.noted[event.rank]
+                noted.exit_code, noted.cause = event.exit_code, event.reason
+                peers.to_leader(board_rows.rows_of(node, [slot], is_awaited=True))
+                peers.to_leader(replace(event, traceback=slot.traceback))
+            case _ if isinstance(event, node_reports.OfNode):
+                peers.to_leader(event)
             case _:
                 node.log("not_reported", what=type(event).__name__)
 
@@ -129,22 +113,22 @@ class Follower:
                 return
             case from_rank.Present():
                 slot.greet(message.main_thread)
-            case from_rank.Protected():
+            case from_rank.RankProtected():
                 slot.protect()
-            case from_rank.Unprotected(reason=reason):
+            case from_rank.RankUnprotected(reason=reason):
                 noted.unprotected = noted.unprotected or reason
-            case from_rank.Hindered(reason=reason):
+            case from_rank.RankHindered(reason=reason):
                 noted.hindrance = reason
-            case from_rank.TrainsAlone():
+            case from_rank.RankTrainsAlone():
                 noted.membership = GroupMembership.ALONE
-            case from_rank.Joined():
+            case from_rank.RankJoined():
                 noted.membership = GroupMembership.JOINED
-            case from_rank.Reissued():
+            case from_rank.RankReissued():
                 noted.is_catching_up = False
-            case from_rank.Faulted():
+            case from_rank.RankFaulted():
                 noted.is_catching_up = True
                 slot.note_boundary(node.board)
-            case from_rank.Frozen(boundary=boundary):
+            case from_rank.RankFrozen(boundary=boundary):
                 hashed = {boundary: self.actuator.fingerprint(slot.rank, boundary)}
         line = encode(shortened(message, len(node.slots))).decode().rstrip("\n")
         said = node_reports.Said(slot.rank, slot.pid, line, time.monotonic_ns(), board_rows.row_of(node, slot), hashed)
@@ -164,11 +148,11 @@ class Follower:
             case node_orders.Begin(generation=generation):
                 node.note_generation(generation)
                 self.actuator.carry_out(order)
-            case node_orders.Spawn(rank=rank, generation=generation):
+            case actions.SpawnRank(rank=rank, generation=generation):
                 node.note_generation(generation)
                 self.noted[rank].is_catching_up = True
                 self.actuator.carry_out(order)
-            case node_orders.GoBack(generation=generation):
+            case actions.Rewind(generation=generation):
                 node.note_generation(generation)
                 if self.actuator.rewinds.open(order):
                     self.actuator.carry_out(order)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.quiesce_schedule import QuiesceSchedule
@@ -18,7 +20,7 @@ from ttprun.agent.cluster.membership import NodeMembership
 from ttprun.agent.cluster.spares import Spares
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.outcomes import give_up, note_failure, report_mismatch
+from ttprun.agent.core.outcomes import give_up, log_exit, note_failure
 from ttprun.agent.core.reports import Reports
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.chaos.faults import parse_fault
@@ -26,6 +28,7 @@ from ttprun.protocol import channel, meeting, node_orders, node_reports
 from ttprun.protocol.all_ranks import in_full
 from ttprun.protocol.board import Field
 from ttprun.protocol.codec import Refused, decode
+from ttprun.protocol.events import Event, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 logger = logging.getLogger("ttprun")
@@ -177,23 +180,10 @@ class Leader:
                     board_rows.share(node, [node.slots[row.rank] for row in theirs])
             case node_reports.Said():
                 self._take_said(message)
-            case node_reports.Started(rank=rank, pid=pid):
-                node.slots[rank].begin_process(pid)
-                node.log("rank_started", rank=rank, pid=pid, node=number)
-                node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=rank, pid=pid))
-            case node_reports.NotStarted(rank=rank, reason=reason):
-                node.log("spawn_failed", rank=rank, reason=reason, node=number)
-                node.advance(recovery.SpawnFailed(at_s=time.monotonic(), rank=rank, reason=reason))
-            case node_reports.Ended():
-                self._take_ended(number, message)
-            case node_reports.Differs(rank=rank, generation=generation, reason=reason):
-                report_mismatch(node, rank, generation, reason)
+            case Event():
+                self._take_event(number, replace(message, at_s=time.monotonic()))
             case node_reports.Records():
                 self.spares.take_records(message)
-            case node_reports.EndAsked(reason=reason, signal=signal):
-                node.end_by(node.ended_by or signal)
-                stop = recovery.StopAsked(at_s=time.monotonic(), reason=reason)
-                self.quiesce_schedule.ask(lambda: node.advance(stop), is_end=True)
             case node_reports.Leaving(reason=reason):
                 self.membership.leave(number, reason)
             case node_reports.PartStored():
@@ -232,30 +222,29 @@ class Leader:
         message = decode(said.line.encode(errors="surrogatepass"), channel.KNOWN)
         self.reports.take(slot, in_full(message, len(node.slots)))
 
-    def _take_ended(self, number: int, ended: node_reports.Ended) -> None:
-        """A process has ended."""
+    def _take_event(self, number: int, event: node_reports.OfNode) -> None:
+        """What has happened on another node is an event of the state machine, stamped with our time."""
         node = self.node
-        slot = node.slots[ended.rank]
-        board_rows.copy_in(node, [ended.row], ended.now_ns)
-        board_rows.share(node, [slot])
-        if slot.pid != ended.pid:
-            return
-        slot.end_elsewhere(ended)
-        if slot.is_lost:
-            failure = Failure(ended.rank, ended.pid, ended.code, ended.reason, ended.traceback)
-            note_failure(node, failure)
-        event = recovery.RankExited.ended(
-            ended.code,
-            at_s=time.monotonic(),
-            rank=ended.rank,
-            pid=ended.pid,
-            boundary=ended.boundary if slot.is_finished else self.own_states.reached(slot, ended.boundary),
-            is_script_error=ended.is_script_error,
-            device_fault=ended.device_fault,
-            reason=ended.reason,
-        )
-        fields = {"code": event.code, "signal": event.signal, "boundary": event.boundary, "reason": event.reason}
-        node.log("rank_exited", rank=slot.rank, pid=event.pid, node=number, at_s=event.at_s, **fields)
+        match event:
+            case RankStarted(rank=rank, pid=pid):
+                node.slots[rank].begin_process(pid)
+                node.log("rank_started", rank=rank, pid=pid, node=number)
+            case SpawnFailed(rank=rank, reason=reason):
+                node.log("spawn_failed", rank=rank, reason=reason, node=number)
+            case RankExited():
+                slot = node.slots[event.rank]
+                if slot.pid != event.pid:
+                    return
+                slot.end_elsewhere(event)
+                if slot.is_lost:
+                    note_failure(node, Failure(slot.rank, event.pid, event.exit_code, event.reason, event.traceback))
+                    event = replace(event, boundary=self.own_states.reached(slot, event.boundary))
+                event = replace(event, traceback="")
+                log_exit(node, event, number)
+            case StopAsked(signal=signal):
+                node.end_by(node.ended_by or signal)
+                self.quiesce_schedule.ask(lambda: node.advance(event), is_end=True)
+                return
         node.advance(event)
 
 

@@ -21,6 +21,7 @@ from ttprun.agent.launcher.verdict import Verdict
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting
 from ttprun.protocol.board import LEADER, Field
+from ttprun.protocol.events import StopAsked
 from ttprun.recovery.membership import Membership, MembershipPlan, NodesObserved
 from ttprun.state.errors import InvalidCheckpointError
 
@@ -146,7 +147,7 @@ class NodeMembership:
         """A node leaves, and the others cannot train on without it."""
         node = self._node
         node.end_by(node.ended_by or signal.SIGUSR1)
-        stop = recovery.StopAsked(at_s=time.monotonic(), reason=reason)
+        stop = StopAsked(at_s=time.monotonic(), reason=reason)
         self._quiesce_schedule.ask(lambda: node.advance(stop), is_end=True)
 
     def note_lost(self, number: int) -> None:

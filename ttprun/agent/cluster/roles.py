@@ -25,6 +25,7 @@ from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.faults import Fault
 from ttprun.protocol import from_rank, node_reports
 from ttprun.protocol.channel import Message
+from ttprun.protocol.events import Event
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Leading(Role):
     quiesce_schedule: QuiesceSchedule
     unseen: UnhookedRanks
 
-    def advance(self, event: recovery.Event) -> None:
+    def advance(self, event: Event) -> None:
         self.coordinator.advance(event)
         if isinstance(event, recovery.RanksCompared):  # an agent that leads next needs it for what it saves
             self.leader.share()
@@ -103,7 +104,7 @@ class Following(Role):
     def asked_elsewhere(self) -> str:  # type: ignore[override]
         return self.node.peers.leaders_name
 
-    def advance(self, event: recovery.Event) -> None:
+    def advance(self, event: Event) -> None:
         self.follower.report(event)
 
     def hear(self, slot: RankSlot, message: Message) -> None:

@@ -10,11 +10,11 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from ttprun import recovery
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.membership import NodeMembership
 from ttprun.agent.core.node import Node
-from ttprun.protocol import node_orders, node_reports
+from ttprun.protocol import actions, node_orders, node_reports
+from ttprun.protocol.events import SpawnFailed
 
 logger = logging.getLogger("ttprun")
 
@@ -28,7 +28,7 @@ class Vacancy:
     """
 
     since_s: float
-    spawns: dict[int, recovery.SpawnRank] = field(default_factory=dict)
+    spawns: dict[int, actions.SpawnRank] = field(default_factory=dict)
     due: set[int] | None = None
 
 
@@ -59,13 +59,13 @@ class Spares:
         """All nodes are there."""
         self._vacant.clear()
 
-    def spawn(self, action: recovery.SpawnRank) -> None:
+    def spawn(self, action: actions.SpawnRank) -> None:
         """Give a rank a process; if its node is lost, another one is waited for."""
         peers = self._node.peers
         number = peers.node_of(action.rank)
         vacancy = self._vacant.get(number)
         if vacancy is None and peers.is_connected(number):
-            self._actuators.on(number).carry_out(node_orders.Spawn(action.rank, action.generation))
+            self._actuators.on(number).carry_out(action)
             return
         if vacancy is None:
             vacancy = self._vacant[number] = Vacancy(time.monotonic())
@@ -126,7 +126,7 @@ class Spares:
         if source is not None:
             self._actuators.on(number).carry_out(node_orders.VoidBeyond(source.boundary))
         for action in vacancy.spawns.values():
-            self._actuators.on(number).carry_out(node_orders.Spawn(action.rank, action.generation))
+            self._actuators.on(number).carry_out(action)
 
     def look(self) -> None:
         """Time has passed: who waits may train by now, and nobody waits for ever."""
@@ -147,4 +147,4 @@ class Spares:
     def _fail(self, vacancy: Vacancy, rank: int, reason: str) -> None:
         if vacancy.spawns.pop(rank, None) is not None:
             self._node.log("spawn_failed", rank=rank, reason=reason)
-            self._node.advance(recovery.SpawnFailed(at_s=time.monotonic(), rank=rank, reason=reason))
+            self._node.advance(SpawnFailed(at_s=time.monotonic(), rank=rank, reason=reason))

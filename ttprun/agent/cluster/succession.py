@@ -36,9 +36,10 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.role import Role
 from ttprun.agent.repair.comparisons import Comparisons
-from ttprun.protocol import meeting, node_orders, node_reports
+from ttprun.protocol import actions, meeting, node_orders, node_reports
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Channel
+from ttprun.protocol.events import RankExited, StopAsked
 from ttprun.protocol.patience import Patience
 from ttprun.recovery.members import GroupMembership
 from ttprun.recovery.replicas import Replicas
@@ -144,7 +145,7 @@ class Succession:
         noted = self.follower.noted[slot.rank]
         noted.exit_code, noted.cause = -9, "it had not caught up when the agent that led was lost"
         noted.is_catching_up = False
-        self.follower.actuator.carry_out(node_orders.Kill(slot.rank, noted.cause))
+        self.follower.actuator.carry_out(actions.KillRank(slot.rank, noted.cause))
 
     def _follow_next(self) -> None:
         node, peers = self.node, self.node.peers
@@ -174,7 +175,8 @@ class Succession:
         peers.to_leader(meeting.Hello(listener.token, peers.node, listener.address, {}))
         peers.to_leader(self._remains())
         if node.ended_by:
-            peers.to_leader(node_reports.EndAsked(f"ended by signal {node.ended_by}", node.ended_by))
+            reason = f"ended by signal {node.ended_by}"
+            peers.to_leader(StopAsked(at_s=time.monotonic(), reason=reason, signal=node.ended_by))
         node.log("leader_followed", node=following)
 
     def _remains(self) -> node_reports.Remains:
@@ -331,7 +333,7 @@ class Succession:
 
     def _report_loss(self, one: node_reports.Left) -> None:
         self.node.advance(
-            recovery.RankExited.ended(
+            RankExited.ended(
                 one.code,
                 at_s=time.monotonic(),
                 rank=one.rank,

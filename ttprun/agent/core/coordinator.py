@@ -22,8 +22,9 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.agent.repair.rewinds import Rewinds
-from ttprun.protocol import node_orders, to_rank
+from ttprun.protocol import actions, node_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.events import Event
 from ttprun.protocol.reasons import pointer
 
 logger = logging.getLogger("ttprun")
@@ -43,10 +44,10 @@ class Coordinator:
     spares: Spares
     deadlines: Deadlines
     leader: Leader
-    _undecided: deque[recovery.Event] = field(default_factory=deque, init=False)
+    _undecided: deque[Event] = field(default_factory=deque, init=False)
     _is_deciding: bool = field(default=False, init=False)
 
-    def advance(self, event: recovery.Event) -> None:
+    def advance(self, event: Event) -> None:
         """Let the machine decide; what its actions bring about is decided after they are all carried out."""
         self._undecided.append(event)
         if self._is_deciding:
@@ -62,7 +63,7 @@ class Coordinator:
             if self.node.is_paused:  # else what comes after a failure is decided with the next event
                 self._undecided.clear()
 
-    def _decide(self, event: recovery.Event) -> None:
+    def _decide(self, event: Event) -> None:
         before = self.node.job
         actions = self.node.decide(event)
         job = self.node.job
@@ -81,24 +82,24 @@ class Coordinator:
             self.carry_out(action)
             self.node.peers.flush()  # other nodes are at it while this one carries out the next one
 
-    def carry_out(self, action: recovery.Action) -> None:
+    def carry_out(self, action: actions.Action) -> None:
         """Carry out one action."""
         match action:
             case recovery.Freeze():
                 self.freeze(action)
-            case recovery.SpawnRank():
+            case actions.SpawnRank():
                 self.spares.spawn(action)
-            case recovery.Replay():
+            case actions.Replay():
                 self.repairs.replay(action)
             case recovery.SendState():
                 self.repairs.send_state(action)
-            case recovery.LoadMirror():
+            case actions.LoadMirror():
                 self.repairs.load_mirror(action)
             case recovery.LoadState():
                 self.rewinds.load_state(action)
             case recovery.Resume():
                 self.repairs.resume(action)
-            case recovery.Rewind():
+            case actions.Rewind():
                 self.rewinds.rewind(action)
             case recovery.Persist():
                 self.repairs.persist(action)
@@ -108,8 +109,8 @@ class Coordinator:
                 self.rewinds.note_unusable(action)
             case recovery.SetDeadline():
                 self.deadlines.set(action)
-            case recovery.KillRank(rank=rank, reason=reason):
-                self.actuators.order(rank, node_orders.Kill(rank, reason))
+            case actions.KillRank():
+                self.actuators.order(action.rank, action)
             case recovery.RecordIncident(incident=incident):
                 self.record_incident(incident)
             case recovery.RestartGroup(reason=reason):

@@ -17,7 +17,6 @@ from typing import Any, assert_never
 
 from msgspec.structs import replace
 
-from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import NO_RECORD, own_part
 from ttprun.agent.cluster import record_copies
 from ttprun.agent.cluster.actuators import NodeActuator
@@ -35,8 +34,9 @@ from ttprun.agent.repair import fingerprints
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.rewinds import Rewinds
 from ttprun.chaos.injections import Injections
-from ttprun.protocol import channel, node_orders, node_reports, to_rank
+from ttprun.protocol import actions, channel, node_orders, node_reports, to_rank
 from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.events import SpawnFailed
 from ttprun.state.files import FileEntry, write_file
 
 
@@ -55,7 +55,7 @@ class LocalActuator(NodeActuator):
     _replace_handler: ReplaceHandler = field(init=False)
     _unwelcomed: set[int] = field(default_factory=set, init=False)
     _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
-    _deferred: dict[int, node_orders.Replay] = field(default_factory=dict, init=False)  # by rank: until they are there
+    _deferred: dict[int, actions.Replay] = field(default_factory=dict, init=False)  # by rank: until they are there
 
     def begin_group(self, replace_handler: ReplaceHandler) -> None:
         """All ranks are new; `replace_handler` lets torch's agent know of the new process of a local rank."""
@@ -100,17 +100,17 @@ class LocalActuator(NodeActuator):
             case node_orders.Begin(is_resumed=is_resumed):
                 for slot in node.here:
                     self.watch.welcome(slot, is_replacement=is_resumed)
-            case node_orders.Spawn(rank=rank):
+            case actions.SpawnRank(rank=rank):
                 self._begin_process(node.slots[rank])
-            case node_orders.Kill(rank=rank, reason=reason):
+            case actions.KillRank(rank=rank, reason=reason):
                 self._kill(node.slots[rank], reason)
             case node_orders.VoidEvidence(rank=rank):
                 node.recorder_of(node.slots[rank]).evidence.clear()
-            case node_orders.Replay():
+            case actions.Replay():
                 self._replay(order)
             case node_orders.KeepMirror(rank=rank, share=share):
                 self.mirrors.keep(node.slots[rank], share)
-            case node_orders.LoadMirror():
+            case actions.LoadMirror():
                 self._load_mirror(order)
             case node_orders.VoidBeyond(boundary=boundary):
                 node.void_beyond(boundary)
@@ -125,7 +125,7 @@ class LocalActuator(NodeActuator):
                 for rank in ranks:
                     mirror = self.mirrors.copies.serve(rank)
                     node.role.answer(node_reports.Records(rank, record_copies.give(node, rank), mirror))
-            case node_orders.GoBack():
+            case actions.Rewind():
                 self.rewinds.go_back(order)
             case node_orders.Strike():
                 self.injections.strike_here(order)
@@ -168,7 +168,7 @@ class LocalActuator(NodeActuator):
             handler = self.start_process(slot.handler.start)
         except OSError as error:
             node.log("spawn_failed", rank=slot.rank, reason=str(error))
-            event = recovery.SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error))
+            event = SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error))
             node.advance(event)
             return
         self._replace_handler(slot.local_rank, handler)
@@ -228,13 +228,13 @@ class LocalActuator(NodeActuator):
         else:
             kill("")
 
-    def _replay(self, order: node_orders.Replay) -> None:
+    def _replay(self, order: actions.Replay) -> None:
         """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
         node, slot = self.node, self.node.slots[order.rank]
         why_not = fingerprints.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
         step_from = proof_from = result = ""
         is_from_mirror = False
-        if order.is_joining and order.source == order.rank and not why_not:
+        if order.source == order.rank and not why_not:
             if self._is_fetching:
                 self._deferred[order.rank] = order
                 return
@@ -256,12 +256,12 @@ class LocalActuator(NodeActuator):
             proof_from=proof_from,
             result=result,
             from_mirror=is_from_mirror,
-            is_joining=order.is_joining,
+            is_joining=order.source is not None,
             is_contradicted=order.is_contradicted,
         )
         self.forward(order.rank, replay)
 
-    def _load_mirror(self, order: node_orders.LoadMirror) -> None:
+    def _load_mirror(self, order: actions.LoadMirror) -> None:
         slot = self.node.slots[order.rank]
         mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
         slot.send(to_rank.LoadMirror(order.generation, "" if mirror is None or mirror.is_step else mirror.path))

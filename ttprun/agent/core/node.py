@@ -27,7 +27,9 @@ from ttprun.introspect import children
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting
+from ttprun.protocol.actions import Action
 from ttprun.protocol.board import FINISHED, Board, Field
+from ttprun.protocol.events import Event
 from ttprun.protocol.reasons import kind_of
 
 _LOOK_AGAIN_S = 0.05
@@ -153,7 +155,7 @@ class Node:
         """The agent that leads has begun another generation."""
         self.job = replace(self.job, generation=generation)
 
-    def decide(self, event: recovery.Event) -> tuple[recovery.Action, ...]:
+    def decide(self, event: Event) -> tuple[Action, ...]:
         """Let the state machine take an event; returns what is to be done."""
         self.job, actions = recovery.advance(self.job, event)
         return actions
@@ -187,7 +189,7 @@ class Node:
         code = 1 if self.first_failure.found is None else self.first_failure.found.exit_code
         self.peers.conclude(meeting.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code, self.ended_by))
 
-    def advance(self, event: recovery.Event) -> None:
+    def advance(self, event: Event) -> None:
         """Something has happened that is decided on, here or by the agent that leads; within a decision it is next."""
         self.role.advance(event)
 

@@ -20,8 +20,8 @@ from ttprun.capture.records.recorder import Recorder
 from ttprun.protocol import from_rank, node_reports, to_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Order
+from ttprun.protocol.events import RankExited
 from ttprun.protocol.from_rank import GroupJournal
-from ttprun.recovery.fault_events import RankExited
 
 
 @dataclass
@@ -259,10 +259,10 @@ class RankSlot:
             reason=reason,
         )
 
-    def end_elsewhere(self, ended: node_reports.Ended) -> None:
+    def end_elsewhere(self, ended: RankExited) -> None:
         """Its process, on another node, has ended."""
         self.is_present = False
-        self.is_finished, self.is_lost = ended.code == 0, ended.code != 0
+        self.is_finished, self.is_lost = ended.is_finish, not ended.is_finish
         self.lost_boundary = ended.boundary
         self.script_error, self.device_fault = "", ended.device_fault
 

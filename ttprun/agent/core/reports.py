@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from msgspec.structs import asdict
+from msgspec.structs import replace
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
@@ -35,6 +34,7 @@ from ttprun.protocol import from_rank, meeting, mindio, node_orders
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
+from ttprun.protocol.events import MismatchFound, RankEvent, StopAsked
 from ttprun.protocol.reasons import with_cure
 from ttprun.protocol.snapshots import Dumped, SnapshotSize, SnapshotTaken
 from ttprun.protocol.standbys import Imported, ModulesOfTorch, Ready
@@ -43,18 +43,6 @@ from ttprun.recovery.members import MemberFlag
 
 logger = logging.getLogger("ttprun")
 
-# Messages that are events of the state machine as they are: the fields that both have say the same.
-_EVENTS: dict[type[Message], type[Any]] = {
-    from_rank.StateSent: recovery.StateSent,
-    from_rank.Rebuilt: recovery.RankRebuilt,
-    from_rank.Reissued: recovery.RankReissued,
-    from_rank.Replayed: recovery.RankReplayed,
-    mindio.Prepared: recovery.RankReplayed,
-}
-_SHARED = {
-    message: [name for name in message.__struct_fields__ if name in {one.name for one in dataclasses.fields(event)}]
-    for message, event in _EVENTS.items()
-}
 OF_THIS_NODE = (ModulesOfTorch, Imported, Ready, Refused)
 
 
@@ -74,26 +62,26 @@ _ROWS: dict[type[Message], Row] = {
     from_rank.Put: Row("_on_put"),
     from_rank.RowChanged: Row("_on_row"),
     # Protection.
-    from_rank.Protected: Row("_on_protected"),
-    from_rank.Unprotected: Row("_on_unprotected"),
-    from_rank.Hindered: Row("protection.note_hindered"),
-    from_rank.TrainsAlone: Row("protection.note_membership"),
-    from_rank.Joined: Row("protection.note_membership"),
+    from_rank.RankProtected: Row("_on_protected"),
+    from_rank.RankUnprotected: Row("_on_unprotected"),
+    from_rank.RankHindered: Row("protection.note_hindered"),
+    from_rank.RankTrainsAlone: Row("protection.note_membership"),
+    from_rank.RankJoined: Row("protection.note_membership"),
     from_rank.CollectiveStep: Row("_on_collective_steps"),
     # Faults.
     from_rank.ScriptError: Row("note_script_error"),
-    from_rank.Faulted: Row("_on_faulted"),
+    from_rank.RankFaulted: Row("_on_faulted"),
     from_rank.Broken: Row("hang_detector.take_broken"),
     from_rank.StoppedDivergent: Row("_on_stopped"),
     from_rank.NanFound: Row("_on_nan"),
-    from_rank.Mismatch: Row("_on_mismatch"),
+    MismatchFound: Row("_on_mismatch"),
     # A repair.
-    from_rank.Frozen: Row("_on_frozen"),
-    from_rank.Replayed: Row("_on_replayed"),
+    from_rank.RankFrozen: Row("_on_frozen"),
+    from_rank.RankReplayed: Row("_on_replayed"),
     from_rank.StateSent: Row("_advance"),
-    from_rank.Repaired: Row("_on_repaired"),
-    from_rank.Rebuilt: Row("_advance"),
-    from_rank.Reissued: Row("_advance"),
+    from_rank.RankRepaired: Row("_advance"),
+    from_rank.RankRebuilt: Row("_advance"),
+    from_rank.RankReissued: Row("_advance"),
     from_rank.Unaligned: Row("repairs.take"),
     from_rank.Aligned: Row("repairs.take"),
     # Copies of a rank's state.
@@ -164,17 +152,17 @@ class Reports:
         if row is None:
             self._refuse(slot, f"{type(message).__name__} is no message of a rank")
             return
+        if isinstance(message, RankEvent):
+            message = replace(message, at_s=time.monotonic(), rank=slot.rank)
         take = attrgetter(row.take)(self)
         if row.part:
             self.node.domains.run(row.part, lambda: take(slot, message))
         else:
             take(slot, message)
 
-    def _advance(self, slot: RankSlot, message: Message) -> None:
-        """A message that is an event."""
-        kind = _EVENTS[type(message)]
-        shared = {name: getattr(message, name) for name in _SHARED[type(message)]}
-        self.node.advance(kind(at_s=time.monotonic(), rank=slot.rank, **shared))
+    def _advance(self, slot: RankSlot, message: RankEvent) -> None:
+        """A message that is an event as it is."""
+        self.node.advance(message)
 
     def _refuse(self, slot: RankSlot, reason: str) -> None:
         """A rank has sent what is no message, which has no effect: what should have come instead has its deadline."""
@@ -184,7 +172,7 @@ class Reports:
     def _on_row(self, slot: RankSlot, message: from_rank.RowChanged) -> None:
         board_rows.share(self.node, [slot])
 
-    def _on_unprotected(self, slot: RankSlot, message: from_rank.Unprotected) -> None:
+    def _on_unprotected(self, slot: RankSlot, message: from_rank.RankUnprotected) -> None:
         self.protection.note_unprotected(slot, message.reason)
 
     def _on_collective_steps(self, slot: RankSlot, message: from_rank.CollectiveStep) -> None:
@@ -196,42 +184,24 @@ class Reports:
     def _on_refused(self, slot: RankSlot, message: Refused) -> None:
         self._refuse(slot, message.reason)
 
-    def _on_protected(self, slot: RankSlot, message: from_rank.Protected) -> None:
+    def _on_protected(self, slot: RankSlot, message: from_rank.RankProtected) -> None:
         slot.protect()
-        self.node.advance(recovery.RankProtected(at_s=time.monotonic(), rank=slot.rank))
+        self.node.advance(message)
 
-    def _on_mismatch(self, slot: RankSlot, message: from_rank.Mismatch) -> None:
+    def _on_mismatch(self, slot: RankSlot, message: MismatchFound) -> None:
         if message.detail:
             self.node.log("mismatch_detail", rank=slot.rank, detail=message.detail)
-        found = recovery.MismatchFound(
-            at_s=time.monotonic(),
-            rank=slot.rank,
-            generation=message.generation,
-            reason=message.reason if message.is_near else with_cure(message.reason),
-            is_contradiction=message.is_contradiction,
-            is_near=message.is_near,
-        )
-        self.node.advance(found)
+        reason = message.reason if message.is_near else with_cure(message.reason)
+        self.node.advance(replace(message, reason=reason, detail=""))
 
-    def _on_replayed(self, slot: RankSlot, message: from_rank.Replayed) -> None:
-        self.node.log("rank_replayed", rank=slot.rank, **asdict(message))
-        self._advance(slot, message)
+    def _on_replayed(self, slot: RankSlot, message: from_rank.RankReplayed) -> None:
+        where = {"generation": message.generation, "boundary": message.boundary}
+        self.node.log("rank_replayed", rank=slot.rank, **where, setup_s=message.setup_s)
+        self.node.advance(message)
 
     def _on_prepared(self, slot: RankSlot, message: mindio.Prepared) -> None:
         self.repairs.take(slot, message)
-        where = {"generation": message.generation, "boundary": message.boundary}
-        self.node.log("rank_replayed", rank=slot.rank, **where, setup_s=0.0)
-        self._advance(slot, message)
-
-    def _on_repaired(self, slot: RankSlot, message: from_rank.Repaired) -> None:
-        repaired = recovery.RankRepaired(
-            at_s=time.monotonic(),
-            rank=slot.rank,
-            generation=message.generation,
-            digest=message.digest,
-            boundary=message.loaded or None,
-        )
-        self.node.advance(repaired)
+        self.take(slot, from_rank.RankReplayed(message.generation, message.boundary, 0.0))
 
     def _on_snapshot_size(self, slot: RankSlot, message: SnapshotSize) -> None:
         self.snapshots.share_bytes = message.bytes
@@ -292,31 +262,16 @@ class Reports:
         if not slot.is_lost:  # it came while a checkpoint was written, say: the next comparison finds it again
             slot.forget_divergence()
 
-    def _on_faulted(self, slot: RankSlot, message: from_rank.Faulted) -> None:
+    def _on_faulted(self, slot: RankSlot, message: from_rank.RankFaulted) -> None:
         """A transient error has ended the script of a rank, which waits for orders."""
         node = self.node
         slot.fault(self.own_states.reached(slot, node.board.get(slot.rank, Field.RECORDED)))
         self.comparisons.report_owners(slot)
-        failure = Failure(slot.rank, slot.pid, 1, message.error, message.detail)
-        note_failure(node, failure)
-        event = recovery.RankFaulted(
-            at_s=time.monotonic(),
-            rank=slot.rank,
-            pid=slot.pid,
-            boundary=slot.lost_boundary,
-            device_fault=message.device_fault,
-            reason=message.error,
-        )
-        node.log(
-            "rank_faulted",
-            rank=slot.rank,
-            pid=slot.pid,
-            boundary=event.boundary,
-            kind=event.kind,
-            reason=event.reason,
-            traceback=message.detail,
-            at_s=event.at_s,
-        )
+        note_failure(node, Failure(slot.rank, slot.pid, 1, message.reason, message.detail))
+        where = {"pid": slot.pid, "boundary": slot.lost_boundary}
+        event = replace(message, **where, detected_after_s=0.0, detail="")
+        about = {"kind": event.kind, "reason": event.reason, "traceback": message.detail}
+        node.log("rank_faulted", rank=slot.rank, **where, **about, at_s=event.at_s)
         self.own_states.report_what_is_left(slot)
         node.advance(event)
 
@@ -338,7 +293,7 @@ class Reports:
         self.node.log("nan_found", rank=slot.rank if message.is_own else None, step=step, where=where)
         if is_stop:
             reason = f"{finding}; no rank has taken the step (on_nan: stop)"
-            self.node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+            self.node.advance(StopAsked(at_s=time.monotonic(), reason=reason))
         else:
             logger.warning("%s; training continues (on_nan: warn)", finding)
 
@@ -357,24 +312,15 @@ class Reports:
             self._passed_on += [one for one in new if one[1].generation >= present]
             self.actuators.order_all(node_orders.Broadcast(new))
 
-    def _on_frozen(self, slot: RankSlot, message: from_rank.Frozen) -> None:
+    def _on_frozen(self, slot: RankSlot, message: from_rank.RankFrozen) -> None:
         """A survivor has quiesced at a boundary."""
         slot.take_journal(message.journal)
         if (message.generation, message.boundary) not in self._voided:  # once, not for each survivor
             self._voided.add((message.generation, message.boundary))
             self.actuators.order_all(node_orders.VoidBeyond(message.boundary))
         self._compare_journals(slot, message.generation)
-        self.node.advance(
-            recovery.RankFrozen(
-                at_s=time.monotonic(),
-                rank=slot.rank,
-                generation=message.generation,
-                boundary=message.boundary,
-                digest=message.digest,
-                has_group=message.has_group,
-                is_at_end=self.node.board.get(slot.rank, Field.ENDED) != 0,
-            )
-        )
+        is_at_end = self.node.board.get(slot.rank, Field.ENDED) != 0
+        self.node.advance(replace(message, at_s=time.monotonic(), journal={}, is_at_end=is_at_end))
 
     def _compare_journals(self, last: RankSlot, generation: int) -> None:
         """A survivor is quiesced; if it is the last one, all must have issued the same collectives."""
@@ -393,7 +339,7 @@ class Reports:
         fields: dict[str, Any] = {"at_s": time.monotonic(), "reason": found.sentence}
         self.node.log("journals_differ", ranks=found.ranks, **fields)
         if not found.ranks:
-            self.node.advance(recovery.MismatchFound(rank=last.rank, generation=generation, **fields))
+            self.node.advance(MismatchFound(rank=last.rank, generation=generation, **fields))
         hung = []  # all known by their present processes, before the first one's is ended
         for odd in (self.node.slots[rank] for rank in found.ranks):
             boundary = self.node.board.get(odd.rank, Field.APPLIED)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ttprun import recovery
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.chaos.faults import Fault
 from ttprun.protocol import node_reports
 from ttprun.protocol.channel import Message
+from ttprun.protocol.events import Event
 
 
 class Role(ABC):
@@ -24,7 +24,7 @@ class Role(ABC):
     asked_elsewhere = ""
 
     @abstractmethod
-    def advance(self, event: recovery.Event) -> None:
+    def advance(self, event: Event) -> None:
         """Something has happened."""
 
     @abstractmethod

@@ -37,6 +37,7 @@ from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.board import LEADER, Field
+from ttprun.protocol.events import Event, StopAsked
 from ttprun.protocol.requests import Rejected, Reply, Request
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.state.store import CheckpointStore
@@ -222,7 +223,7 @@ class Supervisor:
                 place = resume_from[0].place
                 where = self._resumption.opened(place) if resized is None else self._resumption.open_new(place)
                 node.log("checkpoint_found", boundary=where.boundary, place=where.place, took_s=where.checked_s)
-                event: recovery.Event = recovery.ResumeAsked(at_s=now, saved=resume_from, replicas=where.replicas)
+                event: Event = recovery.ResumeAsked(at_s=now, saved=resume_from, replicas=where.replicas)
                 if resized is not None:
                     event = recovery.GroupResized(
                         at_s=now,
@@ -268,7 +269,7 @@ class Supervisor:
 
         def stop() -> None:
             def order() -> None:
-                self.node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+                self.node.advance(StopAsked(at_s=time.monotonic(), reason=reason, signal=self.node.ended_by))
 
             self.parts.quiesce_schedule.ask(order, is_end=True)
             self.parts.injections.answered()

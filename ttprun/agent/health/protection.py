@@ -31,16 +31,15 @@ class Protection:
         node = self._node
         node.log("rank_unprotected", rank=slot.rank, reason=reason)
         is_first = not node.job.unprotected_reason
-        node.advance(recovery.RankUnprotected(at_s=time.monotonic(), rank=slot.rank, reason=reason))
+        node.advance(from_rank.RankUnprotected(at_s=time.monotonic(), rank=slot.rank, reason=reason))
         if is_first:
             self._pass_on(slot)
             self._announce(slot, reason)
 
-    def note_membership(self, slot: RankSlot, message: from_rank.TrainsAlone | from_rank.Joined) -> None:
+    def note_membership(self, slot: RankSlot, message: from_rank.RankTrainsAlone | from_rank.RankJoined) -> None:
         """A rank trains alone, or with others; one that cannot be repaired may be of a group from now on."""
         is_first = not self._node.job.unprotected_reason
-        event = recovery.RankJoined if isinstance(message, from_rank.Joined) else recovery.RankTrainsAlone
-        self._node.advance(event(at_s=time.monotonic(), rank=slot.rank))
+        self._node.advance(message)
         if is_first:
             self._pass_on(slot)
 
@@ -49,14 +48,14 @@ class Protection:
         reason = self._node.job.unprotected_reason
         for other in self._node.slots:
             if other is not slot and reason:
-                other.send(from_rank.Unprotected(reason))
+                other.send(from_rank.RankUnprotected(reason))
 
-    def note_hindered(self, slot: RankSlot, message: from_rank.Hindered) -> None:
+    def note_hindered(self, slot: RankSlot, message: from_rank.RankHindered) -> None:
         """The place where a rank is now cannot be replayed, or can be again."""
         node, why, boundary = self._node, message.reason, message.boundary
         node.log("rank_hindered", rank=slot.rank, boundary=boundary, reason=why)
         was_hindered = bool(node.job.hindrance)
-        node.advance(recovery.RankHindered(at_s=time.monotonic(), rank=slot.rank, reason=why))
+        node.advance(message)
         if why:
             self._announce(slot, why)
         elif was_hindered and not node.job.hindrance and not self._has_announced_end:

@@ -12,8 +12,10 @@ import os
 import selectors
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec.structs import replace
 
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshots import Snapshots
@@ -21,7 +23,7 @@ from ttprun.agent.cluster import board_rows
 from ttprun.agent.core.exit_causes import Causes
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.outcomes import note_failure
+from ttprun.agent.core.outcomes import log_exit, note_failure
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.unhooked_ranks import UnhookedRanks
 from ttprun.agent.processes import life_locks
@@ -32,6 +34,7 @@ from ttprun.chaos.injections import Injections
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Message
+from ttprun.protocol.events import RankStarted
 
 logger = logging.getLogger("ttprun")
 DEATH_LIMIT_S = 10.0  # of a process that was sent SIGKILL
@@ -119,7 +122,7 @@ class ProcessWatch:
         node.selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(slot, handler))
         node.selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
         node.log("rank_started", rank=slot.rank, pid=slot.pid, is_replacement=is_replacement)
-        node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
+        node.advance(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
         if is_replacement:
             self._injections.forked(slot)
 
@@ -224,16 +227,7 @@ class ProcessWatch:
             self._unseen.settle()
             failure = Failure(slot.rank, event.pid, event.exit_code, event.reason, slot.traceback)
             note_failure(node, failure)
-        node.log(
-            "rank_exited",
-            rank=slot.rank,
-            pid=event.pid,
-            code=event.code,
-            signal=event.signal,
-            boundary=event.boundary,
-            reason=event.reason,
-            at_s=event.at_s,
-        )
+        log_exit(node, event)
         if not slot.is_finished:
             self._own_states.report_what_is_left(slot)
         node.advance(event)
@@ -262,7 +256,7 @@ class ProcessWatch:
             elif not is_known:
                 slot.live_on()
             elif member.life is recovery.Life.LOST and member.pid is None and code is None and not slot.is_lost:
-                node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
+                node.advance(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
 
     def forget(self, slot: RankSlot) -> None:
         if slot.handler is None:  # the group is ended before all of it was started

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ttprun import recovery
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.protocol import from_rank, mindio
+from ttprun.protocol import actions, from_rank, mindio
 
 
 class Repairs(ABC):
@@ -50,14 +50,14 @@ class Repairs(ABC):
     # Orders.
 
     @abstractmethod
-    def replay(self, action: recovery.Replay) -> None:
+    def replay(self, action: actions.Replay) -> None:
         """Have a replacement set itself up as far as the boundary."""
 
     @abstractmethod
     def send_state(self, action: recovery.SendState) -> None:
         """Have ranks pass state over to the replacements."""
 
-    def load_mirror(self, action: recovery.LoadMirror) -> None:
+    def load_mirror(self, action: actions.LoadMirror) -> None:
         """Have a replacement load what its rank had mirrored."""
         raise NotImplementedError("a framework keeps no mirrors")
 

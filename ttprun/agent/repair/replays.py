@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.cluster.actuators import Actuators
@@ -22,7 +24,7 @@ from ttprun.agent.repair.alignments import Alignments
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.groups.agreement import Agreed, Operation, expected_of
-from ttprun.protocol import from_rank, mindio, node_orders, to_rank
+from ttprun.protocol import actions, from_rank, mindio, to_rank
 from ttprun.protocol.from_rank import GroupJournal
 
 
@@ -40,7 +42,7 @@ class Replays(Repairs):
     def __post_init__(self) -> None:
         self._alignments = Alignments(self._node, self._meeting_place)
 
-    def replay(self, action: recovery.Replay) -> None:
+    def replay(self, action: actions.Replay) -> None:
         """Order a replacement up to where to run the script; its node compares its record with that of its source."""
         node = self._node
         slot = node.slots[action.rank]
@@ -52,19 +54,12 @@ class Replays(Repairs):
             reason = f"rank {action.rank} has diverged, and its mirror holds the same"
             report_mismatch(node, action.rank, action.generation, reason)
             return
-        source = action.rank if action.source is None else action.source
-        needs_no_peer = slot.divergence or action.source is None or action.source == action.rank
-        order = node_orders.Replay(
-            action.rank,
-            action.generation,
-            action.boundary,
-            source,
-            None if needs_no_peer else self._actuators.of(source).fingerprint(source, action.boundary),
-            is_joining=action.source is not None,
-            is_contradicted=node.job.is_contradicted,
-            is_before_step=node.job.replicas.has_collective_steps,
-        )
-        self._actuators.order(action.rank, order)
+        source, peers = action.source, None
+        if source is not None and source != action.rank and not slot.divergence:
+            peers = self._actuators.of(source).fingerprint(source, action.boundary)
+        is_before_step = node.job.replicas.has_collective_steps
+        filled = {"is_contradicted": node.job.is_contradicted, "is_before_step": is_before_step}
+        self._actuators.order(action.rank, replace(action, fingerprint=peers, **filled))
 
     def send_state(self, action: recovery.SendState) -> None:
         """Have the source and the replacements pass the state over."""
@@ -84,12 +79,11 @@ class Replays(Repairs):
             self._elsewhere = tempfile.TemporaryDirectory(prefix="ttprun-", ignore_cleanup_errors=True)
         return os.path.join(self._elsewhere.name, name)
 
-    def load_mirror(self, action: recovery.LoadMirror) -> None:
+    def load_mirror(self, action: actions.LoadMirror) -> None:
         """Have a replacement load what its rank had mirrored, if it has not done so before its step."""
         self._comparisons.note_repair((action.rank,), action.boundary)
         is_before_step = self._node.job.replicas.has_collective_steps
-        order = node_orders.LoadMirror(action.rank, action.generation, action.boundary, is_before_step)
-        self._actuators.order(action.rank, order)
+        self._actuators.order(action.rank, replace(action, is_before_step=is_before_step))
 
     def resume(self, action: recovery.Resume) -> None:
         """Have all ranks connect and issue their journals again."""

@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from ttprun import recovery
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.cluster.actuators import Actuators
@@ -20,8 +22,9 @@ from ttprun.agent.repair.stored_states import Origin, Stored, open_checkpoint
 from ttprun.capture.records.boundary_record import Outline
 from ttprun.capture.records.recorder import RecordTooLargeError
 from ttprun.errors import ConfigError
-from ttprun.protocol import node_orders, to_rank
+from ttprun.protocol import actions, to_rank
 from ttprun.protocol.board import LEADER, Field
+from ttprun.protocol.events import MismatchFound
 from ttprun.state.checkpoint import inspect
 from ttprun.state.errors import InvalidCheckpointError
 
@@ -41,7 +44,7 @@ class Rewinds:
     _own_states: OwnStates
     _mirrors: Mirrors
 
-    def rewind(self, action: recovery.Rewind) -> None:
+    def rewind(self, action: actions.Rewind) -> None:
         """Put what was stored of ranks in the place of what they have recorded since; they have no process now."""
         node = self._node
         if len(action.ranks) == len(node.slots):
@@ -58,11 +61,11 @@ class Rewinds:
             by_node.setdefault(node.peers.node_of(rank), []).append(rank)
         is_adapted = stored is not None and stored.origin is not None
         for number, ranks in by_node.items():
-            trusted = [rank for rank in ranks if self._is_trusted(node.slots[rank])]
-            order = node_orders.GoBack(ranks, node.job.generation, action.boundary, action.place, is_adapted, trusted)
-            self._actuators.on(number).carry_out(order)
+            trusted = tuple(rank for rank in ranks if self._is_trusted(node.slots[rank]))
+            filled = {"generation": node.job.generation, "is_adapted": is_adapted, "trusted": trusted}
+            self._actuators.on(number).carry_out(structs.replace(action, ranks=tuple(ranks), **filled))
 
-    def open(self, order: node_orders.GoBack) -> bool:
+    def open(self, order: actions.Rewind) -> bool:
         """What another agent orders this node's ranks to go back to; returns whether it can be used."""
         try:
             stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
@@ -75,7 +78,7 @@ class Rewinds:
             self._node.slots[rank].rewind_to(stored)
         return True
 
-    def go_back(self, order: node_orders.GoBack) -> None:
+    def go_back(self, order: actions.Rewind) -> None:
         """Put what was stored of ranks of this node in the place of what they have recorded since."""
         for slot in (self._node.slots[rank] for rank in order.ranks):
             try:
@@ -87,7 +90,7 @@ class Rewinds:
     def _refuse(self, rank: int, generation: int, error: Exception) -> None:
         report_mismatch(self._node, rank, generation, f"its stored state cannot be used: {error}")
 
-    def _stored(self, action: recovery.Rewind) -> Stored | None:
+    def _stored(self, action: actions.Rewind) -> Stored | None:
         """What the ranks go back to; None: they begin anew. Raises if it cannot be used."""
         if not action.boundary:
             return None
@@ -137,7 +140,7 @@ class Rewinds:
     def _is_trusted(self, slot: RankSlot) -> bool:
         """Whether what a rank has done since is what it must do again: nothing says that its state was wrong."""
         incident = self._node.job.incident
-        return not slot.divergence and (incident is None or incident.kind != recovery.MismatchFound.kind)
+        return not slot.divergence and (incident is None or incident.kind != MismatchFound.kind)
 
     def load_state(self, action: recovery.LoadState) -> None:
         """Have ranks load what replicas share."""

@@ -17,6 +17,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.pauses import Pause
 from ttprun.protocol import mindio
 from ttprun.protocol.board import Field
+from ttprun.protocol.events import StopAsked
 from ttprun.protocol.mindio import SchedulerAsked
 
 logger = logging.getLogger("ttprun")
@@ -86,7 +87,7 @@ class Scheduler:
                 self._resize(message.what, message.params)
             case "dump" | "exit":
                 reason = f"the scheduler has asked for it ({message.what})"
-                node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+                node.advance(StopAsked(at_s=time.monotonic(), reason=reason))
 
     def _pause(self, asked_s: float | None) -> None:
         limit_s = self._node.config.pause_timeout_s if asked_s is None else asked_s

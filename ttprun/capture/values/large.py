@@ -23,7 +23,7 @@ import xxhash
 
 from ttprun.capture.values.unchanged import Clock
 from ttprun.introspect.looks import is_a
-from ttprun.introspect.tensor_bytes import bytes_of, memory_of
+from ttprun.introspect.tensor_bytes import bytes_of
 
 SMALL_BYTES = 64 << 10  # up to here all elements are recorded
 WHOLE_BYTES = 64 << 20  # up to here all bytes are hashed; of more, blocks that are spread over the whole
@@ -272,8 +272,13 @@ def _keep(value: Any) -> _Met:
 def _digest(value: Any) -> bytes:
     if is_a(value, numpy.ndarray):
         return digest_of(numpy.ascontiguousarray(value).reshape(-1).view("u1").data)
-    if value.nbytes <= SMALL_BYTES and value.is_cpu and value.is_contiguous():
-        return digest_of(memoryview(memory_of(value))) if value.nbytes else b""
+    if (
+        value.nbytes <= SMALL_BYTES
+        and value.is_cpu
+        and value.is_contiguous()
+        and not (value.is_conj() or value.is_neg())
+    ):
+        return digest_of(memoryview(_memory(value.data_ptr(), value.nbytes))) if value.nbytes else b""
     flat = value.detach().resolve_conj().resolve_neg()
     if not (flat.is_contiguous() or flat.is_contiguous(memory_format=torch.channels_last)):
         flat = flat.contiguous()

@@ -52,7 +52,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     recovery.start()
     presence.hand_over(strikes.taken_from(recovery.take, presence.channel), recovery.begin_in)
     session.touch(Phase.SETUP)
-    presence.channel.send(from_rank.Protected())
+    presence.channel.send(from_rank.RankProtected())
 
 
 def wrap_process_group_name(original: Any) -> Any:

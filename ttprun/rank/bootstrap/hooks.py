@@ -110,7 +110,7 @@ def _listen(presence: Presence, session: Session) -> None:
     recovery.start()
     presence.hand_over(strikes.taken_from(recovery.take, presence.channel), recovery.begin_in)
     session.touch(Phase.SETUP)
-    presence.channel.send(from_rank.Protected())
+    presence.channel.send(from_rank.RankProtected())
 
 
 def make_session(presence: Presence) -> Session:

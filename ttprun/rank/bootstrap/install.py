@@ -67,11 +67,11 @@ def begin() -> None:
     if is_in_wrapper:
         # The agent watches our parent, and would take its exit for ours.
         why = f"its Python is a child of {unhooked.command_of(os.getppid())}: start Python with `exec` there"
-        channel.send(from_rank.Unprotected(why))
+        channel.send(from_rank.RankUnprotected(why))
         return
     welcome, fds = channel.receive_with_fds()
     if not isinstance(welcome, to_rank.Welcome):
-        channel.send(from_rank.Unprotected(f"the agent's first message is not a welcome: {welcome}"))
+        channel.send(from_rank.RankUnprotected(f"the agent's first message is not a welcome: {welcome}"))
         return
     if not welcome.options.mindio:
         ast_transform.install(welcome.options.follow, welcome.options.loops)
@@ -133,7 +133,7 @@ def _report_unhooked() -> None:
     why = "" if presence is None or _has_reported else unhooked.why()
     if presence is not None and why:
         _has_reported = True
-        presence.channel.send(from_rank.Unprotected(why))
+        presence.channel.send(from_rank.RankUnprotected(why))
 
 
 def strike_at_start(welcome: to_rank.Welcome) -> None:
@@ -354,4 +354,4 @@ def take_over() -> None:
         hooks.begin_run(presence, presence.welcome.is_replacement)
     except Exception as error:  # fail open: the script runs as under torchrun
         host.end()
-        presence.channel.send(from_rank.Unprotected(f"the hooks could not be installed: {error!r}"))
+        presence.channel.send(from_rank.RankUnprotected(f"the hooks could not be installed: {error!r}"))

@@ -111,9 +111,9 @@ class Presence:
                 self._freeze(generation)
             case to_rank.Resume() | mindio.Rollback():
                 self.generation = message.generation
-                self.channel.send(from_rank.Rebuilt(self.generation))
+                self.channel.send(from_rank.RankRebuilt(self.generation))
                 if not (isinstance(message, to_rank.Resume) and any(message.expected.values())):
-                    self.channel.send(from_rank.Reissued(self.generation))
+                    self.channel.send(from_rank.RankReissued(self.generation))
                 self.order = message
                 self.may_start.set()
             case to_rank.Replay() | mindio.Prepare():
@@ -130,13 +130,13 @@ class Presence:
         self.generation = generation
         why = unhooked.why()
         if why:
-            self.channel.send(from_rank.Unprotected(why))
+            self.channel.send(from_rank.RankUnprotected(why))
             return
         board = Board(self.fds[0], self.welcome.world_size)
         board.announce(self.welcome.rank, Field.HELD, self.generation)
         if self.welcome.address:
             self.channel.send(from_rank.RowChanged())
-        self.channel.send(from_rank.Frozen(self.generation, boundary=0))
+        self.channel.send(from_rank.RankFrozen(self.generation, boundary=0))
 
 
 def diagnose(presence: Presence, error: BaseException) -> Diagnosis:

@@ -211,7 +211,7 @@ def _leave(
     presence.take_back()
     recovery.retire()
     detail = "".join(traceback.format_exception(error))
-    presence.channel.send(from_rank.Faulted(in_one_line(error), detail, diagnosis.name))
+    presence.channel.send(from_rank.RankFaulted(reason=in_one_line(error), detail=detail, device_fault=diagnosis.name))
     os.write(2, detail.encode(errors="replace"))
     diverted = Diverted(session)
     try:

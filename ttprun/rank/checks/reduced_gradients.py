@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from ttprun.introspect.tensor_bytes import elements_of, memory_of
+from ttprun.introspect.tensor_bytes import bytes_of, elements_of
 
 if TYPE_CHECKING:
     from ttprun.groups.entry import Entry
@@ -90,7 +90,7 @@ def has_nan(tensor: torch.Tensor, boundary: int, is_whole: bool) -> bool:
     is_plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes > 0
     if dtype and is_plain and not is_whole:
         # Each of torch's operations takes longer than all of this: it is done for each bucket in each step.
-        elements = numpy.frombuffer(memory_of(tensor), dtype)
+        elements = numpy.frombuffer(bytes_of(tensor), dtype)
         stride = max(len(elements) // SAMPLE, 1)
         return bool(numpy.isnan(elements[boundary % stride :: stride]).any())
     found = _sampled(tensor, boundary, is_whole)

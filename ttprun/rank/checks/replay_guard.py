@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ttprun.protocol import from_rank
+from ttprun.protocol import events, from_rank
 
 if TYPE_CHECKING:
     from ttprun.groups.entry import Entry
@@ -63,7 +63,7 @@ class Expected:
 
     def _report_if_done(self) -> None:
         if not self._left and self._is_proved:
-            self._channel.send(from_rank.Reissued(self._generation))
+            self._channel.send(from_rank.RankReissued(self._generation))
 
 
 def report_mismatch(
@@ -73,10 +73,10 @@ def report_mismatch(
 
     generation                  the session's
     reason                      a sentence
-    is_contradiction, is_near   as in from_rank.Mismatch
+    is_contradiction, is_near   as in events.MismatchFound
 
     Raises MismatchError, if it has not been killed by then.
     """
-    channel.send(from_rank.Mismatch(generation, reason, is_contradiction=is_contradiction, is_near=is_near))
+    channel.send(events.MismatchFound(generation, reason, is_contradiction=is_contradiction, is_near=is_near))
     threading.Event().wait(_KILL_LIMIT_S)
     raise MismatchError(reason)

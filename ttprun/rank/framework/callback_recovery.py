@@ -150,7 +150,9 @@ class CallbackRecovery(Recovery):
         framework.repair_step = session.applied
         session.board.set(session.rank, Field.RECORDED, session.applied)
         has_group = torch.distributed.is_initialized()
-        frozen = from_rank.Frozen(session.generation, session.applied, has_group=has_group, journal=self._signatures())
+        frozen = from_rank.RankFrozen(
+            session.generation, session.applied, has_group=has_group, journal=self._signatures()
+        )
         session.channel.send(frozen)
 
     def _why_not(self) -> str:
@@ -222,7 +224,9 @@ class CallbackRecovery(Recovery):
                 if not framework.handlers.repair(step, needs_rebuild, part.dst, info, size):
                     self._repair_by_ourselves(part, order.limit_s)
         if session.rank in order.lost:
-            session.channel.send(from_rank.Repaired(session.generation, digest="", loaded=framework.loaded_step))
+            session.channel.send(
+                from_rank.RankRepaired(session.generation, digest="", boundary=framework.loaded_step or None)
+            )
         else:
             session.channel.send(from_rank.StateSent(session.generation, digest=""))
 
@@ -291,9 +295,9 @@ class CallbackRecovery(Recovery):
         with self._calling():
             framework.handlers.rollback(step, _size_of(order.size))
         randomness.restore(session, step)
-        session.channel.send(from_rank.Rebuilt(session.generation))
+        session.channel.send(from_rank.RankRebuilt(session.generation))
         framework.release(step)
-        session.channel.send(from_rank.Reissued(session.generation))
+        session.channel.send(from_rank.RankReissued(session.generation))
 
 
 def _size_of(size: mindio.Size) -> Size:

@@ -361,7 +361,9 @@ class Framework:
         diagnosis = self._session.diagnose(error)
         device_fault = diagnosis.name if diagnosis.can_stay else str(DeviceFault.MEMORY_PERSISTENT)
         detail = "".join(traceback.format_exception(error))
-        self._session.channel.send(from_rank.Faulted(in_one_line(error), detail, device_fault))
+        self._session.channel.send(
+            from_rank.RankFaulted(reason=in_one_line(error), detail=detail, device_fault=device_fault)
+        )
 
     def _is_recovery_ordered(self, limit_s: float) -> bool:
         session = self._session

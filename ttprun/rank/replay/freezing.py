@@ -82,7 +82,7 @@ def _settle_device(_: _Freeze) -> None:
 
 def _report(freeze: _Freeze) -> None:
     session = freeze.session
-    frozen = from_rank.Frozen(
+    frozen = from_rank.RankFrozen(
         session.generation,
         session.applied,
         digest=replicated.digest() if session.applied and not session.has_collective_steps else "",

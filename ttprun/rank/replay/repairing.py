@@ -50,7 +50,7 @@ def fetch_state(session: Session, order: to_rank.FetchState, check_overtaken: Ca
     session.touch(Phase.REPAIRING)
     moments.reached("transfer")
     digest = state_transfer.fetch(_place_of(session, order), order.limit_s, check_overtaken)
-    session.channel.send(from_rank.Repaired(order.generation, digest))
+    session.channel.send(from_rank.RankRepaired(order.generation, digest))
 
 
 def send_gradients(session: Session, order: to_rank.SendGradients, check_overtaken: Callable[[], None]) -> None:
@@ -107,7 +107,7 @@ def load_mirror(session: Session, order: to_rank.LoadMirror) -> None:
     else:
         sharded.forget_gathered()
     digest = "" if session.has_collective_steps else replicated.digest()  # the others have none, in mid-step
-    session.channel.send(from_rank.Repaired(order.generation, digest))
+    session.channel.send(from_rank.RankRepaired(order.generation, digest))
 
 
 def load_state(session: Session, order: to_rank.LoadState) -> None:
@@ -116,7 +116,7 @@ def load_state(session: Session, order: to_rank.LoadState) -> None:
     moments.reached("transfer")
     differing = checkpoint_shards.Differing(order.owners, session.rank, ())
     checkpoint_shards.load(order.header, order.files, differing)
-    session.channel.send(from_rank.Repaired(order.generation, replicated.digest()))
+    session.channel.send(from_rank.RankRepaired(order.generation, replicated.digest()))
 
 
 def dump(session: Session, order: to_rank.Dump) -> None:

@@ -169,7 +169,7 @@ class ReplayRun(Replay, Mode):
             session.made.by_ranks = Counter(made)
         moments.reached("replay")
         self.findings.report()
-        session.channel.send(from_rank.Replayed(session.generation, self.boundary, self.setup_s))
+        session.channel.send(from_rank.RankReplayed(session.generation, self.boundary, self.setup_s))
         self.live.wait()  # until the recovery thread sets it; at its deadline the agent kills this process
         self._order_buckets()
         if not is_before_step:
@@ -206,7 +206,7 @@ class ReplayRun(Replay, Mode):
                 model._has_rebuilt_buckets = True
 
     def refuse(self, reason: str, is_contradiction: bool = True) -> None:
-        """Report that this replay has failed. Does not return. `is_contradiction` is as in from_rank.Mismatch."""
+        """Report that this replay has failed. Does not return. `is_contradiction` is as in events.MismatchFound."""
         report_mismatch(self.session.channel, self.session.generation, reason, is_contradiction)
 
 

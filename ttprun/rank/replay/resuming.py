@@ -26,14 +26,14 @@ def resume(session: Session, order: to_rank.Resume, check_overtaken: Callable[[]
     check_overtaken   called now and then; its exception ends the order
     """
     note_agreed(session, order)
-    generations.issue_again(session, lambda: session.channel.send(from_rank.Rebuilt(session.generation)))
+    generations.issue_again(session, lambda: session.channel.send(from_rank.RankRebuilt(session.generation)))
     session[Verifier].prove_from(session.applied)
     with session.changed:
         session.is_holding = False
         session.changed.notify_all()
     moments.reached("thaw")
     generations.complete(session, check_overtaken)
-    session.channel.send(from_rank.Reissued(session.generation))
+    session.channel.send(from_rank.RankReissued(session.generation))
 
 
 def go_live(session: Session, replay: ReplayRun, order: to_rank.Resume) -> None:
@@ -45,7 +45,7 @@ def go_live(session: Session, replay: ReplayRun, order: to_rank.Resume) -> None:
     for group in groups_of(session):
         group.links.connect_in(session.generation)
         group.links.is_joined = True
-    session.channel.send(from_rank.Rebuilt(session.generation))
+    session.channel.send(from_rank.RankRebuilt(session.generation))
     note_agreed(session, order)
     session[Verifier].prove_from(replay.boundary)
     if replay.is_alone:

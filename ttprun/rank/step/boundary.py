@@ -25,16 +25,15 @@ def describe(
     frame: FrameType,
     returned: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
-    stepped: optimizer_registry.Stepped | None = None,
+    has_looked: bool = False,
 ) -> tuple[BoundaryRecord, list[torch.Tensor], bool]:
     """The record of a boundary; arguments and result as in capture/recording.py.
 
     optimizer   about to make its step; None: it does not matter
-    stepped     what the optimizers update, if that was asked for this boundary already
+    has_looked  whether what the optimizers update was asked for this boundary already
     """
     living = optimizer_registry.optimizers()
-    if stepped is None:
-        stepped = optimizer_registry.stepped(living)
+    stepped = optimizer_registry.newest() if has_looked else optimizer_registry.stepped(living)
     sample = stepped.sample(boundary)
     session[KeptWeights].compare(stepped, sample)
     beside = recording.Beside(

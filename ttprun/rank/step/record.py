@@ -38,7 +38,7 @@ def write_record(
     frame: FrameType,
     optimizer: torch.optim.Optimizer,
     returned: Any,
-    stepped: optimizer_registry.Stepped | None = None,
+    has_looked: bool = False,
 ) -> bool:
     is_open = open_boundaries.look(optimizer)
     is_open = is_open or open_boundaries.is_in_backward()
@@ -50,7 +50,7 @@ def write_record(
         else:
             Clock.is_whole = session[SnapshotPart].may_be_due(boundary)
             with values.room_to_walk():
-                record, blobs, is_going_on = describe(session, boundary, frame, returned, optimizer, stepped)
+                record, blobs, is_going_on = describe(session, boundary, frame, returned, optimizer, has_looked)
                 is_open = is_open or is_going_on
                 head = values.pack(record)
             hindrance = hindrances.look(record, session[Rehearsal].refused)

@@ -164,10 +164,10 @@ class _Step:
     returned   the result of the step's closure
     boundary   to which it leads
     is_recorded   of one that begins: its record is complete, and lets the others step; that ends: records are useful
-    stepped    what the optimizers update, once a stage has asked
+    has_looked whether a stage has found what the optimizers update now
     """
 
-    __slots__ = ("boundary", "frame", "is_recorded", "optimizer", "returned", "session", "stepped")
+    __slots__ = ("boundary", "frame", "has_looked", "is_recorded", "optimizer", "returned", "session")
 
     def __init__(
         self, session: Session, optimizer: torch.optim.Optimizer, frame: FrameType, returned: Any = None
@@ -178,7 +178,7 @@ class _Step:
         self.returned = returned
         self.boundary = session.applied + 1
         self.is_recorded = False
-        self.stepped: optimizer_registry.Stepped | None = None
+        self.has_looked = False
 
 
 def _strike(_: _Step) -> None:
@@ -232,15 +232,14 @@ def _compare(step: _Step) -> None:
     are_new = session[Holdings].are_new(stepped, step.optimizer, session.made.count)
     if are_new and len(stepped.counts) > 1:
         _collect_dropped()
-        stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-        session[Holdings].note(stepped)
-    step.stepped = stepped
+        session[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
+    step.has_looked = True
     session[Verifier].look(step.boundary, step.optimizer, step.frame, are_new)
 
 
 def _record(step: _Step) -> None:
     step.is_recorded = write_record(
-        step.session, step.boundary, step.frame, step.optimizer, step.returned, step.stepped
+        step.session, step.boundary, step.frame, step.optimizer, step.returned, step.has_looked
     )
 
 

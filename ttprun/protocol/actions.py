@@ -1,0 +1,85 @@
+"""Orders of the state machine that the agent of one node carries out, whether it leads or not. Data only.
+
+What is filled in on the way is not known to the machine. Those that it gives to the agent that leads alone are in
+`ttprun.recovery.actions`.
+"""
+
+from __future__ import annotations
+
+from ttprun.protocol.codec import Message
+
+
+class Action(Message, frozen=True):
+    """An order."""
+
+
+class SpawnRank(Action, frozen=True):
+    """Give a lost rank a process, from the standbys if there is one; the answer is RankStarted, or SpawnFailed.
+
+    generation   in which it was asked for; if ranks are lost meanwhile, Replay or Resume names a newer one
+    """
+
+    rank: int
+    generation: int
+
+
+class KillRank(Action, frozen=True):
+    """End the rank's process and its children at once. Its exit is expected and will be dropped."""
+
+    rank: int
+    reason: str
+
+
+class Replay(Action, frozen=True):
+    """Order a replacement to run the script in replay up to the boundary; the answer is RankReplayed.
+
+    If its record does not fit that of its source, it is MismatchFound.
+
+    source           survivor that will send the state; the rank itself: it will come from its mirror; None: from the
+                     snapshot of that boundary
+    fingerprint      of the source's record of the boundary; None: they need not be alike; filled in
+    is_contradicted  as in `to_rank.Replay`; filled in
+    is_before_step   if its mirror has the state: take the last step again in any case, as it communicates; filled in
+    """
+
+    rank: int
+    generation: int
+    boundary: int
+    source: int | None
+    fingerprint: str | None = None
+    is_contradicted: bool = False
+    is_before_step: bool = False
+
+
+class LoadMirror(Action, frozen=True):
+    """Order a replacement to load what its rank had mirrored, unless it has before its step; it answers RankRepaired.
+
+    is_before_step   as in Replay; filled in
+    """
+
+    rank: int
+    generation: int
+    boundary: int
+    is_before_step: bool = False
+
+
+class Rewind(Action, frozen=True):
+    """Put stored records in the place of the ranks' own; all their processes have been ended before.
+
+    If they cannot be used, the answer is MismatchFound.
+
+    ranks        all ranks of the job, or the one that goes back alone; filled in: those of one node
+    boundary     of the snapshot or checkpoint; 0: the ranks begin anew, and have no past
+    place        directory of the checkpoint; "": what the agent itself keeps, or nothing
+    generation   of the job; filled in
+    is_adapted   it is of other ranks or arguments: the ranks have no past; filled in
+    trusted      those of which nothing says that their state was wrong: they must do again what they have done since;
+                 filled in
+    """
+
+    ranks: tuple[int, ...]
+    boundary: int
+    place: str = ""
+    generation: int = 0
+    is_adapted: bool = False
+    trusted: tuple[int, ...] = ()
