@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import enum
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -15,9 +16,11 @@ import pytest
 
 from ttprun.agent.core.coordinator import Coordinator
 from ttprun.agent.core.reports import _ROWS
-from ttprun.protocol.actions import Action
+from ttprun.protocol import node_reports
+from ttprun.protocol.actions import Action, Rewind
 from ttprun.protocol.channel import KNOWN, Order, Report
 from ttprun.protocol.codec import Message, Refused, decode, encode
+from ttprun.protocol.events import RankExited, RankStarted
 
 REPORTS = typing.get_args(Report)
 
@@ -147,3 +150,18 @@ def test_every_action_of_the_machine_is_carried_out() -> None:
 def test_the_agent_takes_every_message_of_a_rank_by_one_table() -> None:
     # A standby's answer to an order to copy itself is awaited where the order is given.
     assert {kind.__name__ for kind in _ROWS} == {kind.__name__ for kind in REPORTS} - {"Copied"} | {"Refused"}
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (Rewind((0, 2), 4), "it names rank 2, and there are 2 ranks"),
+        (RankStarted(at_s=1.0, rank=-1, pid=7), "it names rank -1, and there are 2 ranks"),
+        (RankExited.ended(256, at_s=1.0, rank=1, pid=7, boundary=3), "there is no such signal or exit code"),
+        (RankExited.ended(-66, at_s=1.0, rank=1, pid=7, boundary=3), "there is no such signal or exit code"),
+        (RankExited.ended(1, at_s=1.0, rank=1, pid=7, boundary=3, detected_after_s=math.nan), "a time is out of range"),
+        (RankExited.ended(-9, at_s=1.0, rank=1, pid=7, boundary=3), ""),
+    ],
+)
+def test_what_another_node_says_of_ranks_that_are_not_there_is_refused(message: Message, reason: str) -> None:
+    assert node_reports.why_unfit(message, 2) == reason
