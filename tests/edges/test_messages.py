@@ -6,6 +6,8 @@ import ast
 import enum
 import inspect
 import math
+import subprocess
+import sys
 import textwrap
 import types
 import typing
@@ -165,3 +167,33 @@ def test_the_agent_takes_every_message_of_a_rank_by_one_table() -> None:
 )
 def test_what_another_node_says_of_ranks_that_are_not_there_is_refused(message: Message, reason: str) -> None:
     assert node_reports.why_unfit(message, 2) == reason
+
+
+_AT_ONCE = """
+import sys, threading
+from ttprun.protocol import channel, from_rank
+from ttprun.protocol.codec import decode, encode
+
+sys.setswitchinterval(1e-6)
+lines = [encode(from_rank.RankFrozen(3, 2, "d", True)), encode(from_rank.RankReplayed(1, 2, 0.5))]
+barrier = threading.Barrier(8)
+
+
+def read():
+    barrier.wait()
+    for line in lines:
+        decode(line, channel.KNOWN)
+
+
+threads = [threading.Thread(target=read) for _ in range(8)]
+for one in threads:
+    one.start()
+for one in threads:
+    one.join()
+"""
+
+
+def test_threads_that_read_the_first_message_of_a_class_at_once_do_not_crash() -> None:
+    """msgspec 0.22 crashes if it is asked to read a class while another thread has it look at that class."""
+    for _ in range(10):
+        subprocess.run([sys.executable, "-c", _AT_ONCE], check=True, timeout=60)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import threading
 from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,10 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else asdict(value)
 
 
+# msgspec looks at a class when it first reads one, and crashes if another thread comes meanwhile (seen with 0.22): the
+# first of each is read by one thread alone.
+_first = threading.Lock()
+_met: set[type] = set()
 _ENCODER = json.JSONEncoder(default=_plain)
 
 
@@ -69,7 +74,14 @@ def decode_fields(values: dict[str, Any], known: Mapping[str, type]) -> Any:
     name = values.pop("op", None)
     if not isinstance(name, str) or name not in known:
         return Refused(f"unknown message {str(name)[:_SHOWN]!r}: install the same version of ttprun on both sides")
+    kind = known[name]
     try:
-        return convert(values, known[name], str_keys=True)
+        if kind in _met:
+            return convert(values, kind, str_keys=True)
+        with _first:
+            try:
+                return convert(values, kind, str_keys=True)
+            finally:
+                _met.add(kind)
     except (ValidationError, UnicodeError) as error:
         return Refused(f"{name}: {str(error)[:_MOST_SHOWN]}".encode("unicode_escape").decode())
