@@ -280,6 +280,17 @@ def test_a_backward_that_adds_to_gradients_of_the_replay_is_refused_before_they_
     assert len(refused) == expected
 
 
+def test_what_a_dead_parameter_has_done_says_nothing_of_one_with_its_id() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    gradients._begun_anew.add(id(weight))  # an older one, whose gradient a backward had begun anew
+
+    gradients.poison([optimizer])
+
+    assert gradients.are_carried_over(optimizer)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_the_gradient_of_a_view_is_watched_without_a_hook_which_may_crash_torch() -> None:
     """Megatron-core's distributed optimizer steps views of the model's weights, and gives them their gradients."""

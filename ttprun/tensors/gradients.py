@@ -383,6 +383,7 @@ def poison(optimizers: list[torch.optim.Optimizer], refuse: Callable[[], None] =
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 elements_of(local_of(parameter.grad).detach()).fill_(float("nan"))
+                _begun_anew.discard(id(parameter))  # that of another parameter, which has died
                 _guard(parameter, refuse)
         _poisoned[optimizer] = set(map(id, parameters_of(optimizer)))
 
