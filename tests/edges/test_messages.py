@@ -163,6 +163,10 @@ def test_the_agent_takes_every_message_of_a_rank_by_one_table() -> None:
         (RankExited.ended(-66, at_s=1.0, rank=1, pid=7, boundary=3), "there is no such signal or exit code"),
         (RankExited.ended(1, at_s=1.0, rank=1, pid=7, boundary=3, detected_after_s=math.nan), "a time is out of range"),
         (RankExited.ended(-9, at_s=1.0, rank=1, pid=7, boundary=3), ""),
+        (
+            RankExited(at_s=1.0, rank=1, pid=7, code=None, signal=None, boundary=3),
+            "a process ends with a code or by a signal",
+        ),
     ],
 )
 def test_what_another_node_says_of_ranks_that_are_not_there_is_refused(message: Message, reason: str) -> None:

@@ -216,3 +216,12 @@ def test_gradients_that_were_loaded_and_that_the_script_zeroes_are_kept_no_longe
 
     assert not gradients.is_kept(made[0])
     assert names_of_state()[0] == ["momentum_buffer"]
+
+
+def test_each_gradient_is_watched_in_turn_whatever_group_it_is_in() -> None:
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(5)]
+    optimizer = torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:]}], lr=0.1)
+
+    watched = [gradients._in_turn(optimizer, step) for step in range(5)]
+
+    assert [[id(one) for one in found] for found in watched] == [[id(one)] for one in weights]

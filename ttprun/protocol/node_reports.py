@@ -161,6 +161,8 @@ def why_unfit(message: Any, world_size: int) -> str:
         return "a number of a row is out of range"
     if not 0 <= (fields.get("signal") or 0) < 65 or not -65 < (fields.get("code") or 0) < 256:
         return "there is no such signal or exit code"
+    if isinstance(message, RankExited) and (message.code is None) == (message.signal is None):
+        return "a process ends with a code or by a signal"
     if not 0 <= fields.get("detected_after_s", 0) < _LONGEST_S:
         return "a time is out of range"
     return ""
