@@ -17,14 +17,14 @@ import time
 import zlib
 from base64 import b64decode
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from itertools import count
 from typing import Any
 
 from ttprun.agent.cluster import follower
 from ttprun.protocol import actions, channel, from_rank, meeting, node_orders, node_reports, to_rank
-from ttprun.protocol.all_ranks import in_full, shortened
+from ttprun.protocol.all_ranks import in_full
 from ttprun.protocol.board import SHARED, Board, Field, Phase
 from ttprun.protocol.codec import Message, decode, encode
 from ttprun.protocol.events import RankExited, RankStarted
@@ -157,9 +157,8 @@ class Node:
         if isinstance(message, from_rank.Put):
             self.note_ports(message.generation, {rank})
         inner = self.stage.encoded(message)
-        pid, now_ns = self.ranks[rank].pid, time.monotonic_ns()
-        said = f'{{"op": "Said", "rank": {rank}, "pid": {pid}, "line": {inner}, "now_ns": {now_ns}, '
-        self.send_line("Said", f'{said}"row": {self.row_text(rank, now_ns)}, "fingerprints": {{}}}}')
+        self.send_rows("Rows", [rank], is_awaited=False)
+        self.send_line("Said", f'{{"op": "Said", "rank": {rank}, "pid": {self.ranks[rank].pid}, "message": {inner}}}')
 
     def row_text(self, rank: int, now_ns: int) -> str:
         """As `row`, encoded: the stand-ins share a machine with the leader, and there are thousands of them."""
@@ -173,9 +172,7 @@ class Node:
 
     def share(self, rank: int) -> None:
         """Ranks of other nodes wait for this row."""
-        now_ns = time.monotonic_ns()
-        rows = self.row_text(rank, now_ns)
-        self.send_line("Rows" + AWAITED, f'{{"op": "Rows", "now_ns": {now_ns}, "rows": [{rows}], "is_awaited": true}}')
+        self.send_rows("Rows" + AWAITED, [rank], is_awaited=True)
 
     def begin(self, rank: int) -> None:
         """A rank has a process."""
@@ -185,9 +182,14 @@ class Node:
 
     def tick(self) -> None:
         """How all stand, as a sign of life."""
+        self.send_rows("Rows", self.ranks, is_awaited=False)
+
+    def send_rows(self, kind: str, ranks: Iterable[int], is_awaited: bool) -> None:
+        """How ranks stand."""
         now_ns = time.monotonic_ns()
-        rows = ", ".join(self.row_text(rank, now_ns) for rank in self.ranks)
-        self.send_line("Rows", f'{{"op": "Rows", "now_ns": {now_ns}, "rows": [{rows}], "is_awaited": false}}')
+        rows = ", ".join(self.row_text(rank, now_ns) for rank in ranks)
+        awaited = str(is_awaited).lower()
+        self.send_line(kind, f'{{"op": "Rows", "now_ns": {now_ns}, "rows": [{rows}], "is_awaited": {awaited}}}')
 
     def note_ports(self, generation: int, ranks: Collection[int]) -> None:
         """Where ranks can be reached; once all are known, all of this node are connected."""
@@ -390,8 +392,7 @@ class Stage:
         """A rank's message as it stands in a report; that of many ranks is often the same."""
         key = repr(message) if not isinstance(message, from_rank.RankFrozen) else f"frozen {message.generation}"
         if key not in self._encoded:
-            inner = encode(shortened(message, self.world_size)).decode().rstrip("\n")
-            self._encoded[key] = json.dumps(inner)
+            self._encoded[key] = node_orders.encoded(message, self.world_size)
         return self._encoded[key]
 
     def note(self, way: str, op: str, size: int) -> None:

@@ -74,7 +74,7 @@ def node_of(directory: Path, *slots: Any, advance: Callable[[Event], None] = ign
     """A node with these slots, whose ranks have not been started."""
     job = recovery.new_job(recovery.Settings(world_size=max(1, len(slots))))
     node = Node(Config(**config), RunDirectory(directory), True, job)
-    node.role = Asked(advance)  # type: ignore[assignment]
+    node.role, node.report = Asked(advance), advance  # type: ignore[assignment]
     node.slots = list(slots)
     return node
 

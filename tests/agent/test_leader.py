@@ -6,13 +6,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec.structs import replace
+
 from tests.agent.nodes import node_of, part
 from ttprun import recovery
 from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.roles import Leading
-from ttprun.protocol import meeting, node_orders
-from ttprun.protocol.events import Event
+from ttprun.agent.core.failures import Failure
+from ttprun.protocol import meeting, node_orders, node_reports
+from ttprun.protocol.events import Event, RankExited, RankStarted
+from ttprun.protocol.from_rank import RankFrozen
 from ttprun.recovery.replicas import Replicas
 
 
@@ -72,6 +76,59 @@ def test_who_is_a_replica_is_known_to_all_agents_as_soon_as_the_one_that_leads_k
 
     (known,) = [one for one in peers.happened if isinstance(one, node_orders.Known)]
     assert known.compared_at == 4
+
+
+def test_an_exit_is_logged_and_decided_on_in_the_same_way_on_whichever_node_it_was(tmp_path: Path) -> None:
+    events: list[Event] = []
+    logged: list[dict[str, Any]] = []
+    node = node_of(tmp_path, advance=events.append)
+    node.begin_group([(0, 0)], Peers(0, "127.0.0.1", 1, {}, {0: "a", 1: "b"}, 2))
+    node.log = lambda event, **fields: logged.append({"event": event, **fields})  # type: ignore[method-assign]
+    kept = SimpleNamespace(reached=lambda slot, boundary: boundary + 1, report_what_is_left=lambda slot: None)
+    leader = part(Leader, node, own_states=kept)
+    leader.report(1, RankStarted(at_s=0.0, rank=1, pid=101))
+    node.slots[0].pid, node.slots[0].is_lost = 100, True  # as its watch has seen
+    events.clear()
+    logged.clear()
+
+    failures = []
+    for number in range(2):
+        node.first_failure.forget()
+        leader.report(
+            number,
+            RankExited.ended(-9, at_s=0.0, rank=number, pid=100 + number, boundary=7, reason="killed", traceback="its"),
+        )
+        failures.append(node.first_failure.found)
+
+    own, other = events
+    assert isinstance(own, RankExited)
+    assert isinstance(other, RankExited)
+    assert replace(own, at_s=0.0, rank=1, pid=101) == replace(other, at_s=0.0)
+    assert (own.boundary, own.traceback) == (8, "")
+    assert failures == [Failure(rank, 100 + rank, -9, "killed", "its") for rank in range(2)]
+    assert [(one["event"], one["rank"], one.get("node")) for one in logged] == [
+        ("rank_exited", 0, None),
+        ("rank_exited", 1, 1),
+    ]
+    assert node.slots[1].is_lost
+
+
+def test_a_process_that_has_ended_is_not_heard_any_more_on_whichever_node_it_was(tmp_path: Path) -> None:
+    taken: list[tuple[int, Any]] = []
+    node = node_of(tmp_path)
+    node.begin_group([(0, 0)], Peers(0, "127.0.0.1", 1, {}, {0: "a", 1: "b"}, 2))
+    leader = part(Leader, node, reports=SimpleNamespace(take=lambda slot, message: taken.append((slot.rank, message))))
+    for slot in node.slots:
+        slot.pid = 200 + slot.rank
+    message = RankFrozen(1, 4, "w")
+
+    for pid in (100, 200):
+        leader.report(0, node_reports.Said(0, pid, message))
+        leader.take(1, node_reports.Said(1, pid + 1, message, fingerprint="f").encoded(2))
+
+    assert taken == [(0, message), (1, message)]
+    assert node.slots[1].elsewhere is not None
+    assert node.slots[1].elsewhere.fingerprints == {4: "f"}
 
 
 def test_nodes_that_are_lost_at_once_are_one_fault_which_the_survivors_answer_once(tmp_path: Path) -> None:

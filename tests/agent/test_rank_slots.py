@@ -10,8 +10,8 @@ from typing import Any
 
 from tests.agent.nodes import node_of, part
 from tests.agent.starting import wait_until_ready
-from ttprun.agent.core.local_actuator import LocalActuator
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.node_agent import NodeAgent
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.agent.processes.standbys import Standbys
@@ -75,8 +75,8 @@ class Welcomed:
         self.pids.append(slot.pid)
 
 
-def actuator_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> LocalActuator:
-    actuator = part(LocalActuator, node, standbys=standbys, watch=welcomed)
+def actuator_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> NodeAgent:
+    actuator = part(NodeAgent, node, standbys=standbys, watch=welcomed)
     actuator.begin_group(lambda local_rank, handler: None)
     return actuator
 
@@ -134,7 +134,7 @@ def test_nobody_waits_for_a_rank_that_leaves_and_whose_stack_is_looked_at_meanwh
     node.board.set(0, Field.RECORDED, 7)
     afterwards = list[Callable[[str], None]]()
     node.in_background = lambda work, then, failed=None: afterwards.append(then)  # type: ignore[method-assign,assignment,misc]
-    actuator = part(LocalActuator, node, hang_detector=late, watch=dies)
+    actuator = part(NodeAgent, node, hang_detector=late, watch=dies)
 
     actuator.carry_out(actions.KillRank(0, "it leaves"))
     node.board.announce(0, Field.RECORDED, FINISHED)  # the others are to train without it

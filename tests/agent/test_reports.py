@@ -16,8 +16,8 @@ from ttprun import recovery
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.follower import Follower
 from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.core.local_actuator import LocalActuator
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.node_agent import NodeAgent
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.reports import _ROWS, Reports
 from ttprun.agent.repair.comparisons import Comparisons
@@ -79,7 +79,7 @@ class FakeNode:
     def actuators(self) -> Actuators:
         """Those of all nodes; this one's starts no process, and ends none."""
         made = Actuators(self)  # type: ignore[arg-type]
-        made.begin_group(part(LocalActuator, self))
+        made.begin_group(part(NodeAgent, self))
         return made
 
     def advance(self, event: Event) -> None:
@@ -179,6 +179,7 @@ def test_a_replacement_is_given_what_others_have_sent_in_its_generation_while_th
     teller, slot, line = node.slots[1], node.slots[0], node.handlers[0]
     put = from_rank.Put(1, "port 1", "")
     reports.take(teller, from_rank.Put(0, "port 1", ""))
+    reports.pass_on()
     line.reported.clear()
 
     slot.leave(-9, node.board, lambda number, pid: "")
@@ -187,6 +188,7 @@ def test_a_replacement_is_given_what_others_have_sent_in_its_generation_while_th
     reports.take(slot, put)  # of its own, for the others
     before = list(line.reported)
     reports.take(slot, from_rank.Present(pid=200, main_thread=1))
+    reports.pass_on()
 
     assert node.job.generation == 1
     assert before == []
@@ -261,7 +263,7 @@ def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_
     node: FakeNode,
 ) -> None:
     put = from_rank.Put(0, "port 1", b"4711")
-    follower = part(Follower, node, actuator=part(LocalActuator, node))
+    follower = part(Follower, node, agent=part(NodeAgent, node))
 
     follower.take_order(node_orders.Broadcast([(1, put)]))
 

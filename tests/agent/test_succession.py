@@ -37,7 +37,7 @@ class Follower:
         )
         follower: Any = SimpleNamespace(give_up=lambda reason: self.became.append(reason))
         nothing: Any = None
-        self.succession = Succession(node, follower, nothing, nothing, nothing)
+        self.succession = Succession(node, nothing, follower, nothing, nothing, nothing)
         self.succession.begin_group(lambda: None)
         self.succession._lead = lambda: self.became.append("leader")  # type: ignore[method-assign]
 

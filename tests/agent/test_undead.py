@@ -99,6 +99,6 @@ def test_while_the_stack_of_a_rank_is_read_the_loop_goes_round(
     monkeypatch.setattr(hang_detector.HangDetector, "is_late", lambda *_: True)
     node, order = two_ranks.node, actions.KillRank(0, "it is late")
 
-    node.call(lambda: two_ranks.parts.actuator.carry_out(order))
+    node.call(lambda: two_ranks.parts.agent.carry_out(order))
 
     assert comes_around(two_ranks)

@@ -18,6 +18,7 @@ from ttprun.agent.health import unhooked_ranks
 from ttprun.agent.health.unhooked_ranks import UnhookedRanks
 from ttprun.agent.processes.rank_processes import SHIM, StandbyHandler
 from ttprun.protocol.board import Board, Field
+from ttprun.protocol.node_reports import Said
 
 HOLD = """
 import mmap, os, socket, subprocess, sys
@@ -34,7 +35,7 @@ if sys.stdin.readline():
 
 
 class FakeNode:
-    """One slot, of which is noted what is reported; stands for Protection, too."""
+    """One slot, of which is noted what is reported."""
 
     is_python = True
 
@@ -44,8 +45,9 @@ class FakeNode:
         self.reported: list[str] = []
         self.logged: list[str] = []
 
-    def note_unprotected(self, slot: RankSlot, reason: str) -> None:
-        self.reported.append(reason)
+    def report(self, said: Said) -> None:
+        assert said.pid == self.slots[0].pid
+        self.reported.append(said.message.reason)
 
     def log(self, event: str, **fields: object) -> None:
         self.logged.append(event)
@@ -103,7 +105,7 @@ def look(started: Started, monkeypatch: pytest.MonkeyPatch) -> tuple[UnhookedRan
     """Look several times."""
     monkeypatch.setattr(unhooked_ranks, "EVERY_S", 0.0)
     node = FakeNode(started.slot)
-    found = UnhookedRanks(node, node)  # type: ignore[arg-type]
+    found = UnhookedRanks(node)  # type: ignore[arg-type]
     if started.slot.is_present:
         found.note_present(started.slot)
     for _ in range(3):

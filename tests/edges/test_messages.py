@@ -18,7 +18,7 @@ import pytest
 
 from ttprun.agent.core.coordinator import Coordinator
 from ttprun.agent.core.reports import _ROWS
-from ttprun.protocol import node_reports
+from ttprun.protocol import from_rank, node_reports, standbys
 from ttprun.protocol.actions import Action, Rewind
 from ttprun.protocol.channel import KNOWN, Order, Report
 from ttprun.protocol.codec import Message, Refused, decode, encode
@@ -149,9 +149,10 @@ def test_every_action_of_the_machine_is_carried_out() -> None:
     assert {name.rpartition(".")[2] for name in cases_of(Coordinator.carry_out)} == actions
 
 
-def test_the_agent_takes_every_message_of_a_rank_by_one_table() -> None:
-    # A standby's answer to an order to copy itself is awaited where the order is given.
-    assert {kind.__name__ for kind in _ROWS} == {kind.__name__ for kind in REPORTS} - {"Copied"} | {"Refused"}
+def test_the_agent_that_leads_takes_every_message_of_a_rank_by_one_table_but_for_what_concerns_its_node_alone() -> None:
+    of_its_node = {from_rank.RowChanged, *typing.get_args(standbys.Report)}
+
+    assert _ROWS.keys() == {*REPORTS, Refused} - of_its_node
 
 
 @pytest.mark.parametrize(

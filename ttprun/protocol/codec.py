@@ -48,9 +48,14 @@ _met: set[type] = set()
 _ENCODER = json.JSONEncoder(default=_plain)
 
 
+def fields_of(message: Message) -> dict[str, Any]:
+    """A message as `decode_fields` takes it."""
+    return {"op": type(message).__name__, **asdict(message)}
+
+
 def encode(message: Message) -> bytes:
     """One line of JSON, with its line feed."""
-    return _ENCODER.encode({"op": type(message).__name__, **asdict(message)}).encode() + b"\n"
+    return _ENCODER.encode(fields_of(message)).encode() + b"\n"
 
 
 def decode(line: bytes, known: Mapping[str, type]) -> Any:

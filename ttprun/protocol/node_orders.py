@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import field
 
-from ttprun.protocol import meeting, node_reports
+from ttprun.protocol import channel, meeting, node_reports
 from ttprun.protocol.actions import KillRank, LoadMirror, Replay, Rewind, SpawnRank
-from ttprun.protocol.codec import Message
+from ttprun.protocol.all_ranks import in_full, shortened
+from ttprun.protocol.codec import Message, decode, encode
 from ttprun.protocol.from_rank import Put
 
 
@@ -24,11 +27,20 @@ class Forward(Message, frozen=True):
     """Forward a message to ranks of this node.
 
     to     (rank, pid): to each that still has this process
-    line   as `all_ranks` has shortened it
+    line   of `encoded`
     """
 
     to: list[tuple[int, int]]
     line: str
+
+    def message(self, world_size: int) -> Any:
+        """The message, or `Refused`."""
+        return in_full(decode(self.line.encode(errors="surrogatepass"), channel.KNOWN), world_size)
+
+
+def encoded(message: Any, world_size: int) -> str:
+    """A message for ranks, encoded once for all that get it."""
+    return encode(shortened(message, world_size)).decode().rstrip("\n")
 
 
 class Broadcast(Message, frozen=True):

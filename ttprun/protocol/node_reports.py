@@ -1,15 +1,18 @@
-"""What followers report to the agent that leads: what happens to the ranks of their nodes, and what was asked there."""
+"""What the agents of all nodes report to the one that leads: what happens to their ranks, and what was asked there.
+
+The leader's own node reports the same (`Report`), with no connection in between.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from msgspec import field
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
-from ttprun.protocol import meeting
+from ttprun.protocol import channel, meeting
+from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.board import SHARED, Field
-from ttprun.protocol.codec import Message
+from ttprun.protocol.codec import Message, Refused, decode_fields, fields_of
 from ttprun.protocol.events import MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 
 _LARGEST = 1 << 63  # what a cell of the board cannot hold
@@ -46,17 +49,26 @@ class Rows(Message, frozen=True):
 class Said(Message, frozen=True):
     """A message of a rank.
 
-    line    the message
-    now_ns  time.monotonic_ns() of the sender, for the times in the row
-    fingerprints   boundary -> what replicas have alike in their records of it, hashed; only with some messages
+    message      the message; between nodes its fields (`encoded`)
+    fingerprint  with RankFrozen: what replicas have alike in their records of its boundary, hashed; filled in by a
+                 follower, after whose Rows of the rank this comes
     """
 
     rank: int
     pid: int
-    line: str
-    now_ns: int
-    row: BoardRow
-    fingerprints: dict[int, str] = field(default_factory=dict)
+    message: Any
+    fingerprint: str = ""
+
+    def encoded(self, world_size: int) -> Said:
+        """As it is sent to another agent."""
+        return replace(self, message=fields_of(shortened(self.message, world_size)))
+
+    def decoded(self, world_size: int) -> Said:
+        """As it was before that; its message is `Refused` if it is none."""
+        if not isinstance(self.message, dict):
+            return replace(self, message=Refused("not an object"))
+        message = decode_fields(dict(self.message), channel.KNOWN)
+        return replace(self, message=in_full(message, world_size))
 
 
 class FaultAsked(Message, frozen=True):
@@ -134,17 +146,17 @@ class Remains(Message, frozen=True):
     rows: list[BoardRow]
 
 
-# What the state machine takes as it is.
-OfNode = RankStarted | SpawnFailed | RankExited | MismatchFound | StopAsked
-OfFollower = (
-    OfNode | Said | Rows | FaultAsked | PartStored | Records | Leaving | Remains | meeting.Hello | meeting.Deposed
+Report = (
+    Said | RankStarted | SpawnFailed | RankExited | MismatchFound | StopAsked
+    | FaultAsked | PartStored | Records | Leaving
 )  # fmt: skip
+OfFollower = Report | Rows | Remains | meeting.Hello | meeting.Deposed
 
 
 def why_unfit(message: Any, world_size: int) -> str:
     """Why a message of another agent cannot be of a job with so many ranks; "" if it can."""
     fields = asdict(message)
-    rows = [*fields.get("rows", ()), *([fields["row"]] if "row" in fields else ())]
+    rows = fields.get("rows", ())
     named = fields.get("ranks", ())
     named = named if isinstance(named, list | tuple) else ()  # of RankSlots it is their number
     ranks = [one if isinstance(one, int) else one.rank for one in (*named, *rows)]

@@ -1,7 +1,7 @@
 """Who carries out what the coordinator orders: one actuator a node, in this process or at the end of a connection.
 
 What they can be ordered is `node_orders.Order`; what comes of it comes back as an event or a report. Begin with
-`NodeActuator`; the one of this process is `ttprun.agent.core.local_actuator`.
+`NodeActuator`; the one of this process is `ttprun.agent.core.node_agent`.
 """
 
 from __future__ import annotations

@@ -1,32 +1,27 @@
 """A follower: the agent of a node that does not lead. It reports what happens to its ranks, and carries out orders.
 
-Processes, standbys, records and logs are each node's own; what is decided comes from the leader. What another leader
-would have to know it notes (`succession.py`). Begin with `Follower.take_order` and `Follower.forward`.
+Processes, standbys, records and logs are each node's own; what is decided comes from the leader. Begin with
+`Follower.take_order` and `Follower.report`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 from msgspec.structs import replace
 
 from ttprun.agent.cluster import board_rows
 from ttprun.agent.core.failures import Failure
-from ttprun.agent.core.local_actuator import LocalActuator
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.outcomes import give_up
-from ttprun.agent.core.rank_slot import RankSlot
+from ttprun.agent.core.node_agent import NodeAgent
+from ttprun.agent.core.outcomes import give_up, log_exit, note_failure, note_script_error
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.report.status import StatusPublisher
-from ttprun.protocol import actions, channel, from_rank, meeting, node_orders, node_reports, to_rank
-from ttprun.protocol.all_ranks import in_full, shortened
-from ttprun.protocol.codec import Refused, decode, encode
-from ttprun.protocol.events import Event, RankExited
-from ttprun.recovery.members import GroupMembership
+from ttprun.protocol import from_rank, meeting, node_orders, node_reports
+from ttprun.protocol.codec import Refused
+from ttprun.protocol.events import RankExited, SpawnFailed
 
 logger = logging.getLogger("ttprun")
 
@@ -41,40 +36,17 @@ def interval_s(nodes: int) -> float:
 
 
 @dataclass
-class RankNotes:
-    """What the next leader would have to know of a rank of this node.
-
-    hindrance, unprotected, membership   what its processes have reported of themselves last
-    exit_code, cause               how its process has ended
-    is_catching_up                 its process runs the script again, and is not as far as the others yet
-    """
-
-    hindrance: str = ""
-    unprotected: str = ""
-    membership: GroupMembership = GroupMembership.UNKNOWN
-    exit_code: int = 0
-    cause: str = ""
-    is_catching_up: bool = False
-
-
-@dataclass
 class Follower:
     """Reports to the leader, and takes its orders.
 
     known   what the leader knows of the whole job
-    noted   by rank
     """
 
     node: Node
-    actuator: LocalActuator
+    agent: NodeAgent
     status: StatusPublisher
     known: node_orders.Known | None = field(default=None, init=False)
-    noted: defaultdict[int, RankNotes] = field(default_factory=lambda: defaultdict(RankNotes), init=False)
     _next_s: float = field(default=0.0, init=False)
-
-    def begin_group(self) -> None:
-        """All ranks are new."""
-        self.noted.clear()
 
     def look(self) -> bool:
         """Time has passed: report how the ranks stand; returns whether it was time for that."""
@@ -87,52 +59,30 @@ class Follower:
 
     # Reports.
 
-    def report(self, event: Event) -> None:
-        """What has happened to a rank, which the leader's state machine answers."""
-        peers, node = self.node.peers, self.node
-        match event:
-            case from_rank.RankUnprotected():
-                self.forward(node.slots[event.rank], event)
+    def report(self, report: node_reports.Report) -> None:
+        """What has happened on this node, which the leader answers."""
+        node, peers = self.node, self.node.peers
+        match report:
+            case node_reports.Said(rank=rank):
+                peers.to_leader(board_rows.rows_of(node, [node.slots[rank]]))
+                report = self._completed(report).encoded(len(node.slots))
+            case SpawnFailed(rank=rank, reason=reason):
+                node.log("spawn_failed", rank=rank, reason=reason)
             case RankExited():
-                slot, noted = node.slots[event.rank], self.noted[event.rank]
-                noted.exit_code, noted.cause = event.exit_code, event.reason
-                peers.to_leader(board_rows.rows_of(node, [slot], is_awaited=True))
-                peers.to_leader(replace(event, traceback=slot.traceback))
-            case _ if isinstance(event, node_reports.OfNode):
-                peers.to_leader(event)
-            case _:
-                node.log("not_reported", what=type(event).__name__)
+                if not report.is_finish:
+                    note_failure(node, report)
+                log_exit(node, report, {})
+                peers.to_leader(board_rows.rows_of(node, [node.slots[report.rank]], is_awaited=True))
+        peers.to_leader(report)
 
-    def forward(self, slot: RankSlot, message: Any) -> None:
-        """Forward what a rank reports, with its row of the board; what this agent needs of it is noted."""
-        node, noted = self.node, self.noted[slot.rank]
-        hashed: dict[int, str] = {}
-        match message:
-            case from_rank.RowChanged():
-                board_rows.share(node, [slot])
-                return
-            case from_rank.Present():
-                slot.greet(message.main_thread)
-            case from_rank.RankProtected():
-                slot.protect()
-            case from_rank.RankUnprotected(reason=reason):
-                noted.unprotected = noted.unprotected or reason
-            case from_rank.RankHindered(reason=reason):
-                noted.hindrance = reason
-            case from_rank.RankTrainsAlone():
-                noted.membership = GroupMembership.ALONE
-            case from_rank.RankJoined():
-                noted.membership = GroupMembership.JOINED
-            case from_rank.RankReissued():
-                noted.is_catching_up = False
-            case from_rank.RankFaulted():
-                noted.is_catching_up = True
-                slot.note_boundary(node.board)
+    def _completed(self, said: node_reports.Said) -> node_reports.Said:
+        """What a rank reports, with what only its node knows."""
+        match said.message:
+            case from_rank.ScriptError():
+                note_script_error(self.node, self.node.slots[said.rank], said.message)
             case from_rank.RankFrozen(boundary=boundary):
-                hashed = {boundary: self.actuator.fingerprint(slot.rank, boundary)}
-        line = encode(shortened(message, len(node.slots))).decode().rstrip("\n")
-        said = node_reports.Said(slot.rank, slot.pid, line, time.monotonic_ns(), board_rows.row_of(node, slot), hashed)
-        node.peers.to_leader(said)
+                return replace(said, fingerprint=self.agent.fingerprint(said.rank, boundary))
+        return said
 
     # Orders.
 
@@ -145,17 +95,6 @@ class Follower:
         match order:
             case node_reports.Rows(now_ns=now_ns, rows=theirs):
                 board_rows.copy_in(node, theirs, now_ns)
-            case node_orders.Begin(generation=generation):
-                node.note_generation(generation)
-                self.actuator.carry_out(order)
-            case actions.SpawnRank(rank=rank, generation=generation):
-                node.note_generation(generation)
-                self.noted[rank].is_catching_up = True
-                self.actuator.carry_out(order)
-            case actions.Rewind(generation=generation):
-                node.note_generation(generation)
-                if self.actuator.rewinds.open(order):
-                    self.actuator.carry_out(order)
             case node_orders.Forward():
                 self._forward(order)
             case node_orders.Published():
@@ -176,11 +115,10 @@ class Follower:
             case Refused(reason=reason):
                 node.log("message_refused", reason=reason)
                 logger.warning("a message of the agent that leads is ignored: %s", reason)
+            case _ if isinstance(order, node_orders.Order):
+                self.agent.carry_out(order)
             case _:
-                if isinstance(order, node_orders.Order):
-                    self.actuator.carry_out(order)
-                else:
-                    node.log("message_refused", reason=f"{type(order).__name__} is no order")
+                node.log("message_refused", reason=f"{type(order).__name__} is no order")
 
     def _forward(self, order: node_orders.Forward) -> None:
         node = self.node
@@ -188,14 +126,12 @@ class Follower:
         present = [slot.rank for slot in slots if slot.is_present]
         if not present:
             return  # it is of processes that have ended
-        message = in_full(decode(order.line.encode(errors="surrogatepass"), channel.KNOWN), len(node.slots))
-        if isinstance(message, to_rank.Freeze):
-            node.note_generation(message.generation)
+        message = order.message(len(node.slots))
         if isinstance(message, Refused):
             node.log("message_refused", reason=message.reason)
             return
         for rank in present:
-            self.actuator.forward(rank, message)
+            self.agent.forward(rank, message)
 
     def give_up(self, reason: str, kind: str = "fail") -> None:
         """This node has no part in the job any more: its ranks end.

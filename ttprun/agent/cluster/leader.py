@@ -1,7 +1,7 @@
-"""The leader's side of the other nodes: what their followers report becomes events of the state machine here.
+"""What the agents of all nodes report to the leader, and what becomes of it: mostly events of the state machine here.
 
-A rank of another node has a slot here like any other; orders for it go to the follower of its node. Begin with
-`Leader.take`.
+A rank of another node has a slot here like any other; orders for it go to the follower of its node. What this node's
+own ranks do is reported in the same way. Begin with `Leader.report`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ttprun.agent.core.outcomes import give_up, log_exit, note_failure
 from ttprun.agent.core.reports import Reports
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.chaos.faults import parse_fault
-from ttprun.protocol import channel, meeting, node_orders, node_reports
-from ttprun.protocol.all_ranks import in_full
+from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.board import Field
-from ttprun.protocol.codec import Refused, decode
+from ttprun.protocol.codec import Refused
 from ttprun.protocol.events import Event, RankExited, RankStarted, SpawnFailed, StopAsked
+from ttprun.protocol.from_rank import RankFrozen
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 logger = logging.getLogger("ttprun")
@@ -41,7 +41,7 @@ _ROWS_RARELY = 5.0
 
 @dataclass
 class Leader:
-    """Takes the reports of the followers."""
+    """Takes the reports of all nodes."""
 
     node: Node
     own_states: OwnStates
@@ -165,37 +165,44 @@ class Leader:
         give_up(node, reason)
 
     def take(self, number: int, message: node_reports.OfFollower | Refused) -> None:
-        """A follower has reported something."""
+        """A follower has sent something."""
         node = self.node
         if node.verdict is not None:
             return
         why_unfit = node_reports.why_unfit(message, len(node.slots))
         if why_unfit:
-            self._refuse(number, f"{type(message).__name__}: {why_unfit}")
-            return
+            message = Refused(f"{type(message).__name__}: {why_unfit}")
         match message:
             case node_reports.Rows(now_ns=now_ns, rows=theirs):
                 board_rows.copy_in(node, theirs, now_ns)
                 if message.is_awaited:
                     board_rows.share(node, [node.slots[row.rank] for row in theirs])
-            case node_reports.Said():
-                self._take_said(message)
-            case Event():
-                self._take_event(number, replace(message, at_s=time.monotonic()))
-            case node_reports.Records():
-                self.spares.take_records(message)
-            case node_reports.Leaving(reason=reason):
-                self.membership.leave(number, reason)
-            case node_reports.PartStored():
-                self.reports.checkpoints.take_part(message)
-            case node_reports.FaultAsked(fault=fault):
-                self._order(number, fault)
             case meeting.Deposed(reason=reason):
                 self.depose(f"{node.peers.name_of(number)} goes on without this node: {reason}")
             case Refused(reason=reason):
                 self._refuse(number, reason)
+            case node_reports.Said():
+                self.report(number, message.decoded(len(node.slots)))
+            case _ if isinstance(message, node_reports.Report):
+                self.report(number, message)
             case _:
                 self._refuse(number, f"{type(message).__name__} is no report")
+
+    def report(self, number: int, report: node_reports.Report) -> None:
+        """A node reports what has happened there; this one, too."""
+        match report:
+            case node_reports.Said():
+                self._on_said(report)
+            case Event():
+                self._on_event(number, replace(report, at_s=time.monotonic()))
+            case node_reports.Records():
+                self.spares.take_records(report)
+            case node_reports.Leaving(reason=reason):
+                self.membership.leave(number, reason)
+            case node_reports.PartStored():
+                self.reports.checkpoints.take_part(report)
+            case node_reports.FaultAsked(fault=fault):
+                self._order(number, fault)
 
     def _order(self, number: int, fault: str) -> None:
         """Somebody on another node asks for a fault."""
@@ -211,40 +218,47 @@ class Leader:
         self.node.log("message_refused", node=number, reason=reason)
         logger.warning("a message of %s is ignored: %s", self.node.peers.name_of(number), reason)
 
-    def _take_said(self, said: node_reports.Said) -> None:
-        node = self.node
-        slot = node.slots[said.rank]
-        board_rows.copy_in(node, [said.row], said.now_ns)
+    def _on_said(self, said: node_reports.Said) -> None:
+        slot, message = self.node.slots[said.rank], said.message
         if slot.pid != said.pid:
             return  # its process has ended
-        if said.fingerprints and slot.elsewhere is not None:
-            slot.elsewhere.fingerprints = said.fingerprints
-        message = decode(said.line.encode(errors="surrogatepass"), channel.KNOWN)
-        self.reports.take(slot, in_full(message, len(node.slots)))
+        if slot.elsewhere is not None and isinstance(message, RankFrozen):
+            slot.elsewhere.fingerprints = {message.boundary: said.fingerprint}
+        self.reports.take(slot, message)
 
-    def _take_event(self, number: int, event: node_reports.OfNode) -> None:
-        """What has happened on another node is an event of the state machine, stamped with our time."""
+    def _on_event(self, number: int, event: Event) -> None:
+        """An event of the state machine, stamped with our time."""
         node = self.node
+        where = {} if number == node.peers.node else {"node": number}
         match event:
             case RankStarted(rank=rank, pid=pid):
-                node.slots[rank].begin_process(pid)
-                node.log("rank_started", rank=rank, pid=pid, node=number)
+                node.slots[rank].begin_elsewhere(pid)
+                if where:
+                    node.log("rank_started", rank=rank, pid=pid, **where)
             case SpawnFailed(rank=rank, reason=reason):
-                node.log("spawn_failed", rank=rank, reason=reason, node=number)
+                node.log("spawn_failed", rank=rank, reason=reason, **where)
             case RankExited():
-                slot = node.slots[event.rank]
-                if slot.pid != event.pid:
-                    return
-                slot.end_elsewhere(event)
-                if slot.is_lost:
-                    note_failure(node, Failure(slot.rank, event.pid, event.exit_code, event.reason, event.traceback))
-                    event = replace(event, boundary=self.own_states.reached(slot, event.boundary))
-                event = replace(event, traceback="")
-                log_exit(node, event, number)
+                self._on_exited(event, where)
+                return
             case StopAsked(signal=signal):
                 node.end_by(node.ended_by or signal)
-                self.quiesce_schedule.ask(lambda: node.advance(event), is_end=True)
+                stop = event
+                self.quiesce_schedule.ask(lambda: node.advance(replace(stop, at_s=time.monotonic())), is_end=True)
                 return
+        node.advance(event)
+
+    def _on_exited(self, event: RankExited, where: dict[str, int]) -> None:
+        node, slot = self.node, self.node.slots[event.rank]
+        if slot.pid != event.pid:
+            return
+        slot.end_elsewhere(event)
+        if slot.is_lost:
+            note_failure(node, event)
+            event = replace(event, boundary=self.own_states.reached(slot, event.boundary))
+        event = replace(event, traceback="")
+        log_exit(node, event, where)
+        if slot.is_lost and slot.is_here:
+            self.own_states.report_what_is_left(slot)
         node.advance(event)
 
 

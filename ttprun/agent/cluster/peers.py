@@ -17,7 +17,6 @@ from typing import Any
 
 from ttprun.agent.cluster.spare_pool import HUNG_UP, SparePool, retransmit_soon
 from ttprun.protocol import meeting, node_orders, node_reports
-from ttprun.protocol.all_ranks import shortened
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import Refused, encode
 from ttprun.protocol.patience import Patience
@@ -302,8 +301,7 @@ class Peers:
     def line_of(self, message: Any) -> str:
         """A message to a process, encoded; the same one for many ranks once."""
         if message is not self._encoded[0]:
-            short = shortened(message, self.size * self.ranks_per_node)
-            self._encoded = message, encode(short).decode().rstrip("\n")
+            self._encoded = message, node_orders.encoded(message, self.size * self.ranks_per_node)
         return self._encoded[1]
 
     def _send_forward(self, node: int) -> None:

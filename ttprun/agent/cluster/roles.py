@@ -15,16 +15,14 @@ from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.succession import Succession
 from ttprun.agent.core.coordinator import Coordinator
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.core.reports import OF_THIS_NODE, Reports
+from ttprun.agent.core.reports import Reports
 from ttprun.agent.core.role import Role
 from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.agent.health.unhooked_ranks import UnhookedRanks
 from ttprun.agent.processes.standby_watch import StandbyWatch
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.faults import Fault
-from ttprun.protocol import from_rank, node_reports
-from ttprun.protocol.channel import Message
+from ttprun.protocol import node_reports
 from ttprun.protocol.events import Event
 
 
@@ -49,11 +47,8 @@ class Leading(Role):
         if isinstance(event, recovery.RanksCompared):  # an agent that leads next needs it for what it saves
             self.leader.share()
 
-    def hear(self, slot: RankSlot, message: Message) -> None:
-        self.reports.take(slot, message)
-
-    def answer(self, report: node_reports.Records | node_reports.PartStored) -> None:
-        self.leader.take(self.node.peers.node, report)
+    def take_own(self, report: node_reports.Report) -> None:
+        self.leader.report(self.node.peers.node, report)
 
     def take(self, number: int, message: Any) -> None:
         self.leader.take(number, message)
@@ -82,9 +77,6 @@ class Leading(Role):
         look("checkpoints in the background", self.checkpoint_writer.look)
         look("times for checkpoints", self.quiesce_schedule.look)
 
-    def leave(self, reason: str) -> None:
-        self.leader.membership.leave(self.node.peers.node, reason)
-
     def inject(self, fault: Fault) -> str:
         return self.reports.injections.order(fault, "inject-fault")
 
@@ -96,7 +88,6 @@ class Following(Role):
     node: Node
     follower: Follower
     succession: Succession
-    reports: Reports
     standby_watch: StandbyWatch
     unseen: UnhookedRanks
 
@@ -104,19 +95,11 @@ class Following(Role):
     def asked_elsewhere(self) -> str:  # type: ignore[override]
         return self.node.peers.leaders_name
 
+    def take_own(self, report: node_reports.Report) -> None:
+        self.follower.report(report)
+
     def advance(self, event: Event) -> None:
-        self.follower.report(event)
-
-    def hear(self, slot: RankSlot, message: Message) -> None:
-        if isinstance(message, OF_THIS_NODE):
-            self.reports.take(slot, message)
-            return
-        if isinstance(message, from_rank.ScriptError):
-            self.reports.note_script_error(slot, message)
-        self.follower.forward(slot, message)
-
-    def answer(self, report: node_reports.Records | node_reports.PartStored) -> None:
-        self.node.peers.to_leader(report)
+        self.node.log("not_decided", what=type(event).__name__)
 
     def take(self, number: int, message: Any) -> None:
         self.follower.take_order(message)
@@ -140,9 +123,6 @@ class Following(Role):
         self.node.domains.look("search for ranks without hooks", self.unseen.look)
         self.node.domains.look("standbys", self.standby_watch.look)
 
-    def leave(self, reason: str) -> None:
-        self.node.peers.to_leader(node_reports.Leaving(reason))
-
     def inject(self, fault: Fault) -> str:
-        self.node.peers.to_leader(node_reports.FaultAsked(str(fault)))
+        self.take_own(node_reports.FaultAsked(str(fault)))
         return f"ordered from {self.node.peers.leaders_name}, whose event log says what has come of it"

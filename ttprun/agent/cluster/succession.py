@@ -33,6 +33,7 @@ from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.rendezvous import KNOWN
 from ttprun.agent.cluster.spare_pool import SparePool
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.node_agent import NodeAgent
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.role import Role
 from ttprun.agent.repair.comparisons import Comparisons
@@ -73,6 +74,7 @@ class Succession:
     """
 
     node: Node
+    agent: NodeAgent
     follower: Follower
     leader: Leader
     leading: Role
@@ -117,7 +119,7 @@ class Succession:
             self.follower.give_up(f"{reason}: {why}", "restart")
             return
         for slot in node.here:
-            if self.follower.noted[slot.rank].is_catching_up and not slot.is_lost:
+            if self.agent.noted[slot.rank].is_catching_up and not slot.is_lost:
                 self._end_unfinished(slot)
         self._probe(number)
         self._follow_next()
@@ -142,10 +144,10 @@ class Succession:
 
     def _end_unfinished(self, slot: RankSlot) -> None:
         """The process of a rank was being repaired: what it would be ordered to do next is lost."""
-        noted = self.follower.noted[slot.rank]
+        noted = self.agent.noted[slot.rank]
         noted.exit_code, noted.cause = -9, "it had not caught up when the agent that led was lost"
         noted.is_catching_up = False
-        self.follower.actuator.carry_out(actions.KillRank(slot.rank, noted.cause))
+        self.agent.carry_out(actions.KillRank(slot.rank, noted.cause))
 
     def _follow_next(self) -> None:
         node, peers = self.node, self.node.peers
@@ -187,8 +189,8 @@ class Succession:
 
     def _left(self, slot: RankSlot) -> node_reports.Left:
         """How a rank of this node stands."""
-        noted = self.follower.noted[slot.rank]
-        is_lost = slot.is_lost or self.follower.actuator.awaits_order(slot)
+        noted = self.agent.noted[slot.rank]
+        is_lost = slot.is_lost or self.agent.awaits_order(slot)
         return node_reports.Left(
             rank=slot.rank,
             pid=slot.pid,

@@ -9,6 +9,7 @@ import os
 import selectors
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from ttprun import recovery
@@ -26,7 +27,7 @@ from ttprun.config import Config
 from ttprun.introspect import children
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol import meeting
+from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.actions import Action
 from ttprun.protocol.board import FINISHED, Board, Field
 from ttprun.protocol.events import Event
@@ -45,6 +46,7 @@ class Node:
     is_python      False: the ranks run the user's own program (--no-python)
     job            what the state machine knows
     role           what this agent is to those of the other nodes, in the present group
+    report         called with what has happened on this node: the agent that leads takes it, this one or another
     selector       what the supervisor waits on; the data of a key is the function to call when it is ready
     slots          by rank
     peers          the agents of the other nodes
@@ -63,6 +65,7 @@ class Node:
     """
 
     role: Role
+    report: Callable[[node_reports.Report], None]
 
     def __init__(self, config: Config, run: RunDirectory, is_python: bool, job: recovery.Job) -> None:
         self.config = config
@@ -152,8 +155,9 @@ class Node:
         self.job = job
 
     def note_generation(self, generation: int) -> None:
-        """The agent that leads has begun another generation."""
-        self.job = replace(self.job, generation=generation)
+        """The agent that leads, if it is another one, has begun another generation."""
+        if self.peers.is_follower:
+            self.job = replace(self.job, generation=generation)
 
     def decide(self, event: Event) -> tuple[Action, ...]:
         """Let the state machine take an event; returns what is to be done."""
@@ -190,7 +194,7 @@ class Node:
         self.peers.conclude(meeting.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code, self.ended_by))
 
     def advance(self, event: Event) -> None:
-        """Something has happened that is decided on, here or by the agent that leads; within a decision it is next."""
+        """This agent leads, and the state machine has to answer this; within a decision it is next."""
         self.role.advance(event)
 
     @property

@@ -20,9 +20,9 @@ from ttprun.agent.cluster.succession import Succession
 from ttprun.agent.core.coordinator import Coordinator
 from ttprun.agent.core.deadlines import Deadlines
 from ttprun.agent.core.incidents import Incidents
-from ttprun.agent.core.local_actuator import LocalActuator
 from ttprun.agent.core.new_group import NewGroup
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.node_agent import NodeAgent
 from ttprun.agent.core.reports import Reports
 from ttprun.agent.core.requests import Requests
 from ttprun.agent.health.hang_detector import HangDetector
@@ -76,7 +76,7 @@ class Parts:
         self.hang_detector = HangDetector(node, self.repairs, self.own_states)
         self.deadlines = Deadlines(node, self.hang_detector)
         protection = Protection(node, times, self.own_states)
-        self.unseen = UnhookedRanks(node, protection)
+        self.unseen = UnhookedRanks(node)
         self.reports = Reports(
             node,
             self.actuators,
@@ -89,16 +89,16 @@ class Parts:
             protection=protection,
             repairs=self.repairs,
             snapshots=self.snapshots,
-            standbys=self.standbys,
-            standby_watch=self.standby_watch,
         )
-        self.watch = ProcessWatch(node, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen)
+        self.watch = ProcessWatch(
+            node, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen, self.standby_watch
+        )
         self.membership = NodeMembership(node, resumption, self.quiesce_schedule, elasticity)
         self.spares = Spares(node, self.actuators, self.membership)
         rewinds = Rewinds(
             node, self.actuators, resumption, self.comparisons, self.snapshots, self.own_states, self.mirrors
         )
-        self.actuator = LocalActuator(
+        self.agent = NodeAgent(
             node,
             hang_detector=self.hang_detector,
             injections=self.injections,
@@ -143,9 +143,10 @@ class Parts:
             quiesce_schedule=self.quiesce_schedule,
             unseen=self.unseen,
         )
-        self.follower = Follower(node, self.actuator, self.status)
-        self.succession = Succession(node, self.follower, self.leader, self.leading, self.comparisons)
-        self.following = Following(node, self.follower, self.succession, self.reports, self.standby_watch, self.unseen)
+        self.follower = Follower(node, self.agent, self.status)
+        self.succession = Succession(node, self.agent, self.follower, self.leader, self.leading, self.comparisons)
+        self.following = Following(node, self.follower, self.succession, self.standby_watch, self.unseen)
+        node.report = self.agent.report
         node.take_role(self.leading)
         self._node = node
         node.domains.clean_with("standbys", self.standby_watch.begin_anew)
@@ -155,8 +156,8 @@ class Parts:
         """All ranks are new; the node has begun with them."""
         self._node.take_role(self.following if self._node.peers.is_follower else self.leading)
         self.standbys.preloads.note_loops(self._node.loops)
-        self.actuators.begin_group(self.actuator)
-        self.actuator.begin_group(group.replace_handler)
+        self.actuators.begin_group(self.agent)
+        self.agent.begin_group(group.replace_handler)
         self.spares.begin_group()
         self.leader.begin_group()
         self.membership.begin_group(group.attempt)
@@ -167,7 +168,6 @@ class Parts:
         self.comparisons.begin_group()
         self.reports.begin_group()
         self.repairs.begin_group()
-        self.follower.begin_group()
         self.succession.begin_group(group.on_lead)
         self.status.begin_group(group.restarts_left)
 
@@ -188,5 +188,5 @@ class Parts:
     def look(self) -> None:
         """Time has passed."""
         self.watch.look()
-        self.actuator.look()
+        self.agent.look()
         self._node.role.look()

@@ -259,8 +259,15 @@ class RankSlot:
             reason=reason,
         )
 
+    def begin_elsewhere(self, pid: int) -> None:
+        """A process has been started, perhaps on another node."""
+        if not self.is_here:
+            self.begin_process(pid)
+
     def end_elsewhere(self, ended: RankExited) -> None:
-        """Its process, on another node, has ended."""
+        """Its process has ended, perhaps on another node."""
+        if self.is_here:
+            return
         self.is_present = False
         self.is_finished, self.is_lost = ended.is_finish, not ended.is_finish
         self.lost_boundary = ended.boundary

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -15,35 +13,29 @@ from msgspec.structs import replace
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.checkpoints.snapshots import Snapshots
-from ttprun.agent.cluster import board_rows
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.outcomes import note_failure
+from ttprun.agent.core.outcomes import note_failure, note_script_error, refuse
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.agent.health.protection import Protection
-from ttprun.agent.processes.standby_watch import StandbyWatch
-from ttprun.agent.processes.standbys import Standbys
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.injections import Injections
-from ttprun.protocol import from_rank, meeting, mindio, node_orders
+from ttprun.protocol import from_rank, mindio, node_orders
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.events import MismatchFound, RankEvent, StopAsked
 from ttprun.protocol.reasons import with_cure
 from ttprun.protocol.snapshots import Dumped, SnapshotSize, SnapshotTaken
-from ttprun.protocol.standbys import Imported, ModulesOfTorch, Ready
 from ttprun.recovery.journals import find_difference
 from ttprun.recovery.members import MemberFlag
 
 logger = logging.getLogger("ttprun")
-
-OF_THIS_NODE = (ModulesOfTorch, Imported, Ready, Refused)
 
 
 class Row(NamedTuple):
@@ -60,7 +52,6 @@ class Row(NamedTuple):
 _ROWS: dict[type[Message], Row] = {
     from_rank.Present: Row("_on_present"),
     from_rank.Put: Row("_on_put"),
-    from_rank.RowChanged: Row("_on_row"),
     # Protection.
     from_rank.RankProtected: Row("_on_protected"),
     from_rank.RankUnprotected: Row("_on_unprotected"),
@@ -69,7 +60,7 @@ _ROWS: dict[type[Message], Row] = {
     from_rank.RankJoined: Row("protection.note_membership"),
     from_rank.CollectiveStep: Row("_on_collective_steps"),
     # Faults.
-    from_rank.ScriptError: Row("note_script_error"),
+    from_rank.ScriptError: Row("_on_script_error"),
     from_rank.RankFaulted: Row("_on_faulted"),
     from_rank.Broken: Row("hang_detector.take_broken"),
     from_rank.StoppedDivergent: Row("_on_stopped"),
@@ -97,10 +88,6 @@ _ROWS: dict[type[Message], Row] = {
     from_rank.NotProved: Row("_on_not_proved", "incident notes"),
     from_rank.NotRecorded: Row("_on_not_recorded", "incident notes"),
     from_rank.Note: Row("_on_note", "incident notes"),
-    # Standbys.
-    Ready: Row("_on_ready"),
-    ModulesOfTorch: Row("_on_modules", "standbys"),
-    Imported: Row("_on_imported", "standbys"),
     # Injected faults.
     from_rank.FaultStruck: Row("injections.struck", "fault injection"),
     from_rank.FaultFailed: Row("injections.failed", "fault injection"),
@@ -120,7 +107,7 @@ _ROWS: dict[type[Message], Row] = {
 
 @dataclass
 class Reports:
-    """Takes the messages of a node's ranks, and gives each to the part that it is for.
+    """Takes the messages of all ranks, on whatever nodes, and gives each to the part that it is for.
 
     _passed_on  what each rank has reported to all others in the present generation, by rank
     _to_pass_on  of that, what has just come
@@ -139,8 +126,6 @@ class Reports:
     protection: Protection
     repairs: Repairs
     snapshots: Snapshots
-    standbys: Standbys
-    standby_watch: StandbyWatch
     _passed_on: list[tuple[int, from_rank.Put]] = field(default_factory=list, init=False)
     _to_pass_on: list[tuple[int, from_rank.Put]] = field(default_factory=list, init=False)
     _voided: set[tuple[int, int]] = field(default_factory=set, init=False)
@@ -150,7 +135,7 @@ class Reports:
         """A message has come from the process of a slot."""
         row = _ROWS.get(type(message))
         if row is None:
-            self._refuse(slot, f"{type(message).__name__} is no message of a rank")
+            refuse(self.node, slot.rank, f"{type(message).__name__} is no message of a rank")
             return
         if isinstance(message, RankEvent):
             message = replace(message, at_s=time.monotonic(), rank=slot.rank)
@@ -164,25 +149,14 @@ class Reports:
         """A message that is an event as it is."""
         self.node.advance(message)
 
-    def _refuse(self, slot: RankSlot, reason: str) -> None:
-        """A rank has sent what is no message, which has no effect: what should have come instead has its deadline."""
-        self.node.log("message_refused", rank=slot.rank, reason=reason)
-        logger.warning("a message of rank %d is ignored: %s", slot.rank, reason)
-
-    def _on_row(self, slot: RankSlot, message: from_rank.RowChanged) -> None:
-        board_rows.share(self.node, [slot])
-
     def _on_unprotected(self, slot: RankSlot, message: from_rank.RankUnprotected) -> None:
         self.protection.note_unprotected(slot, message.reason)
 
     def _on_collective_steps(self, slot: RankSlot, message: from_rank.CollectiveStep) -> None:
         self.comparisons.note_collective_steps()
 
-    def _on_ready(self, slot: RankSlot, message: Ready) -> None:
-        """It was needed before it was ready."""
-
     def _on_refused(self, slot: RankSlot, message: Refused) -> None:
-        self._refuse(slot, message.reason)
+        refuse(self.node, slot.rank, message.reason)
 
     def _on_protected(self, slot: RankSlot, message: from_rank.RankProtected) -> None:
         slot.protect()
@@ -221,18 +195,9 @@ class Reports:
         self.node.log("note", rank=slot.rank, text=message.text)
         logger.warning("rank %d: %s", slot.rank, message.text)
 
-    def _on_modules(self, slot: RankSlot, message: ModulesOfTorch) -> None:
-        self.standbys.warm_up(message.modules, message.files)
-        if self.node.peers.pool is not None:
-            self.node.peers.pool.warm_up(meeting.Warmth(message.modules, message.files))
-        self.standby_watch.start()
-
-    def _on_imported(self, slot: RankSlot, message: Imported) -> None:
-        self.standbys.preloads.note(slot.local_rank, message, [other.handler.start for other in self.node.here])
-
     def _on_present(self, slot: RankSlot, message: from_rank.Present) -> None:
-        """A process has greeted: it is sent what it has missed."""
-        self.pass_on()
+        """A process has greeted: it is sent what it has missed; what is new it gets by `pass_on`, as all others do."""
+        self._forget_older()
         slot.greet(message.main_thread)
         self.comparisons.report_owners(slot)
         for sender, put in self._passed_on:
@@ -240,13 +205,8 @@ class Reports:
                 slot.send_if_present(put)
         self.injections.greeted(slot)
 
-    def note_script_error(self, slot: RankSlot, message: from_rank.ScriptError) -> None:
-        """An exception ends a script; before the first step its traceback is printed here, once."""
-        if message.traceback and not any(other.script_error for other in self.node.slots):
-            with contextlib.suppress(OSError):  # whoever read it has gone
-                os.write(2, message.traceback.encode(errors="backslashreplace"))
-        slot.note_error(message)
-        self.node.log("script_error", rank=slot.rank, error=message.error, traceback=message.detail)
+    def _on_script_error(self, slot: RankSlot, message: from_rank.ScriptError) -> None:
+        note_script_error(self.node, slot, message)
 
     def begin_group(self) -> None:
         """All ranks are new."""
@@ -305,12 +265,16 @@ class Reports:
     def pass_on(self) -> None:
         """Pass on what ranks have reported to all others; one that has no process now hears it when it has greeted."""
         new, self._to_pass_on = self._to_pass_on, []
+        self._forget_older()
+        if new:
+            self._passed_on += [one for one in new if one[1].generation >= self.node.job.generation]
+            self.actuators.order_all(node_orders.Broadcast(new))
+
+    def _forget_older(self) -> None:
+        """What was reported in an earlier generation is void."""
         present = self.node.job.generation
         if self._passed_on and self._passed_on[0][1].generation < present:  # once, not for each process that greets
             self._passed_on = [one for one in self._passed_on if one[1].generation >= present]
-        if new:
-            self._passed_on += [one for one in new if one[1].generation >= present]
-            self.actuators.order_all(node_orders.Broadcast(new))
 
     def _on_frozen(self, slot: RankSlot, message: from_rank.RankFrozen) -> None:
         """A survivor has quiesced at a boundary."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.chaos.faults import Fault
 from ttprun.protocol import node_reports
-from ttprun.protocol.channel import Message
 from ttprun.protocol.events import Event
 
 
@@ -24,16 +22,12 @@ class Role(ABC):
     asked_elsewhere = ""
 
     @abstractmethod
+    def take_own(self, report: node_reports.Report) -> None:
+        """Something has happened on this node, or was asked for here."""
+
+    @abstractmethod
     def advance(self, event: Event) -> None:
-        """Something has happened."""
-
-    @abstractmethod
-    def hear(self, slot: RankSlot, message: Message) -> None:
-        """A rank of this node reports something."""
-
-    @abstractmethod
-    def answer(self, report: node_reports.Records | node_reports.PartStored) -> None:
-        """This node's actuator has done what it was ordered."""
+        """Something is found out that the state machine has to answer."""
 
     @abstractmethod
     def take(self, number: int, message: Any) -> None:
@@ -54,10 +48,6 @@ class Role(ABC):
     @abstractmethod
     def look(self) -> None:
         """Time has passed."""
-
-    @abstractmethod
-    def leave(self, reason: str) -> None:
-        """This node is to leave the group."""
 
     @abstractmethod
     def inject(self, fault: Fault) -> str:

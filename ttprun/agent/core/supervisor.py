@@ -161,7 +161,7 @@ class Supervisor:
 
     def take_over(self, records: Mapping[int, node_reports.Records]) -> None:
         """The slots of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
-        self.parts.actuator.take_over(records)
+        self.parts.agent.take_over(records)
 
     def prepare_standbys(self) -> None:
         """This node waits for slots: have a process ready for them."""
@@ -180,7 +180,7 @@ class Supervisor:
 
     def start_from_standby(self, start: dict[str, Any]) -> RankHandler:
         """The first process of a rank whose slot was a lost node's: a standby, or a new one. Raises OSError."""
-        return self._on_thread(lambda: self.parts.actuator.start_process(start))
+        return self._on_thread(lambda: self.parts.agent.start_process(start))
 
     def assign(self, local_rank: int, handler: RankHandler) -> None:
         """The first process of a rank has been started."""
@@ -268,10 +268,7 @@ class Supervisor:
         self.node.log("ending", reason=reason, grace_s=grace_s)
 
         def stop() -> None:
-            def order() -> None:
-                self.node.advance(StopAsked(at_s=time.monotonic(), reason=reason, signal=self.node.ended_by))
-
-            self.parts.quiesce_schedule.ask(order, is_end=True)
+            self.node.report(StopAsked(at_s=time.monotonic(), reason=reason, signal=self.node.ended_by))
             self.parts.injections.answered()
             if self.node.is_paused:  # nobody decides: the ranks are being ended or started, or we have broken
                 self.node.is_settled.set()
@@ -301,7 +298,7 @@ class Supervisor:
             if self.node.is_paused or node.verdict is not None:
                 node.is_settled.set()
             else:
-                node.role.leave(reason)
+                node.report(node_reports.Leaving(reason))
 
         node.call(leave)
         while not node.is_settled.wait(_LOOK_AGAIN_S) and self._thread.is_alive():

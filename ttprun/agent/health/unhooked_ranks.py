@@ -14,9 +14,10 @@ import time
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.health.protection import Protection
 from ttprun.agent.processes.rank_processes import SHIM, StandbyHandler
 from ttprun.protocol.board import Field
+from ttprun.protocol.from_rank import RankUnprotected
+from ttprun.protocol.node_reports import Said
 from ttprun.rank.bootstrap import unhooked
 
 logger = logging.getLogger("ttprun")
@@ -27,9 +28,8 @@ EVERY_S = 0.5
 class UnhookedRanks:
     """Watches the processes of ranks in which no hook has spoken."""
 
-    def __init__(self, node: Node, protection: Protection) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
-        self._protection = protection
         self._next_s = 0.0
         self._images: dict[int, str] = {}  # pid -> the program that has greeted
         self._reported: set[int] = set()  # pids
@@ -105,7 +105,7 @@ class UnhookedRanks:
         if slot.pid in self._reported:
             return
         self._reported.add(slot.pid)
-        self._protection.note_unprotected(slot, why)
+        self._node.report(Said(slot.rank, slot.pid, RankUnprotected(why)))
 
 
 def why_silent(pid: int) -> str:

@@ -1,6 +1,6 @@
 """Watching the processes of ranks: what they send, the first sign of their end, and the end itself.
 
-Everything that is seen becomes an event of the state machine, or a report (`reports.py`).
+Everything that is seen is reported to the agent that leads, but for what concerns this node alone.
 Begin with `ProcessWatch.welcome`.
 """
 
@@ -21,20 +21,22 @@ from ttprun import recovery
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.cluster import board_rows
 from ttprun.agent.core.exit_causes import Causes
-from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
-from ttprun.agent.core.outcomes import log_exit, note_failure
+from ttprun.agent.core.outcomes import refuse
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.unhooked_ranks import UnhookedRanks
 from ttprun.agent.processes import life_locks
 from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, command_of, with_agent
+from ttprun.agent.processes.standby_watch import PART, StandbyWatch
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.chaos.injections import Injections
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, standbys, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Message
+from ttprun.protocol.codec import Refused
 from ttprun.protocol.events import RankStarted
+from ttprun.protocol.node_reports import Said
 
 logger = logging.getLogger("ttprun")
 DEATH_LIMIT_S = 10.0  # of a process that was sent SIGKILL
@@ -51,6 +53,7 @@ class ProcessWatch:
     _snapshots: Snapshots
     _injections: Injections
     _unseen: UnhookedRanks
+    _standby_watch: StandbyWatch
     _causes: Causes = field(default_factory=Causes)
     _undead: list[RankHandler] = field(default_factory=list)
 
@@ -122,7 +125,7 @@ class ProcessWatch:
         node.selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(slot, handler))
         node.selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
         node.log("rank_started", rank=slot.rank, pid=slot.pid, is_replacement=is_replacement)
-        node.advance(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
+        node.report(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
         if is_replacement:
             self._injections.forked(slot)
 
@@ -149,7 +152,16 @@ class ProcessWatch:
                 raise
 
     def _take(self, slot: RankSlot, message: Message) -> None:
-        self._node.role.hear(slot, message)
+        node = self._node
+        match message:
+            case from_rank.RowChanged():
+                board_rows.share(node, [slot])
+            case _ if isinstance(message, standbys.Report):
+                node.domains.run(PART, lambda: self._standby_watch.take(slot, message))
+            case Refused(reason=reason):
+                refuse(node, slot.rank, reason)
+            case _:
+                node.report(Said(slot.rank, slot.pid, message))
         if isinstance(message, from_rank.Present):
             self._unseen.note_present(slot)
             self._look_out_for_its_end(slot)
@@ -215,8 +227,6 @@ class ProcessWatch:
         with contextlib.suppress(KeyError, ValueError):
             node.selector.unregister(slot.handler.channel.sock)
         event = slot.leave(code, node.board, self._causes.of_signal)
-        if not slot.is_finished:
-            event = replace(event, boundary=self._own_states.reached(slot, event.boundary))
         if slot.is_finished:
             node.board.announce(slot.rank, Field.RECORDED, FINISHED)
             board_rows.share(node, [slot])
@@ -225,12 +235,7 @@ class ProcessWatch:
         else:
             slot.kill()  # its DataLoader workers
             self._unseen.settle()
-            failure = Failure(slot.rank, event.pid, event.exit_code, event.reason, slot.traceback)
-            note_failure(node, failure)
-        log_exit(node, event)
-        if not slot.is_finished:
-            self._own_states.report_what_is_left(slot)
-        node.advance(event)
+        node.report(replace(event, traceback=slot.traceback))
 
     def _drain(self, slot: RankSlot) -> None:
         """What a process has sent comes before its exit."""
@@ -256,7 +261,7 @@ class ProcessWatch:
             elif not is_known:
                 slot.live_on()
             elif member.life is recovery.Life.LOST and member.pid is None and code is None and not slot.is_lost:
-                node.advance(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
+                node.report(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
 
     def forget(self, slot: RankSlot) -> None:
         if slot.handler is None:  # the group is ended before all of it was started

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from functools import partial
 
 from ttprun.agent.core.node import Node
+from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes.preloads import Preloaded
 from ttprun.agent.processes.rank_processes import Standby, kill_session
 from ttprun.agent.processes.standbys import Standbys
+from ttprun.protocol.meeting import Warmth
+from ttprun.protocol.standbys import Imported, ModulesOfTorch, Ready, Report
 
 PART = "standbys"
 STEPLESS_S = 60.0  # from a rank's import of torch; most first steps are done by then
@@ -52,6 +55,20 @@ class StandbyWatch:
         self._standbys.may_start = True
         if self._node.job.incident is None:
             self.refill()
+
+    def take(self, slot: RankSlot, message: Report) -> None:
+        """A rank reports what standbys can do as well."""
+        match message:
+            case ModulesOfTorch(modules=modules, files=files):
+                self._standbys.warm_up(modules, files)
+                if self._node.peers.pool is not None:
+                    self._node.peers.pool.warm_up(Warmth(modules, files))
+                self.start()
+            case Imported():
+                started = [other.handler.start for other in self._node.here]
+                self._standbys.preloads.note(slot.local_rank, message, started)
+            case Ready():
+                """It was needed before it was ready."""
 
     def look(self) -> None:
         """Start the standbys of ranks that take no step for long: by hand, not at all, or after a long set-up."""

@@ -65,7 +65,7 @@ class Rewinds:
             filled = {"generation": node.job.generation, "is_adapted": is_adapted, "trusted": trusted}
             self._actuators.on(number).carry_out(structs.replace(action, ranks=tuple(ranks), **filled))
 
-    def open(self, order: actions.Rewind) -> bool:
+    def _open(self, order: actions.Rewind) -> bool:
         """What another agent orders this node's ranks to go back to; returns whether it can be used."""
         try:
             stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
@@ -80,6 +80,8 @@ class Rewinds:
 
     def go_back(self, order: actions.Rewind) -> None:
         """Put what was stored of ranks of this node in the place of what they have recorded since."""
+        if self._node.peers.is_follower and not self._open(order):
+            return
         for slot in (self._node.slots[rank] for rank in order.ranks):
             try:
                 self._go_back(slot, slot.rank in order.trusted)

@@ -1,6 +1,6 @@
-"""The actuator of this node: carries out orders on its ranks, whichever agent has given them.
+"""The agent of this node for its own ranks: it carries out orders, and reports what happens, whichever agent leads.
 
-Begin with `LocalActuator.carry_out`.
+Begin with `NodeAgent.carry_out` and `NodeAgent.report`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,15 +35,36 @@ from ttprun.agent.repair import fingerprints
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.rewinds import Rewinds
 from ttprun.chaos.injections import Injections
-from ttprun.protocol import actions, channel, node_orders, node_reports, to_rank
+from ttprun.protocol import actions, channel, from_rank, node_orders, node_reports, to_rank
 from ttprun.protocol.board import FINISHED, Field
-from ttprun.protocol.events import SpawnFailed
+from ttprun.protocol.events import RankExited, SpawnFailed
+from ttprun.recovery.members import GroupMembership
 from ttprun.state.files import FileEntry, write_file
 
 
 @dataclass
-class LocalActuator(NodeActuator):
-    """Carries out orders on this node's ranks."""
+class RankNotes:
+    """What the next leader would have to know of a rank of this node.
+
+    hindrance, unprotected, membership   what its processes have reported of themselves last
+    exit_code, cause               how its process has ended
+    is_catching_up                 its process runs the script again, and is not as far as the others yet
+    """
+
+    hindrance: str = ""
+    unprotected: str = ""
+    membership: GroupMembership = GroupMembership.UNKNOWN
+    exit_code: int = 0
+    cause: str = ""
+    is_catching_up: bool = False
+
+
+@dataclass
+class NodeAgent(NodeActuator):
+    """Carries out orders on this node's ranks, and reports what happens to them.
+
+    noted   by rank
+    """
 
     node: Node
     hang_detector: HangDetector
@@ -52,6 +74,7 @@ class LocalActuator(NodeActuator):
     standbys: Standbys
     standby_watch: StandbyWatch
     watch: ProcessWatch
+    noted: defaultdict[int, RankNotes] = field(default_factory=lambda: defaultdict(RankNotes), init=False)
     _replace_handler: ReplaceHandler = field(init=False)
     _unwelcomed: set[int] = field(default_factory=set, init=False)
     _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
@@ -60,6 +83,7 @@ class LocalActuator(NodeActuator):
     def begin_group(self, replace_handler: ReplaceHandler) -> None:
         """All ranks are new; `replace_handler` lets torch's agent know of the new process of a local rank."""
         self._replace_handler = replace_handler
+        self.noted.clear()
         self._unwelcomed.clear()
         self._is_fetching = False
         self._deferred.clear()
@@ -94,13 +118,46 @@ class LocalActuator(NodeActuator):
             if slot.is_spawn_due:
                 self._spawn(slot)
 
+    def report(self, report: node_reports.Report) -> None:
+        """Something has happened on this node: the agent that leads takes it; what is needed here is noted."""
+        match report:
+            case node_reports.Said(rank=rank, message=message):
+                self._note(self.node.slots[rank], message)
+            case RankExited(rank=rank, reason=reason):
+                self.noted[rank].exit_code, self.noted[rank].cause = report.exit_code, reason
+        self.node.role.take_own(report)
+
+    def _note(self, slot: RankSlot, message: channel.Message) -> None:
+        noted = self.noted[slot.rank]
+        match message:
+            case from_rank.Present(main_thread=main_thread):
+                slot.greet(main_thread)
+            case from_rank.RankProtected():
+                slot.protect()
+            case from_rank.RankUnprotected(reason=reason):
+                noted.unprotected = noted.unprotected or reason
+            case from_rank.RankHindered(reason=reason):
+                noted.hindrance = reason
+            case from_rank.RankTrainsAlone():
+                noted.membership = GroupMembership.ALONE
+            case from_rank.RankJoined():
+                noted.membership = GroupMembership.JOINED
+            case from_rank.RankReissued():
+                noted.is_catching_up = False
+            case from_rank.RankFaulted():
+                noted.is_catching_up = True
+                slot.note_boundary(self.node.board)
+
     def carry_out(self, order: node_orders.Order) -> None:
         node = self.node
         match order:
-            case node_orders.Begin(is_resumed=is_resumed):
+            case node_orders.Begin(is_resumed=is_resumed, generation=generation):
+                node.note_generation(generation)
                 for slot in node.here:
                     self.watch.welcome(slot, is_replacement=is_resumed)
-            case actions.SpawnRank(rank=rank):
+            case actions.SpawnRank(rank=rank, generation=generation):
+                node.note_generation(generation)
+                self.noted[rank].is_catching_up = True
                 self._begin_process(node.slots[rank])
             case actions.KillRank(rank=rank, reason=reason):
                 self._kill(node.slots[rank], reason)
@@ -124,8 +181,9 @@ class LocalActuator(NodeActuator):
             case node_orders.GiveRecords(ranks=ranks):
                 for rank in ranks:
                     mirror = self.mirrors.copies.serve(rank)
-                    node.role.answer(node_reports.Records(rank, record_copies.give(node, rank), mirror))
-            case actions.Rewind():
+                    node.report(node_reports.Records(rank, record_copies.give(node, rank), mirror))
+            case actions.Rewind(generation=generation):
+                node.note_generation(generation)
                 self.rewinds.go_back(order)
             case node_orders.Strike():
                 self.injections.strike_here(order)
@@ -137,7 +195,9 @@ class LocalActuator(NodeActuator):
 
     def forward(self, rank: int, message: channel.Order) -> None:
         slot = self.node.slots[rank]
-        if isinstance(message, to_rank.Replay | to_rank.Resume):
+        if isinstance(message, to_rank.Freeze):
+            self.node.note_generation(message.generation)
+        elif isinstance(message, to_rank.Replay | to_rank.Resume):
             message = replace(message, skip_lines=self.node.lines_since(slot, message.boundary))
         elif isinstance(message, to_rank.Dump):
             message = replace(message, mirrors=self.mirrors.located(message.mirrors, message.boundary))
@@ -167,9 +227,7 @@ class LocalActuator(NodeActuator):
         try:
             handler = self.start_process(slot.handler.start)
         except OSError as error:
-            node.log("spawn_failed", rank=slot.rank, reason=str(error))
-            event = SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error))
-            node.advance(event)
+            node.report(SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error)))
             return
         self._replace_handler(slot.local_rank, handler)
         slot.assign(handler)
@@ -276,4 +334,4 @@ class LocalActuator(NodeActuator):
             why_not = NO_RECORD
         except OSError as error:
             why_not = f"{order.path} cannot be written on {node.peers.name_of(node.peers.node)}: {error}"
-        node.role.answer(node_reports.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))
+        node.report(node_reports.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))
