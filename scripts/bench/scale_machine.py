@@ -32,7 +32,8 @@ from ttprun.protocol.from_rank import (
     RankReplayed,
     StateSent,
 )
-from ttprun.recovery import Freeze, Job, JobPhase, RanksCompared, Resume, SendState, Settings, advance, new_job
+from ttprun.protocol.to_rank import Freeze, Resume, SendState
+from ttprun.recovery import Job, JobPhase, RanksCompared, Settings, advance, new_job
 from ttprun.recovery.replicas import Replicas
 
 WIDTH = 50

@@ -20,8 +20,8 @@ EVERYONE = list(range(RANKS))
     [
         RankFrozen(1, 4, journal={"world": GroupJournal(EVERYONE, ["allreduce"]), "pair": GroupJournal([0, 1], [])}),
         RankFrozen(1, 4, journal={"pair": GroupJournal([0, 1], ["allreduce"])}),
-        Freeze(1, EVERYONE[1:], [0]),
-        Freeze(1, EVERYONE[2:], [0]),  # rank 1 is away
+        Freeze(tuple(EVERYONE[1:]), 1, (0,)),
+        Freeze(tuple(EVERYONE[2:]), 1, (0,)),  # rank 1 is away
         RankReissued(1),
     ],
 )
@@ -30,5 +30,8 @@ def test_a_message_of_all_ranks_is_read_as_it_was_before_it_was_shortened(messag
 
 
 def test_a_message_of_all_ranks_is_short_however_many_they_are() -> None:
-    for message in (RankFrozen(1, 4, journal={"world": GroupJournal(EVERYONE, [])}), Freeze(1, EVERYONE[1:], [0])):
+    for message in (
+        RankFrozen(1, 4, journal={"world": GroupJournal(EVERYONE, [])}),
+        Freeze(tuple(EVERYONE[1:]), 1, (0,)),
+    ):
         assert len(encode(shortened(message, RANKS))) < 250

@@ -38,7 +38,7 @@ def lines() -> Iterator[tuple[Channel, Presence, Board]]:
 
 
 def resume(generation: int, **expected: list[str]) -> Resume:
-    return Resume(generation, boundary=0, expected=expected)
+    return Resume((0,), generation, boundary=0, expected=expected)
 
 
 def up_to_frozen(line: Channel) -> list[channel.Message]:
@@ -53,7 +53,7 @@ def up_to_frozen(line: Channel) -> list[channel.Message]:
 def test_it_stops_at_boundary_0_at_once(lines: Any) -> None:
     ours, presence, board = lines
 
-    ours.send(Freeze(2, survivors=[1], lost=[0]))
+    ours.send(Freeze((1,), 2, lost=(0,)))
 
     assert next(ours.messages()) == from_rank.RankFrozen(2, boundary=0)
     assert presence.generation == 2
@@ -64,7 +64,7 @@ def test_it_resumes_at_once_if_nothing_is_expected_of_it(lines: Any) -> None:
     ours, presence, _ = lines
 
     ours.send(resume(2))
-    ours.send(Freeze(3, survivors=[1], lost=[0]))
+    ours.send(Freeze((1,), 3, lost=(0,)))
 
     said = up_to_frozen(ours)
     assert said == [from_rank.RankRebuilt(2), from_rank.RankReissued(2), from_rank.RankFrozen(3, boundary=0)]
@@ -75,7 +75,7 @@ def test_a_replacement_of_which_something_is_expected_says_so_itself_when_it_has
     ours, presence, _ = lines
 
     ours.send(resume(2, world=["broadcast"]))
-    ours.send(Freeze(3, survivors=[1], lost=[0]))
+    ours.send(Freeze((1,), 3, lost=(0,)))
 
     said = up_to_frozen(ours)
     assert said == [from_rank.RankRebuilt(2), from_rank.RankFrozen(3, boundary=0)]
@@ -97,7 +97,7 @@ def test_what_came_too_early_is_handed_over_in_its_order(lines: Any) -> None:
     heard: queue.Queue[str] = queue.Queue()
     for number in range(3):
         ours.send(from_rank.Put(1, str(number), ""))
-    ours.send(Freeze(2, survivors=[1], lost=[0]))
+    ours.send(Freeze((1,), 2, lost=(0,)))
     next(ours.messages())
 
     presence.hand_over(lambda message: heard.put(message.key), lambda generation: None)
@@ -112,7 +112,7 @@ def test_who_takes_over_begins_in_the_generation_that_was_answered_last(lines: A
     ours, presence, _ = lines
     session = make_session(rank=1, local_rank=1, generation=presence.generation)
     recovery = Recovery(session)
-    ours.send(Freeze(2, survivors=[1], lost=[0]))
+    ours.send(Freeze((1,), 2, lost=(0,)))
     next(ours.messages())
 
     presence.hand_over(recovery.take, recovery.begin_in)
@@ -125,7 +125,7 @@ def test_what_is_no_message_is_reported_to_the_agent_and_has_no_effect(lines: An
     ours, presence, _ = lines
 
     ours.sock.sendall(b'{"op": "Freeze", "generation": "2"}\n')
-    ours.send(Freeze(3, survivors=[1], lost=[0]))
+    ours.send(Freeze((1,), 3, lost=(0,)))
 
     reason = "Freeze: Expected `int`, got `str` - at `$.generation`"
     assert up_to_frozen(ours) == [

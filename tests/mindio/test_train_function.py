@@ -294,7 +294,7 @@ def test_a_rank_that_is_not_in_its_train_function_cannot_be_repaired(session: Se
     recovery = CallbackRecovery(session, framework)
 
     with pytest.raises(NotRepairableError, match="it is not in the function that tft_exception_handler decorates"):
-        recovery._freeze(to_rank.Freeze(0, survivors=[0], lost=[], repair_type="recover"))
+        recovery._freeze(to_rank.Freeze((0,), 0, lost=(), repair_type="recover"))
 
 
 def test_what_is_kept_of_a_step_can_be_read_without_running_code(session: Session) -> None:

@@ -396,7 +396,7 @@ def break_connections_while_one_is_late(ranks: tuple[int, ...], agent: FakeAgent
         agent.wait_for(rank, from_rank.Note, text="here")
     agent.pause()
     for line in agent.lines:
-        line.send(to_rank.Freeze(2, [0, 1], []))
+        line.send(to_rank.Freeze((0, 1), 2, ()))
     agent.generation = 2
     for rank in ranks:
         agent.send_value(rank, "go on")

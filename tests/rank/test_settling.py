@@ -53,8 +53,8 @@ def frozen_at(session: Session, order: to_rank.Freeze) -> int:
 def test_a_survivor_takes_the_step_that_the_lost_rank_may_have_taken_before_it(session: Session) -> None:
     session.board.announce(LOST, Field.RECORDED, 1)
 
-    assert frozen_at(session, to_rank.Freeze(1, [SURVIVOR], [LOST], committed=1)) == 1
+    assert frozen_at(session, to_rank.Freeze((SURVIVOR,), 1, (LOST,), committed=1)) == 1
 
 
 def test_a_survivor_waits_before_a_step_that_the_lost_rank_cannot_have_taken(session: Session) -> None:
-    assert frozen_at(session, to_rank.Freeze(1, [SURVIVOR], [LOST], committed=0)) == 0
+    assert frozen_at(session, to_rank.Freeze((SURVIVOR,), 1, (LOST,), committed=0)) == 0

@@ -262,7 +262,7 @@ def test_the_boundary_is_passed_when_a_rank_says_that_its_step_has_ended_or_is_k
 
 
 def freeze_of(session: Session) -> Any:
-    return freezing._Freeze(session, to_rank.Freeze(5, [0, 1], []), lambda: None)
+    return freezing._Freeze(session, to_rank.Freeze((0, 1), 5, ()), lambda: None)
 
 
 def test_a_frozen_rank_announces_the_new_generation(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ def test_a_recovery_does_not_wait_for_an_answer_that_may_never_come() -> None:
     session[Verifier].look(1, OPTIMIZER, None, are_new=True)
     before = session[Verifier]._is_answered.is_set()
 
-    Recovery(session).take(to_rank.Freeze(1, [0], [1], committed=1))
+    Recovery(session).take(to_rank.Freeze((0,), 1, (1,), committed=1))
     session.channel.close()
 
     assert (before, session[Verifier]._is_answered.is_set()) == (False, True)

@@ -107,7 +107,7 @@ class FakeAgent:
         self.generation += 1
         survivors = [rank for rank in range(len(self.lines)) if rank not in lost]
         for rank in survivors:
-            self.lines[rank].send(to_rank.Freeze(self.generation, survivors, lost))
+            self.lines[rank].send(to_rank.Freeze(tuple(survivors), self.generation, tuple(lost)))
         return [self.wait_for(rank, from_rank.RankFrozen, generation=self.generation) for rank in survivors]
 
     def resume(self, expected: dict[str, list[str]] | None = None) -> None:
@@ -117,7 +117,9 @@ class FakeAgent:
         sources = [(name, number, rank) for (name, number), rank in sources_of(journals).items()]
         for rank, line in enumerate(self.lines):
             received = received_of(journals.values()).get(rank, {})
-            line.send(to_rank.Resume(self.generation, self.boundary, expected or {}, sources, received=received))
+            line.send(
+                to_rank.Resume((rank,), self.generation, self.boundary, expected or {}, sources, received=received)
+            )
 
     def kill(self, rank: int) -> None:
         """A rank is lost."""

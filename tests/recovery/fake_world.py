@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from tests.recovery.validity import advance
 from ttprun import recovery
+from ttprun.protocol import to_rank
 from ttprun.protocol.actions import Action, KillRank, Replay, Rewind, SpawnRank
 from ttprun.protocol.events import Event, RankExited, RankStarted, RepairEvent, SpawnFailed, StopAsked
 from ttprun.protocol.from_rank import (
@@ -289,7 +290,7 @@ class FakeWorld:
     def obey(self, action: Action) -> None:
         """Carry out an order."""
         match action:
-            case recovery.Freeze(ranks, generation, lost):
+            case to_rank.Freeze(ranks, generation, lost):
                 assert ranks
                 assert not {*ranks} & {*lost}
                 assert not self.job.finished
@@ -319,7 +320,7 @@ class FakeWorld:
                 self.processes[rank].has_orders = True
                 self.processes[rank].boundary = boundary
                 self.say(rank, RankReplayed(rank=rank, generation=generation, boundary=boundary, at_s=0.0))
-            case recovery.SendState(source, to, generation, boundary):
+            case to_rank.SendState(source, to, generation, boundary):
                 self.check_source(source, boundary)
                 self.send_state(source, to, generation, boundary)
             case Rewind(ranks, boundary, place):
@@ -328,7 +329,7 @@ class FakeWorld:
                 self.stored_boundary = boundary
                 alive = [self.processes[rank] for rank in ranks if self.processes[rank].is_alive]
                 assert not any(process.is_whole or process.has_orders for process in alive)
-            case recovery.LoadState(ranks, generation, boundary):
+            case to_rank.LoadState(ranks, generation, boundary):
                 self.load_state(ranks, generation, boundary)
             case recovery.Persist(ranks, generation, boundary):
                 assert boundary > 0
@@ -345,7 +346,7 @@ class FakeWorld:
             case recovery.GiveUpCheckpoint(_, reason):
                 assert reason
                 self.awaits_checkpoint = False
-            case recovery.Resume(ranks, generation, boundary):
+            case to_rank.Resume(ranks, generation, boundary):
                 self.resume(ranks, generation, boundary)
             case recovery.RestartGroup(reason):
                 assert not self.is_reported_to_end

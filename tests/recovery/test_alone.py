@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from tests.recovery.fake_world import FakeWorld
 from ttprun import recovery
+from ttprun.protocol import to_rank
 from ttprun.protocol.actions import Action, Replay, Rewind
 from ttprun.protocol.events import Event, RankExited, StopAsked
 from ttprun.protocol.from_rank import RankJoined, RankRebuilt, RankReissued, RankRepaired, RankTrainsAlone
@@ -54,7 +55,7 @@ class AloneWorld(FakeWorld):
         if isinstance(action, Rewind):
             self.snapshot_boundary = action.boundary
             self.went_back_to |= dict.fromkeys(action.ranks, action.boundary)
-        if isinstance(action, Replay | recovery.LoadState):
+        if isinstance(action, Replay | to_rank.LoadState):
             self.stored_boundary = self.went_back_to[ranks[0]]
         super().obey(action)
 

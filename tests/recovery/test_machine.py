@@ -18,6 +18,7 @@ from ttprun.protocol.from_rank import (
     RankUnprotected,
     StateSent,
 )
+from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery import (
     RUNGS,
     TRANSITIONS,
@@ -25,7 +26,6 @@ from ttprun.recovery import (
     ElasticDeclared,
     FinishJob,
     ForbiddenTransition,
-    Freeze,
     GroupRestarted,
     Job,
     JobPhase,

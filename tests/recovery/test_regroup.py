@@ -11,11 +11,11 @@ from tests.recovery.test_machine import running_job
 from ttprun.protocol.actions import Action, Rewind
 from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.protocol.from_rank import RankFrozen
+from ttprun.protocol.to_rank import Freeze, Resume
 from ttprun.recovery import (
     CheckpointAsked,
     DeadlinePassed,
     FailJob,
-    Freeze,
     GiveUpResize,
     GroupResized,
     Job,
@@ -24,7 +24,6 @@ from ttprun.recovery import (
     Persist,
     Regroup,
     ResizeAsked,
-    Resume,
     Saved,
     Settings,
     StatePersisted,

@@ -8,7 +8,8 @@ import pytest
 
 from ttprun.protocol.actions import SpawnRank
 from ttprun.protocol.events import RankExited
-from ttprun.recovery import Freeze, Inherited, Job, JobPhase, NodeLost, Remaining, Saved, Settings, advance, succeed
+from ttprun.protocol.to_rank import Freeze
+from ttprun.recovery import Inherited, Job, JobPhase, NodeLost, Remaining, Saved, Settings, advance, succeed
 from ttprun.recovery.members import GroupMembership, Life
 from ttprun.recovery.replicas import Replicas
 

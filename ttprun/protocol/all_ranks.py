@@ -21,8 +21,8 @@ def shortened(message: Any, world_size: int) -> Any:
             names = [name for name, group in journal.items() if group.ranks == _all(world_size)]
             short = {name: replace(journal[name], ranks=[]) for name in names}
             return replace(message, journal=journal | short) if short else message
-        case Freeze(survivors=survivors, lost=lost) if survivors == _but(lost, world_size):
-            return replace(message, survivors=[])
+        case Freeze(ranks=ranks, lost=lost) if ranks == _but(lost, world_size):
+            return replace(message, ranks=())
     return message
 
 
@@ -32,8 +32,8 @@ def in_full(message: Any, world_size: int) -> Any:
         case RankFrozen(journal=journal):
             full = {name: replace(group, ranks=_all(world_size)) for name, group in journal.items() if not group.ranks}
             return replace(message, journal=journal | full) if full else message
-        case Freeze(survivors=[], lost=lost):
-            return replace(message, survivors=_but(lost, world_size))
+        case Freeze(ranks=(), lost=lost):
+            return replace(message, ranks=_but(lost, world_size))
     return message
 
 
@@ -43,6 +43,6 @@ def _all(world_size: int) -> list[int]:
     return list(range(world_size))
 
 
-def _but(lost: list[int], world_size: int) -> list[int]:
+def _but(lost: tuple[int, ...], world_size: int) -> tuple[int, ...]:
     gone = frozenset(lost)
-    return [rank for rank in range(world_size) if rank not in gone]
+    return tuple(rank for rank in range(world_size) if rank not in gone)

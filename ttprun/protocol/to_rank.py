@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import field
 
 from ttprun.protocol import from_rank, standbys
+from ttprun.protocol.actions import Action
 from ttprun.protocol.codec import Message
 from ttprun.protocol.mindio import Strategy
 from ttprun.protocol.snapshots import MirroredShare
@@ -164,21 +165,24 @@ class StopDivergent(Message, frozen=True):
     """Wait after the next boundary, to be replaced: this rank's weights differ from those of all replicas."""
 
 
-# In a recovery. The first field is the generation; an order of an older one is void.
+# In a recovery. Each has its generation; an order of an older one is void.
+#
+# Four are orders of the state machine: what it does not know the agent fills in.
 
 
-class Freeze(Message, frozen=True):
-    """Quiesce before the next commit, break all connections; the answer is `RankFrozen`.
+class Freeze(Action, frozen=True):
+    """Quiesce before the next commit, break all connections; the answer is `RankFrozen`, also of one that is quiesced.
 
-    survivors    ranks that get this order
-    lost         ranks
-    repair_type  for the stop handler of a framework; None without one
-    committed    newest boundary that every rank is known to have recorded; 0: none
+    ranks        survivors, which get this order
+    generation   that is being made
+    lost         ranks that are being replaced
+    repair_type  for the stop handler of a framework; None without one; filled in
+    committed    newest boundary that every rank is known to have recorded; 0: none; filled in
     """
 
+    ranks: tuple[int, ...]
     generation: int
-    survivors: list[int]
-    lost: list[int]
+    lost: tuple[int, ...]
     repair_type: Strategy | None = None
     committed: int = 0
 
@@ -218,16 +222,21 @@ class Replay(Message, frozen=True):
     is_contradicted: bool = False
 
 
-class SendState(Message, frozen=True):
-    """Send weights and optimizer state to `receivers` ranks within `limit_s`; the answer is `StateSent`.
+class SendState(Action, frozen=True):
+    """Send weights and optimizer state within `limit_s`; the answers: `StateSent`, and RankRepaired of each receiver.
 
-    name   of the socket, from the run's directory
+    source   survivor that gets this order
+    to       the replacements that receive, all of which wait at `boundary`
+    name     of the socket, from the run's directory; filled in
+    limit_s  filled in
     """
 
+    source: int
+    to: tuple[int, ...]
     generation: int
-    name: str
-    limit_s: float
-    receivers: int
+    boundary: int
+    name: str = ""
+    limit_s: float = 0.0
 
 
 class FetchState(Message, frozen=True):
@@ -241,7 +250,8 @@ class FetchState(Message, frozen=True):
 class SendGradients(Message, frozen=True):
     """Serve the gradients of the step before a boundary, once this rank has recorded that.
 
-    name, limit_s, receivers   as in SendState
+    name, limit_s   as in SendState
+    receivers       how many ranks take them
     """
 
     generation: int
@@ -281,18 +291,21 @@ class LoadMirror(Message, frozen=True):
     path: str
 
 
-class LoadState(Message, frozen=True):
-    """Load weights and optimizer state from files; the answer is `RankRepaired`.
+class LoadState(Action, frozen=True):
+    """Load the weights and optimizer state of a snapshot or checkpoint from files; the answer is `RankRepaired`.
 
-    files   paths of all shares
-    owners  as in NotAlike
-    header  of each parameter [dtype, shape, its state], see `replicated.describe`
+    ranks   that get this order, all of which wait at `boundary`; filled in: the one that it is sent to
+    files   paths of all shares; filled in
+    owners  as in NotAlike; filled in
+    header  of each parameter [dtype, shape, its state], see `replicated.describe`; filled in
     """
 
+    ranks: tuple[int, ...]
     generation: int
-    files: list[str]
-    owners: dict[str, list[int]]
-    header: list[Any]
+    boundary: int
+    files: tuple[str, ...] = ()
+    owners: dict[str, list[int]] = field(default_factory=dict)
+    header: list[Any] = field(default_factory=list)
 
 
 class Dump(Message, frozen=True):
@@ -317,9 +330,13 @@ class Dump(Message, frozen=True):
     mirrors: list[MirroredShare] = field(default_factory=list)
 
 
-class Resume(Message, frozen=True):
+class Resume(Action, frozen=True):
     """Connect, issue the journal again, and train; the answers are `RankRebuilt` and `RankReissued`.
 
+    All but the first three fields are filled in.
+
+    ranks       survivors and replacements; filled in: the one that it is sent to
+    boundary    at which all stand; 0: replacements run the script live from the top
     expected    by group, the signatures of the collectives that a replacement must issue
     sources     (group, number of a collective, the rank that broadcasts its result)
     received    by point-to-point channel, digests of the messages that a living receiver has: these are not sent again
@@ -328,6 +345,7 @@ class Resume(Message, frozen=True):
     takes_from  rank whose gradients this one takes, if inputs of the step turn out to be equal to rounding alone
     """
 
+    ranks: tuple[int, ...]
     generation: int
     boundary: int
     expected: dict[str, list[str]] = field(default_factory=dict)

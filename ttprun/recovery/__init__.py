@@ -17,17 +17,13 @@ first.
 from ttprun.recovery.actions import (
     FailJob,
     FinishJob,
-    Freeze,
     GiveUpCheckpoint,
     GiveUpResize,
-    LoadState,
     NoteUnusable,
     Persist,
     RecordIncident,
     Regroup,
     RestartGroup,
-    Resume,
-    SendState,
     SetDeadline,
 )
 from ttprun.recovery.alone import is_alone

@@ -1,6 +1,7 @@
 """Actions: orders to the agent. Data only; each is carried out in the order in which it is given.
 
-Those that the agent of one node carries out are in `ttprun.protocol.actions`.
+Those that the agent of one node carries out are in `ttprun.protocol.actions`, those for ranks in
+`ttprun.protocol.to_rank`.
 
 A message to a rank that has not said hello yet is held by the agent, and a newer one takes its place. A message for a
 process that has ended is dropped.
@@ -10,31 +11,6 @@ from __future__ import annotations
 
 from ttprun.protocol.actions import Action
 from ttprun.recovery.incident import Incident
-
-
-class Freeze(Action, frozen=True):
-    """Have the survivors quiesce and answer with RankFrozen; those already quiesced answer again.
-
-    ranks        survivors
-    generation   that is being made
-    lost         ranks that are being replaced
-    """
-
-    ranks: tuple[int, ...]
-    generation: int
-    lost: tuple[int, ...]
-
-
-class SendState(Action, frozen=True):
-    """Order a survivor to send its state; it answers StateSent once, each replacement RankRepaired.
-
-    to   the replacements, all of which wait at `boundary`
-    """
-
-    source: int
-    to: tuple[int, ...]
-    generation: int
-    boundary: int
 
 
 class NoteUnusable(Action, frozen=True):
@@ -48,17 +24,6 @@ class NoteUnusable(Action, frozen=True):
     place: str
     reason: str
     is_refused: bool
-
-
-class LoadState(Action, frozen=True):
-    """Order ranks to load the state of a snapshot; each answers RankRepaired.
-
-    ranks      all of which wait at `boundary`
-    """
-
-    ranks: tuple[int, ...]
-    generation: int
-    boundary: int
 
 
 class Persist(Action, frozen=True):
@@ -83,18 +48,6 @@ class GiveUpCheckpoint(Action, frozen=True):
 
     boundary: int
     reason: str
-
-
-class Resume(Action, frozen=True):
-    """Order all ranks to connect and to issue their journals; each answers RankRebuilt, then RankReissued.
-
-    ranks      survivors and replacements
-    boundary   at which all stand; 0: replacements run the script live from the top
-    """
-
-    ranks: tuple[int, ...]
-    generation: int
-    boundary: int
 
 
 class SetDeadline(Action, frozen=True):

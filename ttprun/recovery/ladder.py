@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from ttprun.protocol.actions import Action, KillRank, SpawnRank
 from ttprun.protocol.events import MismatchFound
-from ttprun.recovery.actions import FailJob, FinishJob, Freeze, NoteUnusable, Regroup, RestartGroup, SetDeadline
+from ttprun.protocol.to_rank import Freeze
+from ttprun.recovery.actions import FailJob, FinishJob, NoteUnusable, Regroup, RestartGroup, SetDeadline
 from ttprun.recovery.events import Saved
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.members import Member, MemberFlag

@@ -15,7 +15,8 @@ from typing import Any
 from ttprun.protocol.actions import Action, KillRank
 from ttprun.protocol.events import Event, MismatchFound, RankExited, StopAsked
 from ttprun.protocol.from_rank import RankFaulted, RankFrozen
-from ttprun.recovery.actions import GiveUpCheckpoint, NoteUnusable, Persist, Resume
+from ttprun.protocol.to_rank import Resume
+from ttprun.recovery.actions import GiveUpCheckpoint, NoteUnusable, Persist
 from ttprun.recovery.events import CheckpointAsked, DeadlinePassed, ResumeAsked, Saved, SnapshotTaken, StatePersisted
 from ttprun.recovery.fault_events import NodeLost
 from ttprun.recovery.faults import (

@@ -12,7 +12,8 @@ from dataclasses import replace
 from ttprun.protocol.actions import LoadMirror, Replay
 from ttprun.protocol.events import MismatchFound, RankStarted
 from ttprun.protocol.from_rank import RankFrozen, RankRebuilt, RankReissued, RankRepaired, RankReplayed, StateSent
-from ttprun.recovery.actions import FinishJob, LoadState, Resume, SendState
+from ttprun.protocol.to_rank import LoadState, Resume, SendState
+from ttprun.recovery.actions import FinishJob
 from ttprun.recovery.errors import UnexpectedStart
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import end_job, restart_group, why_no_source

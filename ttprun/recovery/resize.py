@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ttprun.protocol.actions import KillRank
 from ttprun.protocol.events import RankStarted, SpawnFailed
-from ttprun.recovery.actions import Freeze
+from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery.events import ElasticDeclared
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import restart_group

@@ -9,6 +9,8 @@ import logging
 from collections import deque
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from ttprun import recovery
 from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.cluster.actuators import Actuators
@@ -85,19 +87,19 @@ class Coordinator:
     def carry_out(self, action: actions.Action) -> None:
         """Carry out one action."""
         match action:
-            case recovery.Freeze():
+            case to_rank.Freeze():
                 self.freeze(action)
             case actions.SpawnRank():
                 self.spares.spawn(action)
             case actions.Replay():
                 self.repairs.replay(action)
-            case recovery.SendState():
+            case to_rank.SendState():
                 self.repairs.send_state(action)
             case actions.LoadMirror():
                 self.repairs.load_mirror(action)
-            case recovery.LoadState():
+            case to_rank.LoadState():
                 self.rewinds.load_state(action)
-            case recovery.Resume():
+            case to_rank.Resume():
                 self.repairs.resume(action)
             case actions.Rewind():
                 self.rewinds.rewind(action)
@@ -126,19 +128,13 @@ class Coordinator:
             case _:
                 raise TypeError(f"there is no way to carry out {action}")
 
-    def freeze(self, action: recovery.Freeze) -> None:
+    def freeze(self, action: to_rank.Freeze) -> None:
         """Have the survivors quiesce."""
         self.repairs.expect(action.lost)
-        repair_type = self.repairs.repair_type()
         board = self.node.board
         committed = min(board.get(slot.rank, Field.RECORDED) for slot in self.node.slots)
-        order = to_rank.Freeze(
-            action.generation,
-            list(action.ranks),
-            list(action.lost),
-            repair_type,
-            committed=0 if committed == FINISHED else committed,
-        )
+        committed = 0 if committed == FINISHED else committed
+        order = replace(action, repair_type=self.repairs.repair_type(), committed=committed)
         for rank in action.ranks:
             self.node.slots[rank].send(order)
 

@@ -16,7 +16,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.agent.repair.schedulers import Scheduler
-from ttprun.protocol import actions, from_rank, mindio
+from ttprun.protocol import actions, from_rank, mindio, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.mindio import RepairType
 from ttprun.recovery.shards import LossKind, RepairRole, RepairTask, ReplicaGroup, plan_dump, plan_repair
@@ -190,7 +190,7 @@ class Frameworks(Repairs):
             return mindio.Size(list(job.away), ranks, left, self.scheduler.params("downgrade"))
         return mindio.Size(params=self.scheduler.params("upgrade") if job.is_upgrading else "")
 
-    def send_state(self, action: recovery.SendState) -> None:
+    def send_state(self, action: to_rank.SendState) -> None:
         """Have all ranks rebuild, and those that it concerns repair."""
         node = self._node
         world_size = len(node.slots)
@@ -222,7 +222,7 @@ class Frameworks(Repairs):
                 )
             )
 
-    def resume(self, action: recovery.Resume) -> None:
+    def resume(self, action: to_rank.Resume) -> None:
         """Have all ranks roll back, and train again; those that are away hold nobody up from now on."""
         self.scheduler.pause.end()
         loads, self._loads = self._loads, False

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ttprun import recovery
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.protocol import actions, from_rank, mindio
+from ttprun.protocol import actions, from_rank, mindio, to_rank
 
 
 class Repairs(ABC):
@@ -54,7 +54,7 @@ class Repairs(ABC):
         """Have a replacement set itself up as far as the boundary."""
 
     @abstractmethod
-    def send_state(self, action: recovery.SendState) -> None:
+    def send_state(self, action: to_rank.SendState) -> None:
         """Have ranks pass state over to the replacements."""
 
     def load_mirror(self, action: actions.LoadMirror) -> None:
@@ -62,7 +62,7 @@ class Repairs(ABC):
         raise NotImplementedError("a framework keeps no mirrors")
 
     @abstractmethod
-    def resume(self, action: recovery.Resume) -> None:
+    def resume(self, action: to_rank.Resume) -> None:
         """Have all ranks connect, and go on."""
 
     @abstractmethod

@@ -61,13 +61,13 @@ class Replays(Repairs):
         filled = {"is_contradicted": node.job.is_contradicted, "is_before_step": is_before_step}
         self._actuators.order(action.rank, replace(action, fingerprint=peers, **filled))
 
-    def send_state(self, action: recovery.SendState) -> None:
+    def send_state(self, action: to_rank.SendState) -> None:
         """Have the source and the replacements pass the state over."""
         node = self._node
         self._comparisons.note_repair(action.to, action.boundary)
         name = self._meeting_place(f"state-{action.generation}-{action.source}.sock")
         limit_s = node.config.transfer_timeout_s
-        node.slots[action.source].send(to_rank.SendState(action.generation, name, limit_s, len(action.to)))
+        node.slots[action.source].send(replace(action, name=name, limit_s=limit_s))
         for rank in action.to:
             node.slots[rank].send(to_rank.FetchState(action.generation, name, limit_s))
 
@@ -85,7 +85,7 @@ class Replays(Repairs):
         is_before_step = self._node.job.replicas.has_collective_steps
         self._actuators.order(action.rank, replace(action, is_before_step=is_before_step))
 
-    def resume(self, action: recovery.Resume) -> None:
+    def resume(self, action: to_rank.Resume) -> None:
         """Have all ranks connect and issue their journals again."""
         slots = self._node.slots
         journals = {slot.rank: slot.journal for slot in slots if slot.journal}
@@ -94,11 +94,11 @@ class Replays(Repairs):
         takes_from = self._whose_gradients(action, journals, given)
         self._alignments.begin(takes_from)
         for rank in action.ranks:
-            resume = to_rank.Resume(
-                action.generation,
-                action.boundary,
-                expected.get(rank, {}),
-                [(name, number, giver) for (name, number), giver in agreed[rank].sources.items()],
+            resume = replace(
+                action,
+                ranks=(rank,),
+                expected=expected.get(rank, {}),
+                sources=[(name, number, giver) for (name, number), giver in agreed[rank].sources.items()],
                 received=agreed[rank].received,
                 settled=agreed[rank].settled,
                 takes_from=takes_from.get(rank),
@@ -106,7 +106,7 @@ class Replays(Repairs):
             self._actuators.of(rank).forward(rank, resume)
 
     def _whose_gradients(
-        self, action: recovery.Resume, journals: Mapping[int, dict[str, GroupJournal]], given: Collection[Operation]
+        self, action: to_rank.Resume, journals: Mapping[int, dict[str, GroupJournal]], given: Collection[Operation]
     ) -> dict[int, int]:
         """See `alignments.plan`. A collective step is taken with the other ranks, after the boundary."""
         job = self._node.job

@@ -144,7 +144,7 @@ class Rewinds:
         incident = self._node.job.incident
         return not slot.divergence and (incident is None or incident.kind != MismatchFound.kind)
 
-    def load_state(self, action: recovery.LoadState) -> None:
+    def load_state(self, action: to_rank.LoadState) -> None:
         """Have ranks load what replicas share."""
         slots = self._node.slots
         if len(action.ranks) == len(slots):
@@ -153,5 +153,5 @@ class Rewinds:
             stored = slots[rank].stored
             assert stored is not None
             owners = {key: list(ranks) for key, ranks in stored.replicas.differing.items()}
-            order = to_rank.LoadState(action.generation, list(stored.files), owners, stored.header_of(rank))
-            slots[rank].send(order)
+            filled = {"files": stored.files, "owners": owners, "header": stored.header_of(rank)}
+            slots[rank].send(structs.replace(action, ranks=(rank,), **filled))

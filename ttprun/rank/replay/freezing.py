@@ -139,7 +139,7 @@ def let_collective_step_end(session: Session, order: to_rank.Freeze, check_overt
     settle(session, order, check_overtaken)
     board, patience = session.board, Patience(COLLECTIVE_STEP_S)
     session.share_row()
-    while min(board.get(row, Field.STEPPED) for row in order.survivors) < session.applied and not patience.look():
+    while min(board.get(row, Field.STEPPED) for row in order.ranks) < session.applied and not patience.look():
         if any(entry.error is not None for entry in session[Journal].unfinished()):
             return
         time.sleep(LOOK_AGAIN_S)
@@ -163,11 +163,11 @@ def settle(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[]
     board = session.board
     board.announce(session.rank, Field.HELD, session.generation)
     session.share_row()
-    for row in order.survivors:
+    for row in order.ranks:
         while (held := board.get(row, Field.HELD)) < session.generation:
             board.wait_for_change(row, Field.HELD, held, LOOK_AGAIN_S)
             check_overtaken()
-    boundary = max(order.committed, *(board.get(row, Field.APPLIED) for row in order.survivors))
+    boundary = max(order.committed, *(board.get(row, Field.APPLIED) for row in order.ranks))
     with session.changed:
         session.settle_at = boundary
         session.changed.notify_all()

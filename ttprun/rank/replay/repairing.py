@@ -41,7 +41,7 @@ def send_state(session: Session, order: to_rank.SendState, check_overtaken: Call
     moments.reached("transfer")
     if session.has_collective_steps:
         raise fail_open.NotRepairableError(IN_STEP)
-    digest = state_transfer.serve(_place_of(session, order), order.receivers, order.limit_s, check_overtaken)
+    digest = state_transfer.serve(_place_of(session, order), len(order.to), order.limit_s, check_overtaken)
     session.channel.send(from_rank.StateSent(order.generation, digest))
 
 
@@ -115,7 +115,7 @@ def load_state(session: Session, order: to_rank.LoadState) -> None:
     session.touch(Phase.REPAIRING)
     moments.reached("transfer")
     differing = checkpoint_shards.Differing(order.owners, session.rank, ())
-    checkpoint_shards.load(order.header, order.files, differing)
+    checkpoint_shards.load(order.header, list(order.files), differing)
     session.channel.send(from_rank.RankRepaired(order.generation, replicated.digest()))
 
 
