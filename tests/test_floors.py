@@ -169,7 +169,7 @@ def test_the_observer_that_torchruns_ranks_load_imports_nothing_of_ours() -> Non
 MOST_DOORS = 40
 WIDE = {
     ("agent", "protocol"): 184,
-    ("agent", "recovery"): 89,
+    ("agent", "recovery"): 83,
     ("rank", "protocol"): 101,
     ("capture", "introspect"): 92,
     ("rank", "tensors"): 57,

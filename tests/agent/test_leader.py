@@ -14,9 +14,10 @@ from ttprun.agent.cluster.leader import Leader
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.roles import Leading
 from ttprun.agent.core.failures import Failure
-from ttprun.protocol import meeting, node_orders, node_reports
+from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.events import Event, RankExited, RankStarted
 from ttprun.protocol.from_rank import RankFrozen
+from ttprun.protocol.inheritance import Known
 from ttprun.recovery.replicas import Replicas
 
 
@@ -74,7 +75,7 @@ def test_who_is_a_replica_is_known_to_all_agents_as_soon_as_the_one_that_leads_k
 
     role.advance(recovery.RanksCompared(at_s=1.0, replicas=Replicas(compared_at=4)))
 
-    (known,) = [one for one in peers.happened if isinstance(one, node_orders.Known)]
+    (known,) = [one for one in peers.happened if isinstance(one, Known)]
     assert known.compared_at == 4
 
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ttprun.protocol.actions import SpawnRank
+from ttprun.protocol.codec import decode, encode
 from ttprun.protocol.events import RankExited
+from ttprun.protocol.inheritance import GroupMembership, Known, Left
 from ttprun.protocol.to_rank import Freeze
-from ttprun.recovery import Inherited, Job, JobPhase, NodeLost, Remaining, Saved, Settings, advance, succeed
-from ttprun.recovery.members import GroupMembership, Life
+from ttprun.recovery import Job, JobPhase, NodeLost, Saved, Settings, advance, known_of, new_job, succeed
+from ttprun.recovery.members import Life
 from ttprun.recovery.replicas import Replicas
 
-COMPARED = Inherited(incident_count=2, restarts=1, replicas=Replicas(compared_at=1))
+COMPARED = Known(incidents=2, restarts=1, compared_at=1)
 
 
-def remaining(rank: int, **changes: Any) -> Remaining:
-    known: dict[str, Any] = {"pid": 100 + rank, "is_protected": True, "membership": GroupMembership.JOINED}
-    return Remaining(rank=rank, **known | changes)
+def remaining(rank: int, **changes: Any) -> Left:
+    given: dict[str, Any] = {"pid": 100 + rank, "is_protected": True, "membership": GroupMembership.JOINED}
+    return Left(rank=rank, **given | changes)
 
 
-def taken_over(*ranks: Remaining, inherited: Inherited = COMPARED, generation: int = 4) -> Job:
-    return succeed(Settings(world_size=len(ranks)), ranks, generation, inherited)
+def taken_over(*ranks: Left, known: Known = COMPARED, generation: int = 4) -> Job:
+    return succeed(Settings(world_size=len(ranks)), ranks, generation, known)
 
 
 def lost_with_leader(*ranks: int) -> NodeLost:
@@ -56,9 +59,9 @@ def test_an_incident_that_was_open_is_begun_again_with_all_that_is_lost() -> Non
 
 
 def test_what_the_ranks_had_reported_still_holds() -> None:
-    inherited = Inherited(unprotected_reason="rank 1 uses fork", replicas=Replicas(compared_at=1))
-    job = taken_over(remaining(0), remaining(1, hindrance="a lambda"), remaining(2, is_finished=True, pid=None))
-    unprotected = taken_over(remaining(0, pid=0), remaining(1), inherited=inherited)
+    known = Known(unprotected="rank 1 uses fork", compared_at=1)
+    job = taken_over(remaining(0), remaining(1, hindrance="a lambda"), remaining(2, is_finished=True))
+    unprotected = taken_over(remaining(0, pid=0), remaining(1), known=known)
 
     unprotected, _ = advance(unprotected, lost_with_leader(0))
 
@@ -70,15 +73,28 @@ def test_what_the_ranks_had_reported_still_holds() -> None:
 
 
 def test_without_a_comparison_that_is_known_nothing_is_repaired_from_others() -> None:
-    job = taken_over(remaining(0, pid=0), remaining(1), inherited=Inherited())
+    job = taken_over(remaining(0, pid=0), remaining(1), known=Known())
 
     assert job.replicas.why_no_source(0, (1,)) != ""
 
 
 def test_what_all_have_resumed_from_is_known_to_the_next_leader() -> None:
-    saved = (Saved(3, "/save/3"),)
+    job = new_job(Settings(world_size=2))
+    replicas = Replicas(
+        compared_at=3,
+        differing={"w": (0, 0)},
+        shards={"v": (0, 1)},
+        names={"w": "weight"},
+        mirrored=frozenset({1}),
+        has_collective_steps=True,
+    )
+    job = replace(job, saved=(Saved(3, "/save/3"),), replicas=replicas, incident_count=2, restarts=1)
+    (line,) = encode(known_of(job, "")).splitlines()
 
-    assert taken_over(remaining(0), inherited=Inherited(saved=saved)).saved == saved
+    next_one = taken_over(remaining(0), remaining(1), known=decode(line, {"Known": Known}))
+
+    assert (next_one.saved, next_one.replicas) == (job.saved, replicas)
+    assert (next_one.incident_count, next_one.restarts) == (2, 1)
 
 
 def test_a_rank_of_which_nothing_is_known_is_our_mistake() -> None:

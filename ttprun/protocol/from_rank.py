@@ -10,10 +10,13 @@ Times are seconds; `*_s` are durations, `at_s` is on the monotonic clock of the 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from msgspec import field
 
 from ttprun.protocol.codec import Message
 from ttprun.protocol.events import LivingRankLost, MismatchFound, OfRank, RepairEvent, because
+from ttprun.protocol.inheritance import GroupMembership
 
 # The beginning, and the end.
 
@@ -54,9 +57,13 @@ class RankHindered(OfRank, frozen=True):
 class RankTrainsAlone(OfRank, frozen=True):
     """The rank takes its steps without a process group, in a world of several ranks."""
 
+    membership: ClassVar[GroupMembership] = GroupMembership.ALONE
+
 
 class RankJoined(OfRank, frozen=True):
     """The rank is about to make a process group with others, or goes live with one after a replay."""
+
+    membership: ClassVar[GroupMembership] = GroupMembership.JOINED
 
 
 class OwnStateKept(Message, frozen=True):

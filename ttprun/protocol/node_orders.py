@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import field
-
 from ttprun.protocol import channel, meeting, node_reports
 from ttprun.protocol.actions import KillRank, LoadMirror, Replay, Rewind, SpawnRank
 from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.codec import Message, decode, encode
 from ttprun.protocol.from_rank import Put
+from ttprun.protocol.inheritance import Known
 
 
 class Begin(Message, frozen=True):
@@ -116,30 +115,6 @@ class Published(Message, frozen=True):
 
     name: str
     text: str
-
-
-class Known(Message, frozen=True):
-    """What the leader knows of the whole job, for the one that may have to lead next.
-
-    incidents       so far
-    unprotected     why no rank can be replaced any more; "" if they can
-    compared_at     boundary at which the ranks were last compared in full; None: they were not
-    differing, shards, names, mirrored, has_collective_steps   as in `recovery.Replicas`
-    why_no_checkpoints      in this job; "" if they can be written
-    saved           checkpoints from which all can resume, by their directories, in the order of preference: boundaries
-    """
-
-    incidents: int
-    restarts: int
-    unprotected: str
-    compared_at: int | None
-    differing: dict[str, list[int]]
-    shards: dict[str, list[int]]
-    names: dict[str, str]
-    why_no_checkpoints: str
-    mirrored: list[int] = field(default_factory=list)
-    has_collective_steps: bool = False
-    saved: dict[str, int] = field(default_factory=dict)
 
 
 # What a node's actuator carries out.

@@ -14,6 +14,7 @@ from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.board import SHARED, Field
 from ttprun.protocol.codec import Message, Refused, decode_fields, fields_of
 from ttprun.protocol.events import MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
+from ttprun.protocol.inheritance import Left
 
 _LARGEST = 1 << 63  # what a cell of the board cannot hold
 _LONGEST_S = 1e9
@@ -107,30 +108,6 @@ class Leaving(Message, frozen=True):
     """The launcher of this node has got a signal: it leaves, and the others train on."""
 
     reason: str
-
-
-class Left(Message, frozen=True):
-    """How one rank of the sender's node stands after the leader was lost.
-
-    pid         of its newest process, which may have ended
-    boundary    of one that is lost: the newest that it has recorded
-    code        of one that is lost: the exit code of its process, or minus the signal that ended it
-    membership  value of `recovery.members.Ties`
-    unprotected, hindrance   why it cannot be replaced, or not now; "" if it can
-    """
-
-    rank: int
-    pid: int
-    is_present: bool
-    is_protected: bool
-    is_finished: bool
-    is_lost: bool
-    boundary: int
-    code: int
-    reason: str
-    membership: str
-    unprotected: str
-    hindrance: str
 
 
 class Remains(Message, frozen=True):

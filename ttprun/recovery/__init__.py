@@ -58,4 +58,4 @@ from ttprun.recovery.planned import why_not_replaceable, why_not_upgradable
 from ttprun.recovery.regroup import with_size
 from ttprun.recovery.repair import missing_from
 from ttprun.recovery.resize import groups_left, is_elastic, why_not_without
-from ttprun.recovery.succession import Inherited, Remaining, succeed
+from ttprun.recovery.succession import known_of, succeed

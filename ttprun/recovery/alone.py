@@ -18,11 +18,12 @@ from msgspec import structs
 from ttprun.protocol.actions import Action, Replay, SpawnRank
 from ttprun.protocol.events import Event, RankEvent, RepairEvent
 from ttprun.protocol.from_rank import RankJoined, RankTrainsAlone
+from ttprun.protocol.inheritance import GroupMembership
 from ttprun.protocol.to_rank import LoadState, Resume
 from ttprun.recovery.actions import FailJob, FinishJob, RecordIncident, RestartGroup, SetDeadline
 from ttprun.recovery.events import DeadlinePassed, SnapshotTaken, SupervisorRenewed
 from ttprun.recovery.job import Job, JobPhase
-from ttprun.recovery.members import GroupMembership, Life, Member, MemberFlag, Members
+from ttprun.recovery.members import Life, Member, MemberFlag, Members
 from ttprun.recovery.phases import Result
 
 _AT_REST = (JobPhase.RUNNING, JobPhase.DONE)

@@ -12,20 +12,13 @@ from enum import Enum
 from itertools import chain, islice
 
 from ttprun.protocol.from_rank import RankFrozen
+from ttprun.protocol.inheritance import GroupMembership
 from ttprun.recovery.events import ElasticDeclared
 from ttprun.recovery.frozen import changed
 
 CHUNK = 128
 COUNT_BITS = 32  # each, all in one number: they change all at once
 _MOST = (1 << COUNT_BITS) - 1
-
-
-class GroupMembership(Enum):
-    """A rank's connection with the others."""
-
-    UNKNOWN = "unknown"  # it has neither taken a step nor made a process group
-    JOINED = "joined"  # it has made a process group with others
-    ALONE = "alone"  # it takes its steps without one
 
 
 class Life(Enum):

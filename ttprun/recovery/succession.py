@@ -8,77 +8,66 @@ a new generation.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
+from ttprun.protocol.inheritance import GroupMembership, Known, Left
 from ttprun.recovery.events import Saved
 from ttprun.recovery.job import Job, Settings
-from ttprun.recovery.members import GroupMembership, Life, Member, Members
-from ttprun.recovery.replicas import UNKNOWN, Replicas
+from ttprun.recovery.members import Life, Member, Members
+from ttprun.recovery.replicas import Replicas
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remaining:
-    """One rank, as the agent of its node reports it.
-
-    pid            of its newest process, which may have ended; None: it has none, or its agent is lost
-    is_finished    its script has reached its end
-    is_protected   its hooks have reported
-    membership     its connection with the others
-    hindrance      why its newest boundary cannot be replayed; "" if it can
-    """
-
-    rank: int
-    pid: int | None = None
-    is_finished: bool = False
-    is_protected: bool = False
-    membership: GroupMembership = GroupMembership.UNKNOWN
-    hindrance: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inherited:
-    """What the lost leader had shared of the whole job.
-
-    incident_count      incidents so far, with the open one
-    restarts            of the whole group so far
-    unprotected_reason  why no rank can be replaced any more; "" if they can
-    replicas            which ranks hold the same
-    saved               checkpoints from which all can resume
-    """
-
-    incident_count: int = 0
-    restarts: int = 0
-    unprotected_reason: str = ""
-    replicas: Replicas = field(default=UNKNOWN)
-    saved: tuple[Saved, ...] = ()
+def known_of(job: Job, why_no_checkpoints: str) -> Known:
+    """What another leader would have to know of a job, beside what its ranks report."""
+    replicas = job.replicas
+    return Known(
+        incidents=job.incident_count,
+        restarts=job.restarts,
+        unprotected=job.unprotected_reason,
+        compared_at=replicas.compared_at,
+        differing=dict(replicas.differing),
+        shards=dict(replicas.shards),
+        names=dict(replicas.names),
+        mirrored=tuple(sorted(replicas.mirrored)),
+        has_collective_steps=replicas.has_collective_steps,
+        why_no_checkpoints=why_no_checkpoints,
+        saved={one.place: one.boundary for one in job.saved},
+    )
 
 
-def succeed(settings: Settings, remaining: Iterable[Remaining], generation: int, inherited: Inherited) -> Job:
+def succeed(settings: Settings, left: Iterable[Left], generation: int, known: Known) -> Job:
     """The running job; what its ranks have lost is yet to be reported.
 
-    remaining    one for each rank, in any order
+    left         one for each rank, in any order
     generation   the newest that any agent knows of
 
     Raises ValueError if a rank is missing.
     """
-    by_rank = {one.rank: one for one in remaining}
+    by_rank = {one.rank: one for one in left}
     missing = [rank for rank in range(settings.world_size) if rank not in by_rank]
     if missing:
         raise ValueError(f"nothing is known of rank {missing[0]}")
-    members = Members.of(_member_of(by_rank[rank]) for rank in range(settings.world_size))
+    reasons = (f"rank {one.rank} is not protected ({one.unprotected})" for one in by_rank.values() if one.unprotected)
+    replicas = Replicas(
+        compared_at=known.compared_at,
+        differing=known.differing,
+        shards=known.shards,
+        names=known.names,
+        mirrored=frozenset(known.mirrored),
+        has_collective_steps=known.has_collective_steps,
+    )
     return Job(
         settings=settings,
-        members=members,
+        members=Members.of(_member_of(by_rank[rank]) for rank in range(settings.world_size)),
         generation=generation,
-        incident_count=inherited.incident_count,
-        restarts=inherited.restarts,
-        unprotected_reason=inherited.unprotected_reason,
-        replicas=inherited.replicas,
-        saved=inherited.saved,
+        incident_count=known.incidents,
+        restarts=known.restarts,
+        unprotected_reason=known.unprotected or next(reasons, ""),
+        replicas=replicas,
+        saved=tuple(Saved(boundary, place) for place, boundary in known.saved.items()),
     )
 
 
-def _member_of(one: Remaining) -> Member:
+def _member_of(one: Left) -> Member:
     return Member(
         rank=one.rank,
         pid=None if one.is_finished else one.pid,

@@ -22,6 +22,7 @@ from ttprun.agent.report.status import StatusPublisher
 from ttprun.protocol import from_rank, meeting, node_orders, node_reports
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.events import RankExited, SpawnFailed
+from ttprun.protocol.inheritance import Known
 
 logger = logging.getLogger("ttprun")
 
@@ -45,7 +46,7 @@ class Follower:
     node: Node
     agent: NodeAgent
     status: StatusPublisher
-    known: node_orders.Known | None = field(default=None, init=False)
+    known: Known | None = field(default=None, init=False)
     _next_s: float = field(default=0.0, init=False)
 
     def look(self) -> bool:
@@ -101,7 +102,7 @@ class Follower:
                 self.status.take(order)
             case meeting.SparePools():
                 node.peers.note_pools(order)
-            case node_orders.Known():
+            case Known():
                 self.known = order
             case meeting.Master(where=where):
                 node.move_master(where)

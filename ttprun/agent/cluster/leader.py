@@ -24,7 +24,7 @@ from ttprun.agent.core.outcomes import give_up, log_exit, note_failure
 from ttprun.agent.core.reports import Reports
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.chaos.faults import parse_fault
-from ttprun.protocol import meeting, node_orders, node_reports
+from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.board import Field
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.events import Event, RankExited, RankStarted, SpawnFailed, StopAsked
@@ -74,7 +74,7 @@ class Leader:
             peers.to_all(pools)
         if is_new or now != self._shared or job.replicas is not self._shared_replicas:
             self._shared, self._shared_replicas = now, job.replicas
-            peers.to_all(known_of(job, why_never))
+            peers.to_all(recovery.known_of(job, why_never))
         if is_new and peers.pool is not None:
             peers.pool.announce(pools)
 
@@ -260,21 +260,3 @@ class Leader:
         if slot.is_lost and slot.is_here:
             self.own_states.report_what_is_left(slot)
         node.advance(event)
-
-
-def known_of(job: recovery.Job, why_no_checkpoints: str) -> node_orders.Known:
-    """What another leader would have to know of a job, beside what its ranks report."""
-    replicas = job.replicas
-    return node_orders.Known(
-        incidents=job.incident_count,
-        restarts=job.restarts,
-        unprotected=job.unprotected_reason,
-        compared_at=replicas.compared_at,
-        differing={key: list(owners) for key, owners in replicas.differing.items()},
-        shards={key: list(owners) for key, owners in replicas.shards.items()},
-        names=dict(replicas.names),
-        mirrored=sorted(replicas.mirrored),
-        has_collective_steps=replicas.has_collective_steps,
-        why_no_checkpoints=why_no_checkpoints,
-        saved={one.place: one.boundary for one in job.saved},
-    )

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
 from torch._C._distributed_c10d import TCPStore
 
 from ttprun import recovery
@@ -37,13 +38,12 @@ from ttprun.agent.core.node_agent import NodeAgent
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.role import Role
 from ttprun.agent.repair.comparisons import Comparisons
-from ttprun.protocol import actions, meeting, node_orders, node_reports
+from ttprun.protocol import actions, meeting, node_reports
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.events import RankExited, StopAsked
+from ttprun.protocol.inheritance import Known, Left
 from ttprun.protocol.patience import Patience
-from ttprun.recovery.members import GroupMembership
-from ttprun.recovery.replicas import Replicas
 
 logger = logging.getLogger("ttprun")
 
@@ -119,7 +119,7 @@ class Succession:
             self.follower.give_up(f"{reason}: {why}", "restart")
             return
         for slot in node.here:
-            if self.agent.noted[slot.rank].is_catching_up and not slot.is_lost:
+            if slot.rank in self.agent.catching_up and not slot.is_lost:
                 self._end_unfinished(slot)
         self._probe(number)
         self._follow_next()
@@ -144,10 +144,10 @@ class Succession:
 
     def _end_unfinished(self, slot: RankSlot) -> None:
         """The process of a rank was being repaired: what it would be ordered to do next is lost."""
-        noted = self.agent.noted[slot.rank]
-        noted.exit_code, noted.cause = -9, "it had not caught up when the agent that led was lost"
-        noted.is_catching_up = False
-        self.agent.carry_out(actions.KillRank(slot.rank, noted.cause))
+        why = "it had not caught up when the agent that led was lost"
+        self.agent.note(slot.rank, code=-9, reason=why)
+        self.agent.catching_up.discard(slot.rank)
+        self.agent.carry_out(actions.KillRank(slot.rank, why))
 
     def _follow_next(self) -> None:
         node, peers = self.node, self.node.peers
@@ -187,23 +187,19 @@ class Succession:
         every = [board_rows.row_of(node, slot) for slot in node.here]
         return node_reports.Remains(node.job.generation, found, time.monotonic_ns(), every)
 
-    def _left(self, slot: RankSlot) -> node_reports.Left:
+    def _left(self, slot: RankSlot) -> Left:
         """How a rank of this node stands."""
         noted = self.agent.noted[slot.rank]
         is_lost = slot.is_lost or self.agent.awaits_order(slot)
-        return node_reports.Left(
-            rank=slot.rank,
+        return replace(
+            noted,
             pid=slot.pid,
             is_present=slot.is_present,
             is_protected=slot.is_protected,
             is_finished=slot.is_finished,
             is_lost=is_lost,
             boundary=slot.lost_boundary if is_lost else 0,
-            code=(noted.exit_code or -9) if is_lost else 0,
-            reason=noted.cause,
-            membership=noted.membership.value,
-            unprotected=noted.unprotected,
-            hindrance=noted.hindrance,
+            code=(noted.code or -9) if is_lost else 0,
         )
 
     # The next leader.
@@ -289,16 +285,10 @@ class Succession:
         for slot in node.slots:
             if not slot.is_here:
                 slot.inherit(left.get(slot.rank), node.board.get(slot.rank, Field.RECORDED) == FINISHED)
-        known = self.follower.known
+        known = self.follower.known or Known()
+        gone = [Left(slot.rank, is_finished=slot.is_finished) for slot in node.slots if slot.rank not in left]
         generation = max(own.generation, *(heir.remains.generation for heir in heirs.values()), 0)
-        node.take_job(
-            recovery.succeed(
-                node.job.settings,
-                (_remaining(slot, left.get(slot.rank)) for slot in node.slots),
-                generation,
-                _inherited(known, left.values()),
-            )
-        )
+        node.take_job(recovery.succeed(node.job.settings, (*left.values(), *gone), generation, known))
         self.comparisons.begin_resumed(node.job.replicas)
         self._store = TCPStore(peers.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
         master = f"{peers.address} {self._store.port}"
@@ -308,8 +298,7 @@ class Succession:
         node.log("leads", node=peers.node, generation=generation, followers=sorted(heirs))
         logger.warning("%s leads from now on", peers.name_of(peers.node))
         node.take_role(self.leading)
-        if known is not None:
-            self.leader.reports.checkpoints.rule_out(known.why_no_checkpoints)
+        self.leader.reports.checkpoints.rule_out(known.why_no_checkpoints)
         node.watch_peers()
         self._on_lead()
         assert peers.pool is not None
@@ -333,7 +322,7 @@ class Succession:
         for link, hello in early:
             pool.let_in(link, hello)
 
-    def _report_loss(self, one: node_reports.Left) -> None:
+    def _report_loss(self, one: Left) -> None:
         self.node.advance(
             RankExited.ended(
                 one.code,
@@ -344,39 +333,3 @@ class Succession:
                 reason=one.reason,
             )
         )
-
-
-def _remaining(slot: RankSlot, left: node_reports.Left | None) -> recovery.Remaining:
-    """A rank of a node whose agent is lost has a process that is not known any more."""
-    if left is None:
-        return recovery.Remaining(rank=slot.rank, pid=None if slot.is_finished else 0, is_finished=slot.is_finished)
-    return recovery.Remaining(
-        rank=slot.rank,
-        pid=left.pid,
-        is_finished=left.is_finished,
-        is_protected=left.is_protected,
-        membership=GroupMembership(left.membership),
-        hindrance=left.hindrance,
-    )
-
-
-def _inherited(known: node_orders.Known | None, left: Any) -> recovery.Inherited:
-    reasons = (f"rank {one.rank} is not protected ({one.unprotected})" for one in left if one.unprotected)
-    unprotected = next(reasons, "")
-    if known is None:
-        return recovery.Inherited(unprotected_reason=unprotected)
-    replicas = Replicas(
-        compared_at=known.compared_at,
-        differing={key: tuple(owners) for key, owners in known.differing.items()},
-        shards={key: tuple(owners) for key, owners in known.shards.items()},
-        names=known.names,
-        mirrored=frozenset(known.mirrored),
-        has_collective_steps=known.has_collective_steps,
-    )
-    return recovery.Inherited(
-        incident_count=known.incidents,
-        restarts=known.restarts,
-        unprotected_reason=known.unprotected or unprotected,
-        replicas=replicas,
-        saved=tuple(recovery.Saved(boundary, place) for place, boundary in known.saved.items()),
-    )

@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,32 +37,16 @@ from ttprun.chaos.injections import Injections
 from ttprun.protocol import actions, channel, from_rank, node_orders, node_reports, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.events import RankExited, SpawnFailed
-from ttprun.recovery.members import GroupMembership
+from ttprun.protocol.inheritance import Left
 from ttprun.state.files import FileEntry, write_file
-
-
-@dataclass
-class RankNotes:
-    """What the next leader would have to know of a rank of this node.
-
-    hindrance, unprotected, membership   what its processes have reported of themselves last
-    exit_code, cause               how its process has ended
-    is_catching_up                 its process runs the script again, and is not as far as the others yet
-    """
-
-    hindrance: str = ""
-    unprotected: str = ""
-    membership: GroupMembership = GroupMembership.UNKNOWN
-    exit_code: int = 0
-    cause: str = ""
-    is_catching_up: bool = False
 
 
 @dataclass
 class NodeAgent(NodeActuator):
     """Carries out orders on this node's ranks, and reports what happens to them.
 
-    noted   by rank
+    noted         what the next leader would have to know of them, as far as they and their ends have shown it; by rank
+    catching_up   those whose processes run the script again, and are not as far as the others yet
     """
 
     node: Node
@@ -74,7 +57,8 @@ class NodeAgent(NodeActuator):
     standbys: Standbys
     standby_watch: StandbyWatch
     watch: ProcessWatch
-    noted: defaultdict[int, RankNotes] = field(default_factory=lambda: defaultdict(RankNotes), init=False)
+    noted: dict[int, Left] = field(default_factory=dict, init=False)
+    catching_up: set[int] = field(default_factory=set, init=False)
     _replace_handler: ReplaceHandler = field(init=False)
     _unwelcomed: set[int] = field(default_factory=set, init=False)
     _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
@@ -83,7 +67,8 @@ class NodeAgent(NodeActuator):
     def begin_group(self, replace_handler: ReplaceHandler) -> None:
         """All ranks are new; `replace_handler` lets torch's agent know of the new process of a local rank."""
         self._replace_handler = replace_handler
-        self.noted.clear()
+        self.noted = {slot.rank: Left(slot.rank) for slot in self.node.here}
+        self.catching_up.clear()
         self._unwelcomed.clear()
         self._is_fetching = False
         self._deferred.clear()
@@ -122,30 +107,32 @@ class NodeAgent(NodeActuator):
         """Something has happened on this node: the agent that leads takes it; what is needed here is noted."""
         match report:
             case node_reports.Said(rank=rank, message=message):
-                self._note(self.node.slots[rank], message)
+                self._note_said(self.node.slots[rank], message)
             case RankExited(rank=rank, reason=reason):
-                self.noted[rank].exit_code, self.noted[rank].cause = report.exit_code, reason
+                self.note(rank, code=report.exit_code, reason=reason)
         self.node.role.take_own(report)
 
-    def _note(self, slot: RankSlot, message: channel.Message) -> None:
-        noted = self.noted[slot.rank]
+    def note(self, rank: int, **changes: Any) -> None:
+        """Something new is known of a rank."""
+        self.noted[rank] = replace(self.noted[rank], **changes)
+
+    def _note_said(self, slot: RankSlot, message: channel.Message) -> None:
+        rank = slot.rank
         match message:
             case from_rank.Present(main_thread=main_thread):
                 slot.greet(main_thread)
             case from_rank.RankProtected():
                 slot.protect()
             case from_rank.RankUnprotected(reason=reason):
-                noted.unprotected = noted.unprotected or reason
+                self.note(rank, unprotected=self.noted[rank].unprotected or reason)
             case from_rank.RankHindered(reason=reason):
-                noted.hindrance = reason
-            case from_rank.RankTrainsAlone():
-                noted.membership = GroupMembership.ALONE
-            case from_rank.RankJoined():
-                noted.membership = GroupMembership.JOINED
+                self.note(rank, hindrance=reason)
+            case from_rank.RankTrainsAlone() | from_rank.RankJoined():
+                self.note(rank, membership=message.membership)
             case from_rank.RankReissued():
-                noted.is_catching_up = False
+                self.catching_up.discard(rank)
             case from_rank.RankFaulted():
-                noted.is_catching_up = True
+                self.catching_up.add(rank)
                 slot.note_boundary(self.node.board)
 
     def carry_out(self, order: node_orders.Order) -> None:
@@ -157,7 +144,7 @@ class NodeAgent(NodeActuator):
                     self.watch.welcome(slot, is_replacement=is_resumed)
             case actions.SpawnRank(rank=rank, generation=generation):
                 node.note_generation(generation)
-                self.noted[rank].is_catching_up = True
+                self.catching_up.add(rank)
                 self._begin_process(node.slots[rank])
             case actions.KillRank(rank=rank, reason=reason):
                 self._kill(node.slots[rank], reason)

@@ -17,11 +17,12 @@ from ttprun.agent.processes import stacks
 from ttprun.agent.processes.rank_processes import RankHandler, kill_session
 from ttprun.agent.repair.stored_states import Stored
 from ttprun.capture.records.recorder import Recorder
-from ttprun.protocol import from_rank, node_reports, to_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Order
 from ttprun.protocol.events import RankExited
 from ttprun.protocol.from_rank import GroupJournal
+from ttprun.protocol.inheritance import Left
 
 
 @dataclass
@@ -278,7 +279,7 @@ class RankSlot:
         self.is_lost, self.pid = True, 0
         self.note_leavings(board)
 
-    def inherit(self, left: node_reports.Left | None, has_finished: bool) -> None:
+    def inherit(self, left: Left | None, has_finished: bool) -> None:
         """What the next leader must know of a rank of another node; None: the agent there is lost, too."""
         if left is None:
             self.is_finished, self.pid = has_finished, 0
