@@ -138,6 +138,8 @@ def record_sequence(base: type) -> Handler:
         found = _items(snapshot, value, items, depth)
         if len(items) > MAX_ITEMS:
             return _long(value, len(items), found)
+        if type(value) is list and type(found) is list:
+            return ListNode(number, found, None, {}, 0)
         nodes = _packed(snapshot, found)
         if base is list:
             kind, attributes = _own(snapshot, value, list, depth) or _PLAIN

@@ -151,9 +151,16 @@ class Kept:
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Whether this walk would find the same nodes."""
-        depends = self.contents or self.objects or self.typed
-        if depends and (not self.holds_alone() or (self.numbers and not self._is_new_to(snapshot))):
-            return False
+        if self.contents or self.objects or self.typed:
+            try:  # as `holds_alone` and `_is_new_to`: this is asked of each object at each boundary
+                if not self._unchanged.holds():
+                    return False
+            except RuntimeError:
+                return False
+            if self.numbers and not self.numbers.keys().isdisjoint(snapshot.numbers.keys()):
+                return False
+            if snapshot.rows and not self._is_new_to(snapshot):
+                return False
         return not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items()
 
     def holds_alone(self) -> bool:
@@ -230,7 +237,7 @@ class Names:
     """
 
     __slots__ = (
-        *("_again", "_all", "_chosen", "_hints", "_pause", "_strikes", "_version"),
+        *("_again", "_all", "_chosen", "_hints", "_pause", "_settled", "_strikes", "_version"),
         *("choose", "entered", "kept", "late", "rest"),
     )
 
@@ -243,7 +250,8 @@ class Names:
         self._all: list[Any] | None = None
         self._chosen: list[str] = []
         self._version = -1
-        self._hints: dict[str, int] = {}  # ids of values in which nothing open was found at the boundary before
+        self._settled: dict[str, Any] = {}  # values at the boundary before that can never change
+        self._hints: dict[str, int] = {}  # ids of others in which nothing open was found then
         self._strikes: Counter[str] = Counter()
         self._pause = _AGAIN[0]
         self._again = Clock.boundary + self._pause  # when names with many strikes are tried once more
@@ -332,17 +340,19 @@ class Names:
         trace, strikes, hints = snapshot.trace, self._strikes, self._hints
         if Clock.boundary >= self._again and strikes:
             self._try_again()
+        settled = self._settled
         for name in names:
             value = scope[name]
-            if type(value) in SETTLED and hints.get(name) != id(value):
-                found[name] = value
-                hints[name] = id(value)
+            if type(value) in SETTLED and not (name in settled and settled[name] is value):
+                found[name] = settled[name] = value
                 continue
+            if name in settled and settled[name] is not value:
+                del settled[name]
             if snapshot.is_keeping or (name in strikes and strikes[name] >= _STRIKES):
                 found[name] = value if type(value) in SETTLED else snapshot.node(value, depth)
                 continue
-            before = trace.open
-            if hints.get(name) == id(value):
+            before, key = trace.open, id(value)
+            if type(value) in SETTLED or (name in hints and hints[name] == key):
                 marks = marks_in(snapshot)
                 found[name] = node = snapshot.kept_node(value, depth)
                 if trace.open == before:
@@ -352,7 +362,7 @@ class Names:
             else:
                 found[name] = snapshot.node(value, depth)
             if trace.open == before:
-                hints[name] = id(value)
+                hints[name] = key
             elif name in hints:
                 del hints[name]
         if new:
