@@ -75,12 +75,13 @@ class Kept:
     alive           the objects that have a number, in the order in which they were met
     numbers         of these, by their ids
     elsewhere       numbers of the objects that are only referred to, by their ids
+    depends         it has any of these; else it is of values that never change
     parts           the same of each name alone; empty if there is one name
     """
 
     __slots__ = (
-        *("_packed", "_unchanged", "alive", "contents", "elsewhere", "names", "nodes", "numbers", "objects", "parts"),
-        *("typed", "values"),
+        *("_packed", "_unchanged", "alive", "contents", "depends", "elsewhere", "names", "nodes", "numbers"),
+        *("objects", "parts", "typed", "values"),
     )
 
     def __init__(self, nodes: dict[str, Any], values: list[Any]) -> None:
@@ -91,6 +92,7 @@ class Kept:
         self.alive: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.elsewhere: dict[int, int] = {}
+        self.depends = True
         self.parts: list[Kept] = []
         self._unchanged = Unchanged()
         self._packed: FixedNode | None = None
@@ -118,6 +120,7 @@ class Kept:
         made.elsewhere = {key: number for key, number in trace.referred[marks[3] :] if key not in made.numbers}
         made._unchanged = Unchanged(made.contents)
         made._unchanged.add_objects(made.objects, made.typed)
+        made._note_what_counts()
         return made
 
     @classmethod
@@ -140,7 +143,11 @@ class Kept:
         made._unchanged = Unchanged.joined(
             [part._unchanged for part in parts if part.contents or part.objects or part.typed]
         )
+        made._note_what_counts()
         return made
+
+    def _note_what_counts(self) -> None:
+        self.depends = bool(self.contents or self.objects or self.typed or self.alive or self.elsewhere)
 
     @property
     def packed(self) -> FixedNode:
@@ -267,7 +274,7 @@ class Names:
         if version == -1 or version != self._version:
             self._look_at(scope)
             self._version = version
-        if self.kept is not None:
+        if self.kept is not None and self.kept.depends:
             if not self.kept.holds(snapshot):
                 self._keep(self.kept, self.kept.holding(snapshot))
             if self.kept is not None:
