@@ -35,14 +35,14 @@ def describe(
     living = optimizer_registry.optimizers()
     stepped = optimizer_registry.newest() if has_looked else optimizer_registry.stepped(living)
     sample = stepped.sample(boundary)
-    session[KeptWeights].compare(stepped, sample)
+    session.parts[KeptWeights].compare(stepped, sample)
     beside = recording.Beside(
         weights=b"" if stepped.is_sharded else sample,
-        held=session[Holdings].mark(stepped, optimizer, boundary),
-        kept=session[KeptWeights].is_kept,
+        held=session.parts[Holdings].mark(stepped, optimizer, boundary),
+        kept=session.parts[KeptWeights].is_kept,
         rebuilt=optimizer_registry.rebuilt(),
         groups_made=dict(session.made.by_ranks),
-        results=session[Results].begin_step(boundary),
+        results=session.parts[Results].begin_step(boundary),
         is_before_step=session.has_collective_steps,
     )
     number = None
