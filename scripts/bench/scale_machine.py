@@ -20,8 +20,6 @@ from typing import Any
 
 from runs import headline, machine, positive, print_table
 
-from ttprun.protocol.actions import Action, Replay, SpawnRank
-from ttprun.protocol.events import Event, RankExited, RankStarted
 from ttprun.protocol.from_rank import (
     RankFrozen,
     RankJoined,
@@ -32,6 +30,8 @@ from ttprun.protocol.from_rank import (
     RankReplayed,
     StateSent,
 )
+from ttprun.protocol.process_orders import Action, Replay, SpawnRank
+from ttprun.protocol.rank_events import Event, RankExited, RankStarted
 from ttprun.protocol.to_rank import Freeze, Resume, SendState
 from ttprun.recovery import Job, JobPhase, RanksCompared, Settings, advance, new_job
 from ttprun.recovery.replicas import Replicas

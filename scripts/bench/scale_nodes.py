@@ -23,11 +23,11 @@ from itertools import count
 from typing import Any
 
 from ttprun.agent.cluster import follower
-from ttprun.protocol import actions, channel, from_rank, meeting, node_orders, node_reports, to_rank
+from ttprun.protocol import channel, from_rank, meeting, node_orders, node_reports, process_orders, to_rank
 from ttprun.protocol.all_ranks import in_full
 from ttprun.protocol.board import SHARED, Board, Field, Phase
 from ttprun.protocol.codec import Message, decode, encode
-from ttprun.protocol.events import RankExited, RankStarted
+from ttprun.protocol.rank_events import RankExited, RankStarted
 
 PARAMETERS = 16  # that a rank reports digests of
 ISSUED = 20  # collectives since the boundary, in a survivor's journal
@@ -233,9 +233,9 @@ class Node:
                             self.note_ports(inner.generation, {int(inner.key.split()[1])})
                         else:
                             self.ranks[rank].take(inner)
-            case actions.SpawnRank(rank=rank):
+            case process_orders.SpawnRank(rank=rank):
                 self.begin(rank)
-            case actions.Replay(rank=rank, generation=generation, boundary=boundary):
+            case process_orders.Replay(rank=rank, generation=generation, boundary=boundary):
                 self.ranks[rank].take(to_rank.Replay(generation, boundary))
             case node_orders.GiveRecords(ranks=ranks):
                 for rank in ranks:

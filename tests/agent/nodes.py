@@ -13,7 +13,7 @@ from ttprun import recovery
 from ttprun.agent.core.node import Node
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol.events import Event
+from ttprun.protocol.rank_events import Event
 
 
 def ignore(event: Event) -> None: ...

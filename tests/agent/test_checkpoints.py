@@ -21,7 +21,7 @@ from ttprun.agent.checkpoints.writer import CheckpointWriter
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.launcher.resume import ENDED_NAME
 from ttprun.protocol import to_rank
-from ttprun.protocol.events import Event
+from ttprun.protocol.rank_events import Event
 from ttprun.protocol.snapshots import Dumped, Share, SnapshotTaken
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.draft import Draft

@@ -12,9 +12,9 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.core.deadlines import Deadlines
 from ttprun.protocol import patience
-from ttprun.protocol.actions import Action
-from ttprun.protocol.events import Event, RankExited, RankStarted
 from ttprun.protocol.from_rank import RankProtected
+from ttprun.protocol.process_orders import Action
+from ttprun.protocol.rank_events import Event, RankExited, RankStarted
 from ttprun.recovery.job import Ending
 
 

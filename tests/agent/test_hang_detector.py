@@ -25,8 +25,8 @@ from ttprun.agent.processes import stacks
 from ttprun.agent.processes.rank_processes import RankHandler
 from ttprun.agent.repair.own_state import OwnStates
 from ttprun.protocol.board import FIELDS, Board, Field
-from ttprun.protocol.events import RankStarted
 from ttprun.protocol.from_rank import Broken, RankProtected
+from ttprun.protocol.rank_events import RankStarted
 from ttprun.recovery import Settings, new_job
 from ttprun.recovery.hangs import Hung, Way
 from ttprun.recovery.observations import Doing, Observation

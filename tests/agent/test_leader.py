@@ -15,9 +15,9 @@ from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.roles import Leading
 from ttprun.agent.core.failures import Failure
 from ttprun.protocol import meeting, node_reports
-from ttprun.protocol.events import Event, RankExited, RankStarted
 from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.inheritance import Known
+from ttprun.protocol.rank_events import Event, RankExited, RankStarted
 from ttprun.recovery.replicas import Replicas
 
 

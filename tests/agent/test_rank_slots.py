@@ -15,10 +15,10 @@ from ttprun.agent.core.node_agent import NodeAgent
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.agent.processes.standbys import Standbys
-from ttprun.protocol import actions
+from ttprun.protocol import process_orders
 from ttprun.protocol.board import FINISHED, Board, Field
-from ttprun.protocol.events import Event, SpawnFailed
 from ttprun.protocol.from_rank import Put
+from ttprun.protocol.rank_events import Event, SpawnFailed
 from ttprun.protocol.to_rank import Freeze, Resume
 
 FREEZE, RESUME, AGAIN = Freeze((0,), 2, (1,)), Resume((0,), 3, boundary=0), Freeze((0,), 4, (1,))
@@ -92,7 +92,7 @@ def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_fr
     slot.leave(-9, Board.create(1)[1], lambda number, pid: "")
 
     actuator = actuator_of(node, Standbys(0, ""), welcomed)
-    actuator.carry_out(actions.SpawnRank(0, 2))
+    actuator.carry_out(process_orders.SpawnRank(0, 2))
     before = (slot.pid, list(welcomed.pids))
     code = slot.bury()
     actuator.look()
@@ -115,7 +115,7 @@ def test_a_process_that_cannot_be_started_is_an_event_and_does_not_end_the_agent
     events, welcomed = list[Event](), Welcomed()
     node = node_of(tmp_path, slot, advance=events.append)
 
-    actuator_of(node, Standbys(0, ""), welcomed).carry_out(actions.SpawnRank(0, 2))
+    actuator_of(node, Standbys(0, ""), welcomed).carry_out(process_orders.SpawnRank(0, 2))
 
     (event,) = events
     assert isinstance(event, SpawnFailed)
@@ -136,7 +136,7 @@ def test_nobody_waits_for_a_rank_that_leaves_and_whose_stack_is_looked_at_meanwh
     node.in_background = lambda work, then, failed=None: afterwards.append(then)  # type: ignore[method-assign,assignment,misc]
     actuator = part(NodeAgent, node, hang_detector=late, watch=dies)
 
-    actuator.carry_out(actions.KillRank(0, "it leaves"))
+    actuator.carry_out(process_orders.KillRank(0, "it leaves"))
     node.board.announce(0, Field.RECORDED, FINISHED)  # the others are to train without it
     afterwards[0]("its stack")
 
@@ -157,7 +157,7 @@ def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault
     actuator = actuator_of(node, standbys, welcomed)
 
     for rank in range(2):
-        actuator.carry_out(actions.SpawnRank(rank, 2))
+        actuator.carry_out(process_orders.SpawnRank(rank, 2))
     before = list(welcomed.pids)
     wait_until_ready(watched[0])
     actuator.look()

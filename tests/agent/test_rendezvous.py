@@ -20,8 +20,8 @@ from ttprun.agent.cluster import rendezvous
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.rendezvous import NotMetError, Place, meet, own_address
 from ttprun.errors import ConfigError
-from ttprun.protocol import actions
-from ttprun.protocol.events import RankStarted
+from ttprun.protocol import process_orders
+from ttprun.protocol.rank_events import RankStarted
 
 LIMIT_S = 60.0
 
@@ -68,10 +68,10 @@ Meet = Callable[..., list[Any]]
 def test_the_agents_of_three_nodes_meet_and_the_first_one_leads(meet_all: Meet) -> None:
     leader, first, second = meet_all(Store(), place(0, 3), place(1, 3), place(2, 3))
 
-    leader.send(2, actions.SpawnRank(4, 1))
+    leader.send(2, process_orders.SpawnRank(4, 1))
     first.to_leader(RankStarted(at_s=1.0, rank=2, pid=77))
 
-    assert heard(second) == [(0, actions.SpawnRank(4, 1))]
+    assert heard(second) == [(0, process_orders.SpawnRank(4, 1))]
     assert heard(leader) == [(1, RankStarted(at_s=1.0, rank=2, pid=77))]
     assert [peers.is_follower for peers in (leader, first, second)] == [False, True, True]
 

@@ -27,8 +27,8 @@ from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import KNOWN, Channel
 from ttprun.protocol.codec import decode
-from ttprun.protocol.events import Event, RankExited, RankStarted
 from ttprun.protocol.from_rank import RankProtected
+from ttprun.protocol.rank_events import Event, RankExited, RankStarted
 from ttprun.recovery.replicas import Replicas
 
 N_RANKS = 3

@@ -21,7 +21,7 @@ from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.processes.shared_memory import path_of
 from ttprun.protocol.board import Board, Field
-from ttprun.protocol.events import Event
+from ttprun.protocol.rank_events import Event
 from ttprun.protocol.snapshots import Share, SnapshotTaken
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.tensors.checkpoint_shards import version_of

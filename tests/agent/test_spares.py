@@ -11,9 +11,9 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.spares import Spares
-from ttprun.protocol import actions, node_orders, node_reports
-from ttprun.protocol.actions import SpawnRank
-from ttprun.protocol.events import Event, SpawnFailed
+from ttprun.protocol import node_orders, node_reports, process_orders
+from ttprun.protocol.process_orders import SpawnRank
+from ttprun.protocol.rank_events import Event, SpawnFailed
 
 
 class FakePeers:
@@ -85,7 +85,7 @@ def spares(node: FakeNode) -> Spares:
 def test_a_rank_of_a_node_that_is_there_is_spawned_there(node: FakeNode, spares: Spares) -> None:
     spares.spawn(SpawnRank(4, 1))
 
-    assert node.peers.sent == [(2, actions.SpawnRank(4, 1))]
+    assert node.peers.sent == [(2, process_orders.SpawnRank(4, 1))]
 
 
 def test_ranks_of_a_lost_node_are_spawned_on_the_next_that_comes_once_it_has_their_records(
@@ -105,8 +105,8 @@ def test_ranks_of_a_lost_node_are_spawned_on_the_next_that_comes_once_it_has_the
     assert node.peers.sent[1:] == [
         (1, node_reports.Records(2, "two")),
         (1, node_reports.Records(3, "three")),
-        (1, actions.SpawnRank(2, 1)),
-        (1, actions.SpawnRank(3, 1)),
+        (1, process_orders.SpawnRank(2, 1)),
+        (1, process_orders.SpawnRank(3, 1)),
     ]
     assert node.events == []
 
@@ -145,7 +145,7 @@ def test_without_a_copy_of_its_records_a_rank_is_not_started_elsewhere(node: Fak
     spares.take_records(node_reports.Records(3, "three"))
 
     assert [getattr(event, "rank", None) for event in node.events] == [2]
-    assert not any(isinstance(message, actions.SpawnRank) for _, message in node.peers.sent)
+    assert not any(isinstance(message, process_orders.SpawnRank) for _, message in node.peers.sent)
 
 
 def test_if_the_node_that_keeps_the_copies_is_lost_too_there_are_none(node: FakeNode, spares: Spares) -> None:
@@ -180,4 +180,6 @@ def test_if_the_node_that_keeps_the_copies_is_lost_before_it_has_answered_nobody
     spares.lose_copies(2)
 
     assert [getattr(event, "rank", None) for event in node.events] == [3]
-    assert not any(isinstance(message, actions.SpawnRank) and message.rank == 3 for _, message in node.peers.sent)
+    assert not any(
+        isinstance(message, process_orders.SpawnRank) and message.rank == 3 for _, message in node.peers.sent
+    )

@@ -30,7 +30,7 @@ from ttprun.config import Config
 from ttprun.observe.events import read_events
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.board import FINISHED, Field
-from ttprun.protocol.events import Event
+from ttprun.protocol.rank_events import Event
 from ttprun.state.store import CheckpointStore
 
 

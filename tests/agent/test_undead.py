@@ -18,7 +18,7 @@ from ttprun.agent.core.supervisor import Supervisor
 from ttprun.agent.health import hang_detector
 from ttprun.agent.processes import process_watch, stacks
 from ttprun.agent.processes.rank_processes import RankHandler
-from ttprun.protocol import actions
+from ttprun.protocol import process_orders
 
 NOT_IN_TIME_S = 100 * LIMIT_S  # a wait of the loop for this would be seen: it does not come around
 
@@ -97,7 +97,7 @@ def test_while_the_stack_of_a_rank_is_read_the_loop_goes_round(
     """A late rank is asked for its stack before it is killed; this one never answers."""
     monkeypatch.setattr(stacks, "_BOARD_LIMIT_S", NOT_IN_TIME_S)
     monkeypatch.setattr(hang_detector.HangDetector, "is_late", lambda *_: True)
-    node, order = two_ranks.node, actions.KillRank(0, "it is late")
+    node, order = two_ranks.node, process_orders.KillRank(0, "it is late")
 
     node.call(lambda: two_ranks.parts.agent.carry_out(order))
 

@@ -11,7 +11,7 @@ from ttprun import recovery
 from ttprun.agent.core import supervisor
 from ttprun.agent.core.coordinator import Coordinator
 from ttprun.cli.main import program
-from ttprun.protocol.actions import Action
+from ttprun.protocol.process_orders import Action
 
 
 def break_part(name: str) -> None:

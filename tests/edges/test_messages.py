@@ -19,10 +19,10 @@ import pytest
 from ttprun.agent.core.coordinator import Coordinator
 from ttprun.agent.core.reports import _ROWS
 from ttprun.protocol import from_rank, node_reports, standbys
-from ttprun.protocol.actions import Action, Rewind
 from ttprun.protocol.channel import KNOWN, Order, Report
 from ttprun.protocol.codec import Message, Refused, decode, encode
-from ttprun.protocol.events import RankExited, RankStarted
+from ttprun.protocol.process_orders import Action, Rewind
+from ttprun.protocol.rank_events import RankExited, RankStarted
 
 REPORTS = typing.get_args(Report)
 

@@ -12,8 +12,8 @@ from ttprun.agent.repair.schedulers import Scheduler
 from ttprun.config import Config
 from ttprun.protocol import mindio
 from ttprun.protocol.board import Board, Field
-from ttprun.protocol.events import Event, StopAsked
 from ttprun.protocol.mindio import SchedulerAsked
+from ttprun.protocol.rank_events import Event, StopAsked
 from ttprun.recovery import Incident, JobPhase
 
 OPENED = Incident(

@@ -20,7 +20,7 @@ from ttprun.groups.buckets import TRUSTED_AFTER, Bucket
 from ttprun.groups.journal import Journal
 from ttprun.introspect import moments
 from ttprun.introspect.fail_open import NotRepairableError
-from ttprun.protocol import events, from_rank, to_rank
+from ttprun.protocol import from_rank, rank_events, to_rank
 from ttprun.rank.checks.verification import Verifier, nan_in
 from ttprun.rank.session import current
 
@@ -437,7 +437,7 @@ def lose_a_result(rank: int) -> None:
 
 
 def hear_of_a_mismatch(agent: FakeAgent) -> None:
-    mismatch = agent.wait_for(0, events.MismatchFound)
+    mismatch = agent.wait_for(0, rank_events.MismatchFound)
     assert "was overwritten while it was sent to the other ranks" in mismatch.reason
     raise InterruptedError
 

@@ -12,7 +12,7 @@ from tests.rank.fakes import FakeChannel, make_session
 from ttprun.capture.records.evidence import ALWAYS, BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect.tensor_bytes import is_close, sampled
-from ttprun.protocol import events, from_rank
+from ttprun.protocol import from_rank, rank_events
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.replay_guard import Expected, MismatchError
@@ -217,7 +217,7 @@ def test_another_input_is_refused_before_anybody_gets_it(replacement: Replacemen
     with pytest.raises(MismatchError, match="number 1 of step 5"):
         proof.note(session, INPUT, "world", [torch.ones(40) * 2])
 
-    assert [type(message) for message in channel.sent] == [events.MismatchFound]
+    assert [type(message) for message in channel.sent] == [rank_events.MismatchFound]
 
 
 def nearly(ulps: int) -> torch.Tensor:
@@ -225,7 +225,7 @@ def nearly(ulps: int) -> torch.Tensor:
 
 
 def is_near(channel: FakeChannel) -> list[bool]:
-    return [message.is_near for message in channel.sent if isinstance(message, events.MismatchFound)]
+    return [message.is_near for message in channel.sent if isinstance(message, rank_events.MismatchFound)]
 
 
 @pytest.mark.usefixtures("at_once")

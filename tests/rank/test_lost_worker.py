@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.rank.processes import run_alone
 from ttprun.capture.data.lost_worker import lost_worker
-from ttprun.protocol.events import RankExited
+from ttprun.protocol.rank_events import RankExited
 
 
 class Points(Dataset[torch.Tensor]):

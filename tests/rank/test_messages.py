@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.rank.test_gpus import unprotected
 from tests.rank.test_groups_made_while_a_rank_is_lost import be_lost, begin, is_first_life, protection, replace_with
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
-from ttprun.protocol import events, from_rank
+from ttprun.protocol import from_rank, rank_events
 from ttprun.rank.session import current
 
 
@@ -106,7 +106,7 @@ def test_a_replacement_gets_all_that_was_sent_to_the_lost_rank_and_sends_nothing
 
 def lose_and_hear_of_a_mismatch(agent: FakeAgent) -> None:
     lose_after_messages(agent)
-    mismatch = agent.wait_for(1, events.MismatchFound)
+    mismatch = agent.wait_for(1, rank_events.MismatchFound)
     assert "sends something else to rank 0 than what this has received from the lost rank" in mismatch.reason
     raise InterruptedError
 

@@ -14,7 +14,7 @@ from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.values import pack
 from ttprun.groups.results import Answers
 from ttprun.introspect import whose
-from ttprun.protocol import events
+from ttprun.protocol import rank_events
 from ttprun.protocol.channel import Message
 from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.replay.replay_run import ReplayRun
@@ -40,7 +40,7 @@ class Refused(MismatchError):
 
 class RefusingChannel(FakeChannel):
     def send(self, message: Message, fds: Any = ()) -> None:
-        if isinstance(message, events.MismatchFound):
+        if isinstance(message, rank_events.MismatchFound):
             raise Refused(message.reason)
 
 

@@ -18,7 +18,7 @@ from ttprun.capture.data import loaders
 from ttprun.capture.records.boundary_record import Record
 from ttprun.groups.results import Answers
 from ttprun.introspect import whose
-from ttprun.protocol import events
+from ttprun.protocol import rank_events
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.checks import replay_guard
 from ttprun.rank.replay.replay_run import ReplayRun
@@ -103,6 +103,6 @@ def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypa
     replay.output.end(0, 0)
 
     (mismatch,) = session.channel.sent  # type: ignore[attr-defined]
-    assert isinstance(mismatch, events.MismatchFound)
+    assert isinstance(mismatch, rank_events.MismatchFound)
     assert mismatch.reason == "the variables of the lost rank cannot be restored: KeyError(1)"
     session.channel.close()

@@ -14,8 +14,6 @@ from msgspec.structs import replace
 from tests.recovery.validity import advance
 from ttprun import recovery
 from ttprun.protocol import to_rank
-from ttprun.protocol.actions import Action, KillRank, Replay, Rewind, SpawnRank
-from ttprun.protocol.events import Event, RankExited, RankStarted, RepairEvent, SpawnFailed, StopAsked
 from ttprun.protocol.from_rank import (
     RankFaulted,
     RankFrozen,
@@ -26,6 +24,8 @@ from ttprun.protocol.from_rank import (
     RankReplayed,
     StateSent,
 )
+from ttprun.protocol.process_orders import Action, KillRank, Replay, Rewind, SpawnRank
+from ttprun.protocol.rank_events import Event, RankExited, RankStarted, RepairEvent, SpawnFailed, StopAsked
 from ttprun.recovery import Incident, Job, JobPhase, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup

@@ -30,8 +30,6 @@ from msgspec import structs
 from tests.recovery.validity import advance
 from ttprun import recovery
 from ttprun.protocol import to_rank
-from ttprun.protocol.actions import Action, Rewind
-from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.protocol.from_rank import (
     RankFaulted,
     RankFrozen,
@@ -46,6 +44,8 @@ from ttprun.protocol.from_rank import (
     RankUnprotected,
     StateSent,
 )
+from ttprun.protocol.process_orders import Action, Rewind
+from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.recovery import Job, RecordIncident, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from tests.recovery.fake_world import FakeWorld
 from ttprun import recovery
 from ttprun.protocol import to_rank
-from ttprun.protocol.actions import Action, Replay, Rewind
-from ttprun.protocol.events import Event, RankExited, StopAsked
 from ttprun.protocol.from_rank import RankJoined, RankRebuilt, RankReissued, RankRepaired, RankTrainsAlone
+from ttprun.protocol.process_orders import Action, Replay, Rewind
+from ttprun.protocol.rank_events import Event, RankExited, StopAsked
 from ttprun.recovery import Incident, JobPhase, Settings
 
 

@@ -5,8 +5,6 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
-from ttprun.protocol.actions import SpawnRank
-from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, StopAsked
 from ttprun.protocol.from_rank import (
     RankFaulted,
     RankFrozen,
@@ -18,6 +16,8 @@ from ttprun.protocol.from_rank import (
     RankUnprotected,
     StateSent,
 )
+from ttprun.protocol.process_orders import SpawnRank
+from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, RankStarted, StopAsked
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery import (
     RUNGS,

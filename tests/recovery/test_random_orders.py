@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.recovery.fake_world import FakeWorld
-from ttprun.protocol.events import Event, MismatchFound, StopAsked
 from ttprun.protocol.from_rank import RankHindered, RankUnprotected
+from ttprun.protocol.rank_events import Event, MismatchFound, StopAsked
 from ttprun.recovery import RUNGS, CheckpointAsked, JobPhase, Life, Settings
 
 WORLDS = st.builds(

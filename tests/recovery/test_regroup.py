@@ -8,9 +8,9 @@ import pytest
 from msgspec import structs
 
 from tests.recovery.test_machine import running_job
-from ttprun.protocol.actions import Action, Rewind
-from ttprun.protocol.events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.protocol.from_rank import RankFrozen
+from ttprun.protocol.process_orders import Action, Rewind
+from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.protocol.to_rank import Freeze, Resume
 from ttprun.recovery import (
     CheckpointAsked,

@@ -12,8 +12,8 @@ import pytest
 
 from tests.recovery.fake_world import FakeWorld
 from ttprun import recovery
-from ttprun.protocol.events import RankExited, RankStarted
 from ttprun.protocol.from_rank import RankFrozen
+from ttprun.protocol.rank_events import RankExited, RankStarted
 from ttprun.recovery import Settings
 from ttprun.recovery.members import CHUNK, Life, Member, MemberFlag, Members, flags_of
 from ttprun.recovery.replicas import Looks, Replicas

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ttprun.protocol.actions import SpawnRank
 from ttprun.protocol.codec import decode, encode
-from ttprun.protocol.events import RankExited
 from ttprun.protocol.inheritance import GroupMembership, Known, Left
+from ttprun.protocol.process_orders import SpawnRank
+from ttprun.protocol.rank_events import RankExited
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery import Job, JobPhase, NodeLost, Saved, Settings, advance, known_of, new_job, succeed
 from ttprun.recovery.members import Life

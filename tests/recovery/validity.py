@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ttprun import recovery
-from ttprun.protocol.actions import Action
-from ttprun.protocol.events import Event
+from ttprun.protocol.process_orders import Action
+from ttprun.protocol.rank_events import Event
 from ttprun.recovery import Job, JobPhase
 from ttprun.recovery.machine import STORY_LENGTH
 from ttprun.recovery.members import Members

@@ -15,8 +15,8 @@ from typing import ClassVar
 from msgspec import field
 
 from ttprun.protocol.codec import Message
-from ttprun.protocol.events import LivingRankLost, MismatchFound, OfRank, RepairEvent, because
 from ttprun.protocol.inheritance import GroupMembership
+from ttprun.protocol.rank_events import LivingRankLost, MismatchFound, OfRank, RepairEvent, because
 
 # The beginning, and the end.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ttprun.protocol import channel, meeting, node_reports
-from ttprun.protocol.actions import KillRank, LoadMirror, Replay, Rewind, SpawnRank
 from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.codec import Message, decode, encode
 from ttprun.protocol.from_rank import Put
 from ttprun.protocol.inheritance import Known
+from ttprun.protocol.process_orders import KillRank, LoadMirror, Replay, Rewind, SpawnRank
 
 
 class Begin(Message, frozen=True):

@@ -13,8 +13,8 @@ from ttprun.protocol import channel, meeting
 from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.board import SHARED, Field
 from ttprun.protocol.codec import Message, Refused, decode_fields, fields_of
-from ttprun.protocol.events import MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.protocol.inheritance import Left
+from ttprun.protocol.rank_events import MismatchFound, RankExited, RankStarted, SpawnFailed, StopAsked
 
 _LARGEST = 1 << 63  # what a cell of the board cannot hold
 _LONGEST_S = 1e9

@@ -13,9 +13,9 @@ from typing import Any
 from msgspec import field
 
 from ttprun.protocol import from_rank, standbys
-from ttprun.protocol.actions import Action
 from ttprun.protocol.codec import Message
 from ttprun.protocol.mindio import Strategy
+from ttprun.protocol.process_orders import Action
 from ttprun.protocol.snapshots import MirroredShare
 
 # The beginning, and the end.

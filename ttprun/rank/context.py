@@ -73,7 +73,7 @@ class Mode(host.Life):
         """The optimizer has stepped: at its boundary a replay ends, and the rank goes live."""
 
     def refuse(self, reason: str, is_contradiction: bool = True) -> None:
-        """Report that a replay has failed: then this does not return. `is_contradiction`: see events.MismatchFound."""
+        """Report that a replay has failed: then this does not return. `is_contradiction`: see `MismatchFound`."""
 
     def end_by_error(self, what: str) -> None:
         """An error of the script (`what`) is about to end it. Does not return if another replay may get further."""

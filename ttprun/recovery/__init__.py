@@ -4,7 +4,7 @@
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
 Files, lowest floor first: `frozen`, `shards`, `events`, `fault_events`, `incident`, `actions` (data);
-events that other nodes report, too, are in `ttprun.protocol.events`;
+events that other nodes report, too, are in `ttprun.protocol.rank_events`;
 `members` (the ranks, and counts of them), `job`, `errors`;
 `phases` (how phases and incidents begin and end), `ways_back`, `ladder` (ways out of an incident);
 `repair`, `resize`, `leaving`, `faults`, `hung`, `planned`, `regroup`, `persist`, `renewal` (handlers);
@@ -14,22 +14,16 @@ Apart from these are `hangs` (which rank hangs), `cost` (what a loss would cost)
 first.
 """
 
-from ttprun.recovery.actions import (
-    FailJob,
-    FinishJob,
-    GiveUpCheckpoint,
-    GiveUpResize,
-    NoteUnusable,
-    Persist,
-    RecordIncident,
-    Regroup,
-    RestartGroup,
-    SetDeadline,
-)
 from ttprun.recovery.alone import is_alone
 from ttprun.recovery.cost import cost_of_a_loss, cost_of_a_loss_alone
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition, UnexpectedStart
-from ttprun.recovery.events import (
+from ttprun.recovery.fault_events import ConnectionBroken, NodeLost, RankDiverged, RankHung
+from ttprun.recovery.faults import is_of_script
+from ttprun.recovery.hung import has_hung_before, is_last_survivor, who_is_awaited
+from ttprun.recovery.incident import Incident
+from ttprun.recovery.job import RUNGS, Job, JobPhase, PhaseLimits, Settings, new_job
+from ttprun.recovery.ladder import may_persist, why_not_saved
+from ttprun.recovery.leader_events import (
     CheckpointAsked,
     DeadlinePassed,
     DowngradeAsked,
@@ -46,12 +40,18 @@ from ttprun.recovery.events import (
     SupervisorRenewed,
     UpgradeAsked,
 )
-from ttprun.recovery.fault_events import ConnectionBroken, NodeLost, RankDiverged, RankHung
-from ttprun.recovery.faults import is_of_script
-from ttprun.recovery.hung import has_hung_before, is_last_survivor, who_is_awaited
-from ttprun.recovery.incident import Incident
-from ttprun.recovery.job import RUNGS, Job, JobPhase, PhaseLimits, Settings, new_job
-from ttprun.recovery.ladder import may_persist, why_not_saved
+from ttprun.recovery.leader_orders import (
+    FailJob,
+    FinishJob,
+    GiveUpCheckpoint,
+    GiveUpResize,
+    NoteUnusable,
+    Persist,
+    RecordIncident,
+    Regroup,
+    RestartGroup,
+    SetDeadline,
+)
 from ttprun.recovery.machine import TRANSITIONS, advance
 from ttprun.recovery.members import Life
 from ttprun.recovery.planned import why_not_replaceable, why_not_upgradable

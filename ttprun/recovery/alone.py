@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from ttprun.protocol.actions import Action, Replay, SpawnRank
-from ttprun.protocol.events import Event, RankEvent, RepairEvent
 from ttprun.protocol.from_rank import RankJoined, RankTrainsAlone
 from ttprun.protocol.inheritance import GroupMembership
+from ttprun.protocol.process_orders import Action, Replay, SpawnRank
+from ttprun.protocol.rank_events import Event, RankEvent, RepairEvent
 from ttprun.protocol.to_rank import LoadState, Resume
-from ttprun.recovery.actions import FailJob, FinishJob, RecordIncident, RestartGroup, SetDeadline
-from ttprun.recovery.events import DeadlinePassed, SnapshotTaken, SupervisorRenewed
 from ttprun.recovery.job import Job, JobPhase
+from ttprun.recovery.leader_events import DeadlinePassed, SnapshotTaken, SupervisorRenewed
+from ttprun.recovery.leader_orders import FailJob, FinishJob, RecordIncident, RestartGroup, SetDeadline
 from ttprun.recovery.members import Life, Member, MemberFlag, Members
 from ttprun.recovery.phases import Result
 

@@ -5,7 +5,7 @@ The agent that catches one must fail open: continue as under torchrun.
 
 from __future__ import annotations
 
-from ttprun.protocol.events import Event
+from ttprun.protocol.rank_events import Event
 from ttprun.recovery.job import Job
 
 

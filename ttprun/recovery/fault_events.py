@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ttprun.protocol.events import Event, LivingRankLost, because
+from ttprun.protocol.rank_events import Event, LivingRankLost, because
 
 
 class RankHung(LivingRankLost, frozen=True, kw_only=True):

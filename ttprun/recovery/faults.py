@@ -9,10 +9,9 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from ttprun.protocol.actions import KillRank
-from ttprun.protocol.events import MismatchFound, RankExited, RankStarted, StopAsked
 from ttprun.protocol.from_rank import RankFaulted, RankHindered, RankProtected, RankUnprotected
-from ttprun.recovery.events import GroupRestarted, RanksCompared
+from ttprun.protocol.process_orders import KillRank
+from ttprun.protocol.rank_events import MismatchFound, RankExited, RankStarted, StopAsked
 from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankHung
 from ttprun.recovery.job import NOBODY, Ending, FaultIdentity, Job, JobPhase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
@@ -28,6 +27,7 @@ from ttprun.recovery.ladder import (
     why_no_source,
     why_too_many_incidents,
 )
+from ttprun.recovery.leader_events import GroupRestarted, RanksCompared
 from ttprun.recovery.leaving import end_drain, let_others_finish, mark_finished
 from ttprun.recovery.members import Life, MemberFlag
 from ttprun.recovery.phases import (

@@ -11,11 +11,11 @@ from enum import StrEnum
 from itertools import islice
 from typing import Any
 
-from ttprun.protocol.events import Event
 from ttprun.protocol.from_rank import RankFrozen
-from ttprun.recovery.events import Saved, UpgradeAsked
+from ttprun.protocol.rank_events import Event
 from ttprun.recovery.frozen import changed
 from ttprun.recovery.incident import Incident
+from ttprun.recovery.leader_events import Saved, UpgradeAsked
 from ttprun.recovery.members import OF_LIFE, Life, Member, MemberFlag, Members
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ttprun.protocol.actions import Action, KillRank, SpawnRank
-from ttprun.protocol.events import MismatchFound
+from ttprun.protocol.process_orders import Action, KillRank, SpawnRank
+from ttprun.protocol.rank_events import MismatchFound
 from ttprun.protocol.to_rank import Freeze
-from ttprun.recovery.actions import FailJob, FinishJob, NoteUnusable, Regroup, RestartGroup, SetDeadline
-from ttprun.recovery.events import Saved
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
+from ttprun.recovery.leader_events import Saved
+from ttprun.recovery.leader_orders import FailJob, FinishJob, NoteUnusable, Regroup, RestartGroup, SetDeadline
 from ttprun.recovery.members import Member, MemberFlag
 from ttprun.recovery.phases import HALT, UNDONE, Result, deadline_of, enter, open_incident, reason_of
 from ttprun.recovery.ways_back import begin_rewind, go_back, may_rewind, steps_reached, what_sends_back, why_no_rewind

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ttprun.protocol.actions import Action
-from ttprun.protocol.events import RankExited
 from ttprun.protocol.from_rank import RankFrozen
-from ttprun.recovery.events import DeadlinePassed
+from ttprun.protocol.process_orders import Action
+from ttprun.protocol.rank_events import RankExited
 from ttprun.recovery.fault_events import ConnectionBroken
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import (
@@ -24,6 +23,7 @@ from ttprun.recovery.ladder import (
     restart_group,
     why_no_restart,
 )
+from ttprun.recovery.leader_events import DeadlinePassed
 from ttprun.recovery.members import Life, Member
 from ttprun.recovery.phases import DEADLINE_NAMES, Result, open_incident, unchanged
 

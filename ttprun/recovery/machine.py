@@ -14,16 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ttprun.protocol.events import (
-    Event,
-    MismatchFound,
-    RankEvent,
-    RankExited,
-    RankStarted,
-    RepairEvent,
-    SpawnFailed,
-    StopAsked,
-)
 from ttprun.protocol.from_rank import (
     RankFaulted,
     RankFrozen,
@@ -38,9 +28,23 @@ from ttprun.protocol.from_rank import (
     RankUnprotected,
     StateSent,
 )
+from ttprun.protocol.rank_events import (
+    Event,
+    MismatchFound,
+    RankEvent,
+    RankExited,
+    RankStarted,
+    RepairEvent,
+    SpawnFailed,
+    StopAsked,
+)
 from ttprun.recovery import alone, faults, hung, leaving, persist, planned, regroup, renewal, repair, resize
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
-from ttprun.recovery.events import (
+from ttprun.recovery.fault_events import ConnectionBroken, NodeLost, RankDiverged, RankHung
+from ttprun.recovery.frozen import changed
+from ttprun.recovery.job import Job
+from ttprun.recovery.job import JobPhase as P
+from ttprun.recovery.leader_events import (
     CheckpointAsked,
     DeadlinePassed,
     DowngradeAsked,
@@ -56,10 +60,6 @@ from ttprun.recovery.events import (
     SupervisorRenewed,
     UpgradeAsked,
 )
-from ttprun.recovery.fault_events import ConnectionBroken, NodeLost, RankDiverged, RankHung
-from ttprun.recovery.frozen import changed
-from ttprun.recovery.job import Job
-from ttprun.recovery.job import JobPhase as P
 from ttprun.recovery.phases import Result, unchanged
 
 STORY_LENGTH = 40

@@ -13,8 +13,8 @@ from itertools import chain, islice
 
 from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.inheritance import GroupMembership
-from ttprun.recovery.events import ElasticDeclared
 from ttprun.recovery.frozen import changed
+from ttprun.recovery.leader_events import ElasticDeclared
 
 CHUNK = 128
 COUNT_BITS = 32  # each, all in one number: they change all at once

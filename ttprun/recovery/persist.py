@@ -12,12 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ttprun.protocol.actions import Action, KillRank
-from ttprun.protocol.events import Event, MismatchFound, RankExited, StopAsked
 from ttprun.protocol.from_rank import RankFaulted, RankFrozen
+from ttprun.protocol.process_orders import Action, KillRank
+from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, StopAsked
 from ttprun.protocol.to_rank import Resume
-from ttprun.recovery.actions import GiveUpCheckpoint, NoteUnusable, Persist
-from ttprun.recovery.events import CheckpointAsked, DeadlinePassed, ResumeAsked, Saved, SnapshotTaken, StatePersisted
 from ttprun.recovery.fault_events import NodeLost
 from ttprun.recovery.faults import (
     answer_fault,
@@ -28,6 +26,15 @@ from ttprun.recovery.faults import (
 )
 from ttprun.recovery.job import Ending, Job, JobPhase
 from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, stopped_by, why_not_saved
+from ttprun.recovery.leader_events import (
+    CheckpointAsked,
+    DeadlinePassed,
+    ResumeAsked,
+    Saved,
+    SnapshotTaken,
+    StatePersisted,
+)
+from ttprun.recovery.leader_orders import GiveUpCheckpoint, NoteUnusable, Persist
 from ttprun.recovery.leaving import let_others_finish, mark_finished
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import (

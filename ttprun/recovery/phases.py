@@ -9,11 +9,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ttprun.protocol.actions import Action
-from ttprun.protocol.events import Event
-from ttprun.recovery.actions import RecordIncident, SetDeadline
+from ttprun.protocol.process_orders import Action
+from ttprun.protocol.rank_events import Event
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import WINDOW_S, Job, JobPhase, Opening
+from ttprun.recovery.leader_orders import RecordIncident, SetDeadline
 
 Result = tuple[Job, tuple[Action, ...]]
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ttprun.protocol.actions import Action
-from ttprun.protocol.events import Event
-from ttprun.recovery.actions import GiveUpResize
-from ttprun.recovery.events import GroupResized, ResizeAsked, Saved, StatePersisted
+from ttprun.protocol.process_orders import Action
+from ttprun.protocol.rank_events import Event
 from ttprun.recovery.faults import with_new_ranks
 from ttprun.recovery.job import Ending, Job, JobPhase
 from ttprun.recovery.ladder import begin_persisting, regroup, why_not_saved
+from ttprun.recovery.leader_events import GroupResized, ResizeAsked, Saved, StatePersisted
+from ttprun.recovery.leader_orders import GiveUpResize
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import Result, enter, open_incident
 from ttprun.recovery.ways_back import go_back

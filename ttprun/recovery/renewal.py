@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ttprun.recovery.actions import FailJob, FinishJob, RestartGroup
-from ttprun.recovery.events import SupervisorRenewed
 from ttprun.recovery.hung import try_again
 from ttprun.recovery.job import Job, JobPhase
 from ttprun.recovery.ladder import begin_persisting
+from ttprun.recovery.leader_events import SupervisorRenewed
+from ttprun.recovery.leader_orders import FailJob, FinishJob, RestartGroup
 from ttprun.recovery.members import Member
 from ttprun.recovery.phases import Result, deadline_of, enter
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from ttprun.protocol.actions import KillRank
-from ttprun.protocol.events import RankStarted, SpawnFailed
+from ttprun.protocol.process_orders import KillRank
+from ttprun.protocol.rank_events import RankStarted, SpawnFailed
 from ttprun.protocol.to_rank import Freeze
-from ttprun.recovery.events import ElasticDeclared
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import restart_group
+from ttprun.recovery.leader_events import ElasticDeclared
 from ttprun.recovery.members import Life, Member, MemberFlag
 from ttprun.recovery.phases import UNDONE, Result, deadline_of, enter, reason_of
 from ttprun.recovery.shards import ReplicaGroup, groups_of, who_leaves

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ttprun.protocol.inheritance import GroupMembership, Known, Left
-from ttprun.recovery.events import Saved
 from ttprun.recovery.job import Job, Settings
+from ttprun.recovery.leader_events import Saved
 from ttprun.recovery.members import Life, Member, Members
 from ttprun.recovery.replicas import Replicas
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ttprun.protocol.actions import KillRank, Rewind, SpawnRank
-from ttprun.recovery.events import Saved
+from ttprun.protocol.process_orders import KillRank, Rewind, SpawnRank
 from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase
+from ttprun.recovery.leader_events import Saved
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import UNDONE, Result, deadline_of, enter
 

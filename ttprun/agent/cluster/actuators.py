@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from ttprun.agent.core.node import Node
-from ttprun.protocol import actions, channel, node_orders
+from ttprun.protocol import channel, node_orders, process_orders
 
 
 class NodeActuator(ABC):
@@ -43,11 +43,11 @@ class RemoteActuator(NodeActuator):
         """What follows here from an order that was sent."""
         node = self._node
         match order:
-            case actions.KillRank(rank=rank, reason=reason):
+            case process_orders.KillRank(rank=rank, reason=reason):
                 slot = node.slots[rank]
                 node.log("rank_killed", rank=rank, pid=slot.pid, reason=reason, stack="")
                 slot.lose_elsewhere(node.board)
-            case actions.Rewind(ranks=ranks, boundary=boundary):
+            case process_orders.Rewind(ranks=ranks, boundary=boundary):
                 for rank in ranks:
                     node.go_back(node.slots[rank], boundary)
 

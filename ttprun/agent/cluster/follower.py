@@ -21,8 +21,8 @@ from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.report.status import StatusPublisher
 from ttprun.protocol import from_rank, meeting, node_orders, node_reports
 from ttprun.protocol.codec import Refused
-from ttprun.protocol.events import RankExited, SpawnFailed
 from ttprun.protocol.inheritance import Known
+from ttprun.protocol.rank_events import RankExited, SpawnFailed
 
 logger = logging.getLogger("ttprun")
 

@@ -27,8 +27,8 @@ from ttprun.chaos.faults import parse_fault
 from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.board import Field
 from ttprun.protocol.codec import Refused
-from ttprun.protocol.events import Event, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.protocol.from_rank import RankFrozen
+from ttprun.protocol.rank_events import Event, RankExited, RankStarted, SpawnFailed, StopAsked
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 logger = logging.getLogger("ttprun")

@@ -21,7 +21,7 @@ from ttprun.agent.launcher.verdict import Verdict
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting
 from ttprun.protocol.board import LEADER, Field
-from ttprun.protocol.events import StopAsked
+from ttprun.protocol.rank_events import StopAsked
 from ttprun.recovery.membership import Membership, MembershipPlan, NodesObserved
 from ttprun.state.errors import InvalidCheckpointError
 

@@ -23,7 +23,7 @@ from ttprun.agent.processes.standby_watch import StandbyWatch
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.faults import Fault
 from ttprun.protocol import node_reports
-from ttprun.protocol.events import Event
+from ttprun.protocol.rank_events import Event
 
 
 @dataclass

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.cluster.membership import NodeMembership
 from ttprun.agent.core.node import Node
-from ttprun.protocol import actions, node_orders, node_reports
-from ttprun.protocol.events import SpawnFailed
+from ttprun.protocol import node_orders, node_reports, process_orders
+from ttprun.protocol.rank_events import SpawnFailed
 
 logger = logging.getLogger("ttprun")
 
@@ -28,7 +28,7 @@ class Vacancy:
     """
 
     since_s: float
-    spawns: dict[int, actions.SpawnRank] = field(default_factory=dict)
+    spawns: dict[int, process_orders.SpawnRank] = field(default_factory=dict)
     due: set[int] | None = None
 
 
@@ -59,7 +59,7 @@ class Spares:
         """All nodes are there."""
         self._vacant.clear()
 
-    def spawn(self, action: actions.SpawnRank) -> None:
+    def spawn(self, action: process_orders.SpawnRank) -> None:
         """Give a rank a process; if its node is lost, another one is waited for."""
         peers = self._node.peers
         number = peers.node_of(action.rank)

@@ -38,12 +38,12 @@ from ttprun.agent.core.node_agent import NodeAgent
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.role import Role
 from ttprun.agent.repair.comparisons import Comparisons
-from ttprun.protocol import actions, meeting, node_reports
+from ttprun.protocol import meeting, node_reports, process_orders
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Channel
-from ttprun.protocol.events import RankExited, StopAsked
 from ttprun.protocol.inheritance import Known, Left
 from ttprun.protocol.patience import Patience
+from ttprun.protocol.rank_events import RankExited, StopAsked
 
 logger = logging.getLogger("ttprun")
 
@@ -147,7 +147,7 @@ class Succession:
         why = "it had not caught up when the agent that led was lost"
         self.agent.note(slot.rank, code=-9, reason=why)
         self.agent.catching_up.discard(slot.rank)
-        self.agent.carry_out(actions.KillRank(slot.rank, why))
+        self.agent.carry_out(process_orders.KillRank(slot.rank, why))
 
     def _follow_next(self) -> None:
         node, peers = self.node, self.node.peers

@@ -24,9 +24,9 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.launcher.verdict import Verdict
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.agent.repair.rewinds import Rewinds
-from ttprun.protocol import actions, node_orders, to_rank
+from ttprun.protocol import node_orders, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
-from ttprun.protocol.events import Event
+from ttprun.protocol.rank_events import Event
 from ttprun.protocol.reasons import pointer
 
 logger = logging.getLogger("ttprun")
@@ -84,24 +84,24 @@ class Coordinator:
             self.carry_out(action)
             self.node.peers.flush()  # other nodes are at it while this one carries out the next one
 
-    def carry_out(self, action: actions.Action) -> None:
+    def carry_out(self, action: process_orders.Action) -> None:
         """Carry out one action."""
         match action:
             case to_rank.Freeze():
                 self.freeze(action)
-            case actions.SpawnRank():
+            case process_orders.SpawnRank():
                 self.spares.spawn(action)
-            case actions.Replay():
+            case process_orders.Replay():
                 self.repairs.replay(action)
             case to_rank.SendState():
                 self.repairs.send_state(action)
-            case actions.LoadMirror():
+            case process_orders.LoadMirror():
                 self.repairs.load_mirror(action)
             case to_rank.LoadState():
                 self.rewinds.load_state(action)
             case to_rank.Resume():
                 self.repairs.resume(action)
-            case actions.Rewind():
+            case process_orders.Rewind():
                 self.rewinds.rewind(action)
             case recovery.Persist():
                 self.repairs.persist(action)
@@ -111,7 +111,7 @@ class Coordinator:
                 self.rewinds.note_unusable(action)
             case recovery.SetDeadline():
                 self.deadlines.set(action)
-            case actions.KillRank():
+            case process_orders.KillRank():
                 self.actuators.order(action.rank, action)
             case recovery.RecordIncident(incident=incident):
                 self.record_incident(incident)

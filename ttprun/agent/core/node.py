@@ -28,9 +28,9 @@ from ttprun.introspect import children
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting, node_reports
-from ttprun.protocol.actions import Action
 from ttprun.protocol.board import FINISHED, Board, Field
-from ttprun.protocol.events import Event
+from ttprun.protocol.process_orders import Action
+from ttprun.protocol.rank_events import Event
 from ttprun.protocol.reasons import kind_of
 
 _LOOK_AGAIN_S = 0.05

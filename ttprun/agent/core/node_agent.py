@@ -34,10 +34,10 @@ from ttprun.agent.repair import fingerprints
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.rewinds import Rewinds
 from ttprun.chaos.injections import Injections
-from ttprun.protocol import actions, channel, from_rank, node_orders, node_reports, to_rank
+from ttprun.protocol import channel, from_rank, node_orders, node_reports, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
-from ttprun.protocol.events import RankExited, SpawnFailed
 from ttprun.protocol.inheritance import Left
+from ttprun.protocol.rank_events import RankExited, SpawnFailed
 from ttprun.state.files import FileEntry, write_file
 
 
@@ -62,7 +62,7 @@ class NodeAgent(NodeActuator):
     _replace_handler: ReplaceHandler = field(init=False)
     _unwelcomed: set[int] = field(default_factory=set, init=False)
     _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
-    _deferred: dict[int, actions.Replay] = field(default_factory=dict, init=False)  # by rank: until they are there
+    _deferred: dict[int, process_orders.Replay] = field(default_factory=dict, init=False)  # until these are there
 
     def begin_group(self, replace_handler: ReplaceHandler) -> None:
         """All ranks are new; `replace_handler` lets torch's agent know of the new process of a local rank."""
@@ -142,19 +142,19 @@ class NodeAgent(NodeActuator):
                 node.note_generation(generation)
                 for slot in node.here:
                     self.watch.welcome(slot, is_replacement=is_resumed)
-            case actions.SpawnRank(rank=rank, generation=generation):
+            case process_orders.SpawnRank(rank=rank, generation=generation):
                 node.note_generation(generation)
                 self.catching_up.add(rank)
                 self._begin_process(node.slots[rank])
-            case actions.KillRank(rank=rank, reason=reason):
+            case process_orders.KillRank(rank=rank, reason=reason):
                 self._kill(node.slots[rank], reason)
             case node_orders.VoidEvidence(rank=rank):
                 node.recorder_of(node.slots[rank]).evidence.clear()
-            case actions.Replay():
+            case process_orders.Replay():
                 self._replay(order)
             case node_orders.KeepMirror(rank=rank, share=share):
                 self.mirrors.keep(node.slots[rank], share)
-            case actions.LoadMirror():
+            case process_orders.LoadMirror():
                 self._load_mirror(order)
             case node_orders.VoidBeyond(boundary=boundary):
                 node.void_beyond(boundary)
@@ -169,7 +169,7 @@ class NodeAgent(NodeActuator):
                 for rank in ranks:
                     mirror = self.mirrors.copies.serve(rank)
                     node.report(node_reports.Records(rank, record_copies.give(node, rank), mirror))
-            case actions.Rewind(generation=generation):
+            case process_orders.Rewind(generation=generation):
                 node.note_generation(generation)
                 self.rewinds.go_back(order)
             case node_orders.Strike():
@@ -273,7 +273,7 @@ class NodeAgent(NodeActuator):
         else:
             kill("")
 
-    def _replay(self, order: actions.Replay) -> None:
+    def _replay(self, order: process_orders.Replay) -> None:
         """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
         node, slot = self.node, self.node.slots[order.rank]
         why_not = fingerprints.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
@@ -306,7 +306,7 @@ class NodeAgent(NodeActuator):
         )
         self.forward(order.rank, replay)
 
-    def _load_mirror(self, order: actions.LoadMirror) -> None:
+    def _load_mirror(self, order: process_orders.LoadMirror) -> None:
         slot = self.node.slots[order.rank]
         mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
         slot.send(to_rank.LoadMirror(order.generation, "" if mirror is None or mirror.is_step else mirror.path))

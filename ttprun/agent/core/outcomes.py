@@ -13,8 +13,8 @@ from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.launcher.verdict import Verdict
-from ttprun.protocol.events import MismatchFound, RankExited
 from ttprun.protocol.from_rank import ScriptError
+from ttprun.protocol.rank_events import MismatchFound, RankExited
 
 logger = logging.getLogger("ttprun")
 

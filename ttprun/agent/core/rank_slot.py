@@ -20,9 +20,9 @@ from ttprun.capture.records.recorder import Recorder
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Order
-from ttprun.protocol.events import RankExited
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.protocol.inheritance import Left
+from ttprun.protocol.rank_events import RankExited
 
 
 @dataclass

@@ -29,7 +29,7 @@ from ttprun.protocol import from_rank, mindio, node_orders
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
-from ttprun.protocol.events import MismatchFound, RankEvent, StopAsked
+from ttprun.protocol.rank_events import MismatchFound, RankEvent, StopAsked
 from ttprun.protocol.reasons import with_cure
 from ttprun.protocol.snapshots import Dumped, SnapshotSize, SnapshotTaken
 from ttprun.recovery.journals import find_difference

@@ -10,7 +10,7 @@ from typing import Any
 
 from ttprun.chaos.faults import Fault
 from ttprun.protocol import node_reports
-from ttprun.protocol.events import Event
+from ttprun.protocol.rank_events import Event
 
 
 class Role(ABC):

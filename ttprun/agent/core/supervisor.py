@@ -37,7 +37,7 @@ from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.board import LEADER, Field
-from ttprun.protocol.events import Event, StopAsked
+from ttprun.protocol.rank_events import Event, StopAsked
 from ttprun.protocol.requests import Rejected, Reply, Request
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.state.store import CheckpointStore

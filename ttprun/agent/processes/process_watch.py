@@ -35,8 +35,8 @@ from ttprun.protocol import from_rank, standbys, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
-from ttprun.protocol.events import RankStarted
 from ttprun.protocol.node_reports import Said
+from ttprun.protocol.rank_events import RankStarted
 
 logger = logging.getLogger("ttprun")
 DEATH_LIMIT_S = 10.0  # of a process that was sent SIGKILL

@@ -22,9 +22,9 @@ from ttprun.agent.repair.stored_states import Origin, Stored, open_checkpoint
 from ttprun.capture.records.boundary_record import Outline
 from ttprun.capture.records.recorder import RecordTooLargeError
 from ttprun.errors import ConfigError
-from ttprun.protocol import actions, to_rank
+from ttprun.protocol import process_orders, to_rank
 from ttprun.protocol.board import LEADER, Field
-from ttprun.protocol.events import MismatchFound
+from ttprun.protocol.rank_events import MismatchFound
 from ttprun.state.checkpoint import inspect
 from ttprun.state.errors import InvalidCheckpointError
 
@@ -44,7 +44,7 @@ class Rewinds:
     _own_states: OwnStates
     _mirrors: Mirrors
 
-    def rewind(self, action: actions.Rewind) -> None:
+    def rewind(self, action: process_orders.Rewind) -> None:
         """Put what was stored of ranks in the place of what they have recorded since; they have no process now."""
         node = self._node
         if len(action.ranks) == len(node.slots):
@@ -65,7 +65,7 @@ class Rewinds:
             filled = {"generation": node.job.generation, "is_adapted": is_adapted, "trusted": trusted}
             self._actuators.on(number).carry_out(structs.replace(action, ranks=tuple(ranks), **filled))
 
-    def _open(self, order: actions.Rewind) -> bool:
+    def _open(self, order: process_orders.Rewind) -> bool:
         """What another agent orders this node's ranks to go back to; returns whether it can be used."""
         try:
             stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
@@ -78,7 +78,7 @@ class Rewinds:
             self._node.slots[rank].rewind_to(stored)
         return True
 
-    def go_back(self, order: actions.Rewind) -> None:
+    def go_back(self, order: process_orders.Rewind) -> None:
         """Put what was stored of ranks of this node in the place of what they have recorded since."""
         if self._node.peers.is_follower and not self._open(order):
             return
@@ -92,7 +92,7 @@ class Rewinds:
     def _refuse(self, rank: int, generation: int, error: Exception) -> None:
         report_mismatch(self._node, rank, generation, f"its stored state cannot be used: {error}")
 
-    def _stored(self, action: actions.Rewind) -> Stored | None:
+    def _stored(self, action: process_orders.Rewind) -> Stored | None:
         """What the ranks go back to; None: they begin anew. Raises if it cannot be used."""
         if not action.boundary:
             return None

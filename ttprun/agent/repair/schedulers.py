@@ -17,8 +17,8 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.pauses import Pause
 from ttprun.protocol import mindio
 from ttprun.protocol.board import Field
-from ttprun.protocol.events import StopAsked
 from ttprun.protocol.mindio import SchedulerAsked
+from ttprun.protocol.rank_events import StopAsked
 
 logger = logging.getLogger("ttprun")
 

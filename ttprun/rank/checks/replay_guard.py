@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ttprun.protocol import events, from_rank
+from ttprun.protocol import from_rank, rank_events
 
 if TYPE_CHECKING:
     from ttprun.groups.entry import Entry
@@ -73,10 +73,10 @@ def report_mismatch(
 
     generation                  the session's
     reason                      a sentence
-    is_contradiction, is_near   as in events.MismatchFound
+    is_contradiction, is_near   as in rank_events.MismatchFound
 
     Raises MismatchError, if it has not been killed by then.
     """
-    channel.send(events.MismatchFound(generation, reason, is_contradiction=is_contradiction, is_near=is_near))
+    channel.send(rank_events.MismatchFound(generation, reason, is_contradiction=is_contradiction, is_near=is_near))
     threading.Event().wait(_KILL_LIMIT_S)
     raise MismatchError(reason)

@@ -23,7 +23,7 @@ from ttprun.groups.journal import REPORT_AFTER_S, Journal
 from ttprun.groups.links import abort_all, cut_all
 from ttprun.groups.process_group import living
 from ttprun.introspect import fail_open, moments
-from ttprun.protocol import events, from_rank, mindio, to_rank
+from ttprun.protocol import from_rank, mindio, rank_events, to_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
@@ -215,7 +215,7 @@ class Recovery:
             detail = "" if is_refusal else traceback.format_exc()
             what = str(error) if is_refusal else f"{type(error).__name__}: {error}"
             reason = f"while it {_DOING.get(type(order), 'recovered')}: {what}"
-            session.channel.send(events.MismatchFound(order.generation, reason, detail))
+            session.channel.send(rank_events.MismatchFound(order.generation, reason, detail))
 
     def _carry_out(self, order: Ordered) -> None:
         session = self._session

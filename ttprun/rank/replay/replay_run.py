@@ -206,7 +206,7 @@ class ReplayRun(Replay, Mode):
                 model._has_rebuilt_buckets = True
 
     def refuse(self, reason: str, is_contradiction: bool = True) -> None:
-        """Report that this replay has failed. Does not return. `is_contradiction` is as in events.MismatchFound."""
+        """Report that this replay has failed. Does not return. `is_contradiction`: see `MismatchFound`."""
         report_mismatch(self.session.channel, self.session.generation, reason, is_contradiction)
 
 

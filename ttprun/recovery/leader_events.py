@@ -1,11 +1,11 @@
-"""Events other than faults (`fault_events.py`): how ranks begin, what they report, what is requested. Data only."""
+"""What the leader finds out or is asked, as events; faults are in `fault_events.py`. Data only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ttprun.protocol.events import Event, RankEvent
+from ttprun.protocol.rank_events import Event, RankEvent
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.recovery.shards import ReplicaGroup
 

@@ -1,7 +1,7 @@
 """Orders of the state machine that the agent of one node carries out, whether it leads or not. Data only.
 
 What is filled in on the way is not known to the machine. Those that go on to ranks as they are (Freeze, SendState,
-LoadState, Resume) are in `to_rank.py`; those that it gives to the agent that leads alone in `ttprun.recovery.actions`.
+LoadState, Resume) are in `to_rank.py`, those for the agent that leads in `ttprun.recovery.leader_orders`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Actions: orders to the agent. Data only; each is carried out in the order in which it is given.
+"""Actions: orders to the agent that leads. Data only; each is carried out in the order in which it is given.
 
-Those that the agent of one node carries out are in `ttprun.protocol.actions`, those for ranks in
+Those that the agent of one node carries out are in `ttprun.protocol.process_orders`, those for ranks in
 `ttprun.protocol.to_rank`.
 
 A message to a rank that has not said hello yet is held by the agent, and a newer one takes its place. A message for a
@@ -9,7 +9,7 @@ process that has ended is dropped.
 
 from __future__ import annotations
 
-from ttprun.protocol.actions import Action
+from ttprun.protocol.process_orders import Action
 from ttprun.recovery.incident import Incident
 
 
