@@ -30,9 +30,9 @@ from ttprun.protocol.from_rank import (
     RankReplayed,
     StateSent,
 )
-from ttprun.protocol.process_orders import Action, Replay, SpawnRank
+from ttprun.protocol.process_orders import Action, SpawnRank
 from ttprun.protocol.rank_events import Event, RankExited, RankStarted
-from ttprun.protocol.to_rank import Freeze, Resume, SendState
+from ttprun.protocol.to_rank import Freeze, Replay, Resume, SendState
 from ttprun.recovery import Job, JobPhase, RanksCompared, Settings, advance, new_job
 from ttprun.recovery.replicas import Replicas
 

@@ -235,8 +235,8 @@ class Node:
                             self.ranks[rank].take(inner)
             case process_orders.SpawnRank(rank=rank):
                 self.begin(rank)
-            case process_orders.Replay(rank=rank, generation=generation, boundary=boundary):
-                self.ranks[rank].take(to_rank.Replay(generation, boundary))
+            case to_rank.Replay(rank=rank):
+                self.ranks[rank].take(order)
             case node_orders.GiveRecords(ranks=ranks):
                 for rank in ranks:
                     self.send(node_reports.Records(rank, RECORD))

@@ -82,7 +82,7 @@ def test_a_replacement_of_which_something_is_expected_says_so_itself_when_it_has
     assert presence.order == resume(2, world=["broadcast"])
 
 
-@pytest.mark.parametrize("order", [resume(2), Replay(2, boundary=5)])
+@pytest.mark.parametrize("order", [resume(2), Replay(0, 2, boundary=5, source=1)])
 def test_a_replacement_may_start_when_it_knows_where_to_go(lines: Any, order: Resume | Replay) -> None:
     ours, presence, _ = lines
 

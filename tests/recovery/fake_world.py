@@ -24,8 +24,9 @@ from ttprun.protocol.from_rank import (
     RankReplayed,
     StateSent,
 )
-from ttprun.protocol.process_orders import Action, KillRank, Replay, Rewind, SpawnRank
+from ttprun.protocol.process_orders import Action, KillRank, Rewind, SpawnRank
 from ttprun.protocol.rank_events import Event, RankExited, RankStarted, RepairEvent, SpawnFailed, StopAsked
+from ttprun.protocol.to_rank import Replay
 from ttprun.recovery import Incident, Job, JobPhase, Settings, new_job
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup

@@ -97,7 +97,7 @@ DEFAULTS: dict[type[Event], dict[str, Any]] = {
 }
 TEXTS = {"reason", "name", "digest", "place", "saved", "why_not", "why_unusable", "device_fault"}
 NUMBERS = {"silent"}
-FILLED_IN = {"fingerprint", "is_contradicted", "is_before_step", "is_adapted", "trusted"}  # by the agent
+FILLED_IN = {"is_adapted", "trusted"}  # by the agent
 RECORDED_FIRST = ("id", "phase", "rung", "outcome", "ranks", "attempt")
 RECORDED_NEVER = {"generation", "opened_at_s"}
 

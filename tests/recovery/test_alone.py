@@ -8,8 +8,9 @@ from tests.recovery.fake_world import FakeWorld
 from ttprun import recovery
 from ttprun.protocol import to_rank
 from ttprun.protocol.from_rank import RankJoined, RankRebuilt, RankReissued, RankRepaired, RankTrainsAlone
-from ttprun.protocol.process_orders import Action, Replay, Rewind
+from ttprun.protocol.process_orders import Action, Rewind
 from ttprun.protocol.rank_events import Event, RankExited, StopAsked
+from ttprun.protocol.to_rank import Replay
 from ttprun.recovery import Incident, JobPhase, Settings
 
 

@@ -9,7 +9,8 @@ from ttprun.protocol.all_ranks import in_full, shortened
 from ttprun.protocol.codec import Message, decode, encode
 from ttprun.protocol.from_rank import Put
 from ttprun.protocol.inheritance import Known
-from ttprun.protocol.process_orders import KillRank, LoadMirror, Replay, Rewind, SpawnRank
+from ttprun.protocol.process_orders import KillRank, Rewind, SpawnRank
+from ttprun.protocol.to_rank import LoadMirror, Replay
 
 
 class Begin(Message, frozen=True):

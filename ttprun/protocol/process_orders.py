@@ -1,7 +1,7 @@
 """Orders of the state machine that the agent of one node carries out, whether it leads or not. Data only.
 
-What is filled in on the way is not known to the machine. Those that go on to ranks as they are (Freeze, SendState,
-LoadState, Resume) are in `to_rank.py`, those for the agent that leads in `ttprun.recovery.leader_orders`.
+What is filled in on the way is not known to the machine. Its orders that go on to ranks (Freeze, Replay, SendState,
+LoadMirror, LoadState, Resume) are in `to_rank.py`, those for the agent that leads in `ttprun.recovery.leader_orders`.
 """
 
 from __future__ import annotations
@@ -28,39 +28,6 @@ class KillRank(Action, frozen=True):
 
     rank: int
     reason: str
-
-
-class Replay(Action, frozen=True):
-    """Order a replacement to run the script in replay up to the boundary; the answer is RankReplayed.
-
-    If its record does not fit that of its source, it is MismatchFound.
-
-    source           survivor that will send the state; the rank itself: it will come from its mirror; None: from the
-                     snapshot of that boundary
-    fingerprint      of the source's record of the boundary; None: they need not be alike; filled in
-    is_contradicted  as in `to_rank.Replay`; filled in
-    is_before_step   if its mirror has the state: take the last step again in any case, as it communicates; filled in
-    """
-
-    rank: int
-    generation: int
-    boundary: int
-    source: int | None
-    fingerprint: str | None = None
-    is_contradicted: bool = False
-    is_before_step: bool = False
-
-
-class LoadMirror(Action, frozen=True):
-    """Order a replacement to load what its rank had mirrored, unless it has before its step; it answers RankRepaired.
-
-    is_before_step   as in Replay; filled in
-    """
-
-    rank: int
-    generation: int
-    boundary: int
-    is_before_step: bool = False
 
 
 class Rewind(Action, frozen=True):

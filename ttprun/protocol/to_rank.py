@@ -167,7 +167,7 @@ class StopDivergent(Message, frozen=True):
 
 # In a recovery. Each has its generation; an order of an older one is void.
 #
-# Four are orders of the state machine: what it does not know the agent fills in.
+# Orders of the state machine (`Action`): what it does not know the agents fill in.
 
 
 class Freeze(Action, frozen=True):
@@ -196,30 +196,47 @@ class Adapt(Message, frozen=True):
     paths: tuple[str, ...]
 
 
-class Replay(Message, frozen=True):
-    """Run the script in replay up to this boundary; the answer is `RankReplayed`.
+class Replay(Action, frozen=True):
+    """Run the script in replay up to this boundary; the answer is `RankReplayed`, or MismatchFound.
 
-    skip_lines  lines of stdout and stderr that were printed already
-    adapt       set if the records are of another number of ranks
-    step_from   slot of the lost rank's mirror from which the last step is taken again; "": it is not
-    proof_from  slot from which it is taken again in any case, to compare the result with `result`; "": it is not
-    result      slot of the state after it; "": there is none
-    from_mirror the state comes from the lost rank's mirror: no other rank holds it
-    is_joining  others go on from where they are: if a variable is not restored, what the lost rank has left of its step
-                must show that this does not matter
-    is_contradicted   another replay of this incident has differed from the run: this one must be compared with it
+    source           survivor that will send the state; the rank itself: it will come from its mirror, no other rank
+                     holds it; None: from the snapshot of that boundary
+    fingerprint      of the source's record of the boundary; None: they need not be alike; filled in
+    is_contradicted  another replay of this incident has differed from the run: this one must be compared with it;
+                     filled in
+    is_before_step   if its mirror has the state: take the last step again in any case, as it communicates; filled in
+    skip_lines       lines of stdout and stderr that were printed already; filled in, as all that follows
+    adapt            set if the records are of another number of ranks
+    step_from        slot of the lost rank's mirror from which the last step is taken again; "": it is not
+    proof_from       slot from which it is taken again in any case, to compare the result with `result`; "": it is not
+    result           slot of the state after it; "": there is none
     """
 
+    rank: int
     generation: int
     boundary: int
+    source: int | None
+    fingerprint: str | None = None
+    is_contradicted: bool = False
+    is_before_step: bool = False
     skip_lines: tuple[int, int] = (0, 0)
     adapt: Adapt | None = None
     step_from: str = ""
     proof_from: str = ""
     result: str = ""
-    from_mirror: bool = False
-    is_joining: bool = False
-    is_contradicted: bool = False
+
+    @property
+    def from_mirror(self) -> bool:
+        """The state comes from the lost rank's mirror."""
+        return self.source == self.rank
+
+    @property
+    def is_joining(self) -> bool:
+        """Others go on from where they are.
+
+        If a variable is not restored, what the lost rank has left of its step must show that this does not matter.
+        """
+        return self.source is not None
 
 
 class SendState(Action, frozen=True):
@@ -281,14 +298,18 @@ class GoOn(Message, frozen=True):
     boundary: int
 
 
-class LoadMirror(Message, frozen=True):
-    """Load weights and optimizer state from the lost rank's mirror; the answer is `RankRepaired`.
+class LoadMirror(Action, frozen=True):
+    """Load weights and optimizer state from what the lost rank had mirrored; the answer is `RankRepaired`.
 
-    path   of the slot; "": they are there, as the last step was taken again
+    is_before_step   as in Replay; filled in
+    path             of the slot; "": they are there, as the last step was taken again; filled in
     """
 
+    rank: int
     generation: int
-    path: str
+    boundary: int
+    is_before_step: bool = False
+    path: str = ""
 
 
 class LoadState(Action, frozen=True):

@@ -17,9 +17,9 @@ from msgspec import structs
 
 from ttprun.protocol.from_rank import RankJoined, RankTrainsAlone
 from ttprun.protocol.inheritance import GroupMembership
-from ttprun.protocol.process_orders import Action, Replay, SpawnRank
+from ttprun.protocol.process_orders import Action, SpawnRank
 from ttprun.protocol.rank_events import Event, RankEvent, RepairEvent
-from ttprun.protocol.to_rank import LoadState, Resume
+from ttprun.protocol.to_rank import LoadState, Replay, Resume
 from ttprun.recovery.job import Job, JobPhase
 from ttprun.recovery.leader_events import DeadlinePassed, SnapshotTaken, SupervisorRenewed
 from ttprun.recovery.leader_orders import FailJob, FinishJob, RecordIncident, RestartGroup, SetDeadline

@@ -10,9 +10,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ttprun.protocol.from_rank import RankFrozen, RankRebuilt, RankReissued, RankRepaired, RankReplayed, StateSent
-from ttprun.protocol.process_orders import LoadMirror, Replay
 from ttprun.protocol.rank_events import MismatchFound, RankStarted
-from ttprun.protocol.to_rank import LoadState, Resume, SendState
+from ttprun.protocol.to_rank import LoadMirror, LoadState, Replay, Resume, SendState
 from ttprun.recovery.errors import UnexpectedStart
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import end_job, restart_group, why_no_source

@@ -91,11 +91,11 @@ class Coordinator:
                 self.freeze(action)
             case process_orders.SpawnRank():
                 self.spares.spawn(action)
-            case process_orders.Replay():
+            case to_rank.Replay():
                 self.repairs.replay(action)
             case to_rank.SendState():
                 self.repairs.send_state(action)
-            case process_orders.LoadMirror():
+            case to_rank.LoadMirror():
                 self.repairs.load_mirror(action)
             case to_rank.LoadState():
                 self.rewinds.load_state(action)

@@ -62,7 +62,7 @@ class NodeAgent(NodeActuator):
     _replace_handler: ReplaceHandler = field(init=False)
     _unwelcomed: set[int] = field(default_factory=set, init=False)
     _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
-    _deferred: dict[int, process_orders.Replay] = field(default_factory=dict, init=False)  # until these are there
+    _deferred: dict[int, to_rank.Replay] = field(default_factory=dict, init=False)  # until these are there
 
     def begin_group(self, replace_handler: ReplaceHandler) -> None:
         """All ranks are new; `replace_handler` lets torch's agent know of the new process of a local rank."""
@@ -150,11 +150,11 @@ class NodeAgent(NodeActuator):
                 self._kill(node.slots[rank], reason)
             case node_orders.VoidEvidence(rank=rank):
                 node.recorder_of(node.slots[rank]).evidence.clear()
-            case process_orders.Replay():
+            case to_rank.Replay():
                 self._replay(order)
             case node_orders.KeepMirror(rank=rank, share=share):
                 self.mirrors.keep(node.slots[rank], share)
-            case process_orders.LoadMirror():
+            case to_rank.LoadMirror():
                 self._load_mirror(order)
             case node_orders.VoidBeyond(boundary=boundary):
                 node.void_beyond(boundary)
@@ -273,13 +273,11 @@ class NodeAgent(NodeActuator):
         else:
             kill("")
 
-    def _replay(self, order: process_orders.Replay) -> None:
+    def _replay(self, order: to_rank.Replay) -> None:
         """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
         node, slot = self.node, self.node.slots[order.rank]
         why_not = fingerprints.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
-        step_from = proof_from = result = ""
-        is_from_mirror = False
-        if order.source == order.rank and not why_not:
+        if order.from_mirror and not why_not:
             if self._is_fetching:
                 self._deferred[order.rank] = order
                 return
@@ -287,29 +285,18 @@ class NodeAgent(NodeActuator):
             if mirror is None:
                 why_not = self.mirrors.why_not_held(order.rank, order.boundary)
             elif mirror.is_step:
-                is_from_mirror, step_from = True, mirror.path
+                order = replace(order, step_from=mirror.path)
             else:
-                is_from_mirror, result = True, mirror.path
-                proof_from = self.mirrors.step_of(slot, order.boundary)
+                order = replace(order, result=mirror.path, proof_from=self.mirrors.step_of(slot, order.boundary))
         if why_not:
             report_mismatch(node, order.rank, order.generation, why_not)
             return
-        replay = to_rank.Replay(
-            order.generation,
-            order.boundary,
-            step_from=step_from,
-            proof_from=proof_from,
-            result=result,
-            from_mirror=is_from_mirror,
-            is_joining=order.source is not None,
-            is_contradicted=order.is_contradicted,
-        )
-        self.forward(order.rank, replay)
+        self.forward(order.rank, order)
 
-    def _load_mirror(self, order: process_orders.LoadMirror) -> None:
+    def _load_mirror(self, order: to_rank.LoadMirror) -> None:
         slot = self.node.slots[order.rank]
         mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
-        slot.send(to_rank.LoadMirror(order.generation, "" if mirror is None or mirror.is_step else mirror.path))
+        slot.send(replace(order, path="" if mirror is None or mirror.is_step else mirror.path))
 
     def _store_part(self, order: node_orders.StorePart) -> None:
         """Write what the records have of a rank, dead or alive."""

@@ -7,7 +7,7 @@ import hashlib
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.capture.records.packing import pack
-from ttprun.protocol import process_orders
+from ttprun.protocol import to_rank
 
 
 def of(node: Node, slot: RankSlot, boundary: int) -> str:
@@ -21,7 +21,7 @@ def of(node: Node, slot: RankSlot, boundary: int) -> str:
     return hashlib.sha256(pack([record.weights, record.held, record.stepped])).hexdigest()
 
 
-def why_not_alike(order: process_orders.Replay, mine: str) -> str:
+def why_not_alike(order: to_rank.Replay, mine: str) -> str:
     """Why a lost rank's record shows that it was no replica of its source; "" if it was.
 
     mine   the fingerprint of the lost rank's record

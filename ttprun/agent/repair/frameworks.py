@@ -16,7 +16,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.agent.repair.schedulers import Scheduler
-from ttprun.protocol import from_rank, mindio, process_orders, to_rank
+from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.mindio import RepairType
 from ttprun.recovery.shards import LossKind, RepairRole, RepairTask, ReplicaGroup, plan_dump, plan_repair
@@ -132,7 +132,7 @@ class Frameworks(Repairs):
 
     # Orders.
 
-    def replay(self, action: process_orders.Replay) -> None:
+    def replay(self, action: to_rank.Replay) -> None:
         """Have a rank with a new process, or with memory that has failed, make itself ready for its repair."""
         slot = self._node.slots[action.rank]
         reboot_type = self.reboot_type(slot.rank)

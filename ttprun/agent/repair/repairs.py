@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ttprun import recovery
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.protocol import from_rank, mindio, process_orders, to_rank
+from ttprun.protocol import from_rank, mindio, to_rank
 
 
 class Repairs(ABC):
@@ -50,14 +50,14 @@ class Repairs(ABC):
     # Orders.
 
     @abstractmethod
-    def replay(self, action: process_orders.Replay) -> None:
+    def replay(self, action: to_rank.Replay) -> None:
         """Have a replacement set itself up as far as the boundary."""
 
     @abstractmethod
     def send_state(self, action: to_rank.SendState) -> None:
         """Have ranks pass state over to the replacements."""
 
-    def load_mirror(self, action: process_orders.LoadMirror) -> None:
+    def load_mirror(self, action: to_rank.LoadMirror) -> None:
         """Have a replacement load what its rank had mirrored."""
         raise NotImplementedError("a framework keeps no mirrors")
 

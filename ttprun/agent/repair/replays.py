@@ -24,7 +24,7 @@ from ttprun.agent.repair.alignments import Alignments
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.groups.agreement import Agreed, Operation, expected_of
-from ttprun.protocol import from_rank, mindio, process_orders, to_rank
+from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.from_rank import GroupJournal
 
 
@@ -42,13 +42,13 @@ class Replays(Repairs):
     def __post_init__(self) -> None:
         self._alignments = Alignments(self._node, self._meeting_place)
 
-    def replay(self, action: process_orders.Replay) -> None:
+    def replay(self, action: to_rank.Replay) -> None:
         """Order a replacement up to where to run the script; its node compares its record with that of its source."""
         node = self._node
         slot = node.slots[action.rank]
         stored = slot.stored
         if action.source is None and stored is not None and stored.origin is not None:
-            slot.send(to_rank.Replay(action.generation, action.boundary, adapt=to_rank.Adapt(stored.origin.paths)))
+            slot.send(replace(action, adapt=to_rank.Adapt(stored.origin.paths)))
             return
         if action.source == action.rank and slot.divergence:
             reason = f"rank {action.rank} has diverged, and its mirror holds the same"
@@ -79,7 +79,7 @@ class Replays(Repairs):
             self._elsewhere = tempfile.TemporaryDirectory(prefix="ttprun-", ignore_cleanup_errors=True)
         return os.path.join(self._elsewhere.name, name)
 
-    def load_mirror(self, action: process_orders.LoadMirror) -> None:
+    def load_mirror(self, action: to_rank.LoadMirror) -> None:
         """Have a replacement load what its rank had mirrored, if it has not done so before its step."""
         self._comparisons.note_repair((action.rank,), action.boundary)
         is_before_step = self._node.job.replicas.has_collective_steps
