@@ -168,7 +168,7 @@ def test_the_observer_that_torchruns_ranks_load_imports_nothing_of_ours() -> Non
 # them is that the machine takes what ranks have said as it is, and that each library shows one object.
 MOST_DOORS = 40
 WIDE = {
-    ("agent", "protocol"): 182,
+    ("agent", "protocol"): 179,
     ("agent", "recovery"): 83,
     ("rank", "protocol"): 101,
     ("capture", "introspect"): 92,

@@ -20,6 +20,7 @@ from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys, SparePool,
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.channel import Channel
+from ttprun.protocol.standbys import WarmUp
 
 ALIKE = {"ttprun": "1.0", "the script": "abc"}
 LIMIT_S = 60.0
@@ -103,7 +104,7 @@ def test_who_waits_knows_what_the_ranks_have_imported_whether_it_came_before_or_
     assert pool is not None
     waiting = [wait(lead.where)]
     lead.run(lambda: len(lead.came) == 1)
-    pool.warm_up(meeting.Warmth(["torch.optim"], ["model.py"]))
+    pool.warm_up(WarmUp(["torch.optim"], ["model.py"]))
     waiting.append(wait(lead.where))
 
     lead.run(lambda: len(warm) == 2)

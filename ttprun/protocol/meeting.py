@@ -81,16 +81,6 @@ class Rejected(Message, frozen=True):
     cure: str
 
 
-class Warmth(Message, frozen=True):
-    """What the ranks have imported of torch by their first step, and the files of the user's modules.
-
-    Whoever waits for slots has its standbys import and compile the same.
-    """
-
-    modules: list[str]
-    files: list[str]
-
-
 class RankSlots(Message, frozen=True):
     """Take the slots of a lost node; the records of each of its ranks follow, and then Spawn.
 

@@ -10,7 +10,8 @@ from ttprun.protocol.codec import Message, decode, encode
 from ttprun.protocol.from_rank import Put
 from ttprun.protocol.inheritance import Known
 from ttprun.protocol.process_orders import KillRank, Rewind, SpawnRank
-from ttprun.protocol.to_rank import LoadMirror, Replay
+from ttprun.protocol.standbys import WarmUp
+from ttprun.protocol.to_rank import KeepMirror, LoadMirror, Replay
 
 
 class Begin(Message, frozen=True):
@@ -56,16 +57,6 @@ class VoidEvidence(Message, frozen=True):
     """What a rank gave to its newest step was wrong: its replacement must not be measured against that."""
 
     rank: int
-
-
-class KeepMirror(Message, frozen=True):
-    """Have a rank mirror its state, in memory of this node.
-
-    share   of what the mirrors of this node may take together
-    """
-
-    rank: int
-    share: float
 
 
 class VoidBeyond(Message, frozen=True):
@@ -125,6 +116,6 @@ Order = (
 )  # fmt: skip
 OfLeader = (
     Order | Forward | Published | Known | node_reports.Rows | node_reports.Records
-    | meeting.Accepted | meeting.Rejected | meeting.Concluded | meeting.Warmth | meeting.RankSlots | meeting.Regroup
+    | meeting.Accepted | meeting.Rejected | meeting.Concluded | WarmUp | meeting.RankSlots | meeting.Regroup
     | meeting.SparePools | meeting.Master | meeting.Deposed | meeting.Packed
 )  # fmt: skip

@@ -10,11 +10,12 @@ from ttprun.protocol.codec import Message
 # What ranks and standbys report.
 
 
-class ModulesOfTorch(Message, frozen=True):
-    """What a standby should import of torch, after the first step of the node's first rank.
+class WarmUp(Message, frozen=True):
+    """Import these modules of torch, and compile these files of the user; a standby's answer is `Ready`.
+
+    A node's first rank reports it after its first step; standbys are sent it, and who waits for slots, for its own.
 
     modules  names, in the order of their imports
-    files    of the user, to be compiled
     """
 
     modules: list[str]
@@ -53,13 +54,6 @@ class Copied(Message, frozen=True):
 # What standbys are sent.
 
 
-class WarmUp(Message, frozen=True):
-    """Import these modules, and compile these files of the user; the answer is `Ready`."""
-
-    modules: list[str]
-    files: list[str]
-
-
 class Preload(Message, frozen=True):
     """Import the plan in the first attached descriptor, and note in the second what runs; then `Ready`.
 
@@ -75,7 +69,7 @@ class Copy(Message, frozen=True):
     """Fork a copy that listens on the attached descriptor; the answer is `Copied`."""
 
 
-Report = ModulesOfTorch | Imported | Ready | Copied
+Report = WarmUp | Imported | Ready | Copied
 Order = WarmUp | Preload | Copy
 
 

@@ -133,16 +133,19 @@ class NotAlike(Message, frozen=True):
 
 
 class KeepMirror(Message, frozen=True):
-    """No other rank holds what this one holds: mirror it from the next step on.
+    """No other rank holds what this one holds: mirror it from the next step on, in memory of its node.
 
-    paths         of the memory for it: the slots, and for results
-    limit_bytes   that it may take in all
-    limit_share   of a step's time that copying may take; 0: as much as it takes
+    share         of what the mirrors of this node may take together
+    paths         of the memory for it: the slots, and for results; filled in
+    limit_bytes   that it may take in all; filled in
+    limit_share   of a step's time that copying may take; 0: as much as it takes; filled in
     """
 
-    paths: list[str]
-    limit_bytes: int
-    limit_share: float
+    rank: int
+    share: float
+    paths: tuple[str, ...] = ()
+    limit_bytes: int = 0
+    limit_share: float = 0.0
 
 
 class NoneAlike(Message, frozen=True):

@@ -22,6 +22,7 @@ from ttprun.agent.cluster.spare_pool import Listener, SparePool, keep_alive
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.channel import Channel
+from ttprun.protocol.standbys import WarmUp
 
 _POOL_LIMIT_S = 10.0  # to be let in
 _SUCCESSION_LIMIT_S = 30.0  # the same by an agent that may not know yet that it leads
@@ -39,7 +40,7 @@ class Taken:
     records: Mapping[int, node_reports.Records]
 
 
-WarmUp = Callable[[list[str], list[str]], None]
+TakeWarmth = Callable[[list[str], list[str]], None]
 LOST = "lost"  # a kind, as in `Concluded`: the connection
 Outcome = Taken | meeting.Regroup | meeting.Concluded
 
@@ -48,7 +49,7 @@ def wait_for_slots(
     where: Mapping[str, Any],
     address: str,
     alike: Mapping[str, str],
-    warm_up: WarmUp,
+    warm_up: TakeWarmth,
     listener: meeting.Where | None = None,
     page: str = "",
 ) -> Outcome | None:
@@ -86,7 +87,7 @@ class _Waiting:
     pool    of its own, if it leads later
     """
 
-    def __init__(self, hello: meeting.Hello, pool: SparePool, warm_up: WarmUp) -> None:
+    def __init__(self, hello: meeting.Hello, pool: SparePool, warm_up: TakeWarmth) -> None:
         self._hello = hello
         self._pool = pool
         self._warm_up = warm_up
@@ -129,7 +130,7 @@ class _Waiting:
                 case meeting.Concluded() | meeting.Regroup():
                     link.close()
                     return message
-                case meeting.Warmth(modules=modules, files=files):
+                case WarmUp(modules=modules, files=files):
                     self._warm_up(modules, files)
                 case meeting.SparePools(pools=pools):
                     self._others = iter([pool for _, pool in sorted(pools.items()) if pool.token != token])

@@ -23,6 +23,7 @@ from typing import Any
 from ttprun.protocol import meeting
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import encode
+from ttprun.protocol.standbys import WarmUp
 
 _POOL, _ARRIVALS = "ttprun/spare-pool", "ttprun/arrivals"
 _BACKLOG = 1024
@@ -155,11 +156,11 @@ class SparePool:
         self._pools: meeting.SparePools | None = None
         self._came: Callable[[str], None] = lambda address: None
         self._selector: selectors.BaseSelector | None = None
-        self._warmth: meeting.Warmth | None = None
+        self._warmth: WarmUp | None = None
         self.out_of_reach_s: list[float] = []
         self.is_ending: Callable[[], bool] = lambda: False
 
-    def warm_up(self, warmth: meeting.Warmth) -> None:
+    def warm_up(self, warmth: WarmUp) -> None:
         """Let all who wait know what their standbys should have imported; also those who come later."""
         self._warmth = warmth
         for one in self._waiting:

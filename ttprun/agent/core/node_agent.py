@@ -152,8 +152,8 @@ class NodeAgent(NodeActuator):
                 node.recorder_of(node.slots[rank]).evidence.clear()
             case to_rank.Replay():
                 self._replay(order)
-            case node_orders.KeepMirror(rank=rank, share=share):
-                self.mirrors.keep(node.slots[rank], share)
+            case to_rank.KeepMirror():
+                self.mirrors.keep(node.slots[order.rank], order)
             case to_rank.LoadMirror():
                 self._load_mirror(order)
             case node_orders.VoidBeyond(boundary=boundary):

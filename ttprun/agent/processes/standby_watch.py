@@ -13,8 +13,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes.preloads import Preloaded
 from ttprun.agent.processes.rank_processes import Standby, kill_session
 from ttprun.agent.processes.standbys import Standbys
-from ttprun.protocol.meeting import Warmth
-from ttprun.protocol.standbys import Imported, ModulesOfTorch, Ready, Report
+from ttprun.protocol.standbys import Imported, Ready, Report, WarmUp
 
 PART = "standbys"
 STEPLESS_S = 60.0  # from a rank's import of torch; most first steps are done by then
@@ -59,10 +58,10 @@ class StandbyWatch:
     def take(self, slot: RankSlot, message: Report) -> None:
         """A rank reports what standbys can do as well."""
         match message:
-            case ModulesOfTorch(modules=modules, files=files):
+            case WarmUp(modules=modules, files=files):
                 self._standbys.warm_up(modules, files)
                 if self._node.peers.pool is not None:
-                    self._node.peers.pool.warm_up(Warmth(modules, files))
+                    self._node.peers.pool.warm_up(message)
                 self.start()
             case Imported():
                 started = [other.handler.start for other in self._node.here]

@@ -21,7 +21,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import shared_memory
 from ttprun.agent.repair import mirror_copies
 from ttprun.agent.repair.mirror_copies import MirrorCopies
-from ttprun.protocol import node_orders, to_rank
+from ttprun.protocol import to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.meeting import Where
 from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_that_gives, unpack
@@ -110,16 +110,17 @@ class Mirrors:
         self._shares = shares
         return True
 
-    def order_for(self, slot: RankSlot) -> node_orders.KeepMirror | None:
+    def order_for(self, slot: RankSlot) -> to_rank.KeepMirror | None:
         """What the node of a rank must know to keep its mirror; None: it is to keep none."""
-        return node_orders.KeepMirror(slot.rank, self._shares[slot.rank]) if slot.rank in self._shares else None
+        return to_rank.KeepMirror(slot.rank, self._shares[slot.rank]) if slot.rank in self._shares else None
 
-    def keep(self, slot: RankSlot, share: float) -> None:
+    def keep(self, slot: RankSlot, order: to_rank.KeepMirror) -> None:
         """A rank of this node is to keep a mirror, in this share of its memory."""
         if slot.rank not in self._slots:
             self._slots[slot.rank] = shared_memory.new("mirror", SLOTS + 1)
         limit_share = _LIMIT_SHARE if self._node.config.buddy == "auto" else 0.0
-        slot.send_if_present(to_rank.KeepMirror(self.paths_for(slot), int(self._all_bytes * share), limit_share))
+        paths, limit_bytes = tuple(self.paths_for(slot)), int(self._all_bytes * order.share)
+        slot.send_if_present(replace(order, paths=paths, limit_bytes=limit_bytes, limit_share=limit_share))
 
     def paths_for(self, slot: RankSlot) -> list[str]:
         """Where a rank keeps its mirror; empty: nowhere."""

@@ -127,7 +127,7 @@ class Recovery:
             case to_rank.NoneAlike():
                 session[Journal].may_settle = True
             case to_rank.KeepMirror():
-                session[Mirror].want(message.paths, message.limit_bytes, message.limit_share)
+                session[Mirror].want(list(message.paths), message.limit_bytes, message.limit_share)
             case to_rank.AllCompared(boundary=boundary):
                 session[Verifier].note_compared(boundary)
             case to_rank.LookAt(boundary=boundary):

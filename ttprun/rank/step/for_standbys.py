@@ -14,6 +14,6 @@ def report(session: Session) -> None:
     """Report once, after the first step, what this rank has imported."""
     if session.local_rank == 0:
         modules = [name for name in sys.modules if name.startswith("torch.")]
-        session.channel.send(standbys.ModulesOfTorch(modules, list(ast_transform.followed)))
+        session.channel.send(standbys.WarmUp(modules, list(ast_transform.followed)))
     if session.framework is None:
         session.channel.send(standbys.Imported(imported.modules(), os.getcwd()))
