@@ -157,8 +157,9 @@ class Node:
         if isinstance(message, from_rank.Put):
             self.note_ports(message.generation, {rank})
         inner = self.stage.encoded(message)
-        self.send_rows("Rows", [rank], is_awaited=False)
-        self.send_line("Said", f'{{"op": "Said", "rank": {rank}, "pid": {self.ranks[rank].pid}, "message": {inner}}}')
+        pid, now_ns = self.ranks[rank].pid, time.monotonic_ns()
+        said = f'{{"op": "Said", "rank": {rank}, "pid": {pid}, "message": {inner}, "now_ns": {now_ns}, '
+        self.send_line("Said", f'{said}"rows": [{self.row_text(rank, now_ns)}]}}')
 
     def row_text(self, rank: int, now_ns: int) -> str:
         """As `row`, encoded: the stand-ins share a machine with the leader, and there are thousands of them."""

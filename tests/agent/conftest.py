@@ -51,7 +51,7 @@ def become_rank(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
         options = replace(OPTIONS, may_rerun=False)
         welcome = Welcome(0, 0, 1, 1, 2, str(tmp_path), True, options, arguments=words, env=environment)
         handler.channel.send(welcome, [*fds[-3:], *handler.outputs()])
-        handler.channel.send(Resume((0,), 2, boundary=0))
+        handler.channel.send(Resume((), 2, boundary=0))
         code = handler.proc.wait(LIMIT_S)
         handler.close(signal.SIGKILL)
         handler.channel.close()

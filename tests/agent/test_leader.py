@@ -15,6 +15,7 @@ from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.cluster.roles import Leading
 from ttprun.agent.core.failures import Failure
 from ttprun.protocol import meeting, node_reports
+from ttprun.protocol.board import SHARED, Field
 from ttprun.protocol.from_rank import RankFrozen
 from ttprun.protocol.inheritance import Known
 from ttprun.protocol.rank_events import Event, RankExited, RankStarted
@@ -122,14 +123,17 @@ def test_a_process_that_has_ended_is_not_heard_any_more_on_whichever_node_it_was
     for slot in node.slots:
         slot.pid = 200 + slot.rank
     message = RankFrozen(1, 4, "w")
+    stands = node_reports.Rows(1, [node_reports.BoardRow(1, [4] * len(SHARED), "S", 2.5)])
 
     for pid in (100, 200):
         leader.report(0, node_reports.Said(0, pid, message))
-        leader.take(1, node_reports.Said(1, pid + 1, message, fingerprint="f").encoded(2))
+        leader.take(1, node_reports.Said(1, pid + 1, message, fingerprint="f").encoded(2, stands))
 
     assert taken == [(0, message), (1, message)]
     assert node.slots[1].elsewhere is not None
     assert node.slots[1].elsewhere.fingerprints == {4: "f"}
+    assert node.slots[1].elsewhere.cpu_s == 2.5
+    assert node.board.get(1, Field.RECORDED) == 4
 
 
 def test_nodes_that_are_lost_at_once_are_one_fault_which_the_survivors_answer_once(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ttprun.protocol.from_rank import Put
 from ttprun.protocol.rank_events import Event, SpawnFailed
 from ttprun.protocol.to_rank import Freeze, Resume
 
-FREEZE, RESUME, AGAIN = Freeze((0,), 2, (1,)), Resume((0,), 3, boundary=0), Freeze((0,), 4, (1,))
+FREEZE, RESUME, AGAIN = Freeze((0,), 2, (1,)), Resume((), 3, boundary=0), Freeze((0,), 4, (1,))
 
 
 def test_a_slot_reports_how_its_process_ended_and_what_it_leaves(started: Callable[..., RankHandler]) -> None:

@@ -21,6 +21,7 @@ from ttprun.agent.core.node_agent import NodeAgent
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.reports import _ROWS, Reports
 from ttprun.agent.repair.comparisons import Comparisons
+from ttprun.agent.repair.replays import Replays
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.topology import read_topology
 from ttprun.protocol import from_rank, node_orders, to_rank
@@ -72,6 +73,9 @@ class FakeNode:
             slot.pid, slot.is_present = 100 + slot.rank, True
             self.advance(RankStarted(at_s=0.0, rank=slot.rank, pid=slot.pid))
             self.advance(RankProtected(at_s=0.0, rank=slot.rank))
+
+    def lines_since(self, slot: RankSlot, boundary: int) -> tuple[int, int]:
+        return 0, 0
 
     def void_beyond(self, boundary: int) -> None:
         Node.void_beyond(self, boundary)  # type: ignore[arg-type]
@@ -207,6 +211,16 @@ def test_what_ranks_have_sent_in_an_earlier_generation_is_looked_through_once_an
     reports.take(slot, from_rank.Present(pid=200, main_thread=1))
 
     assert reports._passed_on == []
+
+
+def test_ranks_of_whom_nothing_else_is_expected_are_told_to_resume_in_the_same_words(node: FakeNode) -> None:
+    nobody: Any = None
+    replays = Replays(node, node.actuators(), nobody, nobody)  # type: ignore[arg-type]
+
+    replays.resume(to_rank.Resume((0, 1, 2), 1, 4))
+
+    lines = {node_orders.encoded(order, N_RANKS) for one in node.handlers for order in one.reported}
+    assert len(lines) == 1  # those of another node cross once
 
 
 def join_another_node(node: FakeNode, reports: Reports) -> tuple[socket.socket, socket.socket]:

@@ -38,7 +38,7 @@ def lines() -> Iterator[tuple[Channel, Presence, Board]]:
 
 
 def resume(generation: int, **expected: list[str]) -> Resume:
-    return Resume((0,), generation, boundary=0, expected=expected)
+    return Resume((), generation, boundary=0, expected=expected)
 
 
 def up_to_frozen(line: Channel) -> list[channel.Message]:

@@ -117,9 +117,7 @@ class FakeAgent:
         sources = [(name, number, rank) for (name, number), rank in sources_of(journals).items()]
         for rank, line in enumerate(self.lines):
             received = received_of(journals.values()).get(rank, {})
-            line.send(
-                to_rank.Resume((rank,), self.generation, self.boundary, expected or {}, sources, received=received)
-            )
+            line.send(to_rank.Resume((), self.generation, self.boundary, expected or {}, sources, received=received))
 
     def kill(self, rank: int) -> None:
         """A rank is lost."""

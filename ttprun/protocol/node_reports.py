@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import field
 from msgspec.structs import asdict, replace
 
 from ttprun.protocol import channel, meeting
@@ -51,18 +52,22 @@ class Said(Message, frozen=True):
     """A message of a rank.
 
     message      the message; between nodes its fields (`encoded`)
-    fingerprint  with RankFrozen: what replicas have alike in their records of its boundary, hashed; filled in by a
-                 follower, after whose Rows of the rank this comes
+    fingerprint  with RankFrozen: what replicas have alike in their records of its boundary, hashed
+    rows         how the rank stands, as in Rows; filled in between nodes, as the fingerprint: on its own node the
+                 agent sees both
     """
 
     rank: int
     pid: int
     message: Any
     fingerprint: str = ""
+    rows: list[BoardRow] = field(default_factory=list)
+    now_ns: int = 0
 
-    def encoded(self, world_size: int) -> Said:
+    def encoded(self, world_size: int, stands: Rows) -> Said:
         """As it is sent to another agent."""
-        return replace(self, message=fields_of(shortened(self.message, world_size)))
+        message = fields_of(shortened(self.message, world_size))
+        return replace(self, message=message, rows=stands.rows, now_ns=stands.now_ns)
 
     def decoded(self, world_size: int) -> Said:
         """As it was before that; its message is `Refused` if it is none."""

@@ -318,7 +318,7 @@ class LoadMirror(Action, frozen=True):
 class LoadState(Action, frozen=True):
     """Load the weights and optimizer state of a snapshot or checkpoint from files; the answer is `RankRepaired`.
 
-    ranks   that get this order, all of which wait at `boundary`; filled in: the one that it is sent to
+    ranks   that get this order, all of which wait at `boundary`; filled in: none, as in Resume
     files   paths of all shares; filled in
     owners  as in NotAlike; filled in
     header  of each parameter [dtype, shape, its state], see `replicated.describe`; filled in
@@ -359,7 +359,7 @@ class Resume(Action, frozen=True):
 
     All but the first three fields are filled in.
 
-    ranks       survivors and replacements; filled in: the one that it is sent to
+    ranks       survivors and replacements; filled in: none, so that ranks of a node get the same line
     boundary    at which all stand; 0: replacements run the script live from the top
     expected    by group, the signatures of the collectives that a replacement must issue
     sources     (group, number of a collective, the rank that broadcasts its result)

@@ -65,8 +65,8 @@ class Follower:
         node, peers = self.node, self.node.peers
         match report:
             case node_reports.Said(rank=rank):
-                peers.to_leader(board_rows.rows_of(node, [node.slots[rank]]))
-                report = self._completed(report).encoded(len(node.slots))
+                stands = board_rows.rows_of(node, [node.slots[rank]])
+                report = self._completed(report).encoded(len(node.slots), stands)
             case SpawnFailed(rank=rank, reason=reason):
                 node.log("spawn_failed", rank=rank, reason=reason)
             case RankExited():

@@ -181,7 +181,8 @@ class Leader:
                 self.depose(f"{node.peers.name_of(number)} goes on without this node: {reason}")
             case Refused(reason=reason):
                 self._refuse(number, reason)
-            case node_reports.Said():
+            case node_reports.Said(rows=rows, now_ns=now_ns):
+                board_rows.copy_in(node, rows, now_ns)
                 self.report(number, message.decoded(len(node.slots)))
             case _ if isinstance(message, node_reports.Report):
                 self.report(number, message)

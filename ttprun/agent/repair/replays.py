@@ -96,7 +96,7 @@ class Replays(Repairs):
         for rank in action.ranks:
             resume = replace(
                 action,
-                ranks=(rank,),
+                ranks=(),
                 expected=expected.get(rank, {}),
                 sources=[(name, number, giver) for (name, number), giver in agreed[rank].sources.items()],
                 received=agreed[rank].received,

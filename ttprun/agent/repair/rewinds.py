@@ -154,4 +154,4 @@ class Rewinds:
             assert stored is not None
             owners = {key: list(ranks) for key, ranks in stored.replicas.differing.items()}
             filled = {"files": stored.files, "owners": owners, "header": stored.header_of(rank)}
-            slots[rank].send(structs.replace(action, ranks=(rank,), **filled))
+            slots[rank].send(structs.replace(action, ranks=(), **filled))
