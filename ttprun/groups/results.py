@@ -11,13 +11,15 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgpack
 import torch
 
 from ttprun.groups.operations import SAME_FOR_ALL
-from ttprun.introspect.tensor_bytes import bytes_of, plain_together
+from ttprun.introspect import host_copies
+from ttprun.introspect.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
     from ttprun.groups.entry import Entry
@@ -50,7 +52,9 @@ class Results:
     def __init__(self, recorder: Log) -> None:
         self._recorder = recorder
         self._lock = threading.Lock()
-        self._newest: list[tuple[int, str, list[bytes] | list[torch.Tensor]]] = []  # of this step
+        self._newest: list[
+            tuple[int, str, list[bytes] | list[torch.Tensor], bool]
+        ] = []  # of this step; if it is logged
         self._visits: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (-1, 0))  # last step, steps
         self.step = 0
 
@@ -66,27 +70,37 @@ class Results:
                 self._visits[entry.place] = (step, steps)
         outputs: list[bytes] | list[torch.Tensor]
         is_on_device = any(not tensor.is_cpu for tensor in entry.outputs)
-        if is_on_device and steps > SELDOM and threading.current_thread() is threading.main_thread():
+        if is_on_device and threading.current_thread() is threading.main_thread():
             outputs = [tensor.detach().clone() for tensor in entry.outputs]  # on the stream that may write to it next
         else:
             outputs = [bytes_of(tensor).tobytes() for tensor in entry.outputs]
         if entry.op in SAME_FOR_ALL:
             entry.result = outputs
         with self._lock:
-            self._newest.append((step, entry.place, outputs))
-            if steps <= SELDOM:
+            self._newest.append((step, entry.place, outputs, steps <= SELDOM))
+            if steps <= SELDOM and not (outputs and isinstance(outputs[0], torch.Tensor)):
                 self._recorder.append_log(msgpack.packb((step, entry.place, outputs)))
 
     def begin_step(self, step: int) -> list[Result]:
-        """Called at a boundary; returns the results of the step that it ends."""
+        """Called at a boundary; returns the results of the step that it ends.
+
+        Those on a device are there, as bytes, after the next `host_copies.take`.
+        """
         with self._lock:
             ended, self._newest = self._newest, []
             self.step = step
-        copies = iter(plain_together([one for _, _, outputs in ended for one in outputs if not isinstance(one, bytes)]))
-        return [
-            (at, place, [one if isinstance(one, bytes) else bytes_of(next(copies)).tobytes() for one in outputs])
-            for at, place, outputs in ended
-        ]
+        found: list[Result] = []
+        for at, place, outputs, is_logged in ended:
+            result: Result = (at, place, [one for one in outputs if isinstance(one, bytes)])
+            found.append(result)
+            if tensors := [one for one in outputs if not isinstance(one, bytes)]:
+                host_copies.later(tensors, partial(self._add, result, is_logged))
+        return found
+
+    def _add(self, result: Result, is_logged: bool, copies: list[torch.Tensor]) -> None:
+        result[2].extend(bytes_of(one).tobytes() for one in copies)
+        if is_logged:
+            self._recorder.append_log(msgpack.packb(result))
 
 
 class Answers:

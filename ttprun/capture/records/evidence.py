@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import functools
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import xxhash
 
-from ttprun.introspect.tensor_bytes import SAMPLE_BYTES, sampled
+from ttprun.introspect import host_copies
+from ttprun.introspect.tensor_bytes import SAMPLE_BYTES, sampled, sampled_later
 
 ENTRIES = 256  # of one step; later ones are not noted
 ALWAYS = 4  # inputs of a group's collectives of one kind, from which on not all of a step are noted
@@ -68,7 +70,8 @@ class Evidence:
         self._at = 0
         self._count = 0
         self._counts: dict[tuple[int, int], int] = {}
-        self._noted = 0  # by this process, of the step
+        self._lock = threading.Lock()  # what is on a device is noted by another thread
+        self._places: set[Place] = set()  # noted, of the step
         self._newest = -1  # step of which a loss or an input was noted
         self._apart = 1  # steps from one of these to the next
 
@@ -124,18 +127,36 @@ class Evidence:
 
     def write(self, place: Place, tensors: Sequence[torch.Tensor]) -> Noted:
         """Note what was counted last; see `note`."""
-        kind, key, number = place
-        noted = Noted(*sampled(tensors, self._step + number))
-        at, self._noted = self._noted, self._noted + 1
-        if at == self._count < ENTRIES:
-            start = self._at + _HEAD.size + at * _ENTRY_BYTES
-            sample = noted.sample
-            _ENTRY.pack_into(self._region, start, kind, len(sample), number, key, noted.digest)
-            self._region[start + _ENTRY.size : start + _ENTRY.size + len(sample)] = sample
-            self._count += 1
-            # last: a killed rank leaves complete entries
-            _HEAD.pack_into(self._region, self._at, self._step, self._count)
+        noted = Noted(*sampled(tensors, self._step + place[2]))
+        with self._lock:
+            self._put(place, noted)
         return noted
+
+    def write_later(self, place: Place, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], host_copies.Use]:
+        """As `write`, in two parts: what is to be copied to the CPU, and what notes the copies, in any thread."""
+        step = self._step
+        parts, finish = sampled_later(tensors, step + place[2])
+
+        def write(copies: list[torch.Tensor]) -> None:
+            noted = Noted(*finish(copies))
+            with self._lock:
+                if step == self._step:  # else the others are past it, too
+                    self._put(place, noted)
+
+        return parts, write
+
+    def _put(self, place: Place, noted: Noted) -> None:
+        if place in self._places or self._count == ENTRIES:
+            return
+        kind, key, number = place
+        start = self._at + _HEAD.size + self._count * _ENTRY_BYTES
+        sample = noted.sample
+        _ENTRY.pack_into(self._region, start, kind, len(sample), number, key, noted.digest)
+        self._region[start + _ENTRY.size : start + _ENTRY.size + len(sample)] = sample
+        self._places |= {place}
+        self._count += 1
+        # last: a killed rank leaves complete entries
+        _HEAD.pack_into(self._region, self._at, self._step, self._count)
 
     def is_drawn(self, place: Place, is_weights: bool = False) -> bool:
         """Whether what was counted last is among those of the step that are noted, if there may be very many.
@@ -158,14 +179,17 @@ class Evidence:
         return (step - self._newest) % self._apart == 0
 
     def _begin(self, step: int) -> None:
-        self._step = step
-        self._at = self._at_of(step)
-        self._counts.clear()
-        self._noted = 0
-        known, count = _HEAD.unpack_from(self._region, self._at)
-        self._count = count if known == step else 0
-        if known != step:
-            _HEAD.pack_into(self._region, self._at, step, 0)
+        with self._lock:
+            self._step = step
+            self._at = self._at_of(step)
+            self._counts.clear()
+            self._places = set()
+            known, count = _HEAD.unpack_from(self._region, self._at)
+            self._count = count if known == step else 0
+            if known != step:
+                _HEAD.pack_into(self._region, self._at, step, 0)
+            elif count:
+                self._places.update(self.left(step))
 
     def left(self, step: int) -> dict[Place, Noted]:
         """What this rank's processes have noted of a step."""

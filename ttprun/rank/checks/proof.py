@@ -23,7 +23,8 @@ import torch
 from ttprun.capture.records.evidence import BATCH, INPUT, LOSS, Noted, Place
 from ttprun.capture.records.recorder import Recorder
 from ttprun.device import accelerator
-from ttprun.introspect import fail_open
+from ttprun.groups.transports import late
+from ttprun.introspect import fail_open, host_copies
 from ttprun.introspect.tensor_bytes import comparable, is_close
 from ttprun.introspect.unseen import Unseen
 from ttprun.protocol import from_rank
@@ -236,6 +237,10 @@ def note(
                 return False
             if not is_one_of_many:
                 place = evidence.count(session.applied, kind, name)
+            if session.proof is None and not tensors[0].is_cpu:
+                parts, write = evidence.write_later(place, tensors)
+                host_copies.later(parts, write, accelerator.mark())
+                return False
             noted = evidence.write(place, tensors)
             if session.proof is not None:
                 return session.proof.compare(place, noted, tensors, what)
@@ -266,15 +271,23 @@ def wrap_backward(original: Any) -> Any:
             return original(tensors, *args, **kwargs)
         losses = tensors if isinstance(tensors, list | tuple) else [tensors]
         note(session, LOSS, "", losses)
+        _send_notes()
         _going_backward += 1
         try:
             return original(tensors, *args, **kwargs)
         finally:
             _going_backward -= 1
+            _send_notes()
             if (why := gradients.look_after_backward()) and session.mode.is_live and session.is_repairable():
                 session.note_hindrance(session.applied, why)
 
     return backward
+
+
+def _send_notes() -> None:
+    """Let what was noted on a device come to where it outlives this process. The CPU does not wait for it."""
+    if host_copies.waiting and (sent := host_copies.send()) is not None:
+        late.watch(sent, sent)
 
 
 def is_measured(tensors: Sequence[torch.Tensor]) -> bool:
