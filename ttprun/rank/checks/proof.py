@@ -286,8 +286,13 @@ def wrap_backward(original: Any) -> Any:
 
 def _send_notes() -> None:
     """Let what was noted on a device come to where it outlives this process. The CPU does not wait for it."""
-    if host_copies.waiting and (sent := host_copies.send()) is not None:
-        late.watch(sent, sent)
+    if not host_copies.waiting:
+        return
+    try:
+        if (sent := host_copies.send()) is not None:
+            late.watch(sent, sent)
+    except Exception as error:  # not proved; whatever the script asks of a device that has failed tells it
+        fail_open.raise_if_meant(error)
 
 
 def is_measured(tensors: Sequence[torch.Tensor]) -> bool:
