@@ -44,6 +44,7 @@ _NAMES = {
     INPUT: ("input of a collective", "inputs of collectives"),
 }
 _going_backward = 0
+_gone_backward_at = -1  # the newest step in which a backward pass has begun
 
 
 class Proof:
@@ -240,6 +241,8 @@ def note(
             if session.proof is None and not tensors[0].is_cpu:
                 parts, write = evidence.write_later(place, tensors)
                 host_copies.later(parts, write, accelerator.mark())
+                if _gone_backward_at == session.applied and not _going_backward:  # by hand, without DDP
+                    _send_notes()
                 return False
             noted = evidence.write(place, tensors)
             if session.proof is not None:
@@ -257,7 +260,7 @@ def wrap_backward(original: Any) -> Any:
     """torch.autograd.backward: note the losses, and which collectives reduce gradients."""
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        global _going_backward
+        global _going_backward, _gone_backward_at
         session = current()
         is_capturing = accelerator.is_capturing()  # nothing may be copied to the CPU then
         if not is_capturing:
@@ -272,7 +275,7 @@ def wrap_backward(original: Any) -> Any:
         losses = tensors if isinstance(tensors, list | tuple) else [tensors]
         note(session, LOSS, "", losses)
         _send_notes()
-        _going_backward += 1
+        _going_backward, _gone_backward_at = _going_backward + 1, session.applied
         try:
             return original(tensors, *args, **kwargs)
         finally:

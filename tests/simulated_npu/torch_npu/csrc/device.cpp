@@ -139,6 +139,7 @@ void Queue::push(Task task) {
 }
 
 void Queue::work() {
+  pthread_setname_np(pthread_self(), "npu_stream");  // not that of the thread which has used the stream first
   t_device = device;
   auto& of = npu::device(device);
   for (;;) {
