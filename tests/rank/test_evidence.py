@@ -115,6 +115,20 @@ def test_more_than_there_is_room_for_is_not_noted() -> None:
     assert len(evidence.left(1)) == ENTRIES
 
 
+def test_what_comes_when_the_next_step_has_begun_is_not_taken_for_its_own() -> None:
+    evidence = new_evidence()
+    early, late = (evidence.count(4, INPUT, name) for name in ("world", "others"))
+    parts, write = zip(*(evidence.write_later(place, [torch.ones(3)]) for place in (early, late)), strict=True)
+
+    write[0](parts[0])
+    write[0](parts[0])  # as an older process of this rank had it
+    evidence.note(5, LOSS, "", [torch.ones(1)])
+    write[1](parts[1])
+
+    assert list(evidence.left(4)) == [early]
+    assert [kind for kind, _, _ in evidence.left(5)] == [LOSS]
+
+
 def test_another_element_of_a_small_tensor_is_seen_wherever_it_is() -> None:
     tensor = torch.zeros(5000)
     before = sampled([tensor], 0)
