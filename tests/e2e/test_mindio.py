@@ -351,7 +351,9 @@ def test_a_framework_without_handlers_for_fewer_ranks_is_restarted_as_ever(
     result = run_ttprun(PAIR, 2, faults=faults, options=options, script_args=STEPS)
 
     assert [incident["rung"] for incident in result.incidents] == ["restart"], result.story()
-    assert "replacement is switched off (rungs); the cause: rank 1" in result.incidents[0]["reason"], result.story()
+    assert "not replaced: replacement is switched off (rungs)" in result.incidents[0]["reason"], result.story()
+    assert "no save_ckpt handler is registered" in result.output
+    assert "is a bug of ttprun" not in result.output
     assert {rank: lines[-1:] for rank, lines in result.hashes.items()} == weights(PAIR, 2), result.story()
 
 

@@ -10,6 +10,7 @@ from tests.options import OPTIONS
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.rehearsal import Rehearsal
 from ttprun.groups.connection import Exchange
+from ttprun.groups.host import Parts
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Results
 from ttprun.introspect import host
@@ -62,20 +63,22 @@ def make_session(
         options=OPTIONS,
         channel=line,
         board=page,
-        parts={
-            SnapshotPart: SnapshotPart(page, 0, [], 0, recorder),
-            Recorder: known.pop("recorder", recorder),
-            Journal: journal,
-            Holdings: Holdings(),
-            Rehearsal: Rehearsal(),
-            KeptWeights: KeptWeights(optimizer_registry.newest, lambda text: None),
-            OwnState: OwnState(page, 0, [], recorder),
-            Mirror: known.pop("mirror", Mirror(page, 0, [])),
-            Alignment: Alignment(),
-            Verifier: Verifier(line, journal, every=0, nan_limit_s=None),
-            Results: known.pop("results", Results(recorder)),
-            Exchange: known.pop("exchange", Exchange(line)),
-        },
+        parts=Parts(
+            {
+                SnapshotPart: SnapshotPart(page, 0, [], 0, recorder),
+                Recorder: known.pop("recorder", recorder),
+                Journal: journal,
+                Holdings: Holdings(),
+                Rehearsal: Rehearsal(),
+                KeptWeights: KeptWeights(optimizer_registry.newest, lambda text: None),
+                OwnState: OwnState(page, 0, [], recorder),
+                Mirror: known.pop("mirror", Mirror(page, 0, [])),
+                Alignment: Alignment(),
+                Verifier: Verifier(line, journal, every=0, nan_limit_s=None),
+                Results: known.pop("results", Results(recorder)),
+                Exchange: known.pop("exchange", Exchange(line)),
+            }
+        ),
         **known,
     )
     session.training = Training(session)

@@ -194,6 +194,14 @@ class Made:
         self.left.clear()
 
 
+class Parts(dict[type[Any], Any]):
+    """Objects by their class; what runs in each step asks `session.parts`, which costs no call of Python's."""
+
+    if TYPE_CHECKING:
+
+        def __getitem__(self, kind: type[_T]) -> _T: ...
+
+
 @dataclass(kw_only=True)
 class Member(RankContext):
     """This process as a member of process groups.
@@ -213,7 +221,7 @@ class Member(RankContext):
     away          ranks without which the others keep training (--mindio)
     """
 
-    parts: dict[type[Any], Any] = field(default_factory=dict)
+    parts: Parts = field(default_factory=Parts)
     generation: int = 0
     applied: int = 0
     unprotected: str = ""
@@ -239,7 +247,7 @@ class Member(RankContext):
 
     def __getitem__(self, kind: type[_T]) -> _T:
         """The part of this class. Raises KeyError."""
-        return self.parts[kind]  # type: ignore[no-any-return]
+        return self.parts[kind]
 
     def get(self, kind: type[_T]) -> _T | None:
         """The part of this class; None if there is none."""

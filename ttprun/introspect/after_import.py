@@ -32,7 +32,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         for name in list(_waiting):
-            if is_overdue(name):
+            if name in sys.modules and is_overdue(name):
                 _act_for(name)
         if fullname not in _waiting:
             return None

@@ -264,7 +264,11 @@ def _lines(view: Any, salt: int) -> bytes:
 
 def comparable(values: Iterable[Any]) -> list[torch.Tensor]:
     """The dense tensors among some values."""
-    return [one for one in values if is_a(one, torch.Tensor) and one.layout is torch.strided and not one.is_meta]
+    return [
+        one
+        for one in values
+        if (type(one) is torch.Tensor or is_a(one, torch.Tensor)) and one.layout is torch.strided and not one.is_meta
+    ]
 
 
 def is_close(one: bytes, other: bytes, dtype: torch.dtype) -> bool:

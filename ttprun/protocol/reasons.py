@@ -492,6 +492,14 @@ REASONS = (
         _PROVED,
     ),
     Reason(
+        "handler-missing",
+        REFUSED,
+        r"no \S+ handler is registered",
+        "The framework recovers through handlers of its own, and has registered none for this.",
+        "register one (MindIO's `tft_register_*_handler`), as `ttprun guide mindio` says",
+        "mindio#The mindio interface",
+    ),
+    Reason(
         "recovery-failed",
         REFUSED,
         "while it (stopped|sent|loaded|took|wrote|issued|recovered)|attempts to replace"

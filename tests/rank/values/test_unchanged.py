@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ttprun.capture.values import unchanged
-from ttprun.capture.values.unchanged import Remembered, Unchanged
+from ttprun.capture.values.unchanged import Remembered, Unchanged, begin_boundary
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a value replaced": lambda one: one.update(a=2),
@@ -98,7 +98,7 @@ def test_what_is_not_asked_for_at_a_boundary_is_forgotten_at_the_next() -> None:
     remembered.keep("b", "not asked for")
 
     for _ in range(3):
-        remembered.begin_boundary()
+        begin_boundary()
         assert remembered.get("a") == "asked for"
 
     assert remembered.get("b") is None

@@ -25,11 +25,11 @@ def fingerprints(batch: Any) -> list[bytes]:
     """Hashes of a batch: one of each tensor, and one of each other part; [] for None."""
     if batch is None:
         return []
-    parts: Any = values_of(batch) if is_a(batch, dict) else batch
-    if is_a(parts, list | tuple):
+    parts: Any = values_of(batch) if type(batch) is not list and is_a(batch, dict) else batch
+    if type(parts) is list or is_a(parts, list | tuple):
         found = []
         for part in parts[:_MOST_PARTS]:
-            if is_a(part, torch.Tensor) and part.layout is torch.strided:
+            if (type(part) is torch.Tensor or is_a(part, torch.Tensor)) and part.layout is torch.strided:
                 found.append(fingerprint(part))
             else:
                 found += fingerprints(part)
@@ -48,8 +48,9 @@ def note(session: Host, loader: str, batch: Any) -> None:
 
     Raises MismatchError.
     """
-    parts: Any = values_of(batch) if is_a(batch, dict) else batch
-    session.training.note(BATCH, loader, parts if is_a(parts, list | tuple) else [parts])
+    parts: Any = values_of(batch) if type(batch) is not list and is_a(batch, dict) else batch
+    is_of_parts = type(parts) is list or is_a(parts, list | tuple)
+    session.training.note(BATCH, loader, parts if is_of_parts else [parts])
 
 
 def is_of_tensors(batch: Any) -> bool:

@@ -34,11 +34,13 @@ _known: dict[tuple[int, int], tuple[frozenset[str], CodeType]] = {}
 
 def state_in(scope: dict[str, Any], dead: Sequence[str]) -> dict[str, Any]:
     """A function's variables without what is dead and held by nothing else; changes `scope`, a copy of its own."""
-    for name in filter(scope.__contains__, dead):
-        value = scope.pop(name)
-        # Held by the function and `value`, and as an argument.
-        if type(value) not in SCALARS and not (type(value) in _OWN_MEMORY and sys.getrefcount(value) <= 3):
-            scope[name] = value
+    for name in dead:
+        if name not in scope:
+            continue
+        value = scope[name]
+        # Held by the function, `scope` and `value`, and as an argument.
+        if type(value) in SCALARS or (type(value) in _OWN_MEMORY and sys.getrefcount(value) <= 4):
+            del scope[name]
     return scope
 
 

@@ -340,8 +340,12 @@ def around(frame: FrameType) -> list[Site]:
 
 def of_frame(frame: FrameType) -> list[Loop]:
     """The active followed loops of a frame, outermost first."""
-    known = (_running.get((id(frame), site.key)) for site in _sites_of(frame.f_code))
-    return [loop for loop in known if loop is not None and loop.is_running()]
+    found, key = [], id(frame)
+    for site in _sites_of(frame.f_code):  # plain lines, as at each boundary
+        loop = _running.get((key, site.key))
+        if loop is not None and loop.is_running():
+            found.append(loop)
+    return found
 
 
 def note_steps(active: list[Loop], not_followed: list[Site]) -> None:

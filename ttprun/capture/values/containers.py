@@ -138,6 +138,8 @@ def record_sequence(base: type) -> Handler:
         found = _items(snapshot, value, items, depth)
         if len(items) > MAX_ITEMS:
             return _long(value, len(items), found)
+        if type(value) is list and type(found) is list:
+            return ListNode(number, found, None, {}, 0)
         nodes = _packed(snapshot, found)
         if base is list:
             kind, attributes = _own(snapshot, value, list, depth) or _PLAIN
@@ -349,7 +351,8 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
         base = base_of(value)
         all_keys, all_values = list(base.__iter__(value)), list(base.values(value))
     age = 0
-    if len(all_keys) <= MAX_ITEMS and (ids := _ids(snapshot, all_keys, depth)) is not None:
+    may_be_ids = all_keys and type(next(iter(all_keys))) is int and len(all_keys) <= MAX_ITEMS
+    if may_be_ids and (ids := _ids(snapshot, all_keys, depth)) is not None:
         keys, values = ids, snapshot.items(list(all_values), depth)
     elif len(all_keys) < MIN_ITEMS:
         keys, values = snapshot.items(all_keys, depth), snapshot.items(all_values, depth)
@@ -359,7 +362,7 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
         if len(all_keys) > MAX_ITEMS:
             return _long(value, len(all_keys), of_keys, of_values)
         keys, values, age = _packed(snapshot, of_keys), _packed(snapshot, of_values), _age(of_keys, of_values)
-    kind, attributes = _own(snapshot, value, dict, depth) or _PLAIN
+    kind, attributes = _PLAIN if type(value) is dict else _own(snapshot, value, dict, depth) or _PLAIN
     return DictNode(number, keys, values, kind, attributes, age)
 
 

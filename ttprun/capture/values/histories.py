@@ -61,7 +61,6 @@ def _names_of_kept(kind: type) -> list[str]:
 
 def _keeps(node: Any) -> bool | None:
     """Whether a node of the graph still keeps something, which is freed all at once; None if it never did."""
-    keeps = None
     for name in _names_of_kept(type(node)):
         try:
             value = getattr(node, name)
@@ -70,7 +69,6 @@ def _keeps(node: Any) -> bool | None:
         for one in value if isinstance(value, tuple | list) else (value,):
             if one is not None:
                 held = torch_versions.still_holds(node, name, one, _has_hooks)
-                if held:
-                    return True
-                keeps = False if held is False else keeps
-    return keeps
+                if held is not None:
+                    return held
+    return None

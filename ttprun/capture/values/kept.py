@@ -75,12 +75,13 @@ class Kept:
     alive           the objects that have a number, in the order in which they were met
     numbers         of these, by their ids
     elsewhere       numbers of the objects that are only referred to, by their ids
+    depends         it has any of these; else it is of values that never change
     parts           the same of each name alone; empty if there is one name
     """
 
     __slots__ = (
-        *("_packed", "_unchanged", "alive", "contents", "elsewhere", "names", "nodes", "numbers", "objects", "parts"),
-        *("typed", "values"),
+        *("_packed", "_unchanged", "alive", "contents", "depends", "elsewhere", "names", "nodes", "numbers"),
+        *("objects", "parts", "typed", "values"),
     )
 
     def __init__(self, nodes: dict[str, Any], values: list[Any]) -> None:
@@ -91,6 +92,7 @@ class Kept:
         self.alive: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.elsewhere: dict[int, int] = {}
+        self.depends = True
         self.parts: list[Kept] = []
         self._unchanged = Unchanged()
         self._packed: FixedNode | None = None
@@ -118,6 +120,7 @@ class Kept:
         made.elsewhere = {key: number for key, number in trace.referred[marks[3] :] if key not in made.numbers}
         made._unchanged = Unchanged(made.contents)
         made._unchanged.add_objects(made.objects, made.typed)
+        made._note_what_counts()
         return made
 
     @classmethod
@@ -140,7 +143,11 @@ class Kept:
         made._unchanged = Unchanged.joined(
             [part._unchanged for part in parts if part.contents or part.objects or part.typed]
         )
+        made._note_what_counts()
         return made
+
+    def _note_what_counts(self) -> None:
+        self.depends = bool(self.contents or self.objects or self.typed or self.alive or self.elsewhere)
 
     @property
     def packed(self) -> FixedNode:
@@ -151,9 +158,16 @@ class Kept:
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Whether this walk would find the same nodes."""
-        depends = self.contents or self.objects or self.typed
-        if depends and (not self.holds_alone() or (self.numbers and not self._is_new_to(snapshot))):
-            return False
+        if self.contents or self.objects or self.typed:
+            try:  # as `holds_alone` and `_is_new_to`: this is asked of each object at each boundary
+                if not self._unchanged.holds():
+                    return False
+            except RuntimeError:
+                return False
+            if self.numbers and not self.numbers.keys().isdisjoint(snapshot.numbers.keys()):
+                return False
+            if snapshot.rows and not self._is_new_to(snapshot):
+                return False
         return not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items()
 
     def holds_alone(self) -> bool:
@@ -230,7 +244,7 @@ class Names:
     """
 
     __slots__ = (
-        *("_again", "_all", "_chosen", "_hints", "_pause", "_strikes", "_version"),
+        *("_again", "_all", "_chosen", "_hints", "_pause", "_settled", "_strikes", "_version"),
         *("choose", "entered", "kept", "late", "rest"),
     )
 
@@ -243,7 +257,8 @@ class Names:
         self._all: list[Any] | None = None
         self._chosen: list[str] = []
         self._version = -1
-        self._hints: dict[str, int] = {}  # ids of values in which nothing open was found at the boundary before
+        self._settled: dict[str, Any] = {}  # values at the boundary before that can never change
+        self._hints: dict[str, int] = {}  # ids of others in which nothing open was found then
         self._strikes: Counter[str] = Counter()
         self._pause = _AGAIN[0]
         self._again = Clock.boundary + self._pause  # when names with many strikes are tried once more
@@ -259,7 +274,7 @@ class Names:
         if version == -1 or version != self._version:
             self._look_at(scope)
             self._version = version
-        if self.kept is not None:
+        if self.kept is not None and self.kept.depends:
             if not self.kept.holds(snapshot):
                 self._keep(self.kept, self.kept.holding(snapshot))
             if self.kept is not None:
@@ -332,17 +347,19 @@ class Names:
         trace, strikes, hints = snapshot.trace, self._strikes, self._hints
         if Clock.boundary >= self._again and strikes:
             self._try_again()
+        settled = self._settled
         for name in names:
             value = scope[name]
-            if type(value) in SETTLED and hints.get(name) != id(value):
-                found[name] = value
-                hints[name] = id(value)
+            if type(value) in SETTLED and not (name in settled and settled[name] is value):
+                found[name] = settled[name] = value
                 continue
+            if name in settled and settled[name] is not value:
+                del settled[name]
             if snapshot.is_keeping or (name in strikes and strikes[name] >= _STRIKES):
                 found[name] = value if type(value) in SETTLED else snapshot.node(value, depth)
                 continue
-            before = trace.open
-            if hints.get(name) == id(value):
+            before, key = trace.open, id(value)
+            if type(value) in SETTLED or (name in hints and hints[name] == key):
                 marks = marks_in(snapshot)
                 found[name] = node = snapshot.kept_node(value, depth)
                 if trace.open == before:
@@ -352,7 +369,7 @@ class Names:
             else:
                 found[name] = snapshot.node(value, depth)
             if trace.open == before:
-                hints[name] = id(value)
+                hints[name] = key
             elif name in hints:
                 del hints[name]
         if new:

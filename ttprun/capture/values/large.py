@@ -133,10 +133,8 @@ def _number_of_parts(size: int) -> int:
 
 
 def _take_turns() -> None:
-    """Once at each boundary: look at what has been looked at least recently."""
+    """Look at what has been looked at least recently; to be called once at each boundary."""
     global _turned_at
-    if _turned_at == Clock.boundary:
-        return
     _turned_at = Clock.boundary
     left = TURN_BYTES
     for _ in range(len(_turns)):
@@ -182,8 +180,9 @@ def follow(value: Any) -> tuple[bytes, bool]:
 
     An array has no version counter: one that can be written is hashed at each boundary until its turns begin.
     """
-    _take_turns()
-    is_tensor = is_a(value, torch.Tensor)
+    if _turned_at != Clock.boundary:
+        _take_turns()
+    is_tensor = type(value) is torch.Tensor or is_a(value, torch.Tensor)
     size = value.nbytes
     if is_tensor and size <= SMALL_BYTES:
         return _digest(value), False
@@ -227,7 +226,8 @@ def _has_turns(value: Any, is_tensor: bool) -> bool:
 
 def address_of(value: Any) -> int:
     """The address of a tensor or array."""
-    at: int = value.data_ptr() if is_a(value, torch.Tensor) else value.__array_interface__["data"][0]
+    is_tensor = type(value) is torch.Tensor or is_a(value, torch.Tensor)
+    at: int = value.data_ptr() if is_tensor else value.__array_interface__["data"][0]
     return at
 
 
@@ -270,7 +270,7 @@ def _keep(value: Any) -> _Met:
 
 
 def _digest(value: Any) -> bytes:
-    if is_a(value, numpy.ndarray):
+    if type(value) is not torch.Tensor and is_a(value, numpy.ndarray):
         return digest_of(numpy.ascontiguousarray(value).reshape(-1).view("u1").data)
     if (
         value.nbytes <= SMALL_BYTES

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -239,7 +239,7 @@ def _are_the_same(one: Any, other: Any) -> bool:
     if one is other or type(one) is not type(other):
         return one is other
     if type(one) is tuple:
-        return len(one) == len(other) and all(map(_are_the_same, one, other))
+        return len(one) == len(other) and (all(map(is_, one, other)) or all(map(_are_the_same, one, other)))
     return type(one) in SETTLED and bool(one == other)
 
 

@@ -108,9 +108,8 @@ def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     snapshot.trace.objects.append((value, held))
     if snapshot.is_separate:
         return ObjectNode(snapshot.number(value), name, snapshot.attributes(held, depth, without))
-    names = snapshot.names_of(held, without)
     number = snapshot.number(value)
-    return ObjectNode(number, name, snapshot.lasting_attributes(names, held, depth))
+    return ObjectNode(number, name, snapshot.lasting_attributes(snapshot.names_of(held, without), held, depth))
 
 
 @traces

@@ -52,7 +52,15 @@ FIXED = ""  # the name of the packed nodes, in a scope's record, that are the sa
 #
 # What it raises makes a RefusedNode.
 Handler = Callable[["Snapshot", Any, int], Any]
-HANDLERS: dict[type, Handler] = {}
+
+
+class _Handlers(dict[type, Handler]):
+    def __missing__(self, kind: type) -> Handler:
+        self[kind] = chosen = _choosers[0](kind)
+        return chosen
+
+
+HANDLERS = _Handlers()
 _choosers: list[Callable[[type], Handler]] = []
 _tracing: set[Handler] = set()
 
@@ -174,13 +182,13 @@ class Snapshot:
 
     def number(self, value: Any) -> Number:
         """The number of an object that is met for the first time: the same at each boundary."""
+        key = id(value)
         if self.is_separate:  # the nodes are compared with another process's
             number = len(self.numbers)
         else:
-            key, now = id(value), _numbers.now  # and no call: this is done for each object at each boundary
-            number = now.get(key) or _numbers.before.get(key) or lasting_numbers(1)
-            now[key] = number
-        self.numbers[id(value)] = number
+            now = _numbers.now  # and no call: this is done for each object at each boundary
+            now[key] = number = _numbers.before.get(key) or now.get(key) or lasting_numbers(1)
+        self.numbers[key] = number
         self.alive.append(value)
         return Number(number)
 
@@ -200,9 +208,7 @@ class Snapshot:
         kind = type(value)
         if kind in SETTLED:
             return value
-        handler = HANDLERS.get(kind)
-        if handler is None:
-            handler = HANDLERS[kind] = _choosers[0](kind)
+        handler = HANDLERS[kind]
         known = self.numbers.get(id(value))
         if known is None and self.rows:
             known = next((numbers[id(value)] for numbers in self.rows if id(value) in numbers), None)

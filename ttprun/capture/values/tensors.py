@@ -88,14 +88,15 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
         gradient = _gradient(value) if flags & _LEAF else None
         return TensorNode(number, dtype, shape, layout, contents, flags, device, place, gradient)
 
-    array = None if storage.resizable() or not size else array_around(at)
+    is_resizable = storage.resizable()
+    array = None if is_resizable or not size else array_around(at)
     if size > SMALL_BYTES or value.is_conj() or value.is_neg() or device or array is not None:
         first_part = snapshot.parts.setdefault(at, number)
         is_held = _is_held(snapshot, value) if array is None else is_changing(snapshot, array)
         place = [_form(value), number - first_part, array is not None, is_held]
         return node(False, _contents(snapshot, value if device else plain(value)), place)
     first, further = snapshot.storages.get(at), 0
-    if first is None and not storage.resizable():
+    if first is None and not is_resizable:
         first, further = _in_array(snapshot, at)
     if first is None and size == value.nbytes and value.is_contiguous():
         if size:

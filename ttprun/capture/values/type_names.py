@@ -40,7 +40,7 @@ def is_settled(node: Node) -> bool:
 
 def name_of(kind: Any) -> str:
     """A type's or function's name for `look_up`: "module:qualified name"."""
-    if is_a(kind, type):
+    if issubclass(type(kind), type):
         return f"{module_of_class(kind)}:{qualified_name_of_class(kind)}"
     return f"{kind.__module__}:{kind.__qualname__}"
 

@@ -308,7 +308,7 @@ def _are_the_same(items: list[Any], others: list[Any]) -> bool:
 
 
 class Remembered(Generic[V]):
-    """Results by key; those that were not used at the previous boundary are forgotten.
+    """Results by key; those that were not used at the previous boundary are forgotten (`begin_boundary`).
 
     now, before   those that were used at this boundary, and at the previous one
     """
@@ -331,19 +331,15 @@ class Remembered(Generic[V]):
         """Keep a result for the next boundary."""
         self.now[key] = made
 
-    def begin_boundary(self) -> None:
-        """Forget what was not used since the last call."""
-        self.before, self.now = self.now, {}
-
 
 _all: list[Remembered[Any]] = []
 
 
 def begin_boundary() -> None:
-    """Begin a boundary for all results."""
+    """Begin a boundary: forget the results that were not used since the last one."""
     Clock.boundary += 1
     for one in _all:
-        one.begin_boundary()
+        one.before, one.now = one.now, {}
 
 
 def forget() -> None:

@@ -39,7 +39,7 @@ from ttprun.rank.framework import randomness, scheduler
 from ttprun.rank.framework.codes import RET_NO_REBUILD, ReportState
 from ttprun.rank.framework.error_meanings import FORCE_STOP
 from ttprun.rank.framework.framework import Framework, MainThread
-from ttprun.rank.framework.handlers import Size
+from ttprun.rank.framework.handlers import SAVE, Size
 from ttprun.rank.replay import freezing
 from ttprun.rank.replay.recovery import JoinsTraining, Ordered, Recovery
 from ttprun.rank.session import Session
@@ -267,6 +267,8 @@ class CallbackRecovery(Recovery):
     def _save(self, order: mindio.Save) -> None:
         framework = self._framework
         moments.reached("persist")
+        if not framework.handlers.has(SAVE):
+            raise NotRepairableError("no save_ckpt handler is registered, so nothing can be saved")
         if not framework.was_cleaned:
             with self._calling():
                 framework.handlers.clean(False)

@@ -168,11 +168,7 @@ class Handlers:
 
         step        its boundary
         save_info   who writes what, as MindIO describes it: [{type, ranks}]
-
-        Raises CallbackFailedError if the framework cannot do that.
         """
-        if not self.has(SAVE):
-            raise CallbackFailedError("no save_ckpt handler is registered, so nothing can be saved")
         function, ctx = self._registered[SAVE]
         function(step, save_info, self.args, ctx)
 

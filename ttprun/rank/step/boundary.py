@@ -34,7 +34,7 @@ def describe(
     """
     living = optimizer_registry.optimizers()
     stepped = optimizer_registry.newest() if has_looked else optimizer_registry.stepped(living)
-    kept = session[KeptWeights]
+    kept = session.parts[KeptWeights]
     sample = b""
     if stepped.is_on_cpu:
         sample = stepped.sample(boundary)
@@ -46,12 +46,12 @@ def describe(
             sample = found
 
         kept.compare_later(stepped, boundary, note)
-    results = session[Results].begin_step(boundary)
+    results = session.parts[Results].begin_step(boundary)
 
     def beside() -> recording.Beside:
         return recording.Beside(
             weights=b"" if stepped.is_sharded else sample,
-            held=session[Holdings].mark(stepped, optimizer, boundary),
+            held=session.parts[Holdings].mark(stepped, optimizer, boundary),
             kept=kept.is_kept,
             rebuilt=optimizer_registry.rebuilt(),
             groups_made=dict(session.made.by_ranks),

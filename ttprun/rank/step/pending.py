@@ -17,15 +17,15 @@ _ARRIVES_WITHIN_S = 2.0  # what the other end has completed
 
 def wait_for_all(session: Session, boundary: int) -> None:
     """Wait until the journal's entries have completed, but those of saves; returns early when protection ends."""
-    for entry in session[Journal].unfinished():
+    for entry in session.parts[Journal].unfinished():
         if entry.save is not None:  # it may wait for the disk of another rank
             continue
         if isinstance(entry, Message):
             session.touch(Phase.COMMITTING)
-            session[Journal].wait(entry, _Wait(session, entry, boundary).is_over)
+            session.parts[Journal].wait(entry, _Wait(session, entry, boundary).is_over)
         else:
             session.touch(Phase.WAITING)
-            session[Journal].wait(entry)
+            session.parts[Journal].wait(entry)
 
 
 class _Wait:

@@ -42,45 +42,45 @@ def write_record(
 ) -> bool:
     is_open = open_boundaries.look(optimizer)
     is_open = is_open or open_boundaries.is_in_backward()
-    session[OwnState].is_apt = False
+    session.parts[OwnState].is_apt = False
     try:
         why_not = _why_not_recorded(session, optimizer)
         if why_not:
             session.give_up_protection(why_not)
         else:
-            Clock.is_whole = session[SnapshotPart].may_be_due(boundary)
+            Clock.is_whole = session.parts[SnapshotPart].may_be_due(boundary)
             with values.room_to_walk():
                 record, blobs, is_going_on = describe(session, boundary, frame, returned, optimizer, has_looked)
                 is_open = is_open or is_going_on
                 head = values.pack(record)
-            hindrance = hindrances.look(record, session[Rehearsal].refused)
-            hindrance = hindrance or session[Holdings].why_moved(optimizer_registry.newest())
+            hindrance = hindrances.look(record, session.parts[Rehearsal].refused)
+            hindrance = hindrance or session.parts[Holdings].why_moved(optimizer_registry.newest())
             hindrance = hindrance or open_boundaries.why_none_is_closed(optimizer)
             session.note_hindrance(boundary, hindrance)
             if hindrance:  # the step that ends here would not come to the same
-                session[Recorder].evidence.clear()
+                session.parts[Recorder].evidence.clear()
             try:
-                session[Recorder].write(boundary, head, blobs)
+                session.parts[Recorder].write(boundary, head, blobs)
             except RecordTooLargeError as error:
                 raise RecordTooLargeError(f"{error}{_largest(record, blobs)}") from None
-            session[OwnState].is_apt = not hindrance and not is_open
+            session.parts[OwnState].is_apt = not hindrance and not is_open
             session.report_not_proved(record.not_proved)
-            session[Rehearsal].note(session[Recorder], record, head, session.options.is_strict)
+            session.parts[Rehearsal].note(session.parts[Recorder], record, head, session.options.is_strict)
             if boundary == 1:
-                session[Recorder].write_first(boundary, head, blobs)
+                session.parts[Recorder].write_first(boundary, head, blobs)
     except RecordTooLargeError as error:
         session.give_up_protection(str(error))
     except Exception as error:  # fail open
         fail_open.raise_if_meant(error)
         session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
     if session.local_rank == LEADER and not session.trains_alone:
-        session[SnapshotPart].agree(session.channel, boundary, is_open)
+        session.parts[SnapshotPart].agree(session.channel, boundary, is_open)
     if is_open and not session.trains_alone:
         open_boundaries.come_to(session, boundary)
     if session.unprotected:
         host_copies.forget()
     else:
-        session[Mirror].complete(session, boundary, optimizer)
+        session.parts[Mirror].complete(session, boundary, optimizer)
     session.board.announce(session.rank, Field.RECORDED, boundary)
     if not session.unprotected:
         _rehearse(session, boundary)
@@ -96,7 +96,7 @@ def _largest(record: BoundaryRecord, blobs: Sequence[torch.Tensor]) -> str:
 
 def _rehearse(session: Session, boundary: int) -> None:
     """Before the wait for the other ranks: read back what was recorded, and report what a replay would lack."""
-    rehearsal = session[Rehearsal]
+    rehearsal = session.parts[Rehearsal]
     read = rehearsal.go_on(lambda: not session.trains_alone and min(session.recorded) < boundary)
     if read:
         session.report_unrecorded(rehearsal.unrecorded)

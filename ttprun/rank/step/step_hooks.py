@@ -211,10 +211,11 @@ def _wait_for_operations(step: _Step) -> None:
 def _check_given_results(step: _Step) -> None:
     """Refuse the step if DDP has overwritten a result while a recovery broadcast it."""
     session = step.session
-    if not session[Journal].sources:
+    journal = session.parts[Journal]
+    if not journal.sources:
         return
-    for entry in session[Journal].entries:
-        if entry.held is not None and session[Journal].source_of(entry) == session.rank and not entry.held.is_kept:
+    for entry in journal.entries:
+        if entry.held is not None and journal.source_of(entry) == session.rank and not entry.held.is_kept:
             reason = f"the result of {entry.signature} was overwritten while it was sent to the other ranks"
             report_mismatch(session.channel, session.generation, reason)
 
@@ -225,7 +226,7 @@ def _end_proof(step: _Step) -> None:
 
 
 def _align(step: _Step) -> None:
-    step.session[Alignment].arrive(step.session, step.boundary, step.optimizer)
+    step.session.parts[Alignment].arrive(step.session, step.boundary, step.optimizer)
 
 
 def _compare(step: _Step) -> None:
@@ -233,12 +234,12 @@ def _compare(step: _Step) -> None:
     if session.trains_alone:
         return
     stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-    are_new = session[Holdings].are_new(stepped, step.optimizer, session.made.count)
+    are_new = session.parts[Holdings].are_new(stepped, step.optimizer, session.made.count)
     if are_new and len(stepped.counts) > 1:
         _collect_dropped()
-        session[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
+        session.parts[Holdings].note(optimizer_registry.stepped(optimizer_registry.optimizers()))
     step.has_looked = True
-    session[Verifier].look(step.boundary, step.optimizer, step.frame, are_new)
+    session.parts[Verifier].look(step.boundary, step.optimizer, step.frame, are_new)
 
 
 def _record(step: _Step) -> None:
@@ -255,7 +256,7 @@ def _commit(step: _Step) -> None:
 def _empty_journal(step: _Step) -> None:
     for group in groups_of(step.session):
         group.end_step()
-    step.session[Journal].clear()
+    step.session.parts[Journal].clear()
 
 
 def _begin_applying(step: _Step) -> None:
@@ -388,7 +389,7 @@ def _note_weights(step: _Step) -> None:
     if not step.is_recorded:
         return
     try:
-        step.session[KeptWeights].note(step.boundary)
+        step.session.parts[KeptWeights].note(step.boundary)
         optimizer_registry.note_remains()
     except Exception as error:  # e.g. no memory for copies: fail open
         fail_open.raise_if_meant(error)
@@ -397,26 +398,26 @@ def _note_weights(step: _Step) -> None:
 
 def _keep_own_state(step: _Step) -> None:
     if step.is_recorded and step.session.is_alone():
-        step.session[OwnState].keep(step.session, step.boundary)
+        step.session.parts[OwnState].keep(step.session, step.boundary)
 
 
 def _await_answer(step: _Step) -> None:
     if step.is_recorded:
-        step.session[Verifier].await_answer()
+        step.session.parts[Verifier].await_answer()
 
 
 def _mirror(step: _Step) -> None:
     if step.is_recorded:
-        step.session[Mirror].begin(step.session, step.boundary)
+        step.session.parts[Mirror].begin(step.session, step.boundary)
     else:  # there is nothing to read back
         step.session.row[Field.REHEARSED] = step.boundary
 
 
 def _take_snapshot(step: _Step) -> None:
     session = step.session
-    if not session.trains_alone and session[SnapshotPart].is_due(step.boundary):
+    if not session.trains_alone and session.parts[SnapshotPart].is_due(step.boundary):
         with gradients.kept_if_unknown(step.optimizer):
-            session[SnapshotPart].take(session, step.boundary, step.frame)
+            session.parts[SnapshotPart].take(session, step.boundary, step.frame)
 
 
 def _pass_after(step: _Step) -> None:
@@ -434,11 +435,11 @@ def _end_step(step: _Step) -> None:
         _look_at_state(session)
         for_standbys.report(session)
         if not session.unprotected:
-            session[SnapshotPart].report_size(session.channel)
+            session.parts[SnapshotPart].report_size(session.channel)
 
 
 def _stop_if_divergent(step: _Step) -> None:
-    step.session[Verifier].stop_if_divergent()
+    step.session.parts[Verifier].stop_if_divergent()
 
 
 END: tuple[Stage[_Step], ...] = (

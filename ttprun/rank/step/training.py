@@ -60,18 +60,18 @@ class Training(context.Training):
         report_mismatch(session.channel, session.generation, why)
 
     def has_a_look(self) -> bool:
-        return self._session[Verifier].looks_before
+        return self._session.parts[Verifier].looks_before
 
     def keep_result(self, entry: Entry) -> None:
         session = self._session
-        session[Mirror].keep_result(session, entry.sequence, entry.number, entry.outputs[0])
+        session.parts[Mirror].keep_result(session, entry.sequence, entry.number, entry.outputs[0])
 
     def give_result(self, entry: Entry) -> None:
         session = self._session
-        session[Mirror].give_result(session.applied, entry.sequence, entry.number, entry.outputs[0])
+        session.parts[Mirror].give_result(session.applied, entry.sequence, entry.number, entry.outputs[0])
 
     def leaves(self) -> None:
-        self._session[Verifier].stop_if_divergent()
+        self._session.parts[Verifier].stop_if_divergent()
 
     def made(self, what: str, cure: str, is_kept: Callable[[], bool], frame: FrameType | None) -> None:
         made_inside.note(what, cure, is_kept, frame)
