@@ -141,10 +141,11 @@ def weight_node(value: torch.Tensor, index: int, offset: int | torch.SymInt | No
 def _contents(snapshot: Snapshot, tensor: torch.Tensor) -> bytes | list[int]:
     """The elements of a `plain` tensor, or of one on a device, or the blob that they will be."""
     size = tensor.nbytes
-    if not tensor.is_cpu and size and not snapshot.is_separate:
-        snapshot.blobs.append(tensor.detach())  # all are copied together
-        return [len(snapshot.blobs) - 1]
-    tensor = plain(tensor)
+    if not tensor.is_cpu:
+        if size and not snapshot.is_separate:
+            snapshot.blobs.append(tensor.detach())  # all are copied together
+            return [len(snapshot.blobs) - 1]
+        tensor = plain(tensor)
     if snapshot.is_separate or size <= INLINE_BYTES:
         return ctypes.string_at(tensor.data_ptr(), size) if size else b""
     snapshot.blobs.append(tensor)

@@ -274,13 +274,15 @@ def wrap_backward(original: Any) -> Any:
             return original(tensors, *args, **kwargs)
         losses = tensors if isinstance(tensors, list | tuple) else [tensors]
         note(session, LOSS, "", losses)
-        _send_notes()
+        if host_copies.waiting:
+            _send_notes()
         _going_backward, _gone_backward_at = _going_backward + 1, session.applied
         try:
             return original(tensors, *args, **kwargs)
         finally:
             _going_backward -= 1
-            _send_notes()
+            if host_copies.waiting:
+                _send_notes()
             if (why := gradients.look_after_backward()) and session.mode.is_live and session.is_repairable():
                 session.note_hindrance(session.applied, why)
 
@@ -289,8 +291,6 @@ def wrap_backward(original: Any) -> Any:
 
 def _send_notes() -> None:
     """Let what was noted on a device come to where it outlives this process. The CPU does not wait for it."""
-    if not host_copies.waiting:
-        return
     try:
         if (sent := host_copies.send()) is not None:
             late.watch(sent, sent)
