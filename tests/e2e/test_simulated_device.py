@@ -36,7 +36,8 @@ sampler = torch.utils.data.DistributedSampler(data)
 newest, seen, norms = None, [], []
 for inputs, labels in torch.utils.data.DataLoader(data, batch_size=16, sampler=sampler):
     optimizer.zero_grad()
-    loss = torch.nn.functional.cross_entropy(model(inputs.to("npu")), labels.to("npu"))
+    inputs, labels = (one.pin_memory().to("npu", non_blocking=True) for one in (inputs, labels))
+    loss = torch.nn.functional.cross_entropy(model(inputs), labels)
     loss.backward()
     norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     optimizer.step()
@@ -49,20 +50,17 @@ dist.destroy_process_group()
 """
 
 
-def test_a_step_waits_once_more_for_the_device_than_under_torchrun_however_many_buffers_the_model_has(
-    run_ttprun: Callable[..., Run], undisturbed: Undisturbed, tmp_path: Path
+def test_a_step_waits_for_the_device_once_however_many_buffers_the_model_has(
+    run_ttprun: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """For one copy, before the step, at a comparison of all weights, too. What the backward pass has noted of the
-    losses and of what the collectives get is sent in two more, for which nothing waits."""
+    """For one copy, before the step, at a comparison of all weights, too; under torchrun it never waits. What is noted
+    of losses and of what collectives are given is sent in two more copies, for which nothing waits."""
     script = tmp_path / "counts.py"
     script.write_text(COUNTS)
 
     result = run_ttprun(str(script), 2, options=["--verify-every", "25"], device="npu")
-    plain = undisturbed(str(script), 2, device="npu")
 
-    ours, torchruns = (
-        [json.loads((run.folder / f"counts-{rank}").read_text()) for rank in range(2)] for run in (result, plain)
-    )
-    assert [[drains for drains, _ in steps] for steps in torchruns] == [[2] * 19] * 2, plain.story()
-    assert [[drains for drains, _ in steps] for steps in ours] == [[2 + 1] * 19] * 2, result.story()
-    assert max(copies for steps in ours for _, copies in steps) == 1 + 2, result.story()
+    assert result.exit_code == 0, result.story()
+    counts = [json.loads((result.folder / f"counts-{rank}").read_text()) for rank in range(2)]
+    assert [[drains for drains, _ in steps] for steps in counts] == [[1] * 19] * 2, result.story()
+    assert max(copies for steps in counts for _, copies in steps) == 1 + 2, result.story()

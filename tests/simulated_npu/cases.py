@@ -247,6 +247,8 @@ def test_what_is_sent_ahead_is_not_waited_for_and_is_what_it_was_when_it_was_lef
     host_copies.later(
         [tensor.clone().view(torch.uint8)], lambda copies: used.append(copies[0].view(torch.float).item())
     )
+    elsewhere = ([torch.zeros(1, device="npu:1"), torch.zeros(1)], used.append, None)
+    host_copies.later(*elsewhere)
     drains = torch.npu.drains()
 
     sent = host_copies.send()
@@ -255,6 +257,8 @@ def test_what_is_sent_ahead_is_not_waited_for_and_is_what_it_was_when_it_was_lef
     assert sent is not None
     assert not sent.is_completed()
     assert (torch.npu.drains(), host_copies.send()) == (drains, None)
+    assert host_copies.waiting == [elsewhere]
+    host_copies.forget()
     torch.npu.synchronize()
     assert sent.is_completed()
     sent.set_result(None)

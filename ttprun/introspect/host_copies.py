@@ -18,9 +18,10 @@ from ttprun.introspect.tensor_bytes import plain_together
 
 Use = Callable[[list[torch.Tensor]], None]
 
-# (tensors, what is to be done with their copies, event of the device after which they are there; None: on the stream
-# that will read them)
-waiting: list[tuple[Sequence[torch.Tensor], Use, Any]] = []
+# Tensors, what is to be done with their copies, and the event of the device after which they are there; None: on the
+# stream that will read them.
+Waiting = tuple[Sequence[torch.Tensor], Use, Any]
+waiting: list[Waiting] = []
 
 
 def later(tensors: Sequence[torch.Tensor], use: Use, ready: Any = None) -> None:
@@ -36,7 +37,7 @@ def later(tensors: Sequence[torch.Tensor], use: Use, ready: Any = None) -> None:
 class Sent:
     """Copies on their way to the CPU, for whoever asks until they are there, in any thread."""
 
-    def __init__(self, taken: list[tuple[Sequence[torch.Tensor], Use, Any]]) -> None:
+    def __init__(self, taken: list[Waiting]) -> None:
         self._taken = taken
         parts = [one.reshape(-1).view(torch.uint8) for tensors, _, _ in taken for one in tensors]
         self._sizes = [len(one) for one in parts]
@@ -64,15 +65,21 @@ class Sent:
 
 
 def send() -> Sent | None:
-    """Begin to copy all that waits. Does not block; None if nothing waits.
+    """Begin to copy what waits on this thread's device; the rest goes on waiting. Does not block; None if nothing does.
 
-    For bytes that are on one device; those of a thread that has another stream are waited for on this one's.
+    What another stream computes is waited for on this thread's.
     """
-    taken = _take()
+    here = accelerator.current_index()
+    taken: list[Waiting] = []
+    left: list[Waiting] = []
+    for one in _take():
+        is_here = one[0] and all(tensor.device.index == here and not tensor.is_cpu for tensor in one[0])
+        (taken if is_here else left).append(one)
+    waiting[:0] = left
     return Sent(taken) if taken else None
 
 
-def _take() -> list[tuple[Sequence[torch.Tensor], Use, Any]]:
+def _take() -> list[Waiting]:
     taken = waiting.copy()
     del waiting[: len(taken)]  # another thread may have added to it
     for _, _, ready in taken:
