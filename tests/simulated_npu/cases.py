@@ -265,23 +265,24 @@ def test_what_is_sent_ahead_is_not_waited_for_and_is_what_it_was_when_it_was_lef
     assert used == [TOO_LONG**2]
 
 
-def test_what_is_sent_ahead_on_a_device_that_fails_is_over_and_not_used() -> None:
+def test_what_is_sent_ahead_on_a_device_that_fails_before_is_over_and_not_used() -> None:
     used: list[object] = []
-    host_copies.later([torch.ones(4, device="npu").view(torch.uint8)], used.append)
-    sent = host_copies.send()
     bad = torch.ones(4, device="npu")
     breaking.fail_memory(bad, State.UCE_EXIT)
-    torch.ones(4, device="npu") + bad
+    late = busy()
+
+    host_copies.later([(bad + 1).view(torch.uint8)], used.append)
+    sent = host_copies.send()
     with pytest.raises(RuntimeError, match="UCE ERROR"):
         torch.npu.synchronize()
-
-    host_copies.waiting.append(([bad], used.append, None))
+    host_copies.later([late], used.append)
     with pytest.raises(RuntimeError, match="UCE ERROR"):
         host_copies.take()
 
     assert sent is not None
     assert sent.is_completed()
-    assert host_copies.waiting == []
+    sent.set_result(None)
+    assert (used, host_copies.waiting) == ([], [])
 
 
 @pytest.mark.parametrize("shape", [(3,), (200, 200), (40_000,), (0,)])

@@ -41,24 +41,23 @@ class Sent:
         self._taken = taken
         parts = [one.reshape(-1).view(torch.uint8) for tensors, _, _ in taken for one in tensors]
         self._sizes = [len(one) for one in parts]
-        self._on_device = torch.cat(parts)
+        self._on_device = torch.cat([*parts, torch.ones(1, dtype=torch.uint8, device=parts[0].device)])
         self._copy = torch.empty(self._on_device.shape, dtype=torch.uint8, pin_memory=True)
+        self._copy[-1] = 0  # stays if the device fails before the copy: an event may come all the same
         self._copy.copy_(self._on_device, non_blocking=True)
         self._there = accelerator.mark()
-        self._error: Exception | None = None
 
     def is_completed(self) -> bool:
         """Whether they are there, or never will be."""
         try:
             return bool(self._there.query())
-        except Exception as error:  # the device has failed
-            self._error = error
+        except Exception:  # the device has failed
             return True
 
     def set_result(self, _: None) -> None:
         """Use them."""
-        copies = list(torch.split(self._copy, self._sizes))
-        for tensors, use, _ in self._taken if self._error is None else ():
+        copies = list(torch.split(self._copy[:-1], self._sizes))
+        for tensors, use, _ in self._taken if self._copy[-1] == 1 else ():
             with contextlib.suppress(Exception):  # what is not noted is not proved, and named then
                 use(copies[: len(tensors)])
             del copies[: len(tensors)]
