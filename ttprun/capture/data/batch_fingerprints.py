@@ -55,6 +55,8 @@ def note(session: Host, loader: str, batch: Any) -> None:
 
 def is_of_tensors(batch: Any) -> bool:
     """Whether the fingerprints of a batch cover all of it, and each is a tensor's."""
+    if type(batch) is torch.Tensor:
+        return batch.layout is torch.strided
     if is_a(batch, dict):
         batch = values_of(batch)
     if is_a(batch, list | tuple):

@@ -273,11 +273,11 @@ class Snapshot:
         only      the names that count, the same each time; None: all
         """
         key, now = id(scope), _attributes.now  # and no call: this is done for each object at each boundary
-        known = now.get(key)
-        if known is None and (known := _attributes.before.get(key)) is not None:
-            now[key] = known
+        known = _attributes.before.get(key) or now.get(key)
         left_out = without if only is None else only
-        if known is None or known[0] is not left_out:
+        if known is not None and known[0] is left_out:
+            now[key] = known
+        else:
 
             def choose(names: dict[str, Any]) -> list[str]:
                 own = names if only is None else filter(names.__contains__, only)
