@@ -171,9 +171,10 @@ WIDE = {
     ("agent", "protocol"): 179,
     ("agent", "recovery"): 83,
     ("rank", "protocol"): 101,
-    ("capture", "introspect"): 92,
+    ("capture", "introspect"): 96,
     ("rank", "tensors"): 57,
-    ("rank", "introspect"): 49,
+    ("rank", "introspect"): 53,
+    ("rank", "groups"): 42,
 }
 
 

@@ -115,6 +115,23 @@ def test_more_than_there_is_room_for_is_not_noted() -> None:
     assert len(evidence.left(1)) == ENTRIES
 
 
+def test_what_comes_when_the_next_step_has_begun_is_not_taken_for_its_own() -> None:
+    evidence = new_evidence()
+    early, late = (evidence.count(4, INPUT, name) for name in ("world", "others"))
+    parts, write = zip(*(evidence.write_later(place, [torch.ones(3)]) for place in (early, late)), strict=True)
+
+    assert evidence.left(4) == {}
+    write[0](parts[0])
+    write[0](parts[0])
+    for step in (5, 6):  # which has the place of step 4
+        evidence.note(step, LOSS, "", [torch.ones(1)])
+        assert list(evidence.left(4)) == ([early] if step == 5 else [])
+    write[1](parts[1])
+
+    assert [kind for kind, _, _ in evidence.left(6)] == [LOSS]
+    assert evidence.left(4) == {}
+
+
 def test_another_element_of_a_small_tensor_is_seen_wherever_it_is() -> None:
     tensor = torch.zeros(5000)
     before = sampled([tensor], 0)

@@ -17,6 +17,8 @@ from torch import nn
 from torch_npu import breaking
 from torch_npu.breaking import State
 
+from ttprun.capture.records.evidence import INPUT, REGION_BYTES, Evidence
+from ttprun.introspect import host_copies
 from ttprun.introspect.tensor_bytes import bytes_of, content_of, folded, plain_together
 
 TOO_LONG = 1200  # a product of matrices of this size runs for a while
@@ -198,6 +200,105 @@ def test_small_tensors_are_copied_together_whatever_their_types() -> None:
     assert torch.npu.copied_to_host()[1] == count + 1
     assert all(one.is_cpu and torch.equal(one, other) for one, other in zip(found[1:-1], expected, strict=True))
     assert [one.dtype for one in found[1:-1]] == [one.dtype for one in expected]
+
+
+def test_each_wait_for_the_device_is_counted_and_work_that_is_only_given_to_it_is_not() -> None:
+    tensor = torch.ones(64, device="npu")
+    event, count = torch.npu.Event(), torch.npu.drains()
+
+    event.record()
+    torch.empty(64, pin_memory=True).copy_(tensor + tensor, non_blocking=True)
+    event.query()
+    assert torch.npu.drains() == count
+    tensor.cpu()
+    tensor[0].item()
+    event.synchronize()
+    torch.npu.synchronize()
+
+    assert torch.npu.drains() == count + 4
+
+
+def test_what_is_left_for_a_boundary_is_copied_at_once_in_the_order_in_which_it_came() -> None:
+    used: list[list[float]] = []
+    side = torch.npu.Stream()
+    with torch.npu.stream(side):
+        late = busy()[0, :2].clone()
+        ready = torch.npu.Event()
+        ready.record()
+    _, count = torch.npu.copied_to_host()
+
+    host_copies.later([late], lambda copies: used.append(copies[0].tolist()), ready)
+    host_copies.later([], lambda copies: used.append([]))
+    host_copies.later(
+        [torch.full((1,), 7.0, device="npu"), torch.zeros(1)], lambda copies: used.append([*map(float, copies)])
+    )
+    (further,) = host_copies.take([torch.ones(3, device="npu").half()])
+
+    assert used == [[TOO_LONG**2] * 2, [], [7.0, 0.0]]
+    assert further.is_cpu
+    assert torch.equal(further, torch.ones(3).half())
+    assert torch.npu.copied_to_host()[1] == count + 1
+    assert host_copies.waiting == []
+
+
+def test_what_is_sent_ahead_is_not_waited_for_and_is_what_it_was_when_it_was_left() -> None:
+    used: list[float] = []
+    tensor = busy()[0, :1].clone()
+    host_copies.later(
+        [tensor.clone().view(torch.uint8)], lambda copies: used.append(copies[0].view(torch.float).item())
+    )
+    elsewhere = ([torch.zeros(1, device="npu:1"), torch.zeros(1)], used.append, None)
+    host_copies.later(*elsewhere)
+    drains = torch.npu.drains()
+
+    sent = host_copies.send()
+    tensor.zero_()
+
+    assert sent is not None
+    assert not sent.is_completed()
+    assert (torch.npu.drains(), host_copies.send()) == (drains, None)
+    assert host_copies.waiting == [elsewhere]
+    host_copies.forget()
+    torch.npu.synchronize()
+    assert sent.is_completed()
+    sent.set_result(None)
+    assert used == [TOO_LONG**2]
+
+
+def test_what_is_sent_ahead_on_a_device_that_fails_before_is_over_and_not_used() -> None:
+    used: list[object] = []
+    bad = torch.ones(4, device="npu")
+    breaking.fail_memory(bad, State.UCE_EXIT)
+    late = busy()
+
+    host_copies.later([(bad + 1).view(torch.uint8)], used.append)
+    sent = host_copies.send()
+    with pytest.raises(RuntimeError, match="UCE ERROR"):
+        torch.npu.synchronize()
+    host_copies.later([late], used.append)
+    with pytest.raises(RuntimeError, match="UCE ERROR"):
+        host_copies.take()
+
+    assert sent is not None
+    assert sent.is_completed()
+    sent.set_result(None)
+    assert (used, host_copies.waiting) == ([], [])
+
+
+@pytest.mark.parametrize("shape", [(3,), (200, 200), (40_000,), (0,)])
+def test_the_evidence_of_a_tensor_on_a_device_is_that_of_the_same_tensor_on_the_host(shape: tuple[int, ...]) -> None:
+    tensors = [torch.randn(shape), torch.randn(shape).t(), torch.arange(9), torch.randn(5).half()]
+    evidence = [Evidence(memoryview(bytearray(REGION_BYTES))) for _ in range(2)]
+    for one in evidence:
+        one.clear()
+    _, expected = evidence[0].note(4, INPUT, "world", tensors)
+
+    place = evidence[1].count(4, INPUT, "world")
+    parts, write = evidence[1].write_later(place, [one.to("npu") for one in tensors])
+    host_copies.later(parts, write)
+    host_copies.take()
+
+    assert evidence[1].left(4) == {place: expected}
 
 
 def test_a_large_tensor_is_hashed_on_the_device_as_on_the_host() -> None:

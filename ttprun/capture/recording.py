@@ -5,7 +5,7 @@ The fields are those of records/boundary_record.py. Begin with `describe`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ from ttprun.capture.effects import file_answers, files, os_entropy, output
 from ttprun.capture.host import Host
 from ttprun.capture.position import call_site, iterables, loop_sites, loops, made_inside
 from ttprun.capture.records.boundary_record import BoundaryRecord, ScriptState, read_state
-from ttprun.introspect import random_state
+from ttprun.introspect import host_copies, random_state
 from ttprun.introspect.tensor_bytes import bytes_of, plain_together
 
 
@@ -53,11 +53,17 @@ NOTHING_BESIDE = Beside(b"", b"", False, [], {}, [], False)
 
 
 def describe(
-    host: Host, boundary: int, frame: FrameType, steps: Steps, beside: Beside = NOTHING_BESIDE, returned: Any = None
+    host: Host,
+    boundary: int,
+    frame: FrameType,
+    steps: Steps,
+    beside: Callable[[], Beside] = lambda: NOTHING_BESIDE,
+    returned: Any = None,
 ) -> tuple[BoundaryRecord, list[torch.Tensor], bool]:
     """The record of a boundary: (plain part, tensors to write after it, whether another thread still computes a part).
 
     frame      as for `look`, before the step
+    beside     called once all that waits for the CPU (host_copies.py) has been copied
     returned   the result of the step's closure
     """
     whereabouts = call_site.look(frame)
@@ -82,6 +88,12 @@ def describe(
         scopes = dict(zip(names, variables, strict=True)) | modules
         scopes["optimizers"] = dict(zip(map(str, range(len(optimizers))), optimizers, strict=True))
         not_proved = values.names_not_proved(snapshot, scopes) + not_proved
+    blobs, are_here = snapshot.blobs, not host_copies.waiting
+    for blob in blobs:
+        are_here = are_here and blob.is_cpu
+    if not are_here:
+        blobs = host_copies.take(blobs)
+    others = beside()
     record = BoundaryRecord(
         boundary=boundary,
         place=whereabouts.place,
@@ -97,24 +109,24 @@ def describe(
         rng=random_state.capture(),
         loaders=loaders.records(),
         loaders_made=loaders.made(),
-        groups_made=beside.groups_made,
-        results=beside.results,
-        rebuilt=beside.rebuilt,
+        groups_made=others.groups_made,
+        results=others.results,
+        rebuilt=others.rebuilt,
         files=files.positions(),
         at_ns=files.clock_ns(),
         has_steps=loop_sites.keys_with_steps,
         lines=output.lines_printed(host),
-        weights=beside.weights,
-        held=beside.held,
-        kept=beside.kept,
+        weights=others.weights,
+        held=others.held,
+        kept=others.kept,
         entropy=os_entropy.drawn_since_last_asked(),
-        blobs=[blob.nbytes for blob in snapshot.blobs],
+        blobs=[blob.nbytes for blob in blobs],
         not_proved=not_proved,
         is_draining=is_draining,
         stepping=steps.number,
-        is_before_step=beside.is_before_step,
+        is_before_step=others.is_before_step,
     )
-    return record, plain_together(snapshot.blobs), any(map(values.is_awaited, snapshot.computed))
+    return record, blobs, any(map(values.is_awaited, snapshot.computed))
 
 
 def _other_modules(whereabouts: call_site.Whereabouts) -> Iterator[tuple[str, ModuleType]]:

@@ -6,6 +6,7 @@ Nothing is imported or initialized to find it: what a script has not used has no
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 _MOST_DEVICES = 16  # of a node, of whose generators the states are recorded
@@ -58,6 +59,18 @@ def mark() -> Any:
     event = found[1].Event()
     event.record()
     return event
+
+
+def current_stream() -> Any:
+    """The stream of this thread's device on which it works; None if no device is in use."""
+    found = in_use()
+    return None if found is None else found[1].current_stream()
+
+
+def on(stream: Any) -> AbstractContextManager[Any]:
+    """What this thread gives the device inside goes to that stream of `current_stream`."""
+    found = in_use()
+    return nullcontext() if found is None or stream is None else found[1].stream(stream)
 
 
 def wait_on(event: Any) -> None:

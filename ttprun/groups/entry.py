@@ -61,6 +61,7 @@ class Entry:
     future      what the script or DDP waits for, None if nothing does
     promise     completes `future` with the outputs or an exception
     place       where in the script it was called, if its result is small enough to be kept
+    stream      of the device on which it was called then, if its result is there
     size_bytes  of the inputs and outputs that it keeps alive
     result      its outputs, if they are small and the same in all members, once it has completed; on a device, copies
     given       what another rank is sending in place of the operation: bytes of all outputs
@@ -87,6 +88,7 @@ class Entry:
     error: BaseException | None = None
     failed: Any = None
     place = ""
+    stream: Any = None
     result: Sequence[bytes | Tensor] | None = None
     given: Tensor | None = None
     nan = ""

@@ -239,6 +239,8 @@ class ManagedGroup(SeenByTorch):
             entry.is_borrowed = is_lent and op in REDUCING
         if is_kept and not (is_apart or entry.is_passing) and _are_small(outputs):
             entry.place = place_of(op, outputs, location_key())
+            if outputs and not outputs[0].is_cpu:
+                entry.stream = accelerator.current_stream()
         if is_skipped or session.mode.is_alone:
             session.mode.answer(entry)
             entry.is_done = True

@@ -11,13 +11,16 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgpack
 import torch
 
+from ttprun.device import accelerator
 from ttprun.groups.operations import SAME_FOR_ALL
-from ttprun.introspect.tensor_bytes import bytes_of, plain_together
+from ttprun.introspect import host_copies
+from ttprun.introspect.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
     from ttprun.groups.entry import Entry
@@ -50,7 +53,8 @@ class Results:
     def __init__(self, recorder: Log) -> None:
         self._recorder = recorder
         self._lock = threading.Lock()
-        self._newest: list[tuple[int, str, list[bytes] | list[torch.Tensor]]] = []  # of this step
+        # Of this step; the last two: when those on a device are there, and whether they are for the log.
+        self._newest: list[tuple[int, str, list[bytes] | list[torch.Tensor], Any, bool]] = []
         self._visits: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (-1, 0))  # last step, steps
         self.step = 0
 
@@ -65,28 +69,39 @@ class Results:
                 steps += 1
                 self._visits[entry.place] = (step, steps)
         outputs: list[bytes] | list[torch.Tensor]
-        is_on_device = any(not tensor.is_cpu for tensor in entry.outputs)
-        if is_on_device and steps > SELDOM and threading.current_thread() is threading.main_thread():
-            outputs = [tensor.detach().clone() for tensor in entry.outputs]  # on the stream that may write to it next
+        if any(not tensor.is_cpu for tensor in entry.outputs):
+            with accelerator.on(entry.stream):  # that may write to it next
+                outputs = [tensor.detach().clone() for tensor in entry.outputs]
+                ready = accelerator.mark()
         else:
-            outputs = [bytes_of(tensor).tobytes() for tensor in entry.outputs]
+            outputs, ready = [bytes_of(tensor).tobytes() for tensor in entry.outputs], None
         if entry.op in SAME_FOR_ALL:
             entry.result = outputs
         with self._lock:
-            self._newest.append((step, entry.place, outputs))
-            if steps <= SELDOM:
+            self._newest.append((step, entry.place, outputs, ready, steps <= SELDOM))
+            if steps <= SELDOM and ready is None:
                 self._recorder.append_log(msgpack.packb((step, entry.place, outputs)))
 
     def begin_step(self, step: int) -> list[Result]:
-        """Called at a boundary; returns the results of the step that it ends."""
+        """Called at a boundary; returns the results of the step that it ends.
+
+        Those on a device are there, as bytes, after the next `host_copies.take`.
+        """
         with self._lock:
             ended, self._newest = self._newest, []
             self.step = step
-        copies = iter(plain_together([one for _, _, outputs in ended for one in outputs if not isinstance(one, bytes)]))
-        return [
-            (at, place, [one if isinstance(one, bytes) else bytes_of(next(copies)).tobytes() for one in outputs])
-            for at, place, outputs in ended
-        ]
+        found: list[Result] = []
+        for at, place, outputs, ready, is_logged in ended:
+            result: Result = (at, place, [one for one in outputs if isinstance(one, bytes)])
+            found.append(result)
+            if tensors := [one for one in outputs if not isinstance(one, bytes)]:
+                host_copies.later(tensors, partial(self._add, result, is_logged), ready)
+        return found
+
+    def _add(self, result: Result, is_logged: bool, copies: list[torch.Tensor]) -> None:
+        result[2].extend(bytes_of(one).tobytes() for one in copies)
+        if is_logged:
+            self._recorder.append_log(msgpack.packb(result))
 
 
 class Answers:

@@ -6,7 +6,7 @@ What is large and on a device is hashed there: see `content_of`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -75,7 +75,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-FOLDED_FROM = 256 << 10  # bytes
+FOLDED_FROM = _TOGETHER_TO  # bytes
 _ROW = 8192  # words
 _BLOCK = 512 * _ROW  # words that are multiplied at once: 32 MiB, twice
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; of longer ones their halves, and so on
@@ -188,6 +188,42 @@ def sampled(tensors: Sequence[torch.Tensor], salt: int) -> tuple[int, bytes]:
         if tensor.dtype == tensors[0].dtype:
             sample += _spread(part, room)
     return state.intdigest(), sample
+
+
+def sampled_later(
+    tensors: Sequence[torch.Tensor], salt: int
+) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], tuple[int, bytes]]]:
+    """As `sampled`, of tensors some of which are on a device, in two parts: the first does not wait for it.
+
+    returns  what is read of them, each in memory of its own on its device; what makes `sampled`'s result of copies
+             of these on the CPU
+    """
+    tensors = tensors[:_MOST_TENSORS]
+    dtype, dtypes = tensors[0].dtype, [one.dtype for one in tensors]
+    room = SAMPLE_BYTES // len(tensors) // _SAMPLED_BYTES * _SAMPLED_BYTES
+
+    def finish(copies: list[torch.Tensor]) -> tuple[int, bytes]:
+        state = xxhash.xxh3_64()
+        sample = b""
+        for copy, kind in zip(copies, dtypes, strict=True):
+            part = bytes_of(copy)
+            state.update(part)
+            if kind == dtype:
+                sample += _spread(part, room)
+        return state.intdigest(), sample
+
+    return [_part_to_sample(one, salt) for one in tensors], finish
+
+
+def _part_to_sample(tensor: torch.Tensor, salt: int) -> torch.Tensor:
+    """The bytes that are read of a tensor, as a new one on its device."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    if len(flat) <= WHOLE_BYTES:
+        return flat.clone()
+    stride, at = _place_of_lines(len(flat), salt)
+    return (
+        flat[: LINES * stride].view(LINES, stride)[:, at : at + LINE_BYTES].clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _spread(part: Any, room: int) -> bytes:

@@ -204,6 +204,7 @@ class Stepped:
     weights     the parameters of all optimizers
     counts      of each optimizer: number of parameters, and of state tensors, in `stepped_tensors`
     is_sharded  some parameter is sharded over the ranks
+    is_on_cpu   all of them are
     held        the list of parameters of each group of each optimizer
     """
 
@@ -213,6 +214,7 @@ class Stepped:
         self.weights = list(parameters())
         self.counts = counts_now()
         self.is_sharded = are_any(self.weights)
+        self.is_on_cpu = all(one.is_cpu for one in self.weights)
         self.held = held
         places_held = [(of_group, at) for of_group, group in enumerate(held) for at in range(len(group))]
         # Of each parameter: its group and index there; and once sampled: itself, its address, and its sample.
@@ -236,24 +238,27 @@ class Stepped:
                 samples[number] = (of_group, at, parameter, parameter.data_ptr(), sample)
         return xxhash.xxh3_64_digest(sample)
 
-    def sample_later(self, boundary: int) -> Callable[[], bytes]:
-        """Returns `sample` of this moment; a parameter on a device is copied there, and read when that is called."""
+    def sample_later(self, boundary: int) -> torch.Tensor | bytes:
+        """`sample` of this moment; of a parameter on a device a copy of what it hashes, there, for `hash_of`."""
         if not self._samples:
-            return lambda: b""
+            return b""
         of_group, at, *_ = self._samples[boundary % len(self._samples)]
         group = self.held[of_group]
         parameter = local_of(group[at]) if at < len(group) else None
-        if parameter is None or parameter.is_cpu or not parameter.is_contiguous():
-            found = self.sample(boundary)
-            return lambda: found
-        copy = _beginning(parameter).clone()
-        return lambda: xxhash.xxh3_64_digest(bytes_of(copy)[:_SAMPLE_BYTES])
+        if parameter is None or parameter.is_cpu:
+            return self.sample(boundary)
+        return _beginning(parameter).clone()
+
+
+def hash_of(sampled: torch.Tensor) -> bytes:
+    """What `Stepped.sample` returns, of what `Stepped.sample_later` does."""
+    return xxhash.xxh3_64_digest(bytes_of(sampled)[:_SAMPLE_BYTES])
 
 
 def _beginning(parameter: torch.Tensor) -> torch.Tensor:
     """The parameter; of one on a device the beginning, as it has to be copied."""
     flat = parameter.detach()
-    return flat if flat.is_cpu or not flat.is_contiguous() else flat.view(-1)[:_SAMPLE_BYTES]
+    return flat if flat.is_cpu else flat.reshape(-1)[:_SAMPLE_BYTES]
 
 
 _stepped: Stepped | None = None

@@ -17,9 +17,10 @@ from operator import attrgetter, is_
 import torch
 import xxhash
 
+from ttprun.introspect import host_copies
 from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.tensor_bytes import content_of
-from ttprun.tensors.optimizer_registry import Stepped
+from ttprun.tensors.optimizer_registry import Stepped, hash_of
 
 FULL_LOOKS = 2
 
@@ -41,7 +42,7 @@ class KeptWeights:
         # After the newest step:
         self._noted: Sequence[torch.Tensor] = ()
         self._versions: int | None = None
-        self._mark: Callable[[], bytes] = bytes
+        self._mark: torch.Tensor | bytes = b""
         self._digest = b""
 
     def note(self, boundary: int) -> None:
@@ -74,7 +75,7 @@ class KeptWeights:
         if self.is_kept or self._versions is None:
             return
         weights = trained.weights
-        if not (self._is_changed() or (mark != self._mark() and _are_same(weights, self._noted))):
+        if not (self._is_changed() or (mark != self._mark and _are_same(weights, self._noted))):
             return
         self.is_kept = True
         size = sum(local_of(weight).nbytes for weight in weights)
@@ -82,6 +83,18 @@ class KeptWeights:
             f"the script changes weights between its optimizer's steps: {size / (1 << 20):.1f} MiB are copied after "
             "each step from now on, to repair a rank that is lost in between"
         )
+
+    def compare_later(self, trained: Stepped, boundary: int, use: Callable[[bytes], None]) -> None:
+        """As `compare`, with the next `host_copies.take`; `use` is called with the sample then."""
+        now, then = trained.sample_later(boundary), self._mark
+
+        def compare(copies: list[torch.Tensor]) -> None:
+            hashes = iter(map(hash_of, copies))
+            mark, self._mark = (one if isinstance(one, bytes) else next(hashes) for one in (now, then))
+            self.compare(trained, mark)
+            use(mark)
+
+        host_copies.later([one for one in (now, then) if not isinstance(one, bytes)], compare)
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight as the newest step has left it; of a sharded one, this rank's part."""

@@ -279,6 +279,12 @@ def copied_to_host() -> tuple[int, int]:
     return counts
 
 
+def drains() -> int:
+    """How often the host has waited for a device so far, also for the end of a copy; only the simulated one counts."""
+    count: int = _C.drains()
+    return count
+
+
 def _report_copies() -> None:
     """Append the counts to the file that SIMULATED_NPU_COPIES names."""
     with open(os.environ["SIMULATED_NPU_COPIES"], "a", encoding="utf-8") as report:

@@ -18,13 +18,15 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from ttprun.introspect.tensor_bytes import SAMPLE_BYTES, sampled
+from ttprun.introspect import host_copies
+from ttprun.introspect.tensor_bytes import SAMPLE_BYTES, sampled, sampled_later
 
 ENTRIES = 256  # of one step; later ones are not noted
 ALWAYS = 4  # inputs of a group's collectives of one kind, from which on not all of a step are noted
 _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd, of 64 bits: see `Evidence.is_drawn`
 _HEAD = struct.Struct("<qq")  # step, entries
 _ENTRY = struct.Struct("<HHIQQ")  # kind, bytes of the sample, number, key, digest
+_KIND, _NOT_YET = struct.Struct("<H"), 0xFFFF  # the first of it; of what is on a device, until it is there
 _ENTRY_BYTES = _ENTRY.size + SAMPLE_BYTES
 _STEP_BYTES = _HEAD.size + ENTRIES * _ENTRY_BYTES
 _STEPS = 2  # a lost rank may be one step ahead of the boundary at which all resume
@@ -37,6 +39,10 @@ REGION_BYTES = _TRIED_AT + _TRIED_HEAD.size + MOST_TRIED * _TRIED.size
 
 BATCH, LOSS, INPUT = range(3)
 Place = tuple[int, int, int]  # kind, key of the loader or group, index among these in the step
+
+
+def _ignore(copies: list[torch.Tensor]) -> None:
+    """What is noted already, or finds no room."""
 
 
 @functools.cache
@@ -68,7 +74,7 @@ class Evidence:
         self._at = 0
         self._count = 0
         self._counts: dict[tuple[int, int], int] = {}
-        self._noted = 0  # by this process, of the step
+        self._places: set[Place] = set()  # noted, of the step
         self._newest = -1  # step of which a loss or an input was noted
         self._apart = 1  # steps from one of these to the next
 
@@ -126,16 +132,39 @@ class Evidence:
         """Note what was counted last; see `note`."""
         kind, key, number = place
         noted = Noted(*sampled(tensors, self._step + number))
-        at, self._noted = self._noted, self._noted + 1
-        if at == self._count < ENTRIES:
-            start = self._at + _HEAD.size + at * _ENTRY_BYTES
+        if place not in self._places and self._count < ENTRIES:
+            start = self._at + _HEAD.size + self._count * _ENTRY_BYTES
             sample = noted.sample
             _ENTRY.pack_into(self._region, start, kind, len(sample), number, key, noted.digest)
             self._region[start + _ENTRY.size : start + _ENTRY.size + len(sample)] = sample
+            self._places |= {place}
             self._count += 1
             # last: a killed rank leaves complete entries
             _HEAD.pack_into(self._region, self._at, self._step, self._count)
         return noted
+
+    def write_later(self, place: Place, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], host_copies.Use]:
+        """As `write`, in two parts: what is to be copied to the CPU, and what notes the copies, in any thread."""
+        kind, key, number = place
+        at, step = self._at, self._step
+        parts, finish = sampled_later(tensors, step + number)
+        if place in self._places or self._count == ENTRIES:
+            return parts, _ignore
+        start = at + _HEAD.size + self._count * _ENTRY_BYTES
+        _ENTRY.pack_into(self._region, start, _NOT_YET, 0, number, key, 0)
+        self._places |= {place}
+        self._count += 1
+        _HEAD.pack_into(self._region, at, step, self._count)
+
+        def write(copies: list[torch.Tensor]) -> None:
+            digest, sample = finish(copies)
+            if _HEAD.unpack_from(self._region, at)[0] != step:
+                return
+            _ENTRY.pack_into(self._region, start, _NOT_YET, len(sample), number, key, digest)
+            self._region[start + _ENTRY.size : start + _ENTRY.size + len(sample)] = sample
+            _KIND.pack_into(self._region, start, kind)  # last
+
+        return parts, write
 
     def is_drawn(self, place: Place, is_weights: bool = False) -> bool:
         """Whether what was counted last is among those of the step that are noted, if there may be very many.
@@ -161,11 +190,13 @@ class Evidence:
         self._step = step
         self._at = self._at_of(step)
         self._counts.clear()
-        self._noted = 0
+        self._places = set()
         known, count = _HEAD.unpack_from(self._region, self._at)
         self._count = count if known == step else 0
         if known != step:
             _HEAD.pack_into(self._region, self._at, step, 0)
+        elif count:
+            self._places.update(self.left(step))
 
     def left(self, step: int) -> dict[Place, Noted]:
         """What this rank's processes have noted of a step."""
@@ -175,6 +206,8 @@ class Evidence:
         for entry in range(count if known == step else 0):
             start = at + _HEAD.size + entry * _ENTRY_BYTES
             kind, size, number, key, digest = _ENTRY.unpack_from(self._region, start)
+            if kind == _NOT_YET:
+                continue
             sample = bytes(self._region[start + _ENTRY.size : start + _ENTRY.size + size])
             found[kind, key, number] = Noted(digest, sample)
         return found

@@ -199,9 +199,13 @@ class KeptItems:
         nodes = added = [*items][len(self._items) :]
         if not set(map(type, added)) <= SETTLED:
             if issubclass(type(next(iter(items))), Tensor):
-                nodes = [snapshot.separate_node(item, 1) for item in added]
-                if not all(isinstance(node, WeightNode) for node in nodes):
-                    return False
+                nodes = []
+                for item in added:
+                    if not item.is_cpu and type(item) is Tensor:  # its node would be a copy of its own to the CPU
+                        return False
+                    nodes.append(snapshot.separate_node(item, 1))
+                    if not isinstance(nodes[-1], WeightNode):
+                        return False
                 self._memory, self._stepped = _pointers([*items]), snapshot.stepped
             elif (found := self._rows(container, added, len(items) > MAX_ITEMS)) is not None:
                 nodes = found

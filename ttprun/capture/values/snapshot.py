@@ -113,8 +113,8 @@ class Snapshot:
     stepped    data pointers of the storages that optimizers update, with their order; these are repaired from a peer
     followed   ids of the iterators that active loops use: their positions are recorded with the loops
     is_separate the nodes are compared or kept by themselves: they hold small tensors' bytes, and no blobs are written
-    blobs      tensors to write after the plain part, each a `plain` one, or one on a device that a module holds:
-               modules' buffers, weights that no optimizer updates, and tensors too large to be copied twice
+    blobs      tensors to write after the plain part, each a `plain` one, or one on a device: modules' buffers, weights
+               that no optimizer updates, and tensors too large to be copied twice
     not_proved types of the objects met that can change and are not recorded
     computed   tensors met that were computed with gradients, except views of what optimizers update
     generator_loops   active loops in suspended generators of the user's

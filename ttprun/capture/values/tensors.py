@@ -94,7 +94,7 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
         first_part = snapshot.parts.setdefault(at, number)
         is_held = _is_held(snapshot, value) if array is None else is_changing(snapshot, array)
         place = [_form(value), number - first_part, array is not None, is_held]
-        return node(False, _contents(snapshot, plain(value)), place)
+        return node(False, _contents(snapshot, value if device else plain(value)), place)
     first, further = snapshot.storages.get(at), 0
     if first is None and not is_resizable:
         first, further = _in_array(snapshot, at)
@@ -139,8 +139,13 @@ def weight_node(value: torch.Tensor, index: int, offset: int | torch.SymInt | No
 
 
 def _contents(snapshot: Snapshot, tensor: torch.Tensor) -> bytes | list[int]:
-    """The elements of a `plain` tensor, or the blob that they will be."""
+    """The elements of a `plain` tensor, or of one on a device, or the blob that they will be."""
     size = tensor.nbytes
+    if not tensor.is_cpu:
+        if size and not snapshot.is_separate:
+            snapshot.blobs.append(tensor.detach())  # all are copied together
+            return [len(snapshot.blobs) - 1]
+        tensor = plain(tensor)
     if snapshot.is_separate or size <= INLINE_BYTES:
         return ctypes.string_at(tensor.data_ptr(), size) if size else b""
     snapshot.blobs.append(tensor)

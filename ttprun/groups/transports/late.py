@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -341,7 +341,7 @@ class LateWork:
         """Completes when the work does, on a thread of ours; a backend's own future is as early as its `wait`."""
         promise: torch.futures.Future[Any] = torch.futures.Future()
         future = promise.then(lambda _: self.wait())
-        _watch(self, promise)
+        watch(self, promise)
         return future
 
 
@@ -366,13 +366,21 @@ def _may_have_failed(work: Any) -> bool:
     return bool(result.done()) and result.value() not in _SUCCESSES
 
 
-_watched: deque[tuple[LateWork, torch.futures.Future[Any]]] = deque()
+class _Completing(Protocol):
+    def is_completed(self) -> bool: ...
+
+
+class _Promise(Protocol):
+    def set_result(self, result: None) -> None: ...
+
+
+_watched: deque[tuple[_Completing, _Promise]] = deque()
 _changed = threading.Condition()
 _watching: list[threading.Thread] = []
 
 
-def _watch(work: LateWork, promise: torch.futures.Future[Any]) -> None:
-    """Complete a promise when its work does."""
+def watch(work: _Completing, promise: _Promise) -> None:
+    """Complete a promise when its work does, which raises no error."""
     with _changed:
         _watched.append((work, promise))
         if not _watching:

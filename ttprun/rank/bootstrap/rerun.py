@@ -26,6 +26,7 @@ from ttprun.device import registry
 from ttprun.device.errors import DeviceFault, Diagnosis, diagnosis_of, in_one_line
 from ttprun.device.interface import Device, DeviceFailedError, MemoryCheck, refined
 from ttprun.frameworks import KEEPS_OF_THE_ENVIRONMENT, RUN_AGAIN
+from ttprun.introspect import host_copies
 from ttprun.introspect.host import end
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
@@ -220,6 +221,7 @@ def _leave(
         session[Mirror].end()
         session[KeptWeights].forget()
         session[Holdings].forget()
+        host_copies.forget()
         reset.clear(error)
         if device is not None:
             _make_ready(device, diagnosis)

@@ -23,7 +23,8 @@ import torch
 from ttprun.capture.records.evidence import BATCH, INPUT, LOSS, Noted, Place
 from ttprun.capture.records.recorder import Recorder
 from ttprun.device import accelerator
-from ttprun.introspect import fail_open
+from ttprun.groups.transports import late
+from ttprun.introspect import fail_open, host_copies
 from ttprun.introspect.tensor_bytes import comparable, is_close
 from ttprun.introspect.unseen import Unseen
 from ttprun.protocol import from_rank
@@ -43,6 +44,7 @@ _NAMES = {
     INPUT: ("input of a collective", "inputs of collectives"),
 }
 _going_backward = 0
+_gone_backward_at = -1  # the newest step in which a backward pass has begun
 
 
 class Proof:
@@ -236,6 +238,12 @@ def note(
                 return False
             if not is_one_of_many:
                 place = evidence.count(session.applied, kind, name)
+            if session.proof is None and not tensors[0].is_cpu:
+                parts, write = evidence.write_later(place, tensors)
+                host_copies.later(parts, write, accelerator.mark())
+                if _gone_backward_at == session.applied and not _going_backward:  # by hand, without DDP
+                    _send_notes()
+                return False
             noted = evidence.write(place, tensors)
             if session.proof is not None:
                 return session.proof.compare(place, noted, tensors, what)
@@ -252,7 +260,7 @@ def wrap_backward(original: Any) -> Any:
     """torch.autograd.backward: note the losses, and which collectives reduce gradients."""
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        global _going_backward
+        global _going_backward, _gone_backward_at
         session = current()
         is_capturing = accelerator.is_capturing()  # nothing may be copied to the CPU then
         if not is_capturing:
@@ -266,15 +274,28 @@ def wrap_backward(original: Any) -> Any:
             return original(tensors, *args, **kwargs)
         losses = tensors if isinstance(tensors, list | tuple) else [tensors]
         note(session, LOSS, "", losses)
-        _going_backward += 1
+        if host_copies.waiting:
+            _send_notes()
+        _going_backward, _gone_backward_at = _going_backward + 1, session.applied
         try:
             return original(tensors, *args, **kwargs)
         finally:
             _going_backward -= 1
+            if host_copies.waiting:
+                _send_notes()
             if (why := gradients.look_after_backward()) and session.mode.is_live and session.is_repairable():
                 session.note_hindrance(session.applied, why)
 
     return backward
+
+
+def _send_notes() -> None:
+    """Let what was noted on a device come to where it outlives this process. The CPU does not wait for it."""
+    try:
+        if (sent := host_copies.send()) is not None:
+            late.watch(sent, sent)
+    except Exception as error:  # not proved; whatever the script asks of a device that has failed tells it
+        fail_open.raise_if_meant(error)
 
 
 def is_measured(tensors: Sequence[torch.Tensor]) -> bool:

@@ -7,11 +7,13 @@ there is one. This serves `on_nan: warn`; `on_nan: stop` checks every input befo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy
 import torch
 
+from ttprun.introspect import host_copies
 from ttprun.introspect.tensor_bytes import bytes_of, elements_of
 
 if TYPE_CHECKING:
@@ -33,10 +35,15 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OF_NUMPY = {torch.float32: "f4", torch.float64: "f8"}
 
 
-def find_nan(journal: Journal, boundary: int) -> tuple[str, bool]:
-    """(where in the step's results a NaN was found, whether this rank's own input had it).
+Found = tuple[str, bool]  # where in the step's results a NaN is, "" if there is none; whether this rank's input had it
 
-    For when the step's collectives have completed. The first is "" if there is no NaN, or if it is another rank's.
+
+def find_nan(journal: Journal, boundary: int, later: Callable[[Found], None] | None = None) -> Found | None:
+    """Where in the step's results a NaN was found; nothing, too, if it is another rank's.
+
+    For when the step's collectives have completed.
+
+    later   called with the answer with the next `host_copies.take`, if results are on a device; None is returned then
     """
     with journal.lock:
         entries = [entry for entry in journal.entries if entry.op in _REDUCING and entry.is_done]
@@ -44,28 +51,31 @@ def find_nan(journal: Journal, boundary: int) -> tuple[str, bool]:
     if not is_whole and len(entries) > MOST_OPERATIONS:
         first = boundary * MOST_OPERATIONS % len(entries)
         entries = (entries[first:] + entries[:first])[:MOST_OPERATIONS]
-    for entry in _suspects(entries, boundary, is_whole):
-        if any(has_nan(output, boundary, is_whole) for output in entry.outputs):
-            return _whose(journal, entry)
-    return "", False
-
-
-def _suspects(entries: list[Entry], boundary: int, is_whole: bool) -> list[Entry]:
-    """The entries whose results may have a NaN: those on the CPU, and of those on devices all that do.
-
-    A device is asked once for all, since the CPU waits for each answer.
-    """
     on_device = [
-        (entry, _sampled(output, boundary, is_whole).sum().float())
+        (entry, output)
         for entry in entries
         for output in entry.outputs
         if not output.is_cpu and output.is_floating_point()
     ]
-    if not on_device:
-        return entries
-    sums = torch.stack([found for _, found in on_device]).tolist()
-    with_nan = {id(entry) for (entry, _), found in zip(on_device, sums, strict=True) if math.isnan(found)}
-    return [entry for entry in entries if id(entry) in with_nan or all(output.is_cpu for output in entry.outputs)]
+    if not on_device or later is None:
+        return _first(journal, entries, boundary, is_whole)
+    answer = later
+
+    def look(sums: list[torch.Tensor]) -> None:
+        with_nan = {id(entry) for (entry, _), found in zip(on_device, sums, strict=True) if math.isnan(found)}
+        suspects = [one for one in entries if id(one) in with_nan or all(output.is_cpu for output in one.outputs)]
+        answer(_first(journal, suspects, boundary, is_whole))
+
+    host_copies.later([_sampled(output, boundary, is_whole).sum().float() for _, output in on_device], look)
+    return None
+
+
+def _first(journal: Journal, entries: list[Entry], boundary: int, is_whole: bool) -> Found:
+    """Of some entries, the first whose results have a NaN."""
+    for entry in entries:
+        if any(has_nan(output, boundary, is_whole) for output in entry.outputs):
+            return _whose(journal, entry)
+    return "", False
 
 
 def _sampled(tensor: torch.Tensor, boundary: int, is_whole: bool) -> torch.Tensor:
@@ -98,7 +108,7 @@ def has_nan(tensor: torch.Tensor, boundary: int, is_whole: bool) -> bool:
     return math.isnan(found.sum().item()) and bool(found.isnan().any())
 
 
-def _whose(journal: Journal, entry: Entry) -> tuple[str, bool]:
+def _whose(journal: Journal, entry: Entry) -> Found:
     """See `find_nan`."""
     where = f"{entry.op} number {journal.entries.index(entry)} of the step"
     if not entry.saved:

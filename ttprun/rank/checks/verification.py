@@ -14,6 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,11 @@ import torch
 import xxhash
 
 from ttprun.device.errors import in_one_line
-from ttprun.introspect import fail_open
+from ttprun.introspect import fail_open, host_copies
 from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.tensor_bytes import FOLDED_FROM, bytes_of, folded
 from ttprun.protocol import from_rank
-from ttprun.rank.checks.reduced_gradients import find_nan, has_nan
+from ttprun.rank.checks.reduced_gradients import Found, find_nan, has_nan
 from ttprun.rank.session import current
 from ttprun.tensors import holdings, optimizer_registry
 
@@ -80,26 +81,16 @@ class Verifier:
         frame       innermost one of the script, whose variables name the parameters
         are_new     the trained tensors have not been hashed twice
 
+        Whether results on a device hold a NaN is known with the next `host_copies.take`, before the record counts.
         If a NaN must stop the job, this blocks until the agent has saved the state and kills the process; the other
         ranks wait for this rank's record meanwhile, so none takes the step. Raises RuntimeError after nan_limit_s.
         """
         if self.looks_before:
-            where, is_own = nan_in(self._journal), True
+            found: Found | None = (nan_in(self._journal), True)
         else:
-            where, is_own = find_nan(self._journal, boundary)
-            held = (local_of(weight) for weight in optimizer_registry.parameters_of(optimizer))
-            if where and not self._had_nan and any(has_nan(weight, boundary, True) for weight in held):
-                where, is_own = f"{where}; the weights held it before this step", False
-        if where and not self._had_nan:
-            self._channel.send(from_rank.NanFound(boundary - 1, where, is_own))
-            if self._nan_limit_s is not None:
-                threading.Event().wait(self._nan_limit_s)
-                found = RuntimeError(
-                    f"NaN in this rank's own gradient in step {boundary - 1} ({where}), and ttprun's agent has not "
-                    f"ended the job within {self._nan_limit_s:.0f} s (freeze_timeout_s + persist_timeout_s)"
-                )
-                raise fail_open.meant(found)
-        self._had_nan = bool(where)
+            found = find_nan(self._journal, boundary, partial(self._judge, boundary, optimizer))
+        if found is not None:
+            self._judge(boundary, optimizer, found)
         if not self._is_compared:
             return
         is_proof = boundary <= self._prove_until
@@ -109,6 +100,24 @@ class Verifier:
             self._look_in_full(boundary, optimizer, frame)
         elif self._every and boundary % self._every == 0 and self._is_idle.is_set() and not self._why_off:
             self._begin_hash(boundary, optimizer)
+
+    def _judge(self, boundary: int, optimizer: torch.optim.Optimizer, found: Found) -> None:
+        """Report a NaN that was not there at the boundary before. Blocks, and raises, as `look` says."""
+        where, is_own = found
+        if where and not self._had_nan:
+            if not self.looks_before:
+                held = (local_of(weight) for weight in optimizer_registry.parameters_of(optimizer))
+                if any(has_nan(weight, boundary, True) for weight in held):
+                    where, is_own = f"{where}; the weights held it before this step", False
+            self._channel.send(from_rank.NanFound(boundary - 1, where, is_own))
+            if self._nan_limit_s is not None:
+                threading.Event().wait(self._nan_limit_s)
+                why = (
+                    f"NaN in this rank's own gradient in step {boundary - 1} ({where}), and ttprun's agent has not "
+                    f"ended the job within {self._nan_limit_s:.0f} s (freeze_timeout_s + persist_timeout_s)"
+                )
+                raise fail_open.meant(RuntimeError(why))
+        self._had_nan = bool(where)
 
     def _look_in_full(self, boundary: int, optimizer: torch.optim.Optimizer, frame: FrameType | None) -> None:
         """Report the hashes of all trained tensors before the commit, so that the agent knows them at a fault."""
@@ -193,14 +202,25 @@ class Verifier:
         try:
             found = holdings.to_verify(optimizer)
             self._rows = [(key, is_gradient) for key, is_gradient, _ in found]
-            self._copy([tensor for _, _, tensor in found])
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work_off, name="ttprun-verification", daemon=True)
-                self._thread.start()
+            weights = [tensor.detach() for _, _, tensor in found]
+            if all(one.is_cpu for one in weights):
+                self._hash_later(boundary, weights)
+            else:  # of what is on a device, the sums
+                weights = [one if one.is_cpu or one.nbytes < FOLDED_FROM else folded(one) for one in weights]
+                host_copies.later(weights, partial(self._hash_later, boundary))
         except Exception as error:  # e.g. no memory: training continues
             fail_open.raise_if_meant(error)
             self._turn_off(error)
-            return
+
+    def _hash_later(self, boundary: int, weights: list[torch.Tensor]) -> None:
+        """Copy into the buffers of the previous comparison, whose hashing is done, and begin the next one."""
+        if [(copy.shape, copy.dtype) for copy in self._copies] != [(one.shape, one.dtype) for one in weights]:
+            self._copies = [torch.empty_like(one, device="cpu", requires_grad=False) for one in weights]
+        for copy, one in zip(self._copies, weights, strict=True):
+            copy.copy_(one)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work_off, name="ttprun-verification", daemon=True)
+            self._thread.start()
         self._is_idle.clear()
         self._work.put(boundary)
 
@@ -208,14 +228,6 @@ class Verifier:
         """Report that weights are not compared any more, since this rank's are missing; training continues."""
         self._why_off = f"the weights of this rank cannot be hashed ({in_one_line(error)})"
         self._channel.send(from_rank.Note(f"{self._why_off}: from now on the ranks' weights are not compared"))
-
-    def _copy(self, weights: list[torch.Tensor]) -> None:
-        """Copy into the buffers of the previous comparison, whose hashing is done; of what is on a device, its sums."""
-        weights = [one if one.is_cpu or one.nbytes < FOLDED_FROM else folded(one) for one in weights]
-        if [(copy.shape, copy.dtype) for copy in self._copies] != [(one.shape, one.dtype) for one in weights]:
-            self._copies = [torch.empty_like(one, device="cpu", requires_grad=False) for one in weights]
-        for copy, one in zip(self._copies, weights, strict=True):
-            copy.copy_(one.detach())
 
     def _work_off(self) -> None:
         while (boundary := self._work.get()) is not None:

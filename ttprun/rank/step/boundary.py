@@ -34,17 +34,31 @@ def describe(
     """
     living = optimizer_registry.optimizers()
     stepped = optimizer_registry.newest() if has_looked else optimizer_registry.stepped(living)
-    sample = stepped.sample(boundary)
-    session.parts[KeptWeights].compare(stepped, sample)
-    beside = recording.Beside(
-        weights=b"" if stepped.is_sharded else sample,
-        held=session.parts[Holdings].mark(stepped, optimizer, boundary),
-        kept=session.parts[KeptWeights].is_kept,
-        rebuilt=optimizer_registry.rebuilt(),
-        groups_made=dict(session.made.by_ranks),
-        results=session.parts[Results].begin_step(boundary),
-        is_before_step=session.has_collective_steps,
-    )
+    kept = session.parts[KeptWeights]
+    sample = b""
+    if stepped.is_on_cpu:
+        sample = stepped.sample(boundary)
+        kept.compare(stepped, sample)
+    else:
+
+        def note(found: bytes) -> None:
+            nonlocal sample
+            sample = found
+
+        kept.compare_later(stepped, boundary, note)
+    results = session.parts[Results].begin_step(boundary)
+
+    def beside() -> recording.Beside:
+        return recording.Beside(
+            weights=b"" if stepped.is_sharded else sample,
+            held=session.parts[Holdings].mark(stepped, optimizer, boundary),
+            kept=kept.is_kept,
+            rebuilt=optimizer_registry.rebuilt(),
+            groups_made=dict(session.made.by_ranks),
+            results=results,
+            is_before_step=session.has_collective_steps,
+        )
+
     number = None
     for at, one in enumerate(living):  # as optimizer_registry.number_of, without asking for them again
         if one is optimizer:

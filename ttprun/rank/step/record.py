@@ -19,7 +19,7 @@ from ttprun.capture.rehearsal import Rehearsal
 from ttprun.capture.values.trees import name_of_blob
 from ttprun.capture.values.unchanged import Clock
 from ttprun.introspect import costs as costs_of
-from ttprun.introspect import distributed_tensors, fail_open
+from ttprun.introspect import distributed_tensors, fail_open, host_copies
 from ttprun.protocol.board import LEADER, Field
 from ttprun.rank.session import Session
 from ttprun.rank.step import hindrances
@@ -77,7 +77,9 @@ def write_record(
         session.parts[SnapshotPart].agree(session.channel, boundary, is_open)
     if is_open and not session.trains_alone:
         open_boundaries.come_to(session, boundary)
-    if not session.unprotected:
+    if session.unprotected:
+        host_copies.forget()
+    else:
         session.parts[Mirror].complete(session, boundary, optimizer)
     session.board.announce(session.rank, Field.RECORDED, boundary)
     if not session.unprotected:

@@ -26,6 +26,7 @@ from ttprun.capture.position.read_gradients import are_read_after
 from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of
+from ttprun.groups.transports import late
 from ttprun.introspect import costs as costs_of
 from ttprun.introspect import fail_open, moments, signal_handlers
 from ttprun.introspect.frames import variables_of
@@ -52,6 +53,7 @@ _boundary = 0  # to which the running step leads
 _closure: closures.ClosureWatch | None = None  # of the running step
 _AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(len).__code__  # torch's wrapper of `step`: it calls the hooks
 signal_handlers.Now.around_steps = _AROUND_STEPS
+_NOTES_LIMIT_S = 1.0
 
 
 def wrap_join(original: Any) -> Any:
@@ -182,6 +184,8 @@ class _Step:
 
 
 def _strike(_: _Step) -> None:
+    if moments.listener is not None:  # a fault at a random moment hardly ever comes just before the notes have
+        late.stop_looking(_NOTES_LIMIT_S)
     moments.reached("before_step")
 
 

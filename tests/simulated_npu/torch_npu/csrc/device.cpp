@@ -24,6 +24,7 @@ bool g_initialized = false, g_bad_fork = false;
 std::atomic<bool> g_is_over{false};
 std::array<std::atomic<Device*>, MOST_DEVICES> g_devices{};
 std::mutex g_mutex;
+std::atomic<int64_t> g_drains{0};
 thread_local int t_device = 0;
 thread_local std::array<c10::StreamId, MOST_DEVICES> t_streams{};
 
@@ -138,6 +139,7 @@ void Queue::push(Task task) {
 }
 
 void Queue::work() {
+  pthread_setname_np(pthread_self(), "npu_stream");  // not that of the thread which has used the stream first
   t_device = device;
   auto& of = npu::device(device);
   for (;;) {
@@ -162,6 +164,11 @@ void Queue::work() {
 }
 
 void Queue::drain() {
+  ++g_drains;
+  drain_uncounted();
+}
+
+void Queue::drain_uncounted() {
   check_capture("aclrtSynchronizeStream");
   std::unique_lock<std::mutex> lock(mutex);
   const auto wanted = pushed;
@@ -264,7 +271,8 @@ void Device::synchronize() {
     std::lock_guard<std::mutex> lock(mutex);
     for (auto& [_, queue] : queues) all.push_back(queue.get());
   }
-  for (auto* queue : all) queue->drain();
+  ++g_drains;
+  for (auto* queue : all) queue->drain_uncounted();
 }
 
 // Memory.
@@ -588,9 +596,12 @@ void block(const MarkPtr& mark, const c10::Stream& stream) {
 }
 
 void synchronize(const MarkPtr& mark, int index) {
+  ++g_drains;
   while (!mark->wait_for(std::chrono::seconds(1))) if (g_is_over) return;  // a driver's wait sleeps
   device(index).check();
 }
+
+int64_t drains() { return g_drains; }
 
 bool is_over() { return g_is_over; }
 

@@ -61,6 +61,7 @@ class Queue {
   void push(Task task);
   // Wait until all that was pushed before has run or was cancelled.
   void drain();
+  void drain_uncounted();
   bool is_idle();
   const int device;
  private:
@@ -167,6 +168,9 @@ MarkPtr record(const c10::Stream& stream);
 void block(const MarkPtr& mark, const c10::Stream& stream);
 // The host waits for it; with whatever error the device has met.
 void synchronize(const MarkPtr& mark, int device);
+// How often the host has waited for a stream, an event or a device so far, for a copy's end too. That it was idle counts,
+// as a real driver is asked all the same.
+int64_t drains();
 // While a graph is captured, what the streams are given is kept for `replay`, and the host may not ask for results.
 using Graph = std::vector<std::pair<Queue*, Task>>;
 void begin_capture();

@@ -74,6 +74,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("end_capture", [] { return Captured{npu::end_capture()}; });
   m.def("is_capturing", &npu::is_capturing);
   m.def("copied_to_host", &npu::copied_to_host);
+  m.def("drains", &npu::drains);
   m.def("reset_peak", [](int index) { npu::device(index).reset_peak(); });
 
   py::module_::import("torch.distributed");
