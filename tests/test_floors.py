@@ -1,7 +1,7 @@
 """Modules import from floors below, never from beside or above, not even inside a function."""
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -176,6 +176,14 @@ WIDE = {
     ("rank", "introspect"): 53,
     ("rank", "groups"): 42,
 }
+
+
+def test_a_file_is_known_by_its_name_alone() -> None:
+    """But for those that each part, or each kind of process, has by the same name."""
+    shared = {"__init__.py", "host.py", "sitecustomize.py", "standalone.py"}
+    named = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name not in shared)
+
+    assert [name for name, count in named.items() if count > 1] == []
 
 
 def test_no_wall_has_too_many_doors() -> None:

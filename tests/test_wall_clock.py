@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ttprun"
 CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "time.localtime"}
 # Where it is read, and why a jump does no harm.
 ALLOWED = {
-    "agent/cluster/regroup.py": "part of the greeting, which is compared only when launchers first meet",
+    "agent/cluster/meet_again.py": "part of the greeting, which is compared only when launchers first meet",
     "agent/cluster/rendezvous.py": "launchers that first meet must agree on it, and nothing runs yet",
     "agent/cluster/spare_launcher.py": "part of the greeting",
     "agent/core/failures.py": "a date in torch's error file",
@@ -17,7 +17,7 @@ ALLOWED = {
     "cli/machine_checks.py": "`ttprun doctor` says that the clock is wrong",
     "cli/old_runs.py": "which old run directories are removed, beside their number",
     "cli/run.py": "the name of a run",
-    "cli/status.py": "shown",
+    "cli/status_command.py": "shown",
     "device/updates.py": "a device dates its memory errors by it: that clock says whether one came after an update",
     "observe/console.py": "a date in a line of the console",
     "observe/events.py": "a date in the log, and in the history",

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ttprun.chaos.faults import parse_fault
-from ttprun.device.errors import check_additions
+from ttprun.device.device_errors import check_additions
 from ttprun.errors import suggestion
 from ttprun.observe.console import LogFormat
 from ttprun.state.interval import parse_interval

@@ -1,4 +1,4 @@
-"""Real errors of a device and of its communication, and what ttprun's table (`ttprun.device.errors`) makes of them.
+"""Real errors of a device and of its communication, and what our table (`ttprun.device.device_errors`) makes of them.
 
     python error_texts.py --cause "an address that is not mapped"      one of them, in a process of its own
 
@@ -24,8 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from ttprun.device.device_errors import DeviceErrors, in_one_line
 from ttprun.device.environment import NCCL_VARIABLES
-from ttprun.device.errors import DeviceErrors, in_one_line
 
 LIMIT_S = 120.0
 PEER_LIMIT_S = 20

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.agent.starting import LIMIT_S, start_of
 from tests.options import OPTIONS
-from ttprun.agent.processes import stacks
+from ttprun.agent.processes import stack_dumps
 from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyCopy, StandbyHandler, kill_session
 from ttprun.protocol.board import Board
 from ttprun.protocol.to_rank import Resume, Welcome
@@ -45,7 +45,7 @@ def become_rank(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
         (tmp_path / "script.py").write_text(script)
         words = [str(tmp_path / "script.py"), "--lr", "1"]
         handler = StandbyHandler(start_of(tmp_path, "-u", *words, is_redirected=True), process)
-        fds.extend((Board.create(1)[0], os.memfd_create("record"), stacks.create()))
+        fds.extend((Board.create(1)[0], os.memfd_create("record"), stack_dumps.create()))
         os.ftruncate(fds[-2], 128 << 20)
         environment = {"ROLE": "mine", "PATH": os.environ["PATH"], **variables}
         options = replace(OPTIONS, may_rerun=False)

@@ -22,7 +22,7 @@ from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.launcher.resume import ENDED_NAME
 from ttprun.protocol import to_rank
 from ttprun.protocol.rank_events import Event
-from ttprun.protocol.snapshots import Dumped, Share, SnapshotTaken
+from ttprun.protocol.snapshot_messages import Dumped, Share, SnapshotTaken
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.draft import Draft
 from ttprun.state.store import CheckpointStore

@@ -17,7 +17,7 @@ from ttprun.agent.core import control_socket
 from ttprun.agent.core.control_socket import ControlSocket
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.codec import decode
-from ttprun.protocol.requests import Accepted, Rejected
+from ttprun.protocol.control_requests import Accepted, Rejected
 
 LIMIT_S = 60.0
 Ask = Callable[[bytes], Any]

@@ -21,9 +21,9 @@ from ttprun import recovery
 from ttprun.agent.core.failures import FirstFailure
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.hang_detector import HangDetector, state_of
-from ttprun.agent.processes import stacks
+from ttprun.agent.processes import stack_dumps
 from ttprun.agent.processes.rank_processes import RankHandler
-from ttprun.agent.repair.own_state import OwnStates
+from ttprun.agent.repair.own_states import OwnStates
 from ttprun.protocol.board import FIELDS, Board, Field
 from ttprun.protocol.from_rank import Broken, RankProtected
 from ttprun.protocol.rank_events import RankStarted
@@ -86,11 +86,11 @@ class Process:
 
     def stack(self, is_stopped: bool = False) -> str:
         """The main thread's."""
-        return stacks.main_thread_of(stacks.take(self.writer, is_stopped), self.main_thread)
+        return stack_dumps.main_thread_of(stack_dumps.take(self.writer, is_stopped), self.main_thread)
 
     @property
-    def writer(self) -> stacks.Writer:
-        return stacks.Writer(self.process.pid, self.stack_fd, self.board, 0)
+    def writer(self) -> stack_dumps.Writer:
+        return stack_dumps.Writer(self.process.pid, self.stack_fd, self.board, 0)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Process]]:
 
     def start_process(what: str) -> Process:
         board_fd, board = Board.create(1)
-        stack_fd = stacks.create()
+        stack_fd = stack_dumps.create()
         script = tmp_path / "stands.py"
         script.write_text(PROGRAM.format(what=what, period_s=PERIOD_S, board_fd=board_fd, stack_fd=stack_fd))
         process = subprocess.Popen(
@@ -153,7 +153,7 @@ def test_a_rank_writes_its_stack_whatever_its_main_thread_is_at(start: Callable[
 
     texts = [process.stack() for _ in range(3)]
 
-    frames = [stacks.innermost_user_frame(text) for text in texts]
+    frames = [stack_dumps.innermost_user_frame(text) for text in texts]
     assert all(frame.endswith("in stand_there") for frame in frames), texts
     assert [text.count("in stand_there") for text in texts] == [1, 1, 1]  # each is written over the one before
 
@@ -164,7 +164,7 @@ def test_a_stopped_process_writes_its_stack_and_stops_again(start: Callable[[str
 
     stack = process.stack(is_stopped=True)
 
-    assert stacks.innermost_user_frame(stack).endswith("in stand_there")
+    assert stack_dumps.innermost_user_frame(stack).endswith("in stand_there")
     assert process.comes_to((False, False))
     assert state_of(process.process.pid)[0] == "T"
 
@@ -175,15 +175,17 @@ def test_where_the_gil_can_be_had_the_thread_that_has_it_writes_so_that_no_frame
     start: Callable[[str], Process], what: str, is_stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal handler that reads what other threads run has crashed ranks."""
-    monkeypatch.setattr(stacks, "_BOARD_LIMIT_S", LIMIT_S)  # on a busy machine it has the GIL late
+    monkeypatch.setattr(stack_dumps, "_BOARD_LIMIT_S", LIMIT_S)  # on a busy machine it has the GIL late
     process = start(what)
     if is_stopped:
         process.stop()
 
-    text = stacks.take(process.writer, is_stopped)
+    text = stack_dumps.take(process.writer, is_stopped)
 
-    assert "heartbeat.py" in stacks.current_thread_of(text)
-    assert stacks.innermost_user_frame(stacks.main_thread_of(text, process.main_thread)).endswith("in stand_there")
+    assert "heartbeat.py" in stack_dumps.current_thread_of(text)
+    assert stack_dumps.innermost_user_frame(stack_dumps.main_thread_of(text, process.main_thread)).endswith(
+        "in stand_there"
+    )
 
 
 def test_the_main_thread_of_a_stopped_process_writes_not_one_that_may_have_no_room_for_it(
@@ -194,12 +196,12 @@ def test_the_main_thread_of_a_stopped_process_writes_not_one_that_may_have_no_ro
     process = start(f"{threads}\n    {HOLD_GIL}")
     mark = f"Current thread 0x{process.main_thread:016x}"
     give_up_at_s = time.monotonic() + LIMIT_S
-    while mark not in stacks.take(process.writer, is_stopped=False):  # it does not hold the GIL yet
+    while mark not in stack_dumps.take(process.writer, is_stopped=False):  # it does not hold the GIL yet
         assert time.monotonic() < give_up_at_s
 
     for _ in range(5):
         process.stop()
-        text = stacks.take(process.writer, is_stopped=True)
+        text = stack_dumps.take(process.writer, is_stopped=True)
 
         assert mark in text
 
@@ -210,20 +212,20 @@ def test_several_processes_write_their_stacks_at_once_and_one_that_catches_nothi
     ranks = [start(RUN), start(SLEEP)]
     stranger = subprocess.Popen(["sleep", "600"])
     try:
-        deaf = stacks.Writer(stranger.pid, stacks.create(), Board.create(1)[1], 0)
-        texts = stacks.ask_all([*(rank.writer for rank in ranks), deaf])
+        deaf = stack_dumps.Writer(stranger.pid, stack_dumps.create(), Board.create(1)[1], 0)
+        texts = stack_dumps.ask_all([*(rank.writer for rank in ranks), deaf])
         assert stranger.poll() is None
     finally:
         stranger.kill()
         stranger.wait()
         os.close(deaf.fd)
 
-    assert all(stacks.innermost_user_frame(text).endswith("in stand_there") for text in texts[:2])
+    assert all(stack_dumps.innermost_user_frame(text).endswith("in stand_there") for text in texts[:2])
     assert texts[2] == ""
 
 
 def test_frames_of_imports_and_of_ttprun_are_left_out_of_a_stack_that_is_compared() -> None:
-    ours = Path(stacks.__file__)
+    ours = Path(stack_dumps.__file__)
     text = f"""Thread 0x00007f0000000000 (most recent call first):
   File "{ours}", line 9 in wait
   File "/job/train.py", line 4 in load
@@ -231,7 +233,7 @@ def test_frames_of_imports_and_of_ttprun_are_left_out_of_a_stack_that_is_compare
   File "/job/train.py", line 1 in <module>
 """
 
-    assert stacks.of_the_user(text) == (
+    assert stack_dumps.of_the_user(text) == (
         '  File "/job/train.py", line 4 in load\n  File "/job/train.py", line 1 in <module>'
     )
 
@@ -240,12 +242,12 @@ def test_a_crash_leaves_its_stack(start: Callable[[str], Process]) -> None:
     process = start(CRASH)
     process.process.wait(LIMIT_S)
 
-    stack = stacks.left_behind(process.stack_fd)
+    stack = stack_dumps.left_behind(process.stack_fd)
 
     assert process.process.returncode == -signal.SIGSEGV
     assert stack.startswith("Fatal Python error: Segmentation fault")
-    assert stacks.innermost_user_frame(stack).endswith("in stand_there")
-    assert stacks.left_behind(process.stack_fd) == ""
+    assert stack_dumps.innermost_user_frame(stack).endswith("in stand_there")
+    assert stack_dumps.left_behind(process.stack_fd) == ""
 
 
 def test_a_forked_child_does_not_beat(start: Callable[[str], Process]) -> None:
@@ -272,13 +274,13 @@ def test_the_heartbeat_costs_next_to_nothing(start: Callable[[str], Process]) ->
 def test_frames_of_py_spy_are_read_too() -> None:
     text = 'Thread 7 (idle): "MainThread"\n    wait (x/site-packages/c.py:3)\n    train (/home/me/train.py:33)\n'
 
-    assert stacks.innermost_user_frame(text) == "train.py:33 in train"
+    assert stack_dumps.innermost_user_frame(text) == "train.py:33 in train"
 
 
 def test_the_main_thread_is_found_in_what_py_spy_writes_without_names() -> None:
     text = "Process 7: python train.py\nPython v3.11.7\n\nThread 8 (idle)\n    load (/a.py:1)\nThread 7 (idle)\n    train (/b.py:2)\n"
 
-    assert stacks.main_thread_of(text, 0x7F0000000000) == "Thread 7 (idle)\n    train (/b.py:2)"
+    assert stack_dumps.main_thread_of(text, 0x7F0000000000) == "Thread 7 (idle)\n    train (/b.py:2)"
 
 
 @pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is not installed")
@@ -291,12 +293,12 @@ def test_py_spy_reports_the_stack_where_it_is_installed(
     if is_stopped:
         process.stop()
 
-    text = stacks.take(process.writer, is_stopped)
+    text = stack_dumps.take(process.writer, is_stopped)
 
     assert text.startswith(f"Process {process.process.pid}:")
-    main = stacks.main_thread_of(text, process.main_thread)
+    main = stack_dumps.main_thread_of(text, process.main_thread)
     assert main.startswith(f"Thread {process.process.pid} ")
-    assert stacks.innermost_user_frame(main).endswith("in stand_there")
+    assert stack_dumps.innermost_user_frame(main).endswith("in stand_there")
     assert (state_of(process.process.pid)[0] == "T") == is_stopped
 
 
@@ -394,7 +396,8 @@ class NodeThatGoesBack(FakeNode):
         self.board = Board.create(2)[1]
         self.first_failure = FirstFailure()
         self.slots = [
-            RankSlot(rank, rank, handler, record_fd=-1, stack_fd=stacks.create()) for rank, handler in enumerate(lost)
+            RankSlot(rank, rank, handler, record_fd=-1, stack_fd=stack_dumps.create())
+            for rank, handler in enumerate(lost)
         ]
         self._fresh = fresh
         self._sit(lost)

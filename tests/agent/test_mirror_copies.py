@@ -16,7 +16,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.mirror_copies import MirrorCopies, fetch
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.meeting import Where
-from ttprun.protocol.mirrors import NOTHING, SLOTS, Held
+from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held
 
 STATE = Held(6, has_state=True, has_step=False)
 STEP = Held(5, has_state=True, has_step=True)

@@ -8,7 +8,7 @@ from typing import Any
 from ttprun import recovery
 from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.requests import Requests
-from ttprun.protocol.requests import Rejected, SaveNow
+from ttprun.protocol.control_requests import Rejected, SaveNow
 
 
 def requests_of(job: recovery.Job, **differing: Any) -> Requests:

@@ -13,7 +13,7 @@ from ttprun.capture.records.boundary_record import LoopRecord
 from ttprun.capture.records.nodes import RefusedNode
 from ttprun.capture.records.packing import pack
 from ttprun.config import Config
-from ttprun.state.errors import InvalidCheckpointError
+from ttprun.state.save_errors import InvalidCheckpointError
 
 GENERATOR = RefusedNode("is the generator stream, which does not show the positions of its loops")
 LOOP = LoopRecord(

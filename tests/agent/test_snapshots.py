@@ -22,7 +22,7 @@ from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.processes.shared_memory import path_of
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.rank_events import Event
-from ttprun.protocol.snapshots import Share, SnapshotTaken
+from ttprun.protocol.snapshot_messages import Share, SnapshotTaken
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.tensors.checkpoint_shards import version_of
 from ttprun.tensors.memory import Memory

@@ -20,7 +20,7 @@ from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys, SparePool,
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.channel import Channel
-from ttprun.protocol.standbys import WarmUp
+from ttprun.protocol.standby_messages import WarmUp
 
 ALIKE = {"ttprun": "1.0", "the script": "abc"}
 LIMIT_S = 60.0

@@ -14,7 +14,7 @@ from ttprun.agent.cluster.peers import Peers
 from ttprun.agent.core.incidents import Incidents
 from ttprun.agent.core.node import Node
 from ttprun.agent.processes.standbys import Standbys
-from ttprun.agent.report.status import StatusPublisher, protection_of
+from ttprun.agent.report.status_publisher import StatusPublisher, protection_of
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RankStatus, RunStatus, read_status

@@ -23,7 +23,7 @@ from ttprun.agent.core import rank_slot
 from ttprun.agent.core.new_group import NewGroup
 from ttprun.agent.core.supervisor import Supervisor
 from ttprun.agent.launcher.resume import Resumption
-from ttprun.agent.processes import stacks
+from ttprun.agent.processes import stack_dumps
 from ttprun.agent.processes.rank_processes import RankHandler
 from ttprun.agent.repair.stored_states import Stored
 from ttprun.config import Config
@@ -302,7 +302,7 @@ def test_the_supervisor_never_looks_at_a_group_that_is_only_half_begun(
     def create_after_a_look() -> int:
         supervisor.node.wake()
         has_looked.wait(0.5)
-        return stacks.create()
+        return stack_dumps.create()
 
     monkeypatch.setattr(supervisor.parts, "look", note_look)
     monkeypatch.setattr(rank_slot, "stacks", SimpleNamespace(create=create_after_a_look))

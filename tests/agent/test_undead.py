@@ -16,7 +16,7 @@ from tests.agent.test_supervisor import begin, comes_around, make, supervisor, v
 from ttprun import recovery
 from ttprun.agent.core.supervisor import Supervisor
 from ttprun.agent.health import hang_detector
-from ttprun.agent.processes import process_watch, stacks
+from ttprun.agent.processes import process_watch, stack_dumps
 from ttprun.agent.processes.rank_processes import RankHandler
 from ttprun.protocol import process_orders
 
@@ -95,7 +95,7 @@ def test_while_the_stack_of_a_rank_is_read_the_loop_goes_round(
     two_ranks: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A late rank is asked for its stack before it is killed; this one never answers."""
-    monkeypatch.setattr(stacks, "_BOARD_LIMIT_S", NOT_IN_TIME_S)
+    monkeypatch.setattr(stack_dumps, "_BOARD_LIMIT_S", NOT_IN_TIME_S)
     monkeypatch.setattr(hang_detector.HangDetector, "is_late", lambda *_: True)
     node, order = two_ranks.node, process_orders.KillRank(0, "it is late")
 

@@ -10,7 +10,7 @@ import torch
 
 from ttprun.device import nvml
 from ttprun.device.cuda import CudaDevice
-from ttprun.device.errors import DeviceErrors
+from ttprun.device.device_errors import DeviceErrors
 from ttprun.device.interface import DeviceFailedError, DeviceMissingError, MemoryCheck
 
 ILLEGAL = RuntimeError("CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress'")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ttprun.device.errors import DeviceErrors, DeviceFault
+from ttprun.device.device_errors import DeviceErrors, DeviceFault
 
 LIMIT = timedelta(seconds=0.3)  # of an operation that never ends; to connect they have all the time they want
 TABLE = DeviceErrors({})

@@ -11,7 +11,7 @@ import torch
 
 from tests.device.fake_npu import RELEASES, TEXTS, FakeNpu, FakeTorchNpu, Queue
 from ttprun.device import npu
-from ttprun.device.errors import DeviceErrors, DeviceFault
+from ttprun.device.device_errors import DeviceErrors, DeviceFault
 from ttprun.device.interface import DeviceFailedError, DeviceMissingError, MemoryCheck
 from ttprun.device.npu import NpuDevice
 

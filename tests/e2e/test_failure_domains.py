@@ -23,7 +23,7 @@ PARTS = {
     "ttprun.agent.health.hang_detector:HangDetector._look": "hang detection",
     "ttprun.agent.health.unhooked_ranks:UnhookedRanks.look": "search for ranks without hooks",
     "ttprun.agent.core.incidents:Incidents.note_compared": "incident notes",
-    "ttprun.agent.report.status:StatusPublisher.publish": "status",
+    "ttprun.agent.report.status_publisher:StatusPublisher.publish": "status",
     "ttprun.agent.core.control_socket:ControlSocket.pass_time": "commands",
     "ttprun.chaos.injections:Injections.pass_time": "fault injection",
     "ttprun.agent.core.file_reserve:FileReserve.look": "file reserve",

@@ -18,7 +18,7 @@ import pytest
 
 from ttprun.agent.core.coordinator import Coordinator
 from ttprun.agent.core.reports import _ROWS
-from ttprun.protocol import from_rank, node_reports, standbys
+from ttprun.protocol import from_rank, node_reports, standby_messages
 from ttprun.protocol.channel import KNOWN, Order, Report
 from ttprun.protocol.codec import Message, Refused, decode, encode
 from ttprun.protocol.process_orders import Action, Rewind
@@ -150,7 +150,7 @@ def test_every_action_of_the_machine_is_carried_out() -> None:
 
 
 def test_the_agent_that_leads_takes_every_message_of_a_rank_by_one_table_but_for_what_concerns_its_node_alone() -> None:
-    of_its_node = {from_rank.RowChanged, *typing.get_args(standbys.Report)}
+    of_its_node = {from_rank.RowChanged, *typing.get_args(standby_messages.Report)}
 
     assert _ROWS.keys() == {*REPORTS, Refused} - of_its_node
 

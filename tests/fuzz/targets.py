@@ -37,7 +37,7 @@ from ttprun.capture.records.packing import MalformedRecordError
 from ttprun.capture.records.recorder import HEADER_BYTES, Recorder
 from ttprun.capture.values import pack
 from ttprun.chaos.faults import parse_fault
-from ttprun.cli.status import status as show_status
+from ttprun.cli.status_command import status as show_status
 from ttprun.errors import ConfigError
 from ttprun.observe.events import read_events, read_history
 from ttprun.observe.run_directory import RunDirectory
@@ -46,10 +46,10 @@ from ttprun.observe.topology import read_topology
 from ttprun.protocol import channel, meeting, node_reports
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import Refused, decode, encode
-from ttprun.protocol.requests import Accepted
-from ttprun.recovery.membership import parse_hosts
+from ttprun.protocol.control_requests import Accepted
+from ttprun.recovery.membership_policy import parse_hosts
 from ttprun.state.checkpoint import MANIFEST_NAME, Checkpoint, inspect, verify
-from ttprun.state.errors import InvalidCheckpointError
+from ttprun.state.save_errors import InvalidCheckpointError
 
 FOLDER = Path(__file__).resolve().parent
 LONGEST_REASON = 600  # characters

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tests.options import OPTIONS
 from tests.rank.fakes import RECORD_BYTES
-from ttprun.agent.processes import stacks
+from ttprun.agent.processes import stack_dumps
 from ttprun.agent.processes.rank_processes import rank_environment
 from ttprun.capture.records.recorder import Recorder
 from ttprun.protocol import channel
@@ -72,7 +72,7 @@ def run_under_shim(
     theirs.close()
     board_fd, _ = Board.create(welcome.get("local_world_size", 1))
     record_fd = Recorder.create(RECORD_BYTES)
-    stack_fd = stacks.create()
+    stack_fd = stack_dumps.create()
     ours.send(welcome_of(directory, **welcome), [board_fd, record_fd, stack_fd])
     result = Outcome(0, "")
     listener = threading.Thread(target=_listen, args=(ours, result), daemon=True)

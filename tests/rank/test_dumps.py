@@ -9,7 +9,7 @@ import pytest
 
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.protocol import to_rank
-from ttprun.protocol.snapshots import Dumped
+from ttprun.protocol.snapshot_messages import Dumped
 from ttprun.rank.replay import repairing
 
 

@@ -25,7 +25,7 @@ import torch
 
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
-from ttprun.capture.effects import file_system, files
+from ttprun.capture.effects import file_system, script_files
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import whose
 from ttprun.protocol.board import Board, Field
@@ -115,7 +115,11 @@ def a_log_that_was_there_before(path: str) -> Iterator[None]:
             log.write(line(step))
             log.flush()
             log.seek(0)
-            assert log.read().endswith(line(step)) or files.current() is None or not files.current().mode.is_live
+            assert (
+                log.read().endswith(line(step))
+                or script_files.current() is None
+                or not script_files.current().mode.is_live
+            )
             yield
 
 
@@ -195,14 +199,14 @@ def live(write: Habit, path: str, fds: list[int], lost_at: tuple[int, int] | Non
         if lost_at is not None and lost_at[1] < boundary and lost_at[0] == step:
             os._exit(9)  # what is buffered is lost
         if begin_at is None or boundary > begin_at:
-            recorder.write(boundary, msgpack.packb(files.positions()), [])
+            recorder.write(boundary, msgpack.packb(script_files.positions()), [])
             board.set(0, Field.RECORDED, boundary)
         if lost_at is not None and lost_at[0] == step:
             os._exit(9)
         if boundary == begin_at:
             found = recorder.read(boundary)
             assert found is not None
-            files.unmute(session, msgpack.unpackb(found[0]), boundary, files.clock_ns())
+            script_files.unmute(session, msgpack.unpackb(found[0]), boundary, script_files.clock_ns())
             session.mode = LIVE
 
 
@@ -286,19 +290,19 @@ def test_a_file_holds_after_a_replacement_what_it_would_hold_without(name: str, 
 def look_at_what_was_written(directory: str) -> dict[str, bool]:
     """Which files a replacement writes again: it goes live at boundary 3, and comes to the next one in the end."""
     paths = {name: f"{directory}/{name}" for name in ("before", "since", "by the replacement", "never")}
-    moment = files.clock_ns()
+    moment = script_files.clock_ns()
     for name, at_ns in (("before", moment - 1), ("since", moment)):
         pathlib.Path(paths[name]).touch()
         os.utime(paths[name], ns=(at_ns, at_ns))
     session = make_session()
     session.applied = 3
-    files.unmute(session, [], 3, moment)
+    script_files.unmute(session, [], 3, moment)
     pathlib.Path(paths["by the replacement"]).touch()
-    later = files.clock_ns() + 10**9
+    later = script_files.clock_ns() + 10**9
     os.utime(paths["by the replacement"], ns=(later, later))
-    found = {name: files.is_to_be_written_again(session, path) for name, path in paths.items()}
+    found = {name: script_files.is_to_be_written_again(session, path) for name, path in paths.items()}
     session.applied = 4
-    return found | {"a step later": files.is_to_be_written_again(session, paths["since"])}
+    return found | {"a step later": script_files.is_to_be_written_again(session, paths["since"])}
 
 
 def test_a_file_of_the_step_in_which_a_rank_was_lost_is_to_be_written_again(tmp_path: Any) -> None:
@@ -427,9 +431,9 @@ def set_up_among_others(directory: str) -> dict[str, str]:
     opened = [open(path, "w") for path in (log, own)]  # noqa: SIM115 - as people write it
     for file in opened:
         file.write("a step that is undone\n")
-    recorded = files.positions_again([[log, len("step 1\nstep 2\n")]])
+    recorded = script_files.positions_again([[log, len("step 1\nstep 2\n")]])
     session.mode = LIVE
-    files.unmute(session, recorded, 2, files.clock_ns())
+    script_files.unmute(session, recorded, 2, script_files.clock_ns())
     for file in opened:
         file.write("step 3\n")
         file.close()

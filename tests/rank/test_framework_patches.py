@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ttprun.capture import framework_patches
-from ttprun.capture.effects import files
+from ttprun.capture.effects import script_files
 
 
 def imported(monkeypatch: pytest.MonkeyPatch, name: str, kind: type) -> Any:
@@ -71,7 +71,7 @@ def test_a_checkpoint_is_written_and_removed_in_a_run_and_neither_in_a_replay(mo
 
     module = imported(monkeypatch, "lightning.fabric.plugins.io.torch_io", TorchCheckpointIO)
     writer, session = module.TorchCheckpointIO(), SimpleNamespace()
-    monkeypatch.setattr(files, "current", lambda: session)
+    monkeypatch.setattr(script_files, "current", lambda: session)
     for is_live in (False, True):
         session.mode = SimpleNamespace(is_live=is_live)
         writer.save_checkpoint({}, "last.ckpt", storage_options=None)

@@ -20,7 +20,7 @@ from ttprun.capture.records.recorder import Recorder
 from ttprun.groups.connection import Exchange
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
-from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of, unpack
+from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_of, unpack
 from ttprun.rank.session import Session
 from ttprun.rank.step.copies import Copies
 from ttprun.rank.step.mirror_link import MirrorLink

@@ -18,7 +18,7 @@ from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import frames
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol.board import Board, Field
-from ttprun.protocol.snapshots import SnapshotTaken
+from ttprun.protocol.snapshot_messages import SnapshotTaken
 from ttprun.state.files import read_entry
 from ttprun.tensors import checkpoint_shards, replicated, snapshot_shares
 from ttprun.tensors.memory import Memory

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tests.device.fake_npu import FakeNpu, Queue
 from tests.options import OPTIONS
 from tests.rank.fakes import become, make_session
-from ttprun.device.errors import DeviceErrors, DeviceFault, diagnosis_of
+from ttprun.device.device_errors import DeviceErrors, DeviceFault, diagnosis_of
 from ttprun.device.interface import DeviceFailedError
 from ttprun.device.updates import UpdateTimes, now_us
 from ttprun.groups.host import Made

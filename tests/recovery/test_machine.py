@@ -42,7 +42,7 @@ from ttprun.recovery import (
     machine,
     new_job,
 )
-from ttprun.recovery.faults import on_exit
+from ttprun.recovery.losses import on_exit
 from ttprun.recovery.machine import Key, Transition
 from ttprun.recovery.phases import unchanged
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.state.making import locked, names, take
 from ttprun.state.draft import LOCK_NAME
-from ttprun.state.errors import SaveDirectoryInUseError
+from ttprun.state.save_errors import SaveDirectoryInUseError
 from ttprun.state.store import CheckpointStore
 
 HOLD = """

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ttprun.capture.data import evaluations
-from ttprun.capture.effects import csv_logs, files
+from ttprun.capture.effects import csv_logs, script_files
 from ttprun.introspect import fail_open
 from ttprun.introspect.after_import import after_import
 
@@ -35,8 +35,8 @@ _FABRIC = "lightning.fabric lightning_fabric"
 _TRAINER = "lightning.pytorch pytorch_lightning"
 _TABLE = (
     _Row(_FABRIC, "loggers.csv_logs", "_ExperimentWriter.save", csv_logs.wrap_save),
-    _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.save_checkpoint", files.leave_out_in_replay),
-    _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.remove_checkpoint", files.leave_out_in_replay),
+    _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.save_checkpoint", script_files.leave_out_in_replay),
+    _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.remove_checkpoint", script_files.leave_out_in_replay),
     _Row(_TRAINER, "loops.evaluation_loop", "_EvaluationLoop.run", evaluations.wrap_run),
     _Row(_TRAINER, "loops.evaluation_loop", "_EvaluationLoop.teardown", evaluations.wrap_teardown),
 )

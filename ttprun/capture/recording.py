@@ -14,7 +14,7 @@ import torch
 
 from ttprun.capture import values
 from ttprun.capture.data import loaders
-from ttprun.capture.effects import file_answers, files, os_entropy, output
+from ttprun.capture.effects import file_answers, os_entropy, output, script_files
 from ttprun.capture.host import Host
 from ttprun.capture.position import call_site, iterables, loop_sites, loops, made_inside
 from ttprun.capture.records.boundary_record import BoundaryRecord, ScriptState, read_state
@@ -112,8 +112,8 @@ def describe(
         groups_made=others.groups_made,
         results=others.results,
         rebuilt=others.rebuilt,
-        files=files.positions(),
-        at_ns=files.clock_ns(),
+        files=script_files.positions(),
+        at_ns=script_files.clock_ns(),
         has_steps=loop_sites.keys_with_steps,
         lines=output.lines_printed(host),
         weights=others.weights,
@@ -132,7 +132,7 @@ def describe(
 def _other_modules(whereabouts: call_site.Whereabouts) -> Iterator[tuple[str, ModuleType]]:
     """The user's modules whose variables are not those of a frame on the stack."""
     on_stack = set(map(id, whereabouts.scopes))
-    return ((name, module) for name, module in files.user_modules() if id(module.__dict__) not in on_stack)
+    return ((name, module) for name, module in script_files.user_modules() if id(module.__dict__) not in on_stack)
 
 
 def look(frame: FrameType, steps: Steps) -> values.Tree:

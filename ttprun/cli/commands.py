@@ -5,16 +5,16 @@ from __future__ import annotations
 # Command -> module, function. The function's docstring and signature are the command's help and options. A command with
 # commands of its own has a typer app instead.
 COMMANDS = {
-    "status": ("ttprun.cli.status", "status"),
+    "status": ("ttprun.cli.status_command", "status"),
     "report": ("ttprun.cli.support", "report"),
-    "stacks": ("ttprun.cli.stacks", "stacks"),
-    "topology": ("ttprun.cli.stacks", "topology"),
+    "stacks": ("ttprun.cli.stacks_command", "stacks"),
+    "topology": ("ttprun.cli.stacks_command", "topology"),
     "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
     "recall": ("ttprun.cli.options", "recall"),
     "check": ("ttprun.cli.check", "check"),
     "drill": ("ttprun.cli.drill", "drill"),
-    "checkpoints": ("ttprun.cli.checkpoints", "app"),
-    "checkpoint": ("ttprun.cli.checkpoints", "app"),  # as in `ttprun checkpoint now`
+    "checkpoints": ("ttprun.cli.checkpoints_command", "app"),
+    "checkpoint": ("ttprun.cli.checkpoints_command", "app"),  # as in `ttprun checkpoint now`
     "doctor": ("ttprun.cli.doctor", "doctor"),
     "explain": ("ttprun.cli.explain", "explain"),
     "guide": ("ttprun.cli.guide", "guide"),

@@ -8,11 +8,11 @@ from typing import get_args
 
 from msgspec.structs import asdict
 
-from ttprun.cli.status import load
+from ttprun.cli.status_command import load
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.codec import Refused, decode
-from ttprun.protocol.requests import Accepted, Rejected, Reply, Request
+from ttprun.protocol.control_requests import Accepted, Rejected, Reply, Request
 
 ANSWER_LIMIT_S = 10.0
 _REPLIES = {kind.__name__: kind for kind in get_args(Reply)}

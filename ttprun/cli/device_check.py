@@ -24,8 +24,8 @@ from typing import Any
 
 from ttprun.chaos.drill.twins import FOREIGN
 from ttprun.cli.finding import Finding
+from ttprun.device.device_errors import in_one_line
 from ttprun.device.environment import VARIABLES
-from ttprun.device.errors import in_one_line
 from ttprun.rank.bootstrap.install import PR_SET_PDEATHSIG
 
 # One of two ranks that try on this machine's devices what a recovery needs there: run by `ttprun doctor`.

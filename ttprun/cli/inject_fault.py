@@ -18,7 +18,7 @@ from ttprun.config_sources import read_config_file, resolve
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, read_status
-from ttprun.protocol.requests import InjectFault, Rejected
+from ttprun.protocol.control_requests import InjectFault, Rejected
 
 # Of a schedule without end, so many strikes are shown.
 SHOWN_STRIKES = 20

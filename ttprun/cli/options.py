@@ -13,7 +13,7 @@ import yaml
 from ttprun.cli.control import ask_running
 from ttprun.config import Config
 from ttprun.config_sources import ConfigSource, option_name, ttprun_section
-from ttprun.protocol.requests import Recall
+from ttprun.protocol.control_requests import Recall
 from ttprun.yaml_files import parse_yaml
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from torch.distributed.run import config_from_args, parse_min_max_nnodes
 from ttprun import torch_versions
 from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT
 from ttprun.agent.launcher.outcome import Outcomes
-from ttprun.agent.report.status import write_last_status
+from ttprun.agent.report.status_publisher import write_last_status
 from ttprun.cli import programs
 from ttprun.cli.dry_run import dry_run, launch_origins, print_config
 from ttprun.cli.old_runs import Keep, remove_old_runs

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ttprun.device import cuda, npu, nvml
-from ttprun.device.errors import in_one_line
+from ttprun.device.device_errors import in_one_line
 from ttprun.device.interface import Device, DeviceMissingError
 
 

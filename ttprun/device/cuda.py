@@ -11,7 +11,7 @@ import contextlib
 from typing import Any
 
 from ttprun.device import nvml
-from ttprun.device.errors import in_one_line
+from ttprun.device.device_errors import in_one_line
 from ttprun.device.interface import DeviceFailedError, DeviceMissingError, Health, Identity, MemoryCheck, MemoryFigures
 
 

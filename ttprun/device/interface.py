@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
-from ttprun.device.errors import DeviceFault, Diagnosis, diagnosis_of
+from ttprun.device.device_errors import DeviceFault, Diagnosis, diagnosis_of
 
 
 class DeviceMissingError(RuntimeError):

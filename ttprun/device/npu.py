@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from ttprun.device.errors import DeviceErrors, in_one_line
+from ttprun.device.device_errors import DeviceErrors, in_one_line
 from ttprun.device.interface import (
     DeviceFailedError,
     DeviceMissingError,

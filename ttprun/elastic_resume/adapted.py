@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ttprun.capture.data import loaders, rest_of_epoch
-from ttprun.capture.effects import files
+from ttprun.capture.effects import script_files
 from ttprun.capture.merging.combined import state_of
 from ttprun.capture.merging.merge import Merge
 from ttprun.capture.merging.touched import spoil
@@ -168,7 +168,7 @@ class Adapted(ReplayRun):
         if self._derived is not None:
             for number, state in merge.generators.items():
                 self._derived.reseed(restore.object_of(number), state)
-        old = replace(self.target.fields, files=files.positions_again(self.target.fields.files))
+        old = replace(self.target.fields, files=script_files.positions_again(self.target.fields.files))
         self.target = Record(old, self.target.blobs)
         fields, tensors, _ = boundary.describe(session, self.boundary, frame, returned)
         fields = replace(fields, is_straight=True, weights=old.weights, files=old.files, held=old.held)

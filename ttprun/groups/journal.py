@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ttprun.device.errors import DeviceErrors, Diagnosis
+from ttprun.device.device_errors import DeviceErrors, Diagnosis
 from ttprun.groups import async_saves
 from ttprun.groups.entry import Entry
 from ttprun.groups.operations import OF_ALL_MEMBERS

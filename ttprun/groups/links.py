@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ttprun.device.errors import in_one_line
+from ttprun.device.device_errors import in_one_line
 from ttprun.device.interface import DeviceFailedError
 from ttprun.groups.connection import CONNECT_LIMIT, Connection, GenerationOverError
 from ttprun.groups.host import Member

@@ -11,7 +11,7 @@ import os
 import threading
 
 from ttprun.device import accelerator
-from ttprun.device.errors import DeviceErrors, DeviceFault, in_one_line
+from ttprun.device.device_errors import DeviceErrors, DeviceFault, in_one_line
 from ttprun.device.interface import DeviceFailedError
 from ttprun.groups.host import Member
 from ttprun.protocol import from_rank

@@ -52,7 +52,7 @@ class Field:
     END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
     OWN_STATE = 31  # of a rank alone: of which boundary it keeps its state, and where (`ttprun.tensors.own_state`)
     ALL_NODES_AT = 32  # of a node's first rank: what all nodes have recorded (`ttprun.rank.step.inter_node_commit`)
-    MIRROR_0 = 33  # what this rank's mirror holds in its first slot, see `ttprun.protocol.mirrors`
+    MIRROR_0 = 33  # what this rank's mirror holds in its first slot, see `ttprun.protocol.mirror_messages`
     MIRROR_1 = 34  # and in the second one
     COPIED = 35  # of which boundary this rank keeps a copy of another's records (`ttprun.rank.step.copies`)
     AGENT_NS = 36  # leader: time.monotonic_ns() when the agent's supervisor last came by; the agent writes it

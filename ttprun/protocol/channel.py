@@ -1,8 +1,8 @@
 """The channel between the agent and one rank: a socket pair, one message per line (`codec.py`).
 
-A rank sends `from_rank.py` and `snapshots.py`, and receives `to_rank.py`; `mindio.py` has both for a framework with
-callbacks. An invalid line is read as `Refused`. The first message that a
-rank reads is its welcome, with the file descriptors of the board and of its recorder.
+A rank sends `from_rank.py` and `snapshot_messages.py`, and receives `to_rank.py`; `mindio.py` has both for a framework
+with callbacks. An invalid line is read as `Refused`. The first message that a rank reads is its welcome, with the file
+descriptors of the board and of its recorder.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-from ttprun.protocol import from_rank, mindio, snapshots, standbys, to_rank
+from ttprun.protocol import from_rank, mindio, snapshot_messages, standby_messages, to_rank
 from ttprun.protocol.codec import Refused, decode, encode
 
-Report = from_rank.Report | standbys.Report | snapshots.Report | mindio.Report
+Report = from_rank.Report | standby_messages.Report | snapshot_messages.Report | mindio.Report
 Order = to_rank.Order | mindio.Order
 Sent = Report | Order
 Message = Sent | Refused

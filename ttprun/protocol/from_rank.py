@@ -1,7 +1,7 @@
 """What a rank reports to the agent: one class per message; `agent/core/reports.py` handles them.
 
-Reports of snapshots and checkpoints are in `snapshots.py`, those of standbys and for them in `standbys.py`, those of a
-framework with callbacks in `mindio.py`.
+Reports of snapshots and checkpoints are in `snapshot_messages.py`, those of standbys and for them in
+`standby_messages.py`, those of a framework with callbacks in `mindio.py`.
 
 generation   number of the communicator set in which the rank is
 boundary     number of optimizer steps that it has done

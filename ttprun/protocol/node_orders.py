@@ -10,7 +10,7 @@ from ttprun.protocol.codec import Message, decode, encode
 from ttprun.protocol.from_rank import Put
 from ttprun.protocol.inheritance import Known
 from ttprun.protocol.process_orders import KillRank, Rewind, SpawnRank
-from ttprun.protocol.standbys import WarmUp
+from ttprun.protocol.standby_messages import WarmUp
 from ttprun.protocol.to_rank import KeepMirror, LoadMirror, Replay
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from msgspec import field
 
-from ttprun.protocol import from_rank, standbys
+from ttprun.protocol import from_rank, standby_messages
 from ttprun.protocol.codec import Message
 from ttprun.protocol.mindio import Strategy
 from ttprun.protocol.process_orders import Action
-from ttprun.protocol.snapshots import MirroredShare
+from ttprun.protocol.snapshot_messages import MirroredShare
 
 # The beginning, and the end.
 
@@ -384,7 +384,7 @@ class Resume(Action, frozen=True):
 OfRecovery = (
     Freeze | Replay | SendState | FetchState | SendGradients | TakeGradients | LoadMirror | LoadState | Dump | Resume
 )  # fmt: skip
-OfStandby = standbys.Order | Welcome
+OfStandby = standby_messages.Order | Welcome
 Order = (
     OfRecovery | OfStandby
     | Heard | EndAsked | InjectedFault | FaultDone | NotAlike | KeepMirror | NoneAlike | AllCompared | LookAt

@@ -11,11 +11,11 @@ from dataclasses import replace
 from ttprun.protocol.process_orders import KillRank
 from ttprun.protocol.rank_events import MismatchFound, RankExited
 from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankHung
-from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import begin_attempt, drain, end_job, fail_job, restart_group, why_too_many_incidents
 from ttprun.recovery.leader_events import DeadlinePassed
 from ttprun.recovery.leaving import on_broken_by_leaver
+from ttprun.recovery.losses import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.members import Life, Member
 from ttprun.recovery.phases import DEADLINE_NAMES, Result, add_fault, open_incident, unchanged
 from ttprun.recovery.repair import give_up_on_mismatch, missing_from, what_is_missing

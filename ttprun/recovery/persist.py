@@ -17,13 +17,6 @@ from ttprun.protocol.process_orders import Action, KillRank
 from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, StopAsked
 from ttprun.protocol.to_rank import Resume
 from ttprun.recovery.fault_events import NodeLost
-from ttprun.recovery.faults import (
-    answer_fault,
-    is_of_script,
-    on_faulted,
-    on_node_lost,
-    without_nodes,
-)
 from ttprun.recovery.job import Ending, Job, JobPhase
 from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, stopped_by, why_not_saved
 from ttprun.recovery.leader_events import (
@@ -36,6 +29,13 @@ from ttprun.recovery.leader_events import (
 )
 from ttprun.recovery.leader_orders import GiveUpCheckpoint, NoteUnusable, Persist
 from ttprun.recovery.leaving import let_others_finish, mark_finished
+from ttprun.recovery.losses import (
+    answer_fault,
+    is_of_script,
+    on_faulted,
+    on_node_lost,
+    without_nodes,
+)
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,

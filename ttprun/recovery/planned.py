@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttprun.protocol.process_orders import KillRank
-from ttprun.recovery.faults import why_not_protected
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import begin_attempt, why_no_source
 from ttprun.recovery.leader_events import DowngradeAsked, ReplacementAsked, UpgradeAsked
+from ttprun.recovery.losses import why_not_protected
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import Result, open_incident, unchanged
 from ttprun.recovery.resize import begin_shrinking, why_not_without

@@ -1,7 +1,7 @@
 """Handlers for nodes that join or leave: the state is saved, and the group starts again on the nodes that are there.
 
 Until all ranks have ended, the job can continue as it is: if the state cannot be saved, or a rank is lost meanwhile,
-the nodes stay. Which nodes there are is decided elsewhere (`membership.py`). Begin with `on_resize_asked`.
+the nodes stay. Which nodes there are is decided elsewhere (`membership_policy.py`). Begin with `on_resize_asked`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from ttprun.protocol.process_orders import Action
 from ttprun.protocol.rank_events import Event
-from ttprun.recovery.faults import with_new_ranks
 from ttprun.recovery.job import Ending, Job, JobPhase
 from ttprun.recovery.ladder import begin_persisting, regroup, why_not_saved
 from ttprun.recovery.leader_events import GroupResized, ResizeAsked, Saved, StatePersisted
 from ttprun.recovery.leader_orders import GiveUpResize
+from ttprun.recovery.losses import with_new_ranks
 from ttprun.recovery.members import Life
 from ttprun.recovery.phases import Result, enter, open_incident
 from ttprun.recovery.ways_back import go_back

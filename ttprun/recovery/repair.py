@@ -12,10 +12,10 @@ from dataclasses import replace
 from ttprun.protocol.from_rank import RankFrozen, RankRebuilt, RankReissued, RankRepaired, RankReplayed, StateSent
 from ttprun.protocol.rank_events import MismatchFound, RankStarted
 from ttprun.protocol.to_rank import LoadMirror, LoadState, Replay, Resume, SendState
-from ttprun.recovery.errors import UnexpectedStart
 from ttprun.recovery.job import Job, JobPhase, name_ranks
 from ttprun.recovery.ladder import end_job, restart_group, why_no_source
 from ttprun.recovery.leader_orders import FinishJob
+from ttprun.recovery.machine_errors import UnexpectedStart
 from ttprun.recovery.members import Life, Member, MemberFlag
 from ttprun.recovery.phases import Result, deadline_of, enter, unchanged
 from ttprun.recovery.ways_back import steps_reached

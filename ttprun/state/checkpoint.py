@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ttprun.errors import in_short
-from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.files import NAME_PATTERN, FileEntry, Progress, new_digest, read_entry
+from ttprun.state.save_errors import InvalidCheckpointError
 
 # The manifest of a checkpoint, `ttprun.json`: what it is, and size and digest of each file. Written last.
 

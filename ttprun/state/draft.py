@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ttprun.state.checkpoint import MANIFEST_NAME, Checkpoint, Description
-from ttprun.state.errors import CannotWriteError, SaveDirectoryInUseError, cannot_write
 from ttprun.state.files import Buffer, FileEntry, Fill, read_entry, sync, write_file
+from ttprun.state.save_errors import CannotWriteError, SaveDirectoryInUseError, cannot_write
 
 # One job a save directory: a lock that the kernel gives back however the job ends, with the job's name in it.
 

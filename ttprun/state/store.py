@@ -20,8 +20,8 @@ from pathlib import Path
 from ttprun import __version__
 from ttprun.state.checkpoint import Checkpoint, Description, Manifest, inspect, is_checkpoint_name, verify
 from ttprun.state.draft import DirectoryLock, Draft
-from ttprun.state.errors import cannot_write, free_name, is_noted
 from ttprun.state.files import FileEntry, Progress, sync, write_file
+from ttprun.state.save_errors import cannot_write, free_name, is_noted
 
 LATEST_NAME = "latest"
 DEFAULT_KEEP = 3

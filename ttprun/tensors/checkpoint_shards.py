@@ -23,7 +23,7 @@ from ttprun.introspect import distributed_tensors, fail_open
 from ttprun.introspect.frames import SCALARS, user_frames, variables_of
 from ttprun.introspect.looks import dictionary_of, is_a, module_of_class
 from ttprun.introspect.models import parts_of, tables_of
-from ttprun.protocol.snapshots import Share
+from ttprun.protocol.snapshot_messages import Share
 from ttprun.state.chunks import OWNER
 from ttprun.state.files import write_file
 from ttprun.state.pieces import CannotReshardError

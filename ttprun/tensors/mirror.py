@@ -23,7 +23,7 @@ from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
-from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of, unpack
+from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_of, unpack
 from ttprun.tensors import optimizer_registry, replicated, sharded
 from ttprun.tensors.mirror_slots import Layout, Part, ReducedParts, Slot, Stored, lay_out
 from ttprun.tensors.own_state import forms_of, held_now

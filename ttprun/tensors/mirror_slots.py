@@ -17,8 +17,8 @@ import xxhash
 
 from ttprun.introspect import fail_open
 from ttprun.introspect.distributed_tensors import local_of
-from ttprun.protocol.mirrors import Held
-from ttprun.protocol.snapshots import MirroredShare, Share
+from ttprun.protocol.mirror_messages import Held
+from ttprun.protocol.snapshot_messages import MirroredShare, Share
 from ttprun.state import tensor_file
 from ttprun.state.chunks import Chunk
 from ttprun.state.files import write_file

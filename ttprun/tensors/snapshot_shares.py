@@ -18,7 +18,7 @@ import msgpack
 
 from ttprun.introspect import fail_open
 from ttprun.protocol.board import LEADER, ROW_FIELDS, Board, Field, Phase
-from ttprun.protocol.snapshots import SnapshotSize, SnapshotTaken
+from ttprun.protocol.snapshot_messages import SnapshotSize, SnapshotTaken
 from ttprun.tensors import checkpoint_shards, replicated
 from ttprun.tensors.memory import Memory, free_bytes
 from ttprun.tensors.open_boundaries import MOST_PUT_OFF

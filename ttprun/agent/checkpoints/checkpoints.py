@@ -23,7 +23,7 @@ from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.stored_states import rank_file
 from ttprun.errors import ConfigError, in_short
 from ttprun.protocol import node_orders, node_reports, to_rank
-from ttprun.protocol.snapshots import Dumped, MirroredShare, Share
+from ttprun.protocol.snapshot_messages import Dumped, MirroredShare, Share
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.draft import Draft

@@ -8,7 +8,7 @@ from typing import Any
 
 from ttprun.agent.processes import shared_memory
 from ttprun.agent.repair.stored_states import Stored, unpack
-from ttprun.protocol.snapshots import Share, SnapshotTaken
+from ttprun.protocol.snapshot_messages import Share, SnapshotTaken
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 

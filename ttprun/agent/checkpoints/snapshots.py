@@ -20,7 +20,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import shared_memory
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.protocol.board import LEADER, Field
-from ttprun.protocol.snapshots import SnapshotTaken
+from ttprun.protocol.snapshot_messages import SnapshotTaken
 from ttprun.tensors.checkpoint_shards import version_of
 
 logger = logging.getLogger("ttprun")

@@ -27,12 +27,12 @@ from ttprun.errors import ConfigError
 from ttprun.observe.console import ProgressLog
 from ttprun.observe.events import timestamp
 from ttprun.observe.status import CheckpointStatus
-from ttprun.protocol.snapshots import Share
+from ttprun.protocol.snapshot_messages import Share
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.checkpoint import Checkpoint, Description
 from ttprun.state.draft import Draft
-from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.files import Fill
+from ttprun.state.save_errors import InvalidCheckpointError
 from ttprun.state.store import CheckpointStore
 from ttprun.tensors.checkpoint_shards import file_of
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 
 from ttprun.errors import ConfigError, one_line
-from ttprun.recovery.membership import parse_hosts
+from ttprun.recovery.membership_policy import parse_hosts
 
 logger = logging.getLogger("ttprun")
 

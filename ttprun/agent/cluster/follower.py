@@ -18,7 +18,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.node_agent import NodeAgent
 from ttprun.agent.core.outcomes import give_up, log_exit, note_failure, note_script_error
 from ttprun.agent.launcher.verdict import Verdict
-from ttprun.agent.report.status import StatusPublisher
+from ttprun.agent.report.status_publisher import StatusPublisher
 from ttprun.protocol import from_rank, meeting, node_orders, node_reports
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.inheritance import Known

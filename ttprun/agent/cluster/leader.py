@@ -22,7 +22,7 @@ from ttprun.agent.core.failures import Failure
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.outcomes import give_up, log_exit, note_failure
 from ttprun.agent.core.reports import Reports
-from ttprun.agent.repair.own_state import OwnStates
+from ttprun.agent.repair.own_states import OwnStates
 from ttprun.chaos.faults import parse_fault
 from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.board import Field

@@ -1,7 +1,7 @@
 """Which nodes the group has, and which it should have: the leader's side of `--elastic`.
 
-What should be is decided by `recovery.membership`; when it differs from what there is, all ranks save their state at a
-boundary, and the group starts again on the other nodes. Begin with `NodeMembership.look`.
+What should be is decided by `recovery.membership_policy`; when it differs from what there is, all ranks save their
+state at a boundary, and the group starts again on the other nodes. Begin with `NodeMembership.look`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ttprun.errors import ConfigError
 from ttprun.protocol import meeting
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.rank_events import StopAsked
-from ttprun.recovery.membership import Membership, MembershipPlan, NodesObserved
-from ttprun.state.errors import InvalidCheckpointError
+from ttprun.recovery.membership_policy import Membership, MembershipPlan, NodesObserved
+from ttprun.state.save_errors import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")
 

@@ -22,7 +22,7 @@ from ttprun.agent.cluster.spare_pool import Listener, SparePool, keep_alive
 from ttprun.errors import ConfigError
 from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.channel import Channel
-from ttprun.protocol.standbys import WarmUp
+from ttprun.protocol.standby_messages import WarmUp
 
 _POOL_LIMIT_S = 10.0  # to be let in
 _SUCCESSION_LIMIT_S = 30.0  # the same by an agent that may not know yet that it leads

@@ -23,7 +23,7 @@ from typing import Any
 from ttprun.protocol import meeting
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import encode
-from ttprun.protocol.standbys import WarmUp
+from ttprun.protocol.standby_messages import WarmUp
 
 _POOL, _ARRIVALS = "ttprun/spare-pool", "ttprun/arrivals"
 _BACKLOG = 1024

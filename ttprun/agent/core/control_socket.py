@@ -19,7 +19,7 @@ from typing import get_args
 
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.codec import Refused, decode_fields, encode
-from ttprun.protocol.requests import Rejected, Reply, Request
+from ttprun.protocol.control_requests import Rejected, Reply, Request
 
 KNOWN = {kind.__name__: kind for kind in get_args(Request)}
 CLIENT_LIMIT_S = 2.0

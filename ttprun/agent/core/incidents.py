@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 from ttprun.agent.core.node import Node
-from ttprun.agent.report.not_proved import NotProved
+from ttprun.agent.report.unrecorded_report import NotProved
 from ttprun.observe.status import IncidentStatus, ResumeStatus
 from ttprun.protocol.reasons import kind_of, pointer
 from ttprun.recovery import Incident, is_of_script

@@ -25,7 +25,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.outcomes import report_mismatch
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.hang_detector import HangDetector
-from ttprun.agent.processes import life_locks, stacks
+from ttprun.agent.processes import life_locks, stack_dumps
 from ttprun.agent.processes.process_watch import ProcessWatch
 from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, kill_session
 from ttprun.agent.processes.standby_watch import StandbyWatch
@@ -268,8 +268,8 @@ class NodeAgent(NodeActuator):
                 node.domains.note("stacks", error)
                 kill("")
 
-            writer = stacks.Writer(slot.pid, slot.stack_fd, node.board, slot.rank)
-            node.in_background(partial(stacks.take, writer, is_stopped=True), kill, kill_unseen)
+            writer = stack_dumps.Writer(slot.pid, slot.stack_fd, node.board, slot.rank)
+            node.in_background(partial(stack_dumps.take, writer, is_stopped=True), kill, kill_unseen)
         else:
             kill("")
 

@@ -35,11 +35,11 @@ from ttprun.agent.processes.standbys import Standbys
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.frameworks import Frameworks
 from ttprun.agent.repair.mirrors import Mirrors
-from ttprun.agent.repair.own_state import OwnStates
+from ttprun.agent.repair.own_states import OwnStates
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.agent.repair.replays import Replays
 from ttprun.agent.repair.rewinds import Rewinds
-from ttprun.agent.report.status import StatusPublisher
+from ttprun.agent.report.status_publisher import StatusPublisher
 from ttprun.chaos.injections import Injections
 from ttprun.state.store import CheckpointStore
 

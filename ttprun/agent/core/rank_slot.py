@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttprun.agent.cluster.peers import Peers, RemoteHandler
-from ttprun.agent.processes import stacks
+from ttprun.agent.processes import stack_dumps
 from ttprun.agent.processes.rank_processes import RankHandler, kill_session
 from ttprun.agent.repair.stored_states import Stored
 from ttprun.capture.records.recorder import Recorder
@@ -100,7 +100,7 @@ class RankSlot:
     def create(cls, rank: int, local_rank: int, record_bytes: int, keeps_copies: bool) -> RankSlot:
         """Of a rank of this node; `keeps_copies`: of the records of a rank of another node, too."""
         copies_fd = Recorder.create(record_bytes) if keeps_copies else -1
-        return cls(rank, local_rank, None, Recorder.create(record_bytes), stacks.create(), copies_fd=copies_fd)
+        return cls(rank, local_rank, None, Recorder.create(record_bytes), stack_dumps.create(), copies_fd=copies_fd)
 
     @classmethod
     def on_other_node(cls, rank: int, peers: Peers) -> RankSlot:
@@ -335,8 +335,8 @@ class RankSlot:
         """Root cause in a phrase: the script's exception, or what the system says, and where it stood."""
         if self.script_error:
             return self.script_error
-        stack = "" if of_signal is None else stacks.left_behind(self.stack_fd)
+        stack = "" if of_signal is None else stack_dumps.left_behind(self.stack_fd)
         self.traceback = stack
-        crashed, main = stacks.current_thread_of(stack), stacks.main_thread_of(stack, self.main_thread)
-        frame = stacks.innermost_user_frame(crashed) or stacks.innermost_user_frame(main)
+        crashed, main = stack_dumps.current_thread_of(stack), stack_dumps.main_thread_of(stack, self.main_thread)
+        frame = stack_dumps.innermost_user_frame(crashed) or stack_dumps.innermost_user_frame(main)
         return ", in ".join(filter(None, (of_signal, frame)))

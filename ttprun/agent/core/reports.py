@@ -22,7 +22,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.health.hang_detector import HangDetector
 from ttprun.agent.health.protection import Protection
 from ttprun.agent.repair.comparisons import Comparisons
-from ttprun.agent.repair.own_state import OwnStates
+from ttprun.agent.repair.own_states import OwnStates
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import from_rank, mindio, node_orders
@@ -31,7 +31,7 @@ from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
 from ttprun.protocol.rank_events import MismatchFound, RankEvent, StopAsked
 from ttprun.protocol.reasons import with_cure
-from ttprun.protocol.snapshots import Dumped, SnapshotSize, SnapshotTaken
+from ttprun.protocol.snapshot_messages import Dumped, SnapshotSize, SnapshotTaken
 from ttprun.recovery.journals import find_difference
 from ttprun.recovery.members import MemberFlag
 

@@ -14,7 +14,16 @@ from ttprun.agent.health import stack_reports
 from ttprun.agent.repair.repairs import Repairs
 from ttprun.chaos.faults import parse_fault
 from ttprun.errors import in_short
-from ttprun.protocol.requests import Accepted, InjectFault, Recall, Rejected, Reply, Request, SaveNow, TakeStacks
+from ttprun.protocol.control_requests import (
+    Accepted,
+    InjectFault,
+    Recall,
+    Rejected,
+    Reply,
+    Request,
+    SaveNow,
+    TakeStacks,
+)
 
 
 @dataclass

@@ -37,8 +37,8 @@ from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.board import LEADER, Field
+from ttprun.protocol.control_requests import Rejected, Reply, Request
 from ttprun.protocol.rank_events import Event, StopAsked
-from ttprun.protocol.requests import Rejected, Reply, Request
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.state.store import CheckpointStore
 

@@ -21,10 +21,10 @@ from ttprun.agent.core.outcomes import note_failure
 from ttprun.agent.core.rank_slot import Elsewhere, RankSlot
 from ttprun.agent.health import stack_reports
 from ttprun.agent.health.stack_reports import Target
-from ttprun.agent.processes import life_locks, stacks
-from ttprun.agent.repair.own_state import OwnStates
+from ttprun.agent.processes import life_locks, stack_dumps
+from ttprun.agent.repair.own_states import OwnStates
 from ttprun.agent.repair.repairs import Repairs
-from ttprun.device.errors import DeviceFault
+from ttprun.device.device_errors import DeviceFault
 from ttprun.errors import in_short
 from ttprun.observe.stacks import RankStack, groups_of
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
@@ -294,7 +294,7 @@ class HangDetector:
             target, take_others = Target.of(node, slot), stack_reports.take_all(node, without=slot.rank)
 
             def take() -> tuple[tuple[RankStack, ...], list[str]]:
-                text = stacks.take(target.writer, observation.is_stopped)
+                text = stack_dumps.take(target.writer, observation.is_stopped)
                 taken = (target.stack(text), *take_others())
                 return taken, stack_reports.flight_records([one.rank for one in taken], time.time() - hung.for_s)
 
@@ -320,8 +320,8 @@ class HangDetector:
             return  # it has ended meanwhile
         # Meanwhile the others may have been lost, too.
         is_only_reported = is_only_reported or recovery.is_last_survivor(node.job, observation.rank)
-        main_thread = stacks.main_thread_of(text, slot.main_thread)
-        frame = stacks.innermost_user_frame(main_thread)
+        main_thread = stack_dumps.main_thread_of(text, slot.main_thread)
+        frame = stack_dumps.innermost_user_frame(main_thread)
         reason = hung.reason + (f"; innermost frame: {frame}" if frame else "")
         node.log(
             "rank_hung",

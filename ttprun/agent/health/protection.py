@@ -9,7 +9,7 @@ from ttprun import recovery
 from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.repair.own_state import OwnStates
+from ttprun.agent.repair.own_states import OwnStates
 from ttprun.protocol import from_rank
 from ttprun.protocol.reasons import pointer
 

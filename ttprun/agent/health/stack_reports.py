@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.processes import stacks
+from ttprun.agent.processes import stack_dumps
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import replace_file
 from ttprun.observe.stacks import RankStack, StackReport
@@ -34,7 +34,7 @@ def take_all(node: Node, without: int | None = None) -> Callable[[], tuple[RankS
     targets = [Target.of(node, slot) for slot in slots if slot.rank != without]
 
     def take() -> tuple[RankStack, ...]:
-        texts = stacks.ask_all([target.writer for target in targets])
+        texts = stack_dumps.ask_all([target.writer for target in targets])
         return tuple(target.stack(text) for target, text in zip(targets, texts, strict=True))
 
     return take
@@ -51,14 +51,14 @@ class Target:
 
     rank: int
     pid: int
-    writer: stacks.Writer
+    writer: stack_dumps.Writer
     main_thread: int
     row: Sequence[int]
 
     @classmethod
     def of(cls, node: Node, slot: RankSlot) -> Target:
         """That of a rank slot."""
-        writer = stacks.Writer(slot.pid, slot.stack_fd, node.board, slot.rank)
+        writer = stack_dumps.Writer(slot.pid, slot.stack_fd, node.board, slot.rank)
         return cls(slot.rank, slot.pid, writer, slot.main_thread, node.board_row(slot))
 
     def stack(self, text: str) -> RankStack:
@@ -72,7 +72,7 @@ class Target:
             step=self.row[Field.APPLIED],
             doing=Phase(self.row[Field.PHASE]).name.lower(),
             operation=OPERATION_NAMES[self.row[Field.OPERATION]],
-            main=stacks.of_the_user(stacks.main_thread_of(text, self.main_thread)),
+            main=stack_dumps.of_the_user(stack_dumps.main_thread_of(text, self.main_thread)),
             all_threads=text,
         )
 

@@ -23,9 +23,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from ttprun.agent.cluster.meet_again import meet_again
 from ttprun.agent.cluster.moved_store import MovedStore
 from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.cluster.regroup import meet_again
 from ttprun.agent.cluster.rendezvous import KNOWN, NotMetError, Place, meet
 from ttprun.agent.cluster.spare_launcher import LOST, Taken, wait_for_slots
 from ttprun.agent.cluster.spare_pool import Listener, RendezvousKeys

@@ -33,14 +33,14 @@ from ttprun.agent.launcher.outcome import DO_NOT_RESTART, Outcomes
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.launcher.signals import Signals
 from ttprun.agent.processes.rank_processes import command_of
-from ttprun.agent.report.status import write_last_status
+from ttprun.agent.report.status_publisher import write_last_status
 from ttprun.config import Config
 from ttprun.early_signals import ENDED_BY_SIGNAL, StoppedEarly, exit_code_of
 from ttprun.errors import ConfigError
 from ttprun.observe import console
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.reasons import pointer
-from ttprun.recovery.membership import Membership
+from ttprun.recovery.membership_policy import Membership
 from ttprun.state.store import CheckpointStore
 
 logger = logging.getLogger("ttprun")

@@ -16,9 +16,9 @@ from typing import Any
 
 from ttprun.agent.processes import priority
 from ttprun.agent.processes.rank_processes import Standby, StandbyCopy, command_of, kill_session
-from ttprun.protocol import standbys
+from ttprun.protocol import standby_messages
 from ttprun.protocol.codec import encode
-from ttprun.protocol.standbys import Imported, PreloadPlan, Ready
+from ttprun.protocol.standby_messages import Imported, PreloadPlan, Ready
 
 HANG_S = 300.0  # in one module, at a low priority on a busy machine
 MAX_ROUNDS = 6
@@ -74,7 +74,9 @@ class Preloaded(Standby):
     count     modules that it imports
     """
 
-    def __init__(self, copy: StandbyCopy, plan: PreloadPlan, asked: standbys.Preload, files: Sequence[int]) -> None:
+    def __init__(
+        self, copy: StandbyCopy, plan: PreloadPlan, asked: standby_messages.Preload, files: Sequence[int]
+    ) -> None:
         self.process = copy.process
         self.channel = copy.channel
         self.has_started = self.is_copyable = False
@@ -195,7 +197,7 @@ class Preloads:
                 os.close(fd)
             return
         self._rounds += 1
-        self._current = Preloaded(copy, left, standbys.Preload(self._follow, self.loops), files)
+        self._current = Preloaded(copy, left, standby_messages.Preload(self._follow, self.loops), files)
         watch(self._current)
 
     def came(self, preloaded: Preloaded) -> bool:

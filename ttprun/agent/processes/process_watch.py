@@ -29,9 +29,9 @@ from ttprun.agent.processes import life_locks
 from ttprun.agent.processes.rank_processes import RankHandler, StandbyHandler, command_of, with_agent
 from ttprun.agent.processes.standby_watch import PART, StandbyWatch
 from ttprun.agent.repair.mirrors import Mirrors
-from ttprun.agent.repair.own_state import OwnStates
+from ttprun.agent.repair.own_states import OwnStates
 from ttprun.chaos.injections import Injections
-from ttprun.protocol import from_rank, standbys, to_rank
+from ttprun.protocol import from_rank, standby_messages, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
@@ -156,7 +156,7 @@ class ProcessWatch:
         match message:
             case from_rank.RowChanged():
                 board_rows.share(node, [slot])
-            case _ if isinstance(message, standbys.Report):
+            case _ if isinstance(message, standby_messages.Report):
                 node.domains.run(PART, lambda: self._standby_watch.take(slot, message))
             case Refused(reason=reason):
                 refuse(node, slot.rank, reason)

@@ -20,7 +20,7 @@ from ttprun import text_hashes
 from ttprun.agent.processes import priority
 from ttprun.agent.processes.adopted import AdoptedProcess, adopting
 from ttprun.device.environment import VARIABLES
-from ttprun.protocol import channel, standbys, to_rank
+from ttprun.protocol import channel, standby_messages, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
 
@@ -184,10 +184,10 @@ class Standby:
             self.has_hung_up = True
             raise
         for message in messages:
-            if isinstance(message, standbys.Ready):
+            if isinstance(message, standby_messages.Ready):
                 self.take(message)
 
-    def take(self, message: standbys.Ready) -> None:
+    def take(self, message: standby_messages.Ready) -> None:
         """What it says when it is ready."""
         self._answers_due -= 1
         self.has_started = True
@@ -196,7 +196,7 @@ class Standby:
     def warm_up(self, modules: list[str], files: list[str]) -> None:
         """Have it import modules, and compile the user's; it is not ready until it says so again."""
         self._answers_due += 1
-        self.channel.send(standbys.WarmUp(modules, files))
+        self.channel.send(standby_messages.WarmUp(modules, files))
 
     def hurry(self) -> None:
         """It is needed now, or will be at once: it has a rank's priority from now on."""
@@ -209,7 +209,7 @@ class Standby:
         ours, theirs = channel.pair()
         try:
             with adopting():
-                self.channel.send(standbys.Copy(), [theirs.fileno()])
+                self.channel.send(standby_messages.Copy(), [theirs.fileno()])
                 pid = self._pid_of_copy(_COPY_LIMIT_S)
             priority.restore(pid)
             return StandbyCopy(AdoptedProcess(pid), ours)
@@ -228,7 +228,7 @@ class Standby:
         if not answered.poll(limit_s * 1000):
             raise TimeoutError("the standby does not answer")
         answer, _ = self.channel.receive_with_fds()
-        if not isinstance(answer, standbys.Copied):
+        if not isinstance(answer, standby_messages.Copied):
             raise OSError(f"the standby has answered with {answer}")
         return answer.pid
 

@@ -13,7 +13,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes.preloads import Preloaded
 from ttprun.agent.processes.rank_processes import Standby, kill_session
 from ttprun.agent.processes.standbys import Standbys
-from ttprun.protocol.standbys import Imported, Ready, Report, WarmUp
+from ttprun.protocol.standby_messages import Imported, Ready, Report, WarmUp
 
 PART = "standbys"
 STEPLESS_S = 60.0  # from a rank's import of torch; most first steps are done by then

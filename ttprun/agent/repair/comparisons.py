@@ -22,7 +22,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.outcomes import report_mismatch
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.mirrors import Mirrors
-from ttprun.agent.report.topology import topology_of
+from ttprun.agent.report.topology_report import topology_of
 from ttprun.errors import in_short
 from ttprun.observe.run_directory import replace_file
 from ttprun.observe.topology import StateSource

@@ -25,7 +25,7 @@ from ttprun.agent.processes import shared_memory
 from ttprun.protocol import file_stream
 from ttprun.protocol.board import Field
 from ttprun.protocol.meeting import Where
-from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_that_gives, unpack
+from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_that_gives, unpack
 
 _CELLS = (Field.MIRROR_COPY_0, Field.MIRROR_COPY_1)
 _HEAD = struct.Struct("<qq")  # what a slot holds, bytes that follow

@@ -24,8 +24,8 @@ from ttprun.agent.repair.mirror_copies import MirrorCopies
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.meeting import Where
-from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_that_gives, unpack
-from ttprun.protocol.snapshots import MirroredShare
+from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_that_gives, unpack
+from ttprun.protocol.snapshot_messages import MirroredShare
 from ttprun.state.memory_share import parse_memory
 from ttprun.tensors.memory import free_bytes
 

@@ -17,7 +17,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.mirrors import Mirrors
-from ttprun.agent.repair.own_state import OwnStates
+from ttprun.agent.repair.own_states import OwnStates
 from ttprun.agent.repair.stored_states import Origin, Stored, open_checkpoint
 from ttprun.capture.records.boundary_record import Outline
 from ttprun.capture.records.recorder import RecordTooLargeError
@@ -26,7 +26,7 @@ from ttprun.protocol import process_orders, to_rank
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.rank_events import MismatchFound
 from ttprun.state.checkpoint import inspect
-from ttprun.state.errors import InvalidCheckpointError
+from ttprun.state.save_errors import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")
 _UNUSABLE = (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError)

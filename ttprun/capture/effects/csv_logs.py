@@ -10,7 +10,7 @@ import csv
 import os
 from typing import Any
 
-from ttprun.capture.effects import append_dedup, files
+from ttprun.capture.effects import append_dedup, script_files
 from ttprun.capture.host import Host, current
 
 _ROWS = "_ttprun_rows"
@@ -24,7 +24,7 @@ def wrap_save(original: Any) -> Any:
         if session is not None and not session.mode.is_live:
             self.metrics = []  # the boundary's record says what stands in it, and what it has written
             return
-        if session is not None and new and files.is_to_be_written_again(session, self.metrics_file_path):
+        if session is not None and new and script_files.is_to_be_written_again(session, self.metrics_file_path):
             _take_away_later_rows(session, self)
         original(self)
         setattr(self, _ROWS, getattr(self, _ROWS, 0) + new)
@@ -38,9 +38,9 @@ def _take_away_later_rows(session: Host, writer: Any) -> None:
     if not count:
         os.remove(path)
         return
-    with files.open_unfollowed(path, newline="") as file:
+    with script_files.open_unfollowed(path, newline="") as file:
         rows = list(csv.DictReader(file))[:count]
-    with files.open_unfollowed(path, "w", newline="") as file:
+    with script_files.open_unfollowed(path, "w", newline="") as file:
         table = csv.DictWriter(file, writer.metrics_keys, extrasaction="ignore")
         table.writeheader()
         table.writerows(rows)

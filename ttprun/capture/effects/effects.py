@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ttprun.capture.data import workers
-from ttprun.capture.effects import append_dedup, file_answers, files, origins, output
+from ttprun.capture.effects import append_dedup, file_answers, origins, output, script_files
 from ttprun.capture.effects.answer_log import file_answers_in, keep_file_answer, keep_origin, origins_in
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import random_state
@@ -66,4 +66,4 @@ class Effects:
 
     end_set_up = staticmethod(origins.end)
     why_not_counted = staticmethod(output.why_not_counted)
-    close_files = staticmethod(files.forget)
+    close_files = staticmethod(script_files.forget)

@@ -45,7 +45,7 @@ _SIZES = ("st_mode", "st_ino", "st_dev", "st_nlink", "st_uid", "st_gid", "st_siz
 _TIMES = ("st_mtime_ns", "st_ctime_ns", "st_blksize", "st_blocks", "st_rdev")
 
 Function = Callable[..., Any]
-was_written_in_gap: Callable[[Any], bool] | None = None  # of files.py, which needs torch
+was_written_in_gap: Callable[[Any], bool] | None = None  # of script_files.py, which needs torch
 _is_inside = False  # a call that is noted: what it calls is not
 _is_watching = False
 

@@ -29,7 +29,7 @@ from ttprun.introspect.whose import has_muted_effects
 
 MOST = 2048  # draws that are kept
 MOST_AT_ONE_PLACE = 64
-# Packages that name a run's folder for the user; a replacement appends to their files (files.py, trackers.py).
+# Packages that name a run's folder for the user; a replacement appends to their files (script_files.py, trackers.py).
 _NAMING = ("hydra", "tensorboard", "torch.utils.tensorboard")
 _clock_ns = time.time_ns
 _localtime = time.localtime

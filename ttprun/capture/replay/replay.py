@@ -18,7 +18,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from ttprun.capture.data import loaders
-from ttprun.capture.effects import files, origins
+from ttprun.capture.effects import origins, script_files
 from ttprun.capture.effects.output import Diverted
 from ttprun.capture.host import Host, Optimizers
 from ttprun.capture.position import loop_sites, loops, placeholders
@@ -313,7 +313,7 @@ class Replay:
         """
         fields = self.target.fields
         self.output.end(*skip_lines)
-        files.unmute(self._host, fields.files, self.boundary, fields.at_ns)
+        script_files.unmute(self._host, fields.files, self.boundary, fields.at_ns)
         origins.end()
         for site in loop_sites.sites.values():
             if site.key in fields.has_steps:

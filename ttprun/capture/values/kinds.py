@@ -45,7 +45,7 @@ from ttprun.capture.values import (
     random_generators,
     restore,
     save_futures,
-    sharded,
+    sharded_values,
     streams,
     suspended,
     tensors,
@@ -188,7 +188,7 @@ RESTORERS_OF_KINDS: dict[type[nodes.AnyNode], Restorer] = {
     nodes.DataNode: large_data.compare_data,
     nodes.ChangedDataNode: large_data.restore_changed_data,
     nodes.ActivationNode: tensors.restore_activation,
-    nodes.ShardedNode: sharded.restore_sharded,
+    nodes.ShardedNode: sharded_values.restore_sharded,
     nodes.ModuleNode: modules.restore_module,
     nodes.WrapperNode: modules.restore_wrapper,
     nodes.ArrayNode: arrays.restore_array,
@@ -210,7 +210,7 @@ def handler_for(kind: type) -> Handler:
     if adapter is not None:
         return adapters.record_with(adapter, kind)
     if distributed_tensors.kind() is not None and issubclass(kind, distributed_tensors.kind()):  # type: ignore[arg-type]
-        return sharded.record_sharded
+        return sharded_values.record_sharded
     for base, handler in BY_BASE:
         if issubclass(kind, base):
             return handler

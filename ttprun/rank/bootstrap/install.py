@@ -26,7 +26,7 @@ from ttprun.capture.data.lost_worker import lost_worker
 from ttprun.capture.position import ast_transform
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
-from ttprun.device.errors import DeviceFault, Diagnosis, in_one_line
+from ttprun.device.device_errors import DeviceFault, Diagnosis, in_one_line
 from ttprun.introspect import children, host, signal_handlers
 from ttprun.introspect.after_import import after_import, is_overdue
 from ttprun.introspect.fail_open import session_now

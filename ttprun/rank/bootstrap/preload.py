@@ -29,7 +29,7 @@ from typing import Any
 
 from ttprun.introspect import random_state
 from ttprun.protocol.codec import Refused, decode
-from ttprun.protocol.standbys import PreloadPlan
+from ttprun.protocol.standby_messages import PreloadPlan
 from ttprun.rank.bootstrap.rerun import RunAgain
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD"))

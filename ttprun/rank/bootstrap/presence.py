@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from ttprun.chaos import damage
-from ttprun.device.errors import DeviceErrors, DeviceFault, Diagnosis, diagnosis_of, is_out_of_memory
+from ttprun.device.device_errors import DeviceErrors, DeviceFault, Diagnosis, diagnosis_of, is_out_of_memory
 from ttprun.introspect.fail_open import session_now
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import LEADER, Board, Field

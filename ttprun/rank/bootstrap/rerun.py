@@ -23,7 +23,7 @@ from typing import Any
 from ttprun.capture.effects.output import Diverted
 from ttprun.capture.script import run
 from ttprun.device import registry
-from ttprun.device.errors import DeviceFault, Diagnosis, diagnosis_of, in_one_line
+from ttprun.device.device_errors import DeviceFault, Diagnosis, diagnosis_of, in_one_line
 from ttprun.device.interface import Device, DeviceFailedError, MemoryCheck, refined
 from ttprun.frameworks import KEEPS_OF_THE_ENVIRONMENT, RUN_AGAIN
 from ttprun.introspect import host_copies

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from ttprun.capture.position import ast_transform
 from ttprun.capture.script import run
-from ttprun.protocol import standbys, to_rank
+from ttprun.protocol import standby_messages, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import install, patches, preload
 
@@ -49,24 +49,24 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     channel = Channel(socket.socket(fileno=fd))
     warm_up(WARM)
-    channel.send(standbys.Ready(is_copyable()))
+    channel.send(standby_messages.Ready(is_copyable()))
     fds: list[int] = []
     try:
         while True:
             message, came = channel.receive_with_fds()
             fds += came  # one read may bring several messages, and then the descriptors come with the first
             match message:
-                case standbys.WarmUp(modules=modules, files=files):
+                case standby_messages.WarmUp(modules=modules, files=files):
                     warm_up(modules)
                     ast_transform.prepare(files)
-                    channel.send(standbys.Ready(is_copyable()))
-                case standbys.Preload(follow=follow, loops=loops):
+                    channel.send(standby_messages.Ready(is_copyable()))
+                case standby_messages.Preload(follow=follow, loops=loops):
                     ast_transform.install(follow, loops)
                     patches.apply_all(with_replay=True)  # before a package does `from torch import save`
                     notebook, plan = fds.pop(), fds.pop()
                     refused = preload.preload(plan, notebook)
-                    channel.send(standbys.Ready(is_copyable(), refused))
-                case standbys.Copy():
+                    channel.send(standby_messages.Ready(is_copyable(), refused))
+                case standby_messages.Copy():
                     channel = give_copy(channel, fds.pop(), agent)
                 case to_rank.Welcome():
                     welcome = message
@@ -157,7 +157,7 @@ def give_copy(channel: Channel, theirs: int, agent: int) -> Channel:
         os.close(fd)
     if not pid:
         raise SystemExit("ttprun: a standby could not be copied")
-    channel.send(standbys.Copied(int(pid)))
+    channel.send(standby_messages.Copied(int(pid)))
     return channel
 
 

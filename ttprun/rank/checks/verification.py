@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from ttprun.device.errors import in_one_line
+from ttprun.device.device_errors import in_one_line
 from ttprun.introspect import fail_open, host_copies
 from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.tensor_bytes import FOLDED_FROM, bytes_of, folded

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from ttprun.device import accelerator
-from ttprun.device.errors import DeviceFault, in_one_line
+from ttprun.device.device_errors import DeviceFault, in_one_line
 from ttprun.groups.entry import Entry
 from ttprun.groups.journal import REPORT_AFTER_S, Journal
 from ttprun.groups.work import ManagedWork, Refused

@@ -19,11 +19,11 @@ from ttprun.groups.connection import Exchange
 from ttprun.introspect import fail_open, moments, signal_handlers
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Phase
-from ttprun.protocol.snapshots import Dumped
+from ttprun.protocol.snapshot_messages import Dumped
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.session import Session
-from ttprun.state.errors import cannot_write
+from ttprun.state.save_errors import cannot_write
 from ttprun.tensors import checkpoint_shards, mirror, mirror_slots, replicated, sharded, state_transfer
 
 _LOOK_AGAIN_S = 0.05

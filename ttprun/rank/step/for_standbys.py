@@ -6,7 +6,7 @@ import os
 import sys
 
 from ttprun.capture.position import ast_transform, imported
-from ttprun.protocol import standbys
+from ttprun.protocol import standby_messages
 from ttprun.rank.session import Session
 
 
@@ -14,6 +14,6 @@ def report(session: Session) -> None:
     """Report once, after the first step, what this rank has imported."""
     if session.local_rank == 0:
         modules = [name for name in sys.modules if name.startswith("torch.")]
-        session.channel.send(standbys.WarmUp(modules, list(ast_transform.followed)))
+        session.channel.send(standby_messages.WarmUp(modules, list(ast_transform.followed)))
     if session.framework is None:
-        session.channel.send(standbys.Imported(imported.modules(), os.getcwd()))
+        session.channel.send(standby_messages.Imported(imported.modules(), os.getcwd()))

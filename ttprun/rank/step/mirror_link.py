@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 
 from ttprun.protocol import file_stream, from_rank
 from ttprun.protocol.board import Field
-from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of, unpack
+from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_of, unpack
 from ttprun.rank.session import Session
 from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.mirror_slots import Part

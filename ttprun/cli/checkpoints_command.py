@@ -15,15 +15,15 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ttprun.cli.control import ask_running
-from ttprun.cli.status import load
+from ttprun.cli.status_command import load
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.observe.console import SILENT_S, ProgressLine, format_bytes
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import CheckpointStatus
-from ttprun.protocol.requests import SaveNow
+from ttprun.protocol.control_requests import SaveNow
 from ttprun.state.checkpoint import MANIFEST_NAME, Checkpoint, Manifest, inspect, verify
-from ttprun.state.errors import InvalidCheckpointError, refusals
+from ttprun.state.save_errors import InvalidCheckpointError, refusals
 from ttprun.state.store import CheckpointStore, last_written_first, read_latest
 
 # What `ttprun checkpoints` shows to people.

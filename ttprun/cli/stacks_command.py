@@ -13,7 +13,7 @@ from ttprun.errors import ConfigError, in_short
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.stacks import StackReport, groups_of, read_stacks
 from ttprun.observe.topology import Topology, read_topology
-from ttprun.protocol.requests import TakeStacks
+from ttprun.protocol.control_requests import TakeStacks
 from ttprun.state.memory_share import in_words
 
 _LIMIT_S = 10.0
