@@ -49,6 +49,7 @@ OTHERS = {
 # What another text holds, or goes on.
 FRAGMENTS = {
     "X (of a group)",
+    "X is no message of a rank",
     "X is a frozenset with X",
     "X is a set with X",
     "a comprehension",

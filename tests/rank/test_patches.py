@@ -256,7 +256,7 @@ def without_some() -> list[str]:
     """Another torch: a function, a class and a module are not there."""
     del torch_dataloader._BaseDataLoaderIter._reset
     del sys.modules["torch.serialization"].save
-    patches.PATCHES = (*PATCHES, Patch("torch.not_there", "x", "capture.effects.files:wrap_save", ""))  # type: ignore[misc]
+    patches.PATCHES = (*PATCHES, Patch("torch.not_there", "x", "capture.effects.script_files:wrap_save", ""))  # type: ignore[misc]
     return [*patches.apply_all(with_replay=False), str(hasattr(dist.init_process_group, "__wrapped__"))]
 
 
@@ -309,7 +309,7 @@ def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Pat
     script.write_text(
         "import ttprun.rank.bootstrap.patches as p\n"
         "from ttprun.introspect.patching import Patch\n"
-        "p.PATCHES = (*p.PATCHES, Patch('torch', 'not_there', 'capture.effects.files:wrap_save', ''))\n"
+        "p.PATCHES = (*p.PATCHES, Patch('torch', 'not_there', 'capture.effects.script_files:wrap_save', ''))\n"
         "import torch\nimport torch.distributed\nprint('ran')\n"
     )
 

@@ -60,8 +60,8 @@ PATCHES: tuple[Patch, ...] = (
         "capture.data.workers:wrap_worker_loop",
         "to keep the random states of DataLoader workers",
     ),
-    Patch("torch.serialization", "save", "capture.effects.files:wrap_save", "in a replay, to save nothing"),
-    Patch("safetensors", "serialize_file", "capture.effects.files:wrap_save", "in a replay, to save nothing"),
+    Patch("torch.serialization", "save", "capture.effects.script_files:wrap_save", "in a replay, to save nothing"),
+    Patch("safetensors", "serialize_file", "capture.effects.script_files:wrap_save", "in a replay, to save nothing"),
     *(
         Patch(
             "time",
@@ -98,8 +98,10 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "builtins",
         "open",
-        "capture.effects.files:wrap_open",
+        "capture.effects.script_files:wrap_open",
         "to know the positions in the files that the script writes",
     ),
-    Patch("io", "open", "capture.effects.files:wrap_open", "to know the positions in the files that pathlib opens"),
+    Patch(
+        "io", "open", "capture.effects.script_files:wrap_open", "to know the positions in the files that pathlib opens"
+    ),
 )

@@ -28,7 +28,7 @@ _ABSTRACT = (io.IOBase, io.RawIOBase, io.BufferedIOBase, io.TextIOBase)
 
 
 def record_file(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """A file: the position of one that is read; of one that is written (script_files.py does that), whether it is open."""
+    """A file: the position of one that is read; of one that is written (see script_files.py), whether it is open."""
     kind, ask = name_of(type(value)), type(value)
     if objects.is_of_user(ask):  # its own methods may do anything
         ask = next(base for base in ask.__mro__ if base.__module__ in ("_io", "io"))
