@@ -32,7 +32,7 @@ class Session(Member):
 
     has_stepped: bool = False  # in this process
     hindrance: str = ""
-    settle_at: int = 0  # boundary up to which a held rank may still step: another survivor already has
+    settle_at: int = 0  # written by `settle` and its like alone, as is is_holding
     is_over: bool = False
     is_over_budget: bool = False  # it was said that protection takes more than its budget
     mode: Mode = LIVE
@@ -54,6 +54,25 @@ class Session(Member):
         if self.unprotected:
             return False
         return bool(self.made.living) if self.world_size > 1 and not self.trains_alone else self.options.keeps_state
+
+    def hold(self, generation: int) -> None:
+        """A recovery begins: the main thread passes no commit, and waits for nothing of an older generation."""
+        with self.changed:
+            self.generation = generation
+            self.is_holding, self.settle_at = True, 0
+            self.changed.notify_all()
+
+    def settle(self, boundary: int) -> None:
+        """Held as it is, it may step up to this boundary: another survivor already has."""
+        with self.changed:
+            self.settle_at = boundary
+            self.changed.notify_all()
+
+    def go_on(self) -> None:
+        """The recovery holds it no more."""
+        with self.changed:
+            self.is_holding, self.settle_at = False, 0
+            self.changed.notify_all()
 
     def report_not_proved(self, names: list[str]) -> None:
         """Report what may change and is in no record: after the first step, and when the list changes."""

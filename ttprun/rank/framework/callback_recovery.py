@@ -130,11 +130,7 @@ class CallbackRecovery(Recovery):
         moments.reached("freeze")
         framework.order_stop(order.repair_type)  # again, as the previous repair may just have released it
         session.board.announce(session.rank, Field.LEAVING, 0)
-        with session.changed:
-            session.generation = order.generation
-            session.is_holding = True
-            session.settle_at = 0
-            session.changed.notify_all()
+        session.hold(order.generation)
         freezing.let_step_end(session, self._check_overtaken)
         freezing.settle(session, order, self._check_overtaken)
         framework.settled_in = session.generation

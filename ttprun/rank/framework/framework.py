@@ -129,8 +129,8 @@ class Framework:
         with session.changed:
             self._set_step(step)
             self.repair_step = step
-            self.is_stopping = self.is_torn = session.is_holding = False
-            session.settle_at = 0
+            self.is_stopping = self.is_torn = False
+            session.go_on()
             self.fault = ReportState.RS_NORMAL
             self.joins_at = None
             self.loaded_step = 0

@@ -44,11 +44,7 @@ class _Freeze(NamedTuple):
 def _hold(freeze: _Freeze) -> None:
     moments.reached("freeze")
     session = freeze.session
-    with session.changed:
-        session.generation = freeze.order.generation
-        session.is_holding = True
-        session.settle_at = 0
-        session.changed.notify_all()
+    session.hold(freeze.order.generation)
 
 
 def _end_collective_step(freeze: _Freeze) -> None:
@@ -168,9 +164,8 @@ def settle(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[]
             board.wait_for_change(row, Field.HELD, held, LOOK_AGAIN_S)
             check_overtaken()
     boundary = max(order.committed, *(board.get(row, Field.APPLIED) for row in order.ranks))
+    session.settle(boundary)
     with session.changed:
-        session.settle_at = boundary
-        session.changed.notify_all()
         while session.applied < boundary or session.is_applying:
             session.changed.wait(LOOK_AGAIN_S)
             check_overtaken()

@@ -28,9 +28,7 @@ def resume(session: Session, order: to_rank.Resume, check_overtaken: Callable[[]
     note_agreed(session, order)
     generations.issue_again(session, lambda: session.channel.send(from_rank.RankRebuilt(session.generation)))
     session[Verifier].prove_from(session.applied)
-    with session.changed:
-        session.is_holding = False
-        session.changed.notify_all()
+    session.go_on()
     moments.reached("thaw")
     generations.complete(session, check_overtaken)
     session.channel.send(from_rank.RankReissued(session.generation))
