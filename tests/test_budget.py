@@ -20,11 +20,11 @@ def test_no_package_and_no_wall_is_over_its_budget() -> None:
 def test_what_is_counted(tmp_path: Path) -> None:
     for name, text in {
         "device/__init__.py": '"""A package."""\n',
-        "device/device_errors.py": (
+        "device/errors.py": (
             '"""Errors."""\n\nLIMIT = 3\n_OWN = 4\n\n\ndef why() -> str:\n    """Say why."""\n    return ""\n'
         ),
         "state/saves.py": (
-            "from ttprun.device import errors\nfrom ttprun.device.device_errors import why\n\n"
+            "from ttprun.device import errors\nfrom ttprun.device.errors import why\n\n"
             "def save() -> str:\n    errors.why()\n    return why() + str(errors.LIMIT)\n"
         ),
     }.items():

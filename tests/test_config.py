@@ -270,7 +270,14 @@ def test_the_resolved_configuration_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_configuration_and_observation_import_no_torch() -> None:
-    parts = ("config", "device.errors", "chaos.faults", "observe.run_directory", "observe.events", "observe.status")
+    parts = (
+        "config",
+        "device.device_errors",
+        "chaos.faults",
+        "observe.run_directory",
+        "observe.events",
+        "observe.status",
+    )
     modules = ", ".join(f"ttprun.{part}" for part in parts)
 
     done = subprocess.run(

@@ -305,7 +305,7 @@ def test_the_supervisor_never_looks_at_a_group_that_is_only_half_begun(
         return stack_dumps.create()
 
     monkeypatch.setattr(supervisor.parts, "look", note_look)
-    monkeypatch.setattr(rank_slot, "stacks", SimpleNamespace(create=create_after_a_look))
+    monkeypatch.setattr(rank_slot, "stack_dumps", SimpleNamespace(create=create_after_a_look))
 
     begin_group(supervisor, 0, 1)
     supervisor.node.call(is_past.set)

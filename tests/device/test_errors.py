@@ -300,8 +300,8 @@ def test_an_addition_that_cannot_be_used_is_answered_with_a_cure(additions: dict
 
 def test_the_table_is_read_without_torch_and_nothing_is_compiled_for_it() -> None:
     program = (
-        "import sys; from ttprun.device import errors; "
-        "sys.exit('torch' in sys.modules or errors._compiled.cache_info().currsize)"
+        "import sys; from ttprun.device import device_errors; "
+        "sys.exit('torch' in sys.modules or device_errors._compiled.cache_info().currsize)"
     )
 
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
