@@ -259,10 +259,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ttprun-bench-") as scratch:
         root = options.folder or Path(scratch)
         undisturbed = Outcome(TORCHRUN)
+        print(f"{TORCHRUN} without a fault, {options.steps} steps ...", flush=True)
         measure(undisturbed, options, root / "undisturbed", iter(()))
         outcomes = []
         for launcher in (*LAUNCHERS, *options.peers):
             outcome = Outcome(launcher)
+            print(f"{launcher}, a fault in {options.every:g} s on average ...", flush=True)
             measure(outcome, options, root / launcher, draw_faults(options.seed, options.ranks, options.every))
             print(f"{launcher}: {outcome.whole_s:.1f} s, {outcome.faults} faults {outcome.problem}", flush=True)
             outcomes.append(outcome)

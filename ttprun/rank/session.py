@@ -32,7 +32,7 @@ class Session(Member):
 
     has_stepped: bool = False  # in this process
     hindrance: str = ""
-    settle_at: int = 0  # written by `settle` and its like alone, as is is_holding
+    settle_at: int = 0  # written by `hold`, `settle` and `go_on` alone, as `is_holding` is
     is_over: bool = False
     is_over_budget: bool = False  # it was said that protection takes more than its budget
     mode: Mode = LIVE
