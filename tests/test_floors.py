@@ -135,6 +135,26 @@ def test_the_session_of_a_rank_imports_none_of_the_folders_that_it_serves() -> N
     assert needs_of("rank")["ttprun.rank.context"] == set()
 
 
+# What a rank's session is called where it is written, and the files of its class and of the one that this is built on.
+_SESSIONS = {"session", "member", "_session", "_member", "found"}
+_OWN = {"groups/host.py", "rank/session.py"}
+
+
+def test_what_a_session_knows_is_written_in_one_file() -> None:
+    writers: defaultdict[str, set[str]] = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        file = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+                continue
+            owner = ast.unparse(node.value).rpartition(".")[2]
+            if owner in _SESSIONS or (owner == "self" and file in _OWN):
+                writers[node.attr].add("its own" if file in _OWN else file)
+
+    assert writers["applied"] == writers["mode"] == {"its own"}
+    assert {field: files for field, files in writers.items() if len(files) > 1} == {}
+
+
 def test_the_parts_of_the_agent_know_only_those_that_they_are_built_on() -> None:
     needs = needs_of("agent", "chaos", "elastic_resume")
 

@@ -237,7 +237,7 @@ def test_what_is_kept_of_a_step_is_its_own_though_a_recovery_waits_for_its_end(
             Mirror: Part(begin=read.note),
             SnapshotPart: Part(is_due=lambda _: True, take=read.note),
         }
-        monkeypatch.setattr(step_hooks, "pass_boundary", lambda _: weights.insert(0, "loaded by a recovery"))
+        monkeypatch.setattr(session, "pass_boundary", lambda: weights.insert(0, "loaded by a recovery"))
         step = step_of(session)
         step.is_recorded = True
         run(stages, reader, "pass", known=step)
