@@ -206,6 +206,15 @@ def test_a_file_is_known_by_its_name_alone() -> None:
     assert [name for name, count in named.items() if count > 1] == []
 
 
+MOST_LINES = 500
+
+
+def test_no_module_is_too_long_to_be_one_thought() -> None:
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
+
+    assert {path.name: count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
 def test_no_wall_has_too_many_doors() -> None:
     modules = {module_of(PACKAGE, path) for path in PACKAGE.rglob("*.py")}
     names: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
