@@ -215,7 +215,7 @@ def _check_given_results(step: _Step) -> None:
     if not journal.sources:
         return
     for entry in journal.entries:
-        if entry.held is not None and journal.source_of(entry) == session.rank and not entry.held.is_kept:
+        if entry.result is None and not entry.input.is_kept and journal.source_of(entry) == session.rank:
             reason = f"the result of {entry.signature} was overwritten while it was sent to the other ranks"
             report_mismatch(session.channel, session.generation, reason)
 
