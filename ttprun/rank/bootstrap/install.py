@@ -176,7 +176,7 @@ def report_before(previous: Any) -> Any:
         presence.has_script_failed = True
         found = session_now()
         if found is not None:
-            found.is_over = True
+            found.end_run()
         is_early = (found is None or found.applied == 0) and not presence.welcome.options.prints_traceback
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
         missed = found.mode.difference if found is not None else ""

@@ -111,9 +111,9 @@ def has_nan(tensor: torch.Tensor, boundary: int, is_whole: bool) -> bool:
 def _whose(journal: Journal, entry: Entry) -> Found:
     """See `find_nan`."""
     where = f"{entry.op} number {journal.entries.index(entry)} of the step"
-    if not entry.saved:
+    if not entry.input.tensors:
         return where, False
-    for _, copy in entry.saved:
+    for copy in entry.input.tensors:
         found = int(elements_of(copy).isnan().sum())
         if found:
             return f"{where}, {found} of {copy.numel()} elements", True
