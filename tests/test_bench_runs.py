@@ -1,4 +1,4 @@
-"""A benchmark that is ended leaves nothing running."""
+"""Each benchmark can be started; one that is ended leaves nothing running."""
 
 from __future__ import annotations
 
@@ -20,6 +20,24 @@ with Run("torchrun", 1, Path(sys.argv[1]), within=("sh", "-c", "exec sleep 1000"
     print(run.process.pid, flush=True)
     run.process.wait()
 """
+
+
+def test_each_benchmark_finds_all_that_it_imports() -> None:
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in BENCH.glob("*.py")}
+    names = sorted(name for name, source in sources.items() if "\ndef main(" in source and "ArgumentParser(" in source)
+    assert {"overhead", "recovery", "faults", "timeline"} <= set(names)
+    environment = os.environ | {"PYTHONPATH": f"{BENCH}{os.pathsep}{BENCH.parent.parent}"}
+
+    command = [sys.executable, "-c", f"import {', '.join(names)}"]
+    asked = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert asked.returncode == 0, asked.stderr
 
 
 def test_a_benchmark_that_gets_sigterm_ends_its_runs(tmp_path: Path) -> None:

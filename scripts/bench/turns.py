@@ -24,6 +24,11 @@ from runs import LAUNCHERS, REPOSITORY, TTPRUN, BenchmarkError, Run
 
 FOLDER = Path(__file__).resolve().parent
 TRANSFORMER = FOLDER / "transformer.py"
+FRAMEWORKS = {
+    "transformers": FOLDER / "transformers_trainer.py",
+    "lightning": FOLDER / "lightning_trainer.py",
+    "accelerate": FOLDER / "accelerate_loop.py",
+}
 SIMULATED_NPU = REPOSITORY / "tests" / "simulated_npu"
 OF_SIMULATED_NPU = {"PYTHONPATH": f"{SIMULATED_NPU}{os.pathsep}{REPOSITORY}", "SIMULATED_NPU_MEMORY": "npu-memory"}
 BLOCK_LIMIT_S = 300.0
@@ -70,9 +75,9 @@ LOOPS = {
     "5ms": Loop("perceptron, no loader", 100, FOLDER / "train.py", ("--width=256",)),
     "50ms": Loop("larger perceptron, 12 MiB of gradients", 20, FOLDER / "train.py"),
     "38MB": Loop("38 MiB of gradients, small batches", 20, FOLDER / "train.py", ("--depth=9", "--batch-size=16")),
-    "transformers": Loop("transformers.Trainer, tiny GPT-2", 25, FOLDER / "transformers_trainer.py"),
-    "lightning": Loop("Lightning's Trainer", 25, FOLDER / "lightning_trainer.py"),
-    "accelerate": Loop("accelerate", 25, FOLDER / "accelerate_loop.py"),
+    "transformers": Loop("transformers.Trainer, tiny GPT-2", 25, FRAMEWORKS["transformers"]),
+    "lightning": Loop("Lightning's Trainer", 25, FRAMEWORKS["lightning"]),
+    "accelerate": Loop("accelerate", 25, FRAMEWORKS["accelerate"]),
     "fsdp": layout("fsdp"),
     "fsdp+unmirrored": layout("fsdp", "--buddy", "off"),
     "hsdp": layout("hsdp", ranks=4, block=15),

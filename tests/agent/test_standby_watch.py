@@ -14,8 +14,11 @@ from ttprun.agent.processes.standby_watch import StandbyWatch
 class FakeStandbys:
     """Knows how often it was filled."""
 
+    is_wanted = True
+    state = "ready, with torch"
+
     def __init__(self) -> None:
-        self.may_start = False
+        self.may_start = self.is_complete = False
         self.refills = 0
 
     def refill(self, watch: Any, environment: Any) -> None:
@@ -28,8 +31,9 @@ class Ranks:
     """Two ranks that have torch, of which nothing is seen but that."""
 
     def __init__(self) -> None:
-        slot = SimpleNamespace(rank=0, is_protected=True, handler=SimpleNamespace(start={"env": {}}))
+        slot = SimpleNamespace(rank=0, is_protected=True, import_s=4.0, handler=SimpleNamespace(start={"env": {}}))
         self.slots = self.here = [slot, slot]
+        self.peers = SimpleNamespace(node=0)
         self.job: Any = SimpleNamespace(incident=None)
         self.standbys = FakeStandbys()
         self.watch = StandbyWatch(self, self.standbys)  # type: ignore[arg-type]
@@ -82,3 +86,47 @@ def test_the_while_begins_when_all_ranks_have_torch(ranks: Ranks, monkeypatch: p
         ranks.watch.look()
 
     assert ranks.standbys.refills == 0
+
+
+def test_the_user_is_told_once_that_a_standby_is_ready(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    ranks.watch.look()
+    ranks.watch.start()
+    ranks.watch.look()
+    before = list(caplog.messages)
+    ranks.standbys.is_complete = True
+
+    for _ in range(3):
+        ranks.watch.look()
+
+    assert (before, caplog.messages) == ([], ["a standby is ready, with torch; a lost rank's process is made from it"])
+
+
+def test_while_none_is_ready_for_long_the_user_is_told_what_a_lost_rank_costs(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LATE_S", 0.0)
+    ranks.watch.start()
+
+    for _ in range(3):
+        ranks.watch.look()
+    ranks.standbys.is_complete = True
+    ranks.watch.look()
+
+    late, ready = caplog.messages
+    assert late.startswith("no standby is ready yet: ")
+    assert "imports torch first (4 s at the start of this job)" in late
+    assert ready.startswith("a standby is ready")
+
+
+@pytest.mark.parametrize("what", ["another node", "none wanted"])
+def test_other_nodes_and_jobs_without_standbys_say_nothing_of_them(
+    ranks: Ranks, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks.peers.node = int(what == "another node")
+    ranks.standbys.is_wanted = what != "none wanted"  # type: ignore[misc]
+    ranks.standbys.is_complete = True
+    ranks.watch.start()
+
+    ranks.watch.look()
+
+    assert caplog.messages == []

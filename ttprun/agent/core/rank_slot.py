@@ -58,8 +58,10 @@ class RankSlot:
     is_present      the process has greeted: it can be sent messages
     is_protected    its hooks have been heard
     had_torch       this process or one before it in this slot had imported torch
+    import_s        from the start of its first process to the end of that import; a standby has done it already
     hung_up_at_s    when its end of the line was closed, as by the end of the process, or by another program that has
                     taken its place; None: it is open
+    began_at_s      when this process was started
     held            an order that waits for the greeting; a newer one takes its place
     stored          what it goes back to, or has gone back to last: a snapshot, a checkpoint, its own state
     device_fault    what has happened to its device, if that has ended its script
@@ -76,6 +78,8 @@ class RankSlot:
     is_present: bool = False
     is_protected: bool = False
     had_torch: bool = False
+    began_at_s: float = 0.0
+    import_s: float = 0.0
     hung_up_at_s: float | None = None
     is_finished: bool = False
     is_lost: bool = False
@@ -134,6 +138,7 @@ class RankSlot:
     def begin_process(self, pid: int) -> None:
         """Nothing is known of a new process yet."""
         self.pid = pid
+        self.began_at_s = time.monotonic()
         self.is_present = self.is_protected = self.is_finished = self.is_lost = self.is_dying = self.is_buried = False
         self.hung_up_at_s = None
         self.killed_at_s = math.inf
@@ -166,6 +171,8 @@ class RankSlot:
 
     def protect(self) -> None:
         """The hooks of its process have been heard."""
+        if not self.had_torch:
+            self.import_s = time.monotonic() - self.began_at_s
         self.is_protected = self.had_torch = True
 
     def hang_up(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import selectors
 import time
 from collections.abc import Callable
@@ -16,7 +18,10 @@ from ttprun.agent.processes.standbys import Standbys
 from ttprun.protocol.standby_messages import Imported, Ready, Report, WarmUp
 
 PART = "standbys"
+LATE_S = 30.0  # from their start; on a quiet machine they are ready long before
 STEPLESS_S = 60.0  # from a rank's import of torch; most first steps are done by then
+
+logger = logging.getLogger("ttprun")
 
 
 class StandbyWatch:
@@ -27,6 +32,8 @@ class StandbyWatch:
         self._standbys = standbys
         self._protected_at_s = 0.0
         self._is_due = False  # all were ended, for something of them had failed
+        self._late_at_s = 0.0  # the user is told that none is ready by then
+        self._is_told = False
 
     def refill(self) -> None:
         """Start the standbys that are missing; without one a lost rank gets a new process."""
@@ -76,12 +83,33 @@ class StandbyWatch:
                 self._is_due = False
                 self.refill()
             self._standbys.look(self._watch_preloaded)
+            self._tell()
         if self._standbys.may_start or not all(slot.is_protected for slot in self._node.here):
             return
         if self._protected_at_s == 0.0:
             self._protected_at_s = time.monotonic()
         elif time.monotonic() - self._protected_at_s > STEPLESS_S:
             self.start()
+
+    def _tell(self) -> None:
+        """Say once that a standby is ready, and before it, if that takes long, what a lost rank costs meanwhile."""
+        if self._is_told or not (self._standbys.may_start and self._standbys.is_wanted):
+            return
+        if self._node.peers.node:  # each node has its own; the first one speaks
+            self._is_told = True
+        elif self._standbys.is_complete:
+            self._is_told = True
+            logger.warning("a standby is %s; a lost rank's process is made from it", self._standbys.state)
+        elif not self._late_at_s:
+            self._late_at_s = time.monotonic() + LATE_S
+        elif time.monotonic() > self._late_at_s:
+            self._late_at_s = math.inf
+            import_s = max(slot.import_s for slot in self._node.here)
+            logger.warning(
+                "no standby is ready yet: until one is, a lost rank's new process imports torch first (%.0f s at the "
+                "start of this job), and then what the script imports",
+                import_s,
+            )
 
     def begin_anew(self) -> None:
         """Something of them has failed: end all, so that the next ones owe nothing to what these have become."""

@@ -74,6 +74,16 @@ class Standbys:
             standby.hurry()
 
     @property
+    def is_complete(self) -> bool:
+        """One is ready, and with all that it will have imported."""
+        return self.ready > 0 and (self.preloads.ready is not None or bool(self.preloads.why_not))
+
+    @property
+    def is_wanted(self) -> bool:
+        """The node is to have one."""
+        return self._wanted > 0
+
+    @property
     def state(self) -> str:
         """How the standbys stand, for people; "" if none are wanted."""
         if not self._wanted:
