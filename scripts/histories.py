@@ -69,34 +69,38 @@ def run(asked: argparse.Namespace, numbers: list[int]) -> int:
             ) as worker:
                 assert worker.stdout is not None
                 for line in worker.stdout:
-                    one = json.loads(line)
-                    told.append(one)
-                    _show(one, len(told), len(numbers))
+                    history = json.loads(line)
+                    told.append(history)
+                    _show(history, len(told), len(numbers))
 
         list(pool.map(follow, [part for part in parts if part]))
-    bad = [one for one in told if one["problems"]]
-    ends = Counter(one["end"] or "none" for one in told)
+    bad = [history for history in told if history["problems"]]
+    ends = Counter(history["end"] or "none" for history in told)
     took_s = round(time.monotonic() - began_s)
     print(f"{len(told)} histories in {took_s} s: {dict(ends)}; {len(bad)} wrong (left in {keep})")
     if asked.json:
         result = {"machine": _machine(), "seed": asked.seed, "histories": len(told), "took_s": took_s}
         head = json.dumps(result | {"wrong": len(bad), "ends": dict(ends)}, indent=1).removesuffix("\n}")
-        lines = [json.dumps(_kept(one)) for one in sorted(told, key=lambda one: one["history"]["number"])]
+        lines = [
+            json.dumps(_kept(history)) for history in sorted(told, key=lambda history: history["history"]["number"])
+        ]
         asked.json.write_text(f'{head},\n "told": [\n' + ",\n".join(lines) + "\n]}\n")
     return 1 if bad or len(told) < len(numbers) else 0
 
 
-def _kept(one: dict[str, Any]) -> dict[str, Any]:
+def _kept(history: dict[str, Any]) -> dict[str, Any]:
     """Of a history, what is written: the seed draws the rest again."""
-    drawn = histories.draw(one["history"]["seed"], one["history"]["number"])
+    drawn = histories.draw(history["history"]["seed"], history["history"]["number"])
     names = ["end", "problems", "exit_codes", "lost", "dropped", "took_s"]
-    return {"what": str(drawn)} | {name: one[name] for name in names}
+    return {"what": str(drawn)} | {name: history[name] for name in names}
 
 
-def _show(one: dict[str, Any], count: int, of: int) -> None:
-    text = histories.draw(one["history"]["seed"], one["history"]["number"])
-    print(f"[{count}/{of}] {one['end'] or 'NONE'} {one['exit_codes']} {one['took_s']} s | {text}", flush=True)
-    for problem in one["problems"]:
+def _show(history: dict[str, Any], count: int, of: int) -> None:
+    text = histories.draw(history["history"]["seed"], history["history"]["number"])
+    print(
+        f"[{count}/{of}] {history['end'] or 'NONE'} {history['exit_codes']} {history['took_s']} s | {text}", flush=True
+    )
+    for problem in history["problems"]:
         print(f"    WRONG: {problem}", flush=True)
 
 
@@ -128,7 +132,7 @@ def _machine() -> dict[str, Any]:
             ["git", "rev-parse", "--short=9", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True
         ).stdout.strip(),
         "cpus": os.cpu_count(),
-        "load": [round(one, 2) for one in os.getloadavg()],
+        "load": [round(load, 2) for load in os.getloadavg()],
         "torch": torch.__version__,
         "python": sys.version.split()[0],
     }

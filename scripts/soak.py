@@ -92,13 +92,13 @@ class Watch:
         """Stop looking; returns what has been added since the first recovery: `agent_mib`, `survivor_fds`, ..."""
         self._stop.set()
         self._thread.join(5.0)
-        found: dict[str, float] = {}
+        added: dict[str, float] = {}
         for name, samples in self._seen.items():
             seen = [sample for sample in samples if sample[2] == samples[-1][2]]
             if len(seen) > 1:
-                found[f"{name}_mib"] = round((seen[-1][0] - seen[0][0]) / MIB, 2)
-                found[f"{name}_fds"] = seen[-1][1] - seen[0][1]
-        return found
+                added[f"{name}_mib"] = round((seen[-1][0] - seen[0][0]) / MIB, 2)
+                added[f"{name}_fds"] = seen[-1][1] - seen[0][1]
+        return added
 
     def _look(self) -> None:
         while not self._stop.wait(LOOK_EVERY_S):
@@ -153,13 +153,15 @@ def run_once(
     recovered = [event for event in twin.events if event["event"] == "incident" and event["outcome"] == "recovered"]
     outcome.recover_s = [incident["total_s"] for incident in recovered]
     outcome.beyond_s = [incident["total_s"] - setup_s_of(incident, twin.events) for incident in recovered]
-    outcome.rungs = [str(one.rung) for one in incidents]
-    outcome.steps_lost = sum(one.steps_lost or 0 for one in incidents)
+    outcome.rungs = [str(incident.rung) for incident in incidents]
+    outcome.steps_lost = sum(incident.steps_lost or 0 for incident in incidents)
     # Steps that are taken again are printed again: then the weights alone are compared.
     shown = compare_twins(scenario, twin, reference)
-    comparisons = [one for one in shown if not outcome.steps_lost or one.what in scenario.compare]
-    outcome.is_identical = all(one.is_identical for one in comparisons)
-    outcome.problems = [f"{one.what}: {one.detail}" for one in comparisons if not one.is_identical]
+    comparisons = [comparison for comparison in shown if not outcome.steps_lost or comparison.what in scenario.compare]
+    outcome.is_identical = all(comparison.is_identical for comparison in comparisons)
+    outcome.problems = [
+        f"{comparison.what}: {comparison.detail}" for comparison in comparisons if not comparison.is_identical
+    ]
     outcome.problems += problems_of(twin, outcome, len(faults), folder)
     return outcome
 
@@ -172,22 +174,22 @@ def setup_s_of(incident: dict[str, Any], events: list[dict[str, Any]]) -> float:
 
 def problems_of(twin: Twin, outcome: Outcome, ordered: int, folder: Path) -> list[str]:
     """What has not gone well, apart from differences."""
-    found = [twin.problem] if twin.problem else []
+    problems = [twin.problem] if twin.problem else []
     if twin.exit_code:
-        found.append(f"exit code {twin.exit_code}; see {folder}/launcher.log")
+        problems.append(f"exit code {twin.exit_code}; see {folder}/launcher.log")
     if len(outcome.injections) != ordered:
-        found.append(f"{ordered} faults were ordered, {len(outcome.injections)} are in the log")
-    for one in outcome.injections:
-        if one.failure:
-            found.append(f"{one.fault} was not injected: {one.failure}")
-        elif not one.is_accounted_for:
-            found.append(f"{one.fault} struck and was not noticed")
-        elif one.incident is not None and one.outcome != "recovered":
-            found.append(f"{one.fault}: incident {one.incident} ended as {one.outcome}")
-    left = processes_of(folder / "run")
-    if left:
-        found.append(f"{len(left)} processes remain: {left}")
-    return found
+        problems.append(f"{ordered} faults were ordered, {len(outcome.injections)} are in the log")
+    for injection in outcome.injections:
+        if injection.failure:
+            problems.append(f"{injection.fault} was not injected: {injection.failure}")
+        elif not injection.is_accounted_for:
+            problems.append(f"{injection.fault} struck and was not noticed")
+        elif injection.incident is not None and injection.outcome != "recovered":
+            problems.append(f"{injection.fault}: incident {injection.incident} ended as {injection.outcome}")
+    pids = processes_of(folder / "run")
+    if pids:
+        problems.append(f"{len(pids)} processes remain: {pids}")
+    return problems
 
 
 def processes_of(run_dir: Path, limit_s: float = 5.0) -> list[int]:
@@ -225,8 +227,8 @@ def soak(options: argparse.Namespace, root: Path, say: Any) -> list[Outcome]:
     ends_at_s = time.monotonic() + options.minutes * 60 if options.minutes else float("inf")
     references: dict[Subject, Twin] = {}
     outcomes: list[Outcome] = []
-    left = options.faults
-    while left and time.monotonic() < ends_at_s:
+    faults_left = options.faults
+    while faults_left and time.monotonic() < ends_at_s:
         number = len(outcomes) + 1
         able = [
             subject
@@ -234,15 +236,17 @@ def soak(options: argparse.Namespace, root: Path, say: Any) -> list[Outcome]:
             if any(map(subject.phases_for, options.kinds)) and options.script in (None, subject.script)
         ]
         subject = able[(number - 1) % len(able)]
-        faults = draw_faults(drawn, subject, min(options.per_run, left), options.ranks, options.kinds, options.moments)
+        faults = draw_faults(
+            drawn, subject, min(options.per_run, faults_left), options.ranks, options.kinds, options.moments
+        )
         if subject not in references:
             folder = root / f"undisturbed-{len(references)}-{subject.script.removesuffix('.py')}"
             references[subject] = run_twin(scenario_of(subject, options, faults), folder, "torchrun")
         outcome = run_once(number, subject, faults, options, references[subject], root / f"run{number}")
         outcomes.append(outcome)
-        left -= len(faults)
+        faults_left -= len(faults)
         say(
-            f"[{options.faults - left}/{options.faults}] run {number}, {subject.script}: {len(faults)} faults, "
+            f"[{options.faults - faults_left}/{options.faults}] run {number}, {subject.script}: {len(faults)} faults, "
             f"{len(outcome.recover_s)} recoveries in {outcome.took_s:.0f} s, "
             + ("identical" if outcome.is_identical else "NOT IDENTICAL")
             + "".join(f"\n    {problem}" for problem in outcome.problems)
@@ -253,10 +257,10 @@ def soak(options: argparse.Namespace, root: Path, say: Any) -> list[Outcome]:
 
 def summarize(outcomes: list[Outcome], options: argparse.Namespace) -> dict[str, Any]:
     """The figures of a soak."""
-    injections = [one for outcome in outcomes for one in outcome.injections]
+    injections = [injection for outcome in outcomes for injection in outcome.injections]
     times = sorted(seconds for outcome in outcomes for seconds in outcome.recover_s)
     beyond = sorted(seconds for outcome in outcomes for seconds in outcome.beyond_s)
-    detect = sorted(one.detect_s for one in injections if one.detect_s is not None)
+    detect = sorted(injection.detect_s for injection in injections if injection.detect_s is not None)
     growth = {
         name: max((outcome.growth[name] for outcome in outcomes if name in outcome.growth), default=None)
         for name in ("agent_mib", "agent_fds", "survivor_mib", "survivor_fds")
@@ -268,10 +272,10 @@ def summarize(outcomes: list[Outcome], options: argparse.Namespace) -> dict[str,
         "load": options.load,
         "runs": len(outcomes),
         "ordered": sum(len(outcome.faults) for outcome in outcomes),
-        "injected": sum(not one.failure for one in injections),
-        "accounted_for": sum(one.is_accounted_for for one in injections),
-        "by_kind": dict(Counter(one.kind for one in injections)),
-        "by_phase": dict(Counter(str(one.phase) for one in injections)),
+        "injected": sum(not injection.failure for injection in injections),
+        "accounted_for": sum(injection.is_accounted_for for injection in injections),
+        "by_kind": dict(Counter(injection.kind for injection in injections)),
+        "by_phase": dict(Counter(str(injection.phase) for injection in injections)),
         "rungs": dict(Counter(rung for outcome in outcomes for rung in outcome.rungs)),
         "steps_lost": sum(outcome.steps_lost for outcome in outcomes),
         "recover_s": percentiles(times),
@@ -288,8 +292,8 @@ def percentiles(values: list[float]) -> dict[str, float] | None:
     if not values:
         return None
     at = min(len(values) - 1, int(0.95 * len(values)))
-    found = {"p50": statistics.median(values), "p95": values[at], "max": values[-1]}
-    return {name: round(value, 3) for name, value in found.items()}
+    figures = {"p50": statistics.median(values), "p95": values[at], "max": values[-1]}
+    return {name: round(value, 3) for name, value in figures.items()}
 
 
 def show(summary: dict[str, Any]) -> None:
@@ -301,9 +305,9 @@ def show(summary: dict[str, Any]) -> None:
         f"rungs      {counts['rungs']}; {summary['steps_lost']} steps lost",
     ]
     for name, label in (("recover_s", "recovery"), ("beyond_setup_s", "  of it"), ("detect_s", "detection")):
-        found = summary[name]
-        if found:
-            told_s = f"p50 {found['p50']:.3f} s, p95 {found['p95']:.3f} s, max {found['max']:.3f} s"
+        figures = summary[name]
+        if figures:
+            told_s = f"p50 {figures['p50']:.3f} s, p95 {figures['p95']:.3f} s, max {figures['max']:.3f} s"
             lines.append(f"{label:<10} {told_s}" + (" beyond the script's set-up" if label == "  of it" else ""))
     growth = ", ".join(f"{name} {value}" for name, value in summary["most_growth"].items() if value is not None)
     lines.append(f"growth     most in a run, from its first recovery on: {growth or 'not seen'}")
@@ -359,7 +363,7 @@ def main(words: list[str] | None = None) -> int:
     summary = summarize(outcomes, options)
     show(summary)
     if options.json:
-        options.json.write_text(json.dumps(summary | {"outcomes": [asdict(one) for one in outcomes]}, indent=1))
+        options.json.write_text(json.dumps(summary | {"outcomes": [asdict(outcome) for outcome in outcomes]}, indent=1))
     print("good" if is_good(summary) else "FAILED")
     return 0 if is_good(summary) else 1
 

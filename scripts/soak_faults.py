@@ -46,8 +46,8 @@ class Subject:
 
     def phases_for(self, kind: str) -> list[str]:
         """Moments at which a fault of this kind can strike without being seen in what the script prints at once."""
-        found = [phase for phase in self.phases if phase in phases_of(kind)]
-        return [] if kind == "skip-collective" and not self.is_ddp else found
+        phases = [phase for phase in self.phases if phase in phases_of(kind)]
+        return [] if kind == "skip-collective" and not self.is_ddp else phases
 
 
 STEP = ("backward", "collective", "before_step", "in_step", "after_step")

@@ -137,24 +137,24 @@ def reason_of(name: str, row: Mapping[str, Any]) -> str:
 def judged(plain: Launched, killed: Launched, kills: int) -> dict[str, Any]:
     """How the run with kills compares: exact, or why not."""
     incidents = killed.status.get("incidents", [])
-    recovery_s = [one["total_s"] for one in incidents if one["total_s"] is not None]
+    recovery_s = [incident["total_s"] for incident in incidents if incident["total_s"] is not None]
     row: dict[str, Any] = {
-        "incidents": [one["rung"] for one in incidents],
-        "recovery_s": [round(one, 1) for one in recovery_s],
-        "steps_lost": sum(one["steps_lost"] or 0 for one in incidents),
+        "incidents": [incident["rung"] for incident in incidents],
+        "recovery_s": [round(seconds, 1) for seconds in recovery_s],
+        "steps_lost": sum(incident["steps_lost"] or 0 for incident in incidents),
     }
-    not_proved = sorted({name for one in incidents for name in one["not_proved"]})
+    not_proved = sorted({name for incident in incidents for name in incident["not_proved"]})
     if not_proved:
         row["not proved"] = not_proved
-    lossy = [one for one in incidents if one["rung"] not in WITHOUT_LOSS or one["steps_lost"]]
-    reason = next((one["reason"] for one in lossy), "")
+    lossy = [incident for incident in incidents if incident["rung"] not in WITHOUT_LOSS or incident["steps_lost"]]
+    reason = next((incident["reason"] for incident in lossy), "")
     if killed.code:
         return row | {"result": "refused", "reason": reason or killed.last_words or f"exit code {killed.code}"}
     if len(incidents) < kills:
         return row | {"result": "not tried", "reason": f"only {len(incidents)} of {kills} kills struck"}
     if lossy:
         ends = {rank: (trace[-1:], killed.digests.get(rank, [])[-1:]) for rank, trace in plain.digests.items()}
-        same = all(one == other for one, other in ends.values())
+        same = all(end == other for end, other in ends.values())
         cost = "steps lost" if row["steps_lost"] else "all restarted"
         return row | {"result": f"{cost}, same end" if same else "differs", "reason": reason}
     off = [rank for rank, trace in plain.digests.items() if not is_covered(trace, killed.traces.get(rank, []))]
@@ -169,17 +169,17 @@ def is_covered(wanted: Sequence[str], trace: Trace) -> bool:
     """
     done = 0
     for _, lines in groupby(trace, key=lambda line: line[0]):
-        found = [digest for _, digest in lines]
-        starts = [(skip, wanted.index(digest)) for skip, digest in enumerate(found) if digest in wanted]
+        digests = [digest for _, digest in lines]
+        starts = [(skip, wanted.index(digest)) for skip, digest in enumerate(digests) if digest in wanted]
         fits = (
             begin
             for skip, begin in starts
-            if begin <= done and found[skip:] == list(wanted[begin:][: len(found) - skip])
+            if begin <= done and digests[skip:] == list(wanted[begin:][: len(digests) - skip])
         )
         begin = next(fits, None)
         if begin is None:
             return False
-        done = begin + len(found) - next(skip for skip, at in starts if at == begin)
+        done = begin + len(digests) - next(skip for skip, at in starts if at == begin)
     return done == len(wanted)
 
 
@@ -219,8 +219,8 @@ def launch(
     said = f"it has not ended within {LIMIT_S:.0f} s" if code == 124 else last_words(folder / "log")
     traces = {int(path.name.removeprefix("rank")): trace_of(path) for path in sorted((folder / "trace").iterdir())}
     status = folder / "run" / "status.json"
-    known = json.loads(status.read_text(encoding="utf-8")) if status.exists() else {}
-    return Launched(code, time.monotonic() - started_s, traces, known, said if code else "")
+    state = json.loads(status.read_text(encoding="utf-8")) if status.exists() else {}
+    return Launched(code, time.monotonic() - started_s, traces, state, said if code else "")
 
 
 def trace_of(path: Path) -> Trace:
@@ -336,7 +336,7 @@ def main() -> int:
             row = try_program(name, programs[name], kept)
         results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
         results[name] = row
-        ordered = {known: results[known] for known in programs if known in results}
+        ordered = {program: results[program] for program in programs if program in results}
         RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), ordered), encoding="utf-8")
         exact &= row["result"] == "exact"

@@ -327,5 +327,5 @@ class Config(BaseModel):
 
 def _share_of(text: str) -> float:
     """ "2.5%" -> 0.025; 0 for what is no share."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text)
-    return float(found[1]) / 100 if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text)
+    return float(match[1]) / 100 if match else 0.0

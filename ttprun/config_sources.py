@@ -151,11 +151,11 @@ def read_config_file(name: str) -> ConfigSource:
 
 def preset(name: str) -> Path:
     """The file of a built-in preset. Raises ConfigError if there is none of that name."""
-    known = {path.stem: path for path in _presets()}
-    if name not in known:
-        otherwise = "give a file, or one of the presets " + ", ".join(known)
-        raise ConfigError(f"--config: there is no file '{name}'", suggestion(name, known, otherwise))
-    return known[name]
+    presets = {path.stem: path for path in _presets()}
+    if name not in presets:
+        otherwise = "give a file, or one of the presets " + ", ".join(presets)
+        raise ConfigError(f"--config: there is no file '{name}'", suggestion(name, presets, otherwise))
+    return presets[name]
 
 
 def ttprun_section(content: object) -> dict[object, object] | None:
@@ -202,25 +202,25 @@ def _split(key: str, text: Any) -> object:
 
 def _check(source: ConfigSource) -> Config:
     """Validate one source by itself, so that what is wrong can be attributed to it."""
-    known = {key: value for key, value in source.values.items() if key in Config.model_fields}
+    accepted = {key: value for key, value in source.values.items() if key in Config.model_fields}
     wrong = Complaints()
     for key in source.values:
-        if key not in known:
+        if key not in accepted:
             wrong.add(ConfigError(f"{source.where(key)}: unknown", _cure_of_unknown(source, key)))
     with wrong.noted():
         # A file has types, so "2" is not 2 there; variables and options are str.
-        checked = validated(Config, known, source.where, is_strict=source.kind == "file")
+        checked = validated(Config, accepted, source.where, is_strict=source.kind == "file")
     wrong.raise_any()
     return checked
 
 
 def _cure_of_unknown(source: ConfigSource, key: str) -> str:
     is_file = source.kind == "file"
-    known = [source.spelling(name) for name in Config.model_fields if is_file or name not in FILE_ONLY]
+    spellings = [source.spelling(name) for name in Config.model_fields if is_file or name not in FILE_ONLY]
     otherwise = "'ttprun --help' lists all"
     if is_file and key.replace("-", "_") in OF_TORCHRUN.split():
         otherwise = f"it is an option of torchrun's; write it under 'launch:', as launch: {{{key}: ...}}"
-    return GONE.get(key) or suggestion(source.spelling(key), known, otherwise)
+    return GONE.get(key) or suggestion(source.spelling(key), spellings, otherwise)
 
 
 def _presets() -> Iterable[Path]:

@@ -67,14 +67,14 @@ def one_line(error: BaseException) -> str:
 _LONG = 6  # letters
 
 
-def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
+def suggestion(word: str, candidates: Iterable[str], otherwise: str) -> str:
     """A cure for an unknown word: a known one that begins like it, else the one most similar to it, else `otherwise`.
 
-    known       in the order of preference
+    candidates  in the order of preference
     otherwise   a sentence
     """
-    names = list(known)
-    longer = [one for one in names if len(word) >= _LONG and one.startswith(word[:-1])]
+    names = list(candidates)
+    longer = [name for name in names if len(word) >= _LONG and name.startswith(word[:-1])]
     close = longer or get_close_matches(word, names, n=1)
     return f"did you mean '{close[0]}'?" if close else otherwise
 

@@ -36,8 +36,8 @@ def launch_option(options: Any, name: str) -> Any:
 
 def release_of(version: str) -> tuple[int, int]:
     """(major, minor) of a version such as 2.13.0+cpu; (0, 0) if it is none."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def why_untried(version: str) -> str:

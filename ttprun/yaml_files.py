@@ -41,28 +41,28 @@ def validated(
     try:
         return model.model_validate(dict(values), strict=is_strict)
     except ValidationError as error:
-        found: dict[tuple[str, ...], ConfigError] = {}
-        for one in error.errors():
-            key, *inside = map(str, one["loc"])
+        by_place: dict[tuple[str, ...], ConfigError] = {}
+        for details in error.errors():
+            key, *inside = map(str, details["loc"])
             items = tuple(filter(str.isdecimal, inside))
             # Of several kinds of value that a key may have, the first one is named.
-            found.setdefault((key, *items), _config_error(model, one, where, key, items if is_strict else ()))
-        complaint = all_of([*found.values()])
+            by_place.setdefault((key, *items), _config_error(model, details, where, key, items if is_strict else ()))
+        complaint = all_of([*by_place.values()])
     raise complaint
 
 
 def _config_error(
-    model: type[BaseModel], one: ErrorDetails, where: Callable[[str], str], key: str, items: tuple[str, ...]
+    model: type[BaseModel], details: ErrorDetails, where: Callable[[str], str], key: str, items: tuple[str, ...]
 ) -> ConfigError:
     """What pydantic says of one value. items: its place in a list, where the user has numbered them: not in a text."""
     about, place = model.model_fields[key].description, ".".join([where(key), *items])
-    if one["type"] == "missing":
+    if details["type"] == "missing":
         return ConfigError(f"{place}: missing", f"add it ({about})")
-    if one["type"] == "value_error":  # from a validator of ours, which writes "what; cure"
-        what, _, cure = str(one["ctx"]["error"]).rpartition("; ")
+    if details["type"] == "value_error":  # from a validator of ours, which writes "what; cure"
+        what, _, cure = str(details["ctx"]["error"]).rpartition("; ")
         return ConfigError(f"{place}: {what}", cure)
-    rule = one["msg"].replace("Input should", "it should").replace("String should", "it should")
-    return ConfigError(f"{place}: {one['input']!r} is not valid", f"{rule} ({about})")
+    rule = details["msg"].replace("Input should", "it should").replace("String should", "it should")
+    return ConfigError(f"{place}: {details['input']!r} is not valid", f"{rule} ({about})")
 
 
 def parse_yaml(text: str) -> object:

@@ -19,8 +19,8 @@ SAMPLES, WIDTH, CLASSES = 4096, 1024, 10
 
 def newest(folder):
     """The last state that was saved whole; None if there is none."""
-    found = sorted(folder.glob("state-*[0-9]"), key=lambda path: int(path.name.partition("-")[2])) if folder else []
-    return found[-1] if found else None
+    states = sorted(folder.glob("state-*[0-9]"), key=lambda path: int(path.name.partition("-")[2])) if folder else []
+    return states[-1] if states else None
 
 
 def main() -> None:

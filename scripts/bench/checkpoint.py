@@ -98,41 +98,41 @@ TABLE = (
 
 def measure_round(options: argparse.Namespace, folder: Path, report: Callable[[str], None]) -> Figures:
     """One round. Raises BenchmarkError if a run does not do what it should."""
-    found: Figures = {}
+    figures: Figures = {}
     save_dir = folder / "save"
     before = dd_bytes_s(options.mib, folder)
-    found |= measure_never(options, folder / "never", save_dir)
-    found["dd_bytes_s"] = mean([before, dd_bytes_s(options.mib, folder)])
-    report(f"dying gasp of {found['size_bytes'] / MIB:.0f} MiB in {found['gasp_s']:.2f} s")
+    figures |= measure_never(options, folder / "never", save_dir)
+    figures["dd_bytes_s"] = mean([before, dd_bytes_s(options.mib, folder)])
+    report(f"dying gasp of {figures['size_bytes'] / MIB:.0f} MiB in {figures['gasp_s']:.2f} s")
     for path in save_dir.glob("*/*"):
         evict(path)
-    found |= measure_every(options, folder / "every", save_dir)
+    figures |= measure_every(options, folder / "every", save_dir)
     report(
-        f"resumed in {found['check_s'] + found['transfer_s']:.2f} s, stalls {found['every_stall_s'] * 1e3:.0f} ms, "
-        f"those of a plain copy {found['copy_stall_s'] * 1e3:.0f} ms"
+        f"resumed in {figures['check_s'] + figures['transfer_s']:.2f} s, "
+        f"stalls {figures['every_stall_s'] * 1e3:.0f} ms, those of a plain copy {figures['copy_stall_s'] * 1e3:.0f} ms"
     )
     for kind in ("torch", "async"):
-        found |= measure_saving(kind, options, folder / kind)
-        report(f"{kind}: stalls {found[f'{kind}_stall_s'] * 1e3:.0f} ms")
-    return found | ratios_of(found)
+        figures |= measure_saving(kind, options, folder / kind)
+        report(f"{kind}: stalls {figures[f'{kind}_stall_s'] * 1e3:.0f} ms")
+    return figures | ratios_of(figures)
 
 
-def ratios_of(found: Figures) -> Figures:
+def ratios_of(figures: Figures) -> Figures:
     """What the figures of one round are in terms of each other."""
-    resume_s = found["check_s"] + found["transfer_s"]
+    resume_s = figures["check_s"] + figures["transfer_s"]
     ratios = {
         "resume_s": resume_s,
-        "resume_per_load": resume_s / found["torch_load_s"],
-        "resume_per_torch_resume": resume_s / found["torch_resume_s"],
-        "every_stall_in_copies": found["every_stall_s"] / found["copy_stall_s"],
+        "resume_per_load": resume_s / figures["torch_load_s"],
+        "resume_per_torch_resume": resume_s / figures["torch_resume_s"],
+        "every_stall_in_copies": figures["every_stall_s"] / figures["copy_stall_s"],
     }
     for name in ("gasp", "asked"):
-        ratios[f"{name}_bytes_s"] = found["size_bytes"] / found[f"{name}_s"]
-        ratios[f"{name}_share"] = ratios[f"{name}_bytes_s"] / found["dd_bytes_s"]
-        ratios[f"{name}_whole_share"] = found["size_bytes"] / found[f"{name}_whole_s"] / found["dd_bytes_s"]
+        ratios[f"{name}_bytes_s"] = figures["size_bytes"] / figures[f"{name}_s"]
+        ratios[f"{name}_share"] = ratios[f"{name}_bytes_s"] / figures["dd_bytes_s"]
+        ratios[f"{name}_whole_share"] = figures["size_bytes"] / figures[f"{name}_whole_s"] / figures["dd_bytes_s"]
     for name in ("every", "torch", "async"):
-        ratios[f"{name}_stall_share"] = found[f"{name}_stall_s"] / (EVERY * found[f"{name}_step_s"])
-        ratios[f"{name}_wall_share"] = found[f"{name}_mean_step_s"] / found["never_mean_step_s"] - 1
+        ratios[f"{name}_stall_share"] = figures[f"{name}_stall_s"] / (EVERY * figures[f"{name}_step_s"])
+        ratios[f"{name}_wall_share"] = figures[f"{name}_mean_step_s"] / figures["never_mean_step_s"] - 1
     return ratios
 
 
@@ -165,9 +165,9 @@ def measure_every(options: argparse.Namespace, folder: Path, save_dir: Path) -> 
         at_s = time.monotonic()
         ask_for_checkpoint(run)
         asked = event(run, "checkpoint_written", wait=True, cause="asked")
-        snapshots = [found["boundary"] for found in events(run) if found["event"] == "snapshot_taken"]
-        written = [found["took_s"] for found in events(run) if found.get("cause") == "periodic"]
-        (resume,) = [found for found in events(run) if found["event"] == "incident" and found["outcome"] == "recovered"]
+        snapshots = [taken["boundary"] for taken in events(run) if taken["event"] == "snapshot_taken"]
+        written = [saved["took_s"] for saved in events(run) if saved.get("cause") == "periodic"]
+        (resume,) = [ended for ended in events(run) if ended["event"] == "incident" and ended["outcome"] == "recovered"]
         run.process.kill()  # the ranks go with it
     copies = copies_in(steps_s)
     return {
@@ -191,12 +191,12 @@ def measure_saving(kind: str, options: argparse.Namespace, folder: Path) -> Figu
         run.finish(LIMIT_S)
         reports = [json.loads((run.reports / f"rank{rank}.json").read_text()) for rank in range(options.ranks)]
     # A save comes behind its step's line in the log, so it lengthens the step that follows.
-    found = stalls(kind, step_times(run), [EVERY * number + 1 for number in range(1, SAVES + 1)], 0)
-    found[f"{kind}_durable_s"] = median(reports[0]["durable_s"][FRESH:])
+    figures = stalls(kind, step_times(run), [EVERY * number + 1 for number in range(1, SAVES + 1)], 0)
+    figures[f"{kind}_durable_s"] = median(reports[0]["durable_s"][FRESH:])
     for name in ("torch_load_s", "torch_resume_s"):
         if name in reports[0]:
-            found[name] = max(report[name] for report in reports)
-    return found
+            figures[name] = max(report[name] for report in reports)
+    return figures
 
 
 def stalls(name: str, steps_s: dict[int, float], saves: list[int], first: int, others: Iterable[int] = ()) -> Figures:
@@ -248,14 +248,14 @@ def copies_in(steps_s: dict[int, float]) -> list[int]:
 
 def step_times(run: Run) -> dict[int, float]:
     """Step -> its seconds, of the rank that took longest; from the end of the step before."""
-    found: dict[int, float] = {}
+    times_s: dict[int, float] = {}
     for log in read_logs(run):
         lines = [line for line in log if line.step is not None]
         for before, after in pairwise(lines):
             assert after.step is not None
             if before.pid == after.pid:
-                found[after.step] = max(found.get(after.step, 0.0), after.at_s - before.at_s)
-    return found
+                times_s[after.step] = max(times_s.get(after.step, 0.0), after.at_s - before.at_s)
+    return times_s
 
 
 def steps_of(steps_s: dict[int, float], numbers: Iterable[int]) -> list[float]:
@@ -276,9 +276,9 @@ def event(run: Run, name: str, wait: bool = False, **fields: object) -> dict[str
     wanted = {"event": name} | fields
     while True:
         is_over = time.monotonic() >= give_up_at_s or run.process.poll() is not None
-        for found in events(run):
-            if wanted.items() <= found.items():
-                return found
+        for candidate in events(run):
+            if wanted.items() <= candidate.items():
+                return candidate
         if is_over:
             raise BenchmarkError(f"no event {wanted}; {run.last_words()}")
         time.sleep(0.02)
@@ -307,8 +307,8 @@ def show(rounds: list[Figures]) -> None:
     """All rounds as a table."""
     rows = [["", "median (min-max)"]]
     for label, name, factor, digits in TABLE:
-        found = spread(figures.get(name) for figures in rounds)
-        rows.append([label, formatted(found and {key: value * factor for key, value in found.items()}, digits)])
+        quartiles = spread(figures.get(name) for figures in rounds)
+        rows.append([label, formatted(quartiles and {key: value * factor for key, value in quartiles.items()}, digits)])
     print()
     print_table(rows)
 

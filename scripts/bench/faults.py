@@ -163,12 +163,12 @@ def progress_of(steps: Sequence[Sequence[tuple[int, float]]], began_s: float) ->
 
     steps   by rank: (number, when it was completed), in the order of the log
     """
-    newest, found = [0] * len(steps), list[tuple[float, int]]()
+    newest, progress = [0] * len(steps), list[tuple[float, int]]()
     for at_s, rank, step in sorted((at_s, rank, step) for rank, log in enumerate(steps) for step, at_s in log):
         newest[rank] = step + 1
-        if not found or found[-1][1] != min(newest):
-            found.append((at_s - began_s, min(newest)))
-    return found
+        if not progress or progress[-1][1] != min(newest):
+            progress.append((at_s - began_s, min(newest)))
+    return progress
 
 
 def goodput(outcome: Outcome, steps: int) -> float:
@@ -216,17 +216,19 @@ def show(outcomes: Sequence[Outcome], undisturbed: Outcome, steps: int) -> None:
     rows = [["", *(outcome.launcher for outcome in (undisturbed, *outcomes))]]
     rows[0][1] = "no fault (torchrun)"
     every = (undisturbed, *outcomes)
-    rows.append(["faults (of them late: nobody was there)", *(f"{one.faults} ({one.late})" for one in every)])
-    rows.append(["a step, median, s", *(f"{one.step_s:.3f}" for one in every)])
-    rows.append(["whole job, s", *(f"{one.whole_s:.1f}" for one in every)])
-    rows.append(["goodput", *(f"{goodput(one, steps):.3f}" for one in every)])
-    rows.append(["steps run again", *(str(one.run_again) for one in every)])
-    rows.append(["weights as without a fault", *(is_identical(one, undisturbed) for one in every)])
+    rows.append(
+        ["faults (of them late: nobody was there)", *(f"{outcome.faults} ({outcome.late})" for outcome in every)]
+    )
+    rows.append(["a step, median, s", *(f"{outcome.step_s:.3f}" for outcome in every)])
+    rows.append(["whole job, s", *(f"{outcome.whole_s:.1f}" for outcome in every)])
+    rows.append(["goodput", *(f"{goodput(outcome, steps):.3f}" for outcome in every)])
+    rows.append(["steps run again", *(str(outcome.run_again) for outcome in every)])
+    rows.append(["weights as without a fault", *(is_identical(outcome, undisturbed) for outcome in every)])
     print()
     print_table(rows)
-    for one in every:
-        if one.problem:
-            print(f"{one.launcher} FAILED: {one.problem}")
+    for outcome in every:
+        if outcome.problem:
+            print(f"{outcome.launcher} FAILED: {outcome.problem}")
 
 
 def is_identical(outcome: Outcome, undisturbed: Outcome) -> str:
@@ -278,9 +280,11 @@ def main() -> int:
     if options.json:
         asked = {name: getattr(options, name) for name in ("ranks", "steps", "every", "seed", "checkpoint_every")}
         figures = {"machine": before, "load_at_end": after["load"], "asked": asked}
-        found = [asdict(one) | {"goodput": goodput(one, options.steps)} for one in (undisturbed, *outcomes)]
-        options.json.write_text(json.dumps(figures | {"jobs": found}, indent=1))
-    return int(any(is_identical(one, undisturbed) != "identical" for one in outcomes if one.launcher == TTPRUN))
+        jobs = [asdict(outcome) | {"goodput": goodput(outcome, options.steps)} for outcome in (undisturbed, *outcomes)]
+        options.json.write_text(json.dumps(figures | {"jobs": jobs}, indent=1))
+    return int(
+        any(is_identical(outcome, undisturbed) != "identical" for outcome in outcomes if outcome.launcher == TTPRUN)
+    )
 
 
 if __name__ == "__main__":

@@ -50,18 +50,18 @@ def main() -> int:
     options = parser.parse_args()
     before = machine()
     print(headline(before), flush=True)
-    found: dict[str, list[float]] = {launcher: [] for launcher in LAUNCHERS}
+    times_s: dict[str, list[float]] = {launcher: [] for launcher in LAUNCHERS}
     try:
         with tempfile.TemporaryDirectory(prefix="ttprun-bench-") as scratch:
             for pair in range(options.pairs):
                 for launcher in LAUNCHERS if pair % 2 == 0 else LAUNCHERS[::-1]:
-                    found[launcher].append(measure(launcher, options.ranks, Path(scratch) / f"{pair}-{launcher}"))
-                print(" ".join(f"{launcher} {found[launcher][-1]:.2f} s" for launcher in LAUNCHERS), flush=True)
+                    times_s[launcher].append(measure(launcher, options.ranks, Path(scratch) / f"{pair}-{launcher}"))
+                print(" ".join(f"{launcher} {times_s[launcher][-1]:.2f} s" for launcher in LAUNCHERS), flush=True)
     except BenchmarkError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
-    ratios = spread(ours / theirs for ours, theirs in zip(found[TTPRUN], found[TORCHRUN], strict=True))
-    times = [formatted(spread(found[launcher])) for launcher in LAUNCHERS]
+    ratios = spread(ours / theirs for ours, theirs in zip(times_s[TTPRUN], times_s[TORCHRUN], strict=True))
+    times = [formatted(spread(times_s[launcher])) for launcher in LAUNCHERS]
     print_table(
         [
             [f"{options.ranks} ranks: median (min-max)", *LAUNCHERS, "ttprun/torchrun, pair by pair"],
@@ -70,7 +70,7 @@ def main() -> int:
     )
     print(f"at the end: {headline(machine())}")
     if options.json:
-        options.json.write_text(json.dumps({"machine": before, "seconds": found, "ratio": ratios}, indent=1))
+        options.json.write_text(json.dumps({"machine": before, "seconds": times_s, "ratio": ratios}, indent=1))
     return 0
 
 

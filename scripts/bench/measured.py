@@ -67,7 +67,7 @@ class Steps:
             self.began_s, self.main_began_s = time.perf_counter(), time.thread_time()
             return
         cpu_s = time.process_time() - self.cpu_before_s
-        found = {
+        figures = {
             "pid": os.getpid(),
             "step_s": statistics.median(self.step_s),
             "mean_step_s": statistics.mean(self.step_s),
@@ -77,7 +77,7 @@ class Steps:
             **memory_bytes(),
         }
         with open(self.turns / f"rank{self.rank}.jsonl", "a") as file:
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(figures) + "\n")
         turn = self.turns / str((step + 1) // self.block)
         while not turn.exists():
             time.sleep(LOOK_AGAIN_S)

@@ -84,8 +84,8 @@ def main() -> int:
     steps = (options.blocks + 2) * options.block  # the first two warm up
     words = [f"--steps={steps}", f"--block={options.block}", f"--width={options.width}"]
     words.append(f"--batch-size={options.batch_size}")
-    found: dict[str, Any] = {"machine": machine(), "options": words}
-    found |= {name: {mode: [] for mode in MODES} for name in FIGURES}
+    figures: dict[str, Any] = {"machine": machine(), "options": words}
+    figures |= {name: {mode: [] for mode in MODES} for name in FIGURES}
     with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
         jobs = {mode: Job(mode, stack, Path(root) / mode, words) for mode in MODES}
         for number in range(1, options.blocks + 2):
@@ -94,24 +94,24 @@ def main() -> int:
                 taken = f"{block.step_s * 1e3:.1f} ms, {block.cpu_step_s * 1e3:.1f} ms of a processor"
                 print(f"block {number}, {mode}: a step takes {taken}", flush=True)
                 if number > 1:
-                    found["step_s"][mode].append(block.step_s)
-                    found["cpu_step_s"][mode].append(block.cpu_step_s)
-        found["copied_bytes"] = jobs["node"].copied_bytes()
+                    figures["step_s"][mode].append(block.step_s)
+                    figures["cpu_step_s"][mode].append(block.cpu_step_s)
+        figures["copied_bytes"] = jobs["node"].copied_bytes()
         for job in jobs.values():
             job.finish(options.blocks + 2)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2))
-    show(found)
+        options.json.write_text(json.dumps(figures, indent=2))
+    show(figures)
     return 0
 
 
-def show(found: dict[str, Any]) -> None:
+def show(figures: dict[str, Any]) -> None:
     """Print what was measured."""
-    print(headline(found["machine"]), f"{NODES} nodes of 1 rank, FSDP2", sep=", ")
-    print(f"{found['copied_bytes'] / 1e6:.1f} MB of a rank cross to the next node at each step")
+    print(headline(figures["machine"]), f"{NODES} nodes of 1 rank, FSDP2", sep=", ")
+    print(f"{figures['copied_bytes'] / 1e6:.1f} MB of a rank cross to the next node at each step")
     rows = [["median (least-greatest)", *(TORCHRUN if mode == TORCHRUN else f"--buddy {mode}" for mode in MODES)]]
     for name, text in FIGURES.items():
-        steps = found[name]
+        steps = figures[name]
         rows.append([f"{text}, ms", *(formatted(spread(s * 1e3 for s in steps[mode]), 1) for mode in MODES)])
         ratios = [[ours / theirs for theirs, ours in zip(steps[TORCHRUN], steps[mode], strict=True)] for mode in MODES]
         rows.append(["  to torchrun, pairs", *(formatted(spread(of_mode), 3) for of_mode in ratios)])

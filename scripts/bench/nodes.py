@@ -64,19 +64,19 @@ def kill_one(launcher: str, nodes: Nodes, ranks: int, folder: Path, rank: int, w
         os.kill(log[-1].pid, signal.SIGKILL)
         give_up_at_s = time.monotonic() + LIMIT_S
         while True:
-            logs = [[line for line in one if line.step is not None] for one in read_logs(runs[0])]
+            logs = [[line for line in log if line.step is not None] for log in read_logs(runs[0])]
             # Those that had completed their step already note it within a moment of the kill.
-            since = [[line for line in one if line.at_s > killed_at_s + BEFORE_WATCHED_S] for one in logs]
-            beyond = [[line.at_s for line in one if (line.step or 0) > reached + 1] for one in since]
+            since = [[line for line in log if line.at_s > killed_at_s + BEFORE_WATCHED_S] for log in logs]
+            beyond = [[line.at_s for line in lines if (line.step or 0) > reached + 1] for lines in since]
             if all(beyond):
                 break
             if time.monotonic() > give_up_at_s or any(run.process.poll() is not None for run in runs):
                 raise BenchmarkError(f"it did not recover; {runs[0].last_words()}")
             time.sleep(0.05)
-        again = Counter(line.step for one in logs for line in one)
+        again = Counter(line.step for lines in logs for line in lines)
         return {
-            "next_step_s": max(min(line.at_s for line in one) for one in since) - killed_at_s,
-            "progress_s": max(min(one) for one in beyond) - killed_at_s,
+            "next_step_s": max(min(line.at_s for line in lines) for lines in since) - killed_at_s,
+            "progress_s": max(min(times_s) for times_s in beyond) - killed_at_s,
             "run_again": sum(times > ranks * NODES for times in again.values()),
         }
 
@@ -129,8 +129,8 @@ def time_steps(launcher: str, nodes: Nodes, ranks: int, folder: Path, steps: int
         wait_for_training(launcher, runs)
         begin = max(line.step or 0 for line in read_logs(runs[0])[0]) + 1
         wait_for_step(runs[0], begin + steps, 0)
-        logs = [[line.at_s for line in one if (line.step or 0) >= begin] for one in read_logs(runs[0])]
-        return max(statistics.median(after - before for before, after in pairwise(one)) for one in logs)
+        logs = [[line.at_s for line in log if (line.step or 0) >= begin] for log in read_logs(runs[0])]
+        return max(statistics.median(after - before for before, after in pairwise(ends)) for ends in logs)
 
 
 def wait_for_training(launcher: str, runs: list[Run]) -> None:
@@ -153,7 +153,7 @@ def main() -> int:
     if why_none():
         print(why_none(), file=sys.stderr)
         return 1
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "machine": machine(),
         "ranks": options.ranks,
         "kills": [],
@@ -163,7 +163,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as root, Nodes(NODES) as nodes:
         for turn in range(options.joins):
             outcome = join_one(nodes, options.ranks, Path(root) / f"join-{turn}", options.width)
-            found["joins"].append(outcome)
+            results["joins"].append(outcome)
             print(f"{TTPRUN}: a node joined: {outcome}", flush=True)
         for turn in range(max(options.kills, options.runs)):
             for launcher in LAUNCHERS:
@@ -171,36 +171,40 @@ def main() -> int:
                 if turn < options.kills:
                     rank = (2 * turn + 1) % (options.ranks * NODES)
                     outcome = kill_one(launcher, nodes, options.ranks, folder / "kill", rank, options.width)
-                    found["kills"].append({"launcher": launcher, "rank": rank} | outcome)
+                    results["kills"].append({"launcher": launcher, "rank": rank} | outcome)
                     print(f"{launcher}: rank {rank} killed: {outcome}", flush=True)
                 if turn < options.runs:
                     step_s = time_steps(launcher, nodes, options.ranks, folder / "steps", options.steps, options.width)
-                    found["step_s"][launcher].append(step_s)
+                    results["step_s"][launcher].append(step_s)
                     print(f"{launcher}: a step takes {step_s * 1e3:.1f} ms", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2))
-    show(found)
+        options.json.write_text(json.dumps(results, indent=2))
+    show(results)
     return 0
 
 
-def show(found: dict[str, Any]) -> None:
+def show(results: dict[str, Any]) -> None:
     """Print what was measured."""
-    print(headline(found["machine"]), f"{NODES} nodes of {found['ranks']} ranks", sep=", ")
+    print(headline(results["machine"]), f"{NODES} nodes of {results['ranks']} ranks", sep=", ")
     rows = [["median (least-greatest)", *LAUNCHERS]]
     names = {"next_step_s": "kill to next step on all ranks, s", "progress_s": "kill to first new step, s"}
     for name, text in {**names, "run_again": "steps run again by all ranks"}.items():
-        of = {one: [kill[name] for kill in found["kills"] if kill["launcher"] == one] for one in LAUNCHERS}
-        rows.append([text, *(formatted(spread(of[one])) for one in LAUNCHERS)])
+        of = {
+            launcher: [kill[name] for kill in results["kills"] if kill["launcher"] == launcher]
+            for launcher in LAUNCHERS
+        }
+        rows.append([text, *(formatted(spread(of[launcher])) for launcher in LAUNCHERS)])
     joins = {"pause_s": "join of a node: pause, s", "beyond_setup_s": "join of a node: beyond the set-up, s"}
     for name, text in joins.items():
         of_ours = [
-            formatted(spread(join[name] for join in found["joins"])) if one == TTPRUN else "-" for one in LAUNCHERS
+            formatted(spread(join[name] for join in results["joins"])) if launcher == TTPRUN else "-"
+            for launcher in LAUNCHERS
         ]
         rows.append([text, *of_ours])
-    steps = found["step_s"]
-    rows.append(["a step, ms", *(formatted(spread(s * 1e3 for s in steps[one]), 1) for one in LAUNCHERS)])
+    steps = results["step_s"]
+    rows.append(["a step, ms", *(formatted(spread(s * 1e3 for s in steps[launcher]), 1) for launcher in LAUNCHERS)])
     print_table(rows)
-    ratios = [ours / theirs for theirs, ours in zip(*(steps[one] for one in LAUNCHERS), strict=True)]
+    ratios = [ours / theirs for theirs, ours in zip(*(steps[launcher] for launcher in LAUNCHERS), strict=True)]
     print(f"overhead of a step, {TTPRUN} to torchrun: {formatted(spread(ratios), 3)}")
 
 

@@ -59,17 +59,17 @@ def measure(name: str, options: argparse.Namespace, root: Path) -> dict[str, Any
         pairs.append(pair)
         if len(pairs) >= 3 and time.monotonic() - began_s > options.limit_s:
             break
-    found: dict[str, Any] = {"loop": name, "what": loop.what, "pairs": len(pairs), "block": loop.block}
+    summary: dict[str, Any] = {"loop": name, "what": loop.what, "pairs": len(pairs), "block": loop.block}
     for figure in FIGURES:
         theirs, ours = ([getattr(pair[launcher], figure) for pair in pairs] for launcher in LAUNCHERS)
-        found[figure] = {
+        summary[figure] = {
             TORCHRUN: theirs,
             TTPRUN: ours,
-            "ratio": quartiles([one / base for one, base in zip(ours, theirs, strict=True) if base]),
-            "more": quartiles([one - base for one, base in zip(ours, theirs, strict=True)]),
+            "ratio": quartiles([measured / base for measured, base in zip(ours, theirs, strict=True) if base]),
+            "more": quartiles([measured - base for measured, base in zip(ours, theirs, strict=True)]),
             "torchrun_ratio": quartiles([after / before for before, after in pairwise(theirs) if before]),
         }
-    return found | dataclasses.asdict(others)
+    return summary | dataclasses.asdict(others)
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
@@ -80,40 +80,40 @@ def quartiles(values: list[float]) -> dict[str, float]:
     return {"median": median, "min": low, "max": high}
 
 
-def show(found: dict[str, Any]) -> None:
+def show(summary: dict[str, Any]) -> None:
     """One script as a table."""
-    rows = [[f"{found['loop']}, {found['pairs']} pairs of {found['block']} steps", *LAUNCHERS, "ratio", "more"]]
+    rows = [[f"{summary['loop']}, {summary['pairs']} pairs of {summary['block']} steps", *LAUNCHERS, "ratio", "more"]]
     for label, figure in TIMES:
-        one = found[figure]
-        cells = [scaled(quartiles(one[launcher]), 1e3, 3) for launcher in LAUNCHERS]
-        rows.append([label, *cells, formatted(one["ratio"], 3), scaled(one["more"], 1e3, 3)])
-    rows.append(["  torchrun, block by block", "", "", formatted(found["main_step_s"]["torchrun_ratio"], 3), ""])
-    peaks = [(label, [max(found[figure][launcher]) for launcher in LAUNCHERS]) for label, figure in MEMORY]
+        values = summary[figure]
+        cells = [scaled(quartiles(values[launcher]), 1e3, 3) for launcher in LAUNCHERS]
+        rows.append([label, *cells, formatted(values["ratio"], 3), scaled(values["more"], 1e3, 3)])
+    rows.append(["  torchrun, block by block", "", "", formatted(summary["main_step_s"]["torchrun_ratio"], 3), ""])
+    peaks = [(label, [max(summary[figure][launcher]) for launcher in LAUNCHERS]) for label, figure in MEMORY]
     for label, figure in (("peak memory of the launcher, MiB", "launcher_bytes"), ("  of standbys", "standbys_bytes")):
-        if found[figure]:
-            peaks.append((label, [found[figure][launcher] for launcher in LAUNCHERS]))
+        if summary[figure]:
+            peaks.append((label, [summary[figure][launcher] for launcher in LAUNCHERS]))
     for label, (before, under) in peaks:
         rows.append([label, f"{before / MIB:.1f}", f"{under / MIB:.1f}", "", f"{(under - before) / MIB:.1f}"])
-    print(f"\n{found['loop']}: {found['what']}; median (quartiles)")
+    print(f"\n{summary['loop']}: {summary['what']}; median (quartiles)")
     print_table(rows)
 
 
 def overview(summaries: list[dict[str, Any]]) -> None:
     """One line a script."""
     rows = [["main thread, processor ms a step", *LAUNCHERS, "ratio", "more", "median step's", "all threads'"]]
-    for one in summaries:
-        main = one["main_step_s"]
+    for summary in summaries:
+        main = summary["main_step_s"]
         cells = [f"{statistics.median(main[launcher]) * 1e3:.2f}" for launcher in LAUNCHERS]
         cells += [formatted(main["ratio"], 3), scaled(main["more"], 1e3, 2)]
-        cells += [f"{one[figure]['ratio']['median']:.3f}" for figure in ("median_main_step_s", "cpu_step_s")]
-        rows.append([one["loop"], *cells])
+        cells += [f"{summary[figure]['ratio']['median']:.3f}" for figure in ("median_main_step_s", "cpu_step_s")]
+        rows.append([summary["loop"], *cells])
     print()
     print_table(rows)
 
 
-def scaled(found: dict[str, float], factor: float, digits: int) -> str:
+def scaled(spread: dict[str, float], factor: float, digits: int) -> str:
     """A spread in another unit, as text."""
-    return formatted({name: value * factor for name, value in found.items()}, digits)
+    return formatted({name: value * factor for name, value in spread.items()}, digits)
 
 
 def main() -> int:
@@ -139,13 +139,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ttprun-bench-") as scratch:
         for name in names:
             try:
-                found = measure(name, options, options.folder or Path(scratch))
+                summary = measure(name, options, options.folder or Path(scratch))
             except BenchmarkError as error:
                 print(f"{name} failed: {error}", file=sys.stderr, flush=True)
                 failed = True
                 continue
-            summaries.append(found)
-            show(found)
+            summaries.append(summary)
+            show(summary)
             sys.stdout.flush()
             if options.json:
                 figures = {"machine": before, "load_at_end": machine()["load"], "summaries": summaries}

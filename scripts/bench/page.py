@@ -52,8 +52,8 @@ def port_of(run: Run) -> int:
     """Where the run shows its page. Raises BenchmarkError if it does not say so in time."""
     give_up_at_s = time.monotonic() + LIMIT_S
     while time.monotonic() < give_up_at_s and run.process.poll() is None:
-        if found := re.search(r"http://127\.0\.0\.1:(\d+)/ shows this run", run.output()):
-            return int(found[1])
+        if match := re.search(r"http://127\.0\.0\.1:(\d+)/ shows this run", run.output()):
+            return int(match[1])
         time.sleep(0.05)
     raise BenchmarkError(f"no page; {run.last_words()}")
 
@@ -104,7 +104,7 @@ async def _crowd(port: int) -> None:
             yield b""
 
     def byte_by_byte() -> Iterator[bytes]:
-        yield from (bytes([one]) for one in b"GET /api/status HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 1000)
+        yield from (bytes([byte]) for byte in b"GET /api/status HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 1000)
 
     def gigabyte() -> Iterator[bytes]:
         yield b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % GIGABYTE
@@ -144,7 +144,7 @@ def steps(ranks: int, blocks: int, block_s: float) -> dict[str, Any]:
     without, with_page = medians[::2], medians[1::2]
     ratio = spread(after / before for before, after in zip(without, with_page, strict=True))
     noise = spread(after / before for before, after in pairwise(without))
-    plain = spread(1e3 * one for one in without)
+    plain = spread(1e3 * seconds for seconds in without)
     print(f"a step of {ranks} ranks: with/without the page {formatted(ratio, 3)};")
     print(f"    without, from block to block {formatted(noise, 3)}; without {formatted(plain, 3)} ms")
     return {"ratio": ratio, "noise": noise, "without_ms": plain}
@@ -152,7 +152,7 @@ def steps(ranks: int, blocks: int, block_s: float) -> dict[str, Any]:
 
 def server_of(launcher: psutil.Process) -> psutil.Process:
     """The process that serves the page."""
-    return next(one for one in launcher.children() if "ttprun.web.server" in one.cmdline())
+    return next(child for child in launcher.children() if "ttprun.web.server" in child.cmdline())
 
 
 def recovery(ranks: int, folder: Path, is_crowded: bool) -> float:
@@ -205,11 +205,11 @@ def served(ranks: int, open_pages: int, seconds: float) -> dict[str, float]:
                 written_s, number = written_s + time.thread_time() - cpu_s, number + 1
                 time.sleep(0.5)
             passed_s = time.monotonic() - began_s
-            found = {"server": (sum(server.cpu_times()[:2]) - before_s) / passed_s, "writing": written_s / passed_s}
+            shares = {"server": (sum(server.cpu_times()[:2]) - before_s) / passed_s, "writing": written_s / passed_s}
         run.release()
-    print(f"{ranks} ranks, {open_pages} pages: the server takes {100 * found['server']:.2f} % of a core,")
-    print(f"    writing the status {100 * found['writing']:.2f} %, with or without a page")
-    return found
+    print(f"{ranks} ranks, {open_pages} pages: the server takes {100 * shares['server']:.2f} % of a core,")
+    print(f"    writing the status {100 * shares['writing']:.2f} %, with or without a page")
+    return shares
 
 
 def main() -> int:
@@ -225,14 +225,14 @@ def main() -> int:
     options = parser.parse_args()
     where = machine()
     print(headline(where))
-    found = {
+    figures = {
         "machine": where,
         "served": served(options.simulated, 10, options.seconds),
         "steps": steps(options.ranks, options.blocks, BLOCK_S),
         "crowd": recoveries(options.ranks, options.repeats),
     }
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 
 

@@ -256,7 +256,7 @@ def summarize(outcomes: list[Outcome], ranks: int) -> dict[str, Any]:
             **{name: spread(getattr(outcome, name) for outcome in ours) for _, name, _ in FIGURES},
         }
     base = {outcome.kill: outcome for outcome in good if outcome.launcher == TORCHRUN}
-    pairs = [(one, base[one.kill]) for one in good if one.launcher == TTPRUN and one.kill in base]
+    pairs = [(outcome, base[outcome.kill]) for outcome in good if outcome.launcher == TTPRUN and outcome.kill in base]
     for name in ("next_step_s", "progress_s"):
         summary[f"ratio_{name}"] = spread(getattr(ours, name) / getattr(theirs, name) for ours, theirs in pairs)
     return summary
@@ -266,11 +266,11 @@ def show(summary: dict[str, Any], kills: int) -> None:
     """A summary as a table."""
     both = [summary[launcher] for launcher in LAUNCHERS]
     rows = [[f"{summary['ranks']} ranks: median (min-max)", *LAUNCHERS, "ttprun/torchrun"]]
-    rows.append(["runs that recovered", *(f"{found['good_runs']} of {kills}" for found in both), ""])
+    rows.append(["runs that recovered", *(f"{figures['good_runs']} of {kills}" for figures in both), ""])
     for label, name, digits in FIGURES:
         ratio = formatted(summary[f"ratio_{name}"], 3) if f"ratio_{name}" in summary else ""
-        rows.append([label, *(formatted(found[name], digits) for found in both), ratio])
-    rows.append(["different weights at the end", *(str(found["different_weights"]) for found in both), ""])
+        rows.append([label, *(formatted(figures[name], digits) for figures in both), ratio])
+    rows.append(["different weights at the end", *(str(figures["different_weights"]) for figures in both), ""])
     print()
     print_table(rows)
     ours = summary[TTPRUN]

@@ -138,8 +138,8 @@ class Run:
 
     def weights(self) -> str:
         """The hash of the weights that the script printed last, "" if it printed none."""
-        found = re.findall(r"sha256 ([0-9a-f]{64})", self.output())
-        return found[-1] if found else ""
+        hashes = re.findall(r"sha256 ([0-9a-f]{64})", self.output())
+        return hashes[-1] if hashes else ""
 
 
 def environment(launcher: str) -> dict[str, str]:
@@ -182,15 +182,15 @@ def positive(text: str) -> int:
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
     """Median, least and greatest of the values that are known; None if there are none."""
-    known = [value for value in values if value is not None]
-    return {"median": statistics.median(known), "min": min(known), "max": max(known)} if known else None
+    numbers = [value for value in values if value is not None]
+    return {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)} if numbers else None
 
 
-def formatted(found: dict[str, float] | None, digits: int = 2) -> str:
+def formatted(quartiles: dict[str, float] | None, digits: int = 2) -> str:
     """A spread as text: `0.52 (0.48-0.71)`; `-` for None."""
-    if found is None:
+    if quartiles is None:
         return "-"
-    return f"{found['median']:.{digits}f} ({found['min']:.{digits}f}-{found['max']:.{digits}f})"
+    return f"{quartiles['median']:.{digits}f} ({quartiles['min']:.{digits}f}-{quartiles['max']:.{digits}f})"
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -73,32 +73,32 @@ def measure(nodes: int, limit_s: float) -> dict[str, Any]:
         check=False,
     )
     try:
-        found: dict[str, Any] = json.loads(done.stdout)
+        results: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         raise BenchmarkError(f"{nodes} nodes: exit code {done.returncode}") from None
-    if found["problem"]:
-        raise BenchmarkError(f"{nodes} nodes: {found['problem']}")
-    return {"nodes": nodes} | {event: found["found"][event] for event in (*EVENTS, "quiet", "status file")}
+    if results["problem"]:
+        raise BenchmarkError(f"{nodes} nodes: {results['problem']}")
+    return {"nodes": nodes} | {event: results["found"][event] for event in (*EVENTS, "quiet", "status file")}
 
 
 def exponents(sizes: Sequence[Mapping[str, Any]], event: str) -> dict[str, float]:
     """By figure, the slope of its logarithm over that of the number of nodes (least squares)."""
-    found = {}
+    slopes = {}
     for figure in FIGURES:
-        points = [(one["nodes"], one[event].get(figure, 0)) for one in sizes]
+        points = [(size["nodes"], size[event].get(figure, 0)) for size in sizes]
         logs = [(math.log(nodes), math.log(value)) for nodes, value in points if value > 0]
         if len(logs) < 2:
             continue
         middle, level = (sum(axis) / len(logs) for axis in zip(*logs, strict=True))
         spread = sum((x - middle) ** 2 for x, _ in logs)
-        found[figure] = round(sum((x - middle) * (y - level) for x, y in logs) / spread, 2)
-    return found
+        slopes[figure] = round(sum((x - middle) * (y - level) for x, y in logs) / spread, 2)
+    return slopes
 
 
 def machine_alone() -> list[dict[str, float]]:
     """An incident of one rank, in the machine alone: by size, the shortest of some, as other work lengthens it."""
     tries = [_machine_once() for _ in range(TRIES)]
-    return [min(same, key=lambda one: one["incident_s"]) for same in zip(*tries, strict=True)]
+    return [min(same, key=lambda run: run["incident_s"]) for same in zip(*tries, strict=True)]
 
 
 def _machine_once() -> list[dict[str, float]]:
@@ -106,8 +106,8 @@ def _machine_once() -> list[dict[str, float]]:
         script = Path(__file__).with_name("scale_machine.py")
         words = [sys.executable, str(script), "--json", file.name, "--ranks", *map(str, RANKS)]
         subprocess.run(words, stdout=subprocess.DEVNULL, check=True)
-        found: list[dict[str, float]] = json.loads(Path(file.name).read_text())["found"]
-        return found
+        runs: list[dict[str, float]] = json.loads(Path(file.name).read_text())["found"]
+        return runs
 
 
 def commit() -> str:
@@ -131,10 +131,10 @@ def drawn(results: Mapping[str, Any], colours: Mapping[str, str]) -> str:
     def text(x: float, y: float, words: str, colour: str, more: str = "") -> str:
         return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colours[colour]}" {more}>{escape(words)}</text>'
 
-    nodes = [one["nodes"] for one in sizes]
+    nodes = [size["nodes"] for size in sizes]
     for panel, figure in enumerate(DRAWN):
         left = LEFT + panel * (WIDTH + GAP) + 36
-        values = [one[event][figure] for one in sizes for event in EVENTS]
+        values = [size[event][figure] for size in sizes for event in EVENTS]
         low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
         across, up = WIDTH - 36, HEIGHT / (high - low)
 
@@ -154,7 +154,7 @@ def drawn(results: Mapping[str, Any], colours: Mapping[str, str]) -> str:
                 text(x(number), TOP + HEIGHT + 16, f"{number:,}", "dim", 'text-anchor="middle" font-size="10"')
             )
         for event in EVENTS:
-            points = [f"{x(one['nodes']):.1f} {y(one[event][figure]):.1f}" for one in sizes]
+            points = [f"{x(size['nodes']):.1f} {y(size[event][figure]):.1f}" for size in sizes]
             parts.append(f'<path d="M{"L".join(points)}" fill="none" stroke="{colours[event]}" stroke-width="2"/>')
     at, below = LEFT + 36, TOP + HEIGHT + 44
     for event in EVENTS:
@@ -174,15 +174,15 @@ def drawn(results: Mapping[str, Any], colours: Mapping[str, str]) -> str:
 def tell(results: Mapping[str, Any]) -> None:
     """Print all figures, and how they grow."""
     for event in (*EVENTS, "quiet"):
-        known = results["exponents"].get(event, {})
+        exponents_of = results["exponents"].get(event, {})
         print(f"\n{event}")
-        rows = [["", *(f"{one['nodes']:,} nodes" for one in results["sizes"]), "exponent"]]
+        rows = [["", *(f"{size['nodes']:,} nodes" for size in results["sizes"]), "exponent"]]
         for figure, name in FIGURES.items():
-            values = [in_short(one[event].get(figure, 0)) for one in results["sizes"]]
-            rows.append([name, *values, f"{known[figure]:.2f}" if figure in known else "-"])
+            values = [in_short(size[event].get(figure, 0)) for size in results["sizes"]]
+            rows.append([name, *values, f"{exponents_of[figure]:.2f}" if figure in exponents_of else "-"])
         print_table(rows)
     print("\nthe machine alone, one rank lost")
-    alone = [[f"{one['ranks']:,}", f"{one['incident_s']:.2f} s"] for one in results["machine_alone"]]
+    alone = [[f"{run['ranks']:,}", f"{run['incident_s']:.2f} s"] for run in results["machine_alone"]]
     print_table([["ranks", "processor time"], *alone])
 
 

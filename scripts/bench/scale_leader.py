@@ -161,15 +161,15 @@ class Play:
         cpu_s = time.clock_gettime(clock) - began_cpu_s
         counted = self.stand_ins.order(count=True)
         self.traffic[event] = counted
-        found = {"took_s": took_s, "cpu_s": cpu_s}
+        figures = {"took_s": took_s, "cpu_s": cpu_s}
         for what in ("messages", "bytes"):
             for way in ("in", "out"):
-                found[f"{what}_{way}"] = sum(
+                figures[f"{what}_{way}"] = sum(
                     times for op, times in counted[what].items() if op.split()[0] == way and op not in SIGNS_OF_LIFE
                 )
-            found[f"{what}_alive"] = sum(counted[what].get(op, 0) for op in SIGNS_OF_LIFE)
-        self.found[event] = found
-        print(event, {name: round(value, 3) for name, value in found.items()}, file=sys.stderr, flush=True)
+            figures[f"{what}_alive"] = sum(counted[what].get(op, 0) for op in SIGNS_OF_LIFE)
+        self.found[event] = figures
+        print(event, {name: round(value, 3) for name, value in figures.items()}, file=sys.stderr, flush=True)
 
     def start(self) -> None:
         """All nodes meet, all ranks start, are connected and have been compared."""

@@ -128,17 +128,17 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args()
     print(headline(machine()), flush=True)
-    found = [measure(ranks, options.lost) for ranks in options.ranks]
-    most_s = max(one["incident_s"] for one in found)
+    runs = [measure(ranks, options.lost) for ranks in options.ranks]
+    most_s = max(run["incident_s"] for run in runs)
     rows = [["ranks", "start, s", "incident, s", "events", "us an event", "", ""]]
-    for one in found:
-        bar = "#" * max(1, round(WIDTH * one["incident_s"] / most_s))
-        each_us = 1e6 * one["incident_s"] / one["events"]
-        times = [f"{one['start_s']:.2f}", f"{one['incident_s']:.2f}"]
-        rows.append([f"{one['ranks']:,}", *times, f"{one['events']:,}", f"{each_us:.0f}", "", bar.ljust(WIDTH)])
+    for run in runs:
+        bar = "#" * max(1, round(WIDTH * run["incident_s"] / most_s))
+        each_us = 1e6 * run["incident_s"] / run["events"]
+        times = [f"{run['start_s']:.2f}", f"{run['incident_s']:.2f}"]
+        rows.append([f"{run['ranks']:,}", *times, f"{run['events']:,}", f"{each_us:.0f}", "", bar.ljust(WIDTH)])
     print_table(rows)
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "found": found}, indent=1))
+        options.json.write_text(json.dumps({"machine": machine(), "found": runs}, indent=1))
     return 0
 
 

@@ -104,8 +104,8 @@ class Rank:
     def connected(self) -> None:
         """It knows the ports of all others."""
         if self.connects == 0:  # the job begins: its first step follows
-            held = {f"layers.{number}.weight": (DIGEST, DIGEST) for number in range(PARAMETERS)}
-            self.say(from_rank.Held(1, True, held, {key: key for key in held}, {}, [], ""))
+            digests = {f"layers.{number}.weight": (DIGEST, DIGEST) for number in range(PARAMETERS)}
+            self.say(from_rank.Held(1, True, digests, {key: key for key in digests}, {}, [], ""))
         else:
             self.say(from_rank.RankRebuilt(self.connects))
             self.say(from_rank.RankReissued(self.connects))
@@ -138,17 +138,17 @@ class Node:
 
     def row(self, rank: int) -> node_reports.BoardRow:
         """How a rank stands: at work, and in no trouble."""
-        now_ns, one = time.monotonic_ns(), self.ranks[rank]
+        now_ns, state = time.monotonic_ns(), self.ranks[rank]
         values = {
-            Field.RECORDED: one.boundary,
-            Field.APPLIED: one.boundary,
+            Field.RECORDED: state.boundary,
+            Field.APPLIED: state.boundary,
             Field.PHASE: Phase.COMPUTING,
             Field.COLLECTIVES: now_ns >> 20,
             Field.SEEN_NS: now_ns,
-            Field.HELD: one.generation,
+            Field.HELD: state.generation,
             Field.PULSE_NS: now_ns,
             Field.REHEARSED: 1,
-            Field.STEPPED: one.boundary,
+            Field.STEPPED: state.boundary,
         }
         return node_reports.BoardRow(rank, [int(values.get(field, 0)) for field in SHARED], "S", now_ns / 1e9)
 
@@ -163,8 +163,8 @@ class Node:
 
     def row_text(self, rank: int, now_ns: int) -> str:
         """As `row`, encoded: the stand-ins share a machine with the leader, and there are thousands of them."""
-        one = self.ranks[rank]
-        key = one.boundary, one.generation
+        state = self.ranks[rank]
+        key = state.boundary, state.generation
         if key not in ROW_TEXTS:
             row = encode(self.row(rank)).decode().partition('"values": ')[2].rstrip("\n")
             ROW_TEXTS[key] = re.sub(r"\d{9,}", "{now}", row[:-1]).replace('"S", "cpu_s": ', '"S", "cpu_s": 1.0 #')
@@ -203,8 +203,8 @@ class Node:
 
     def kill(self, rank: int) -> None:
         """A rank's process gets SIGKILL."""
-        one = self.ranks[rank]
-        fields = {"rank": rank, "pid": one.pid, "boundary": one.boundary, "reason": "killed by signal 9"}
+        state = self.ranks[rank]
+        fields = {"rank": rank, "pid": state.pid, "boundary": state.boundary, "reason": "killed by signal 9"}
         ended = RankExited.ended(-9, at_s=0.0, **fields)
         self.share(rank)
         self.ranks[rank].pid = 0
@@ -320,22 +320,22 @@ class Here(Node):
 
     def open(self) -> None:
         """Listen to the agent."""
-        for rank, one in enumerate(self.channels):
-            self.stage.selector.register(one.sock, selectors.EVENT_READ, lambda rank=rank: self.read(rank))
+        for rank, link in enumerate(self.channels):
+            self.stage.selector.register(link.sock, selectors.EVENT_READ, lambda rank=rank: self.read(rank))
 
     def read(self, rank: int) -> None:
-        one = self.channels[rank]
+        link = self.channels[rank]
         if not self.ranks[rank].pid:
-            _, fds = one.receive_with_fds()
+            _, fds = link.receive_with_fds()
             if self.board is None:
                 self.board = Board(fds[0], self.stage.world_size)
             self.tick()
             self.ranks[rank].begin(next(Rank.pids))
-            messages = one.read_kept()
+            messages = link.read_kept()
         else:
-            messages = one.read_available()
-            while messages and select.select([one.sock], [], [], 0)[0]:
-                messages += one.read_available()
+            messages = link.read_available()
+            while messages and select.select([link.sock], [], [], 0)[0]:
+                messages += link.read_available()
         for message in messages:
             if isinstance(message, from_rank.Put):
                 self.note_ports(message.generation, {int(message.key.split()[1])})
@@ -426,10 +426,10 @@ class Stage:
                 for number in numbers:
                     self.links.pop(self.nodes.pop(number)).close()
             case {"count": _}:
-                found = {"messages": dict(self.messages), "bytes": dict(self.bytes)}
+                counts = {"messages": dict(self.messages), "bytes": dict(self.bytes)}
                 self.messages.clear()
                 self.bytes.clear()
-                return found
+                return counts
         return {}
 
     def run(self, here: Here) -> None:

@@ -88,7 +88,7 @@ def take(launcher: str, options: argparse.Namespace, folder: Path) -> Shown:
 
 def drawn(shown: list[Shown], colours: dict[str, str], about: str) -> str:
     """The picture of all runs, one above the other, on one scale of time."""
-    end_s = max(one.next_s for one in shown) + AFTER_S
+    end_s = max(run.next_s for run in shown) + AFTER_S
     scale = (WIDTH - LEFT - RIGHT) / (BEFORE_S + end_s)
 
     def x(at_s: float) -> float:
@@ -103,9 +103,9 @@ def drawn(shown: list[Shown], colours: dict[str, str], about: str) -> str:
 
     parts, y = [], 34.0
     parts.append(text(x(0), 16, "rank 1 gets SIGKILL", "kill", 'text-anchor="middle"'))
-    for one in shown:
-        parts.append(text(8, y + ROW, one.launcher, "text", 'font-weight="600"'))
-        for rank, steps in enumerate(one.ranks):
+    for run in shown:
+        parts.append(text(8, y + ROW, run.launcher, "text", 'font-weight="600"'))
+        for rank, steps in enumerate(run.ranks):
             parts.append(text(76, y + 11 + rank * ROW, f"rank {rank}", "dim"))
             for step in steps:
                 from_s, to_s = max(step.from_s, -BEFORE_S), min(step.to_s, end_s)
@@ -114,7 +114,7 @@ def drawn(shown: list[Shown], colours: dict[str, str], about: str) -> str:
                     to_s = 0
                 if to_s > from_s:
                     parts.append(block(from_s, to_s, y + rank * ROW, "again" if step.is_again else "step"))
-        words = f"{one.next_s:.1f} s until the first new step"
+        words = f"{run.next_s:.1f} s until the first new step"
         parts.append(text(x(0) + 8, y + RANKS * ROW + 8, words, "text"))
         y += RANKS * ROW + 26
     parts.append(f'<path d="M{x(0):.1f} 22V{y - 14:.1f}" stroke="{colours["kill"]}" stroke-width="1.5"/>')
@@ -126,7 +126,7 @@ def drawn(shown: list[Shown], colours: dict[str, str], about: str) -> str:
     parts.append(text(8, y + 26, about, "dim", 'font-size="10"'))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 34:.0f}" role="img"'
     style = 'font-family="ui-sans-serif,system-ui,sans-serif" font-size="12"'
-    title = "; ".join(f"{one.launcher}: {one.next_s:.1f} s from a SIGKILL to the first new step" for one in shown)
+    title = "; ".join(f"{run.launcher}: {run.next_s:.1f} s from a SIGKILL to the first new step" for run in shown)
     return f"{head} {style}><title>{escape(title)}</title>\n" + "\n".join(parts) + "\n</svg>\n"
 
 
@@ -145,8 +145,8 @@ def main() -> int:
         return 1
     for name, colours in COLOURS.items():
         options.out.with_name(f"{options.out.name}-{name}.svg").write_text(drawn(shown, colours, about))
-    for one in shown:
-        print(f"{one.launcher}: {one.next_s:.2f} s from the kill to the first new step")
+    for run in shown:
+        print(f"{run.launcher}: {run.next_s:.2f} s from the kill to the first new step")
     return 0
 
 

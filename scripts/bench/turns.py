@@ -121,7 +121,7 @@ class Block:
     memory_file_bytes: float
 
 
-FIGURES = tuple(one.name for one in fields(Block))
+FIGURES = tuple(entry.name for entry in fields(Block))
 
 
 @dataclass
@@ -159,11 +159,11 @@ def measure_pairs(
         if with_standby:
             wait_for_standby(runs[TTPRUN])
         for number in range(1, blocks + 1):
-            found = {}
+            pair = {}
             for launcher in LAUNCHERS if number % 2 else LAUNCHERS[::-1]:
                 (folder / launcher / str(number)).touch()
-                found[launcher] = read_block(runs[launcher], folder / launcher, number)
-            yield found
+                pair[launcher] = read_block(runs[launcher], folder / launcher, number)
+            yield pair
         for launcher in LAUNCHERS:
             look_at_others(runs[launcher], folder / launcher, others)
             (folder / launcher / str(blocks + 1)).touch()
@@ -176,8 +176,8 @@ def read_block(run: Run, turns: Path, number: int) -> Block:
     while True:
         lines = [lines_of(turns / f"rank{rank}.jsonl") for rank in range(run.ranks)]
         if all(len(of_rank) > number for of_rank in lines):
-            found = [json.loads(of_rank[number]) for of_rank in lines]
-            return Block(*(mean(one[name] for one in found) for name in FIGURES))
+            figures = [json.loads(of_rank[number]) for of_rank in lines]
+            return Block(*(mean(of_rank[name] for of_rank in figures) for name in FIGURES))
         if run.process.poll() is not None:
             raise BenchmarkError(f"{run.launcher} ended in block {number}; {run.last_words()}")
         if time.monotonic() > give_up_at_s:
@@ -195,7 +195,7 @@ def look_at_others(run: Run, turns: Path, others: Others) -> None:
     ranks = {json.loads(lines_of(turns / f"rank{rank}.jsonl")[0])["pid"] for rank in range(run.ranks)}
     family = psutil.Process(run.process.pid).children(recursive=True)
     others.launcher_bytes[run.launcher] = peak_of(run.process.pid)
-    others.standbys_bytes[run.launcher] = sum(peak_of(one.pid) for one in family if one.pid not in ranks)
+    others.standbys_bytes[run.launcher] = sum(peak_of(process.pid) for process in family if process.pid not in ranks)
 
 
 def peak_of(pid: int) -> int:

@@ -90,25 +90,25 @@ class Launched:
 
 def launch(suite: Suite, launcher: str, names: Sequence[str], place: Path) -> Launched:
     """Run tests of a suite by torchrun or ttprun; those that a launch has not come to are run by another one."""
-    found, left, started_s = Launched(), list(names), time.monotonic()
-    while left:
+    launched, names_left, started_s = Launched(), list(names), time.monotonic()
+    while names_left:
         folder = place / f"{launcher}{len(list(place.iterdir()))}"
-        code = _run(suite, launcher, left, folder)
+        code = _run(suite, launcher, names_left, folder)
         noted = list(_notes(folder, suite, code))
         for test, outcome, detail, steps in noted:
-            found.steps = max(found.steps, steps)
-            if test and found.outcomes.get(test, ("passed",))[0] != "failed":
-                found.outcomes[test] = (outcome, detail)
+            launched.steps = max(launched.steps, steps)
+            if test and launched.outcomes.get(test, ("passed",))[0] != "failed":
+                launched.outcomes[test] = (outcome, detail)
         if launcher == "ttprun":
-            found.protection = _protection(folder / "run" / "status.json") or found.protection
-        come_to = [at for at, name in enumerate(left) if name in found.outcomes]
+            launched.protection = _protection(folder / "run" / "status.json") or launched.protection
+        come_to = [at for at, name in enumerate(names_left) if name in launched.outcomes]
         if code or not any(outcome == "ended" for _, outcome, _, _ in noted) or suite.kind != "distributed":
-            found.problem = "" if not code else f"exit code {code}: {_last_words(folder)}"
-        if suite.kind != "distributed" or not come_to or len(found.outcomes) >= len(names):
+            launched.problem = "" if not code else f"exit code {code}: {_last_words(folder)}"
+        if suite.kind != "distributed" or not come_to or len(launched.outcomes) >= len(names):
             break
-        left = left[max(come_to) + 1 :]
-    found.took_s = time.monotonic() - started_s
-    return found
+        names_left = names_left[max(come_to) + 1 :]
+    launched.took_s = time.monotonic() - started_s
+    return launched
 
 
 def _run(suite: Suite, launcher: str, names: Sequence[str], folder: Path) -> int:
@@ -210,10 +210,15 @@ def run_suite(suite: Suite, reasons: dict[str, str], keep: Path | None) -> dict[
         for test in differing
     ]
     counts = {
-        name: {what: sum(one == what for one, _ in found.outcomes.values()) for what in ("passed", "skipped", "failed")}
-        for name, found in (("torchrun", plain), ("ttprun", ours))
+        name: {
+            what: sum(outcome == what for outcome, _ in launched.outcomes.values())
+            for what in ("passed", "skipped", "failed")
+        }
+        for name, launched in (("torchrun", plain), ("ttprun", ours))
     }
-    problems = {name: found.problem for name, found in (("torchrun", plain), ("ttprun", ours)) if found.problem}
+    problems = {
+        name: launched.problem for name, launched in (("torchrun", plain), ("ttprun", ours)) if launched.problem
+    }
     return {
         **_circumstances(),
         "ranks": suite.ranks,
@@ -233,9 +238,9 @@ def _all_distributed() -> Iterable[str]:
     return [name for name in dict.fromkeys(names) if not re.search("cuda|nccl|gpu", name, re.IGNORECASE)]
 
 
-def _differing(one: Outcomes, other: Outcomes) -> list[str]:
+def _differing(first: Outcomes, other: Outcomes) -> list[str]:
     nothing = ("not run", "")
-    return [test for test in {**one, **other} if one.get(test, nothing)[0] != other.get(test, nothing)[0]]
+    return [test for test in {**first, **other} if first.get(test, nothing)[0] != other.get(test, nothing)[0]]
 
 
 def _reason(name: str, reasons: dict[str, str]) -> str:
@@ -266,14 +271,14 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=HERE / "results.json", help="the file to renew")
     parser.add_argument("--keep", type=Path, help="a folder for all that the launches leave")
     asked = parser.parse_args()
-    known = {suite.name: suite for suite in SUITES}
-    unknown = [name for name in asked.suites if name not in known]
+    suites = {suite.name: suite for suite in SUITES}
+    unknown = [name for name in asked.suites if name not in suites]
     if unknown:
         print(f"error: there is no suite '{unknown[0]}'; --list names all", file=sys.stderr)
         return 2
-    chosen = [known[name] for name in asked.suites] or [suite for suite in SUITES if suite.is_quick or not asked.quick]
+    chosen = [suites[name] for name in asked.suites] or [suite for suite in SUITES if suite.is_quick or not asked.quick]
     if asked.list:
-        print(*known, sep="\n")
+        print(*suites, sep="\n")
         return 0
     if asked.keep is not None:
         asked.keep.mkdir(parents=True, exist_ok=True)
@@ -281,17 +286,17 @@ def main() -> int:
     unexplained = 0
     for suite in chosen:
         print(f"{suite.name} ...", flush=True)
-        found = run_suite(suite, reasons, asked.keep)
+        result = run_suite(suite, reasons, asked.keep)
         results = json.loads(asked.results.read_text(encoding="utf-8")) if asked.results.exists() else {}
-        results[suite.name] = found
+        results[suite.name] = result
         asked.results.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
-        print(f"  torchrun {found['torchrun']}, ttprun {found['ttprun']}, {found['seconds']} s", flush=True)
-        for problem in found["problems"].items():
+        print(f"  torchrun {result['torchrun']}, ttprun {result['ttprun']}, {result['seconds']} s", flush=True)
+        for problem in result["problems"].items():
             print("  problem:", *problem)
-        for one in found["differences"]:
-            print(f"  DIFFERS: {one['test']}: torchrun {one['torchrun']}; ttprun {one['ttprun']}")
-            print(f"    {one['reason'] or 'WITHOUT A REASON'}", flush=True)
-        unexplained += sum(not one["reason"] for one in found["differences"]) + ("ttprun" in found["problems"])
+        for row in result["differences"]:
+            print(f"  DIFFERS: {row['test']}: torchrun {row['torchrun']}; ttprun {row['ttprun']}")
+            print(f"    {row['reason'] or 'WITHOUT A REASON'}", flush=True)
+        unexplained += sum(not row["reason"] for row in result["differences"]) + ("ttprun" in result["problems"])
     print("all the same, or with a reason" if not unexplained else f"{unexplained} without a reason")
     return int(unexplained > 0)
 

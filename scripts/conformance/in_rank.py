@@ -65,10 +65,10 @@ class Stepping:
         """Run a test between two steps."""
         self.step()
         self.left = MOST_STEPS
-        found = test()
+        outcome = test()
         self.left = 0
         self.step()
-        return found
+        return outcome
 
 
 def step_at(holder: Any, names: Iterator[str], stepping: Stepping) -> None:
@@ -102,11 +102,11 @@ def tests_of(module: str) -> Iterator[unittest.TestCase]:
     """The tests of a module, one after the other."""
     waiting: list[Any] = [unittest.defaultTestLoader.loadTestsFromName(module)]
     while waiting:
-        found = waiting.pop(0)
-        if isinstance(found, unittest.TestSuite):
-            waiting[:0] = list(found)
+        suite = waiting.pop(0)
+        if isinstance(suite, unittest.TestSuite):
+            waiting[:0] = list(suite)
         else:
-            yield found
+            yield suite
 
 
 def run_unittest(names: list[str], stepping: Stepping, note: Callable[[str, Outcome], None]) -> None:
@@ -170,14 +170,14 @@ def run_pytest(names: list[str], stepping: Stepping, note: Callable[[str, Outcom
                     return "skipped", f"xfail {mark.args}"
                 item.config.hook.pytest_runtest_setup(item=item)
                 item.obj(**{name: item.funcargs[name] for name in item._fixtureinfo.argnames})
-                found = ("passed", "")
+                outcome = ("passed", "")
             except pytest.skip.Exception as skip:
-                found = ("skipped", str(skip))
+                outcome = ("skipped", str(skip))
             except Exception as error:
-                found = ("failed", _line(error))
+                outcome = ("failed", _line(error))
             with contextlib.suppress(Exception):
                 item.session._setupstate.teardown_exact(following)
-            return found
+            return outcome
 
         note(item.nodeid, stepping.around(run))
 
@@ -212,26 +212,26 @@ def run_distributed(names: list[str], stepping: Stepping, note: Callable[[str, O
             timeout = timedelta(seconds=theirs.CUSTOM_PG_TIMEOUT.get(name, theirs.default_pg_timeout))
             dist.init_process_group("gloo", test.init_method, timeout, int(test.world_size), rank)
             test._barrier()
-            found = ("passed", "")
+            outcome = ("passed", "")
             try:
                 getattr(test, name)()
             except SystemExit as end:
-                found = ("skipped", str(skips.get(end.code, end.code)))  # type: ignore[call-overload]
+                outcome = ("skipped", str(skips.get(end.code, end.code)))  # type: ignore[call-overload]
             except unittest.SkipTest as skip:
-                found = ("skipped", str(skip))
+                outcome = ("skipped", str(skip))
             except Exception as error:
-                found = ("failed", _line(error))
+                outcome = ("failed", _line(error))
                 if not watch.has_failed_everywhere(name, int(test.world_size)):
-                    watch.give_up(lambda: note(name, found))
+                    watch.give_up(lambda: note(name, outcome))
                 theirs.Barrier.barrier_id = number * 1000 + 500
             test._barrier()
             dist.destroy_process_group()
-            return found
+            return outcome
 
         late = ("failed", f"not over after {TEST_LIMIT_S:.0f} s, or it has failed in another rank")
         with watch.limit(partial(note, name, late)):
-            found = run()
-        note(name, found)
+            outcome = run()
+        note(name, outcome)
 
 
 class _Watch:

@@ -156,14 +156,14 @@ def stop(args: Any, ctx: Any) -> None:
 def clean(is_uce_error: bool, args: Any, ctx: Any) -> int:
     """Make the device ready for work; say whether memory that held something was lost."""
     device = registry.current()
-    found = device.check_memory() if is_uce_error else MemoryCheck.NONE
-    if found is MemoryCheck.OUTSIDE_POOL:
+    check = device.check_memory() if is_uce_error else MemoryCheck.NONE
+    if check is MemoryCheck.OUTSIDE_POOL:
         return RET_ERROR
     device.clean()
     device.restart()
     if tft_get_repair_type() == "retry":
         device.rebuild_communicators()
-    return RET_NO_REBUILD if found is MemoryCheck.TEMPORARY else RET_OK
+    return RET_NO_REBUILD if check is MemoryCheck.TEMPORARY else RET_OK
 
 
 def rebuild_group(fault_ranks: list[int], args: Any, ctx: Any) -> None:
@@ -261,8 +261,8 @@ def load(state: State) -> int:
     saved = torch.load(
         out / f"iter_{step:07d}" / shard_file(state.layers), weights_only=True, map_location=state.options.device
     )
-    for tensor, found in zip(state.optimizer.tensors(), saved, strict=True):
-        tensor.copy_(found)
+    for tensor, stored in zip(state.optimizer.tensors(), saved, strict=True):
+        tensor.copy_(stored)
     return step
 
 

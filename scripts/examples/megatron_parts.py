@@ -215,9 +215,9 @@ class Optimizer:
     def gather_weights(self) -> None:
         """Write the weights of the model from the shards of this rank's half, or of all that are there."""
         group = self.layers.gather_group
-        found = [torch.empty_like(self.main) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(found, self.main, group=group)
-        shards = [found[at] for at in self.layers.gathered]
+        gathered = [torch.empty_like(self.main) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, self.main, group=group)
+        shards = [gathered[at] for at in self.layers.gathered]
         with torch.no_grad():
             nn.utils.vector_to_parameters(torch.cat(shards)[: self.length], self.parameters)
 

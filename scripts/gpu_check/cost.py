@@ -31,7 +31,7 @@ def costs(place: Place) -> list[Task] | str:
 
 def compare(layout: str, place: Place, limit_s: float) -> Iterator[Row]:
     """Both launchers, one after the other; a row for each figure that the script has given."""
-    found = {}
+    figures = {}
     for launcher in LAUNCHERS:
         folder = place.folder / f"cost-{layout}-{launcher}"
         arguments = [f"--layout={layout}", "--out={folder}/out", *(["--share"] if place.shares else [])]
@@ -43,12 +43,12 @@ def compare(layout: str, place: Place, limit_s: float) -> Iterator[Row]:
                 yield Row(f"{layout}, {launcher}", "FAILED", str(error), last_words(folder))
                 return
         reports = [json.loads((folder / "out" / f"rank{rank}.json").read_text()) for rank in range(place.ranks)]
-        found[launcher] = {name: statistics.mean(report.get(name, 0) for report in reports) for name in reports[0]}
-    ours, theirs = found[TTPRUN], found[TORCHRUN]
+        figures[launcher] = {name: statistics.mean(report.get(name, 0) for report in reports) for name in reports[0]}
+    ours, theirs = figures[TTPRUN], figures[TORCHRUN]
     yield _protection(layout, place)
     ratio = ours["median_step_s"] / theirs["median_step_s"]
     text = f"{ours['median_step_s'] * 1e3:.2f} ms, torchrun {theirs['median_step_s'] * 1e3:.2f} ms: {ratio:.3f}"
-    yield Row(f"a step, {layout}", "seen", text, values={"ratio": ratio} | found)
+    yield Row(f"a step, {layout}", "seen", text, values={"ratio": ratio} | figures)
     for name in sorted((ours.keys() | theirs.keys()) - {"median_step_s", "loss"}):
         text = f"{ours.get(name, 0):.1f} a step, torchrun {theirs.get(name, 0):.1f}"
         if name.endswith("MiB"):

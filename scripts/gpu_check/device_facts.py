@@ -28,16 +28,16 @@ def errors(place: Place) -> list[Task] | str:
     """Part H: each error that can be had here, and what ttprun's table makes of it."""
     gpus = len(place.names) if place.kind == "cuda" else 0
     tasks = []
-    for one in error_texts.CAUSES.values():
-        if one.devices <= gpus or (place.shares and one.devices and gpus):
-            tasks.append(Task(one.cause, error_texts.LIMIT_S, partial(_error, one.cause, place.shares)))
+    for provocation in error_texts.CAUSES.values():
+        if provocation.devices <= gpus or (place.shares and provocation.devices and gpus):
+            tasks.append(Task(provocation.cause, error_texts.LIMIT_S, partial(_error, provocation.cause, place.shares)))
     return tasks
 
 
 def _error(cause: str, shares: bool, limit_s: float) -> Iterator[Row]:
     text = error_texts.provoke(cause, shares, limit_s)
-    found = f"{text.text or 'no error'} -> {text.fault or 'not of the device'}"
-    yield Row(cause, "ok" if text.is_known else "FAILED", found, values={"text": text.text, "fault": text.fault})
+    outcome = f"{text.text or 'no error'} -> {text.fault or 'not of the device'}"
+    yield Row(cause, "ok" if text.is_known else "FAILED", outcome, values={"text": text.text, "fault": text.fault})
 
 
 def capture(place: Place) -> list[Task] | str:
@@ -63,12 +63,14 @@ def _capture(place: Place, limit_s: float) -> Iterator[Row]:
     ]
     wrong += [f"exit code {ours.exit_code}, torchrun {theirs.exit_code}"] if ours.exit_code or theirs.exit_code else []
     compared = compare_runs([], (ours.folder, theirs.folder), (ours.output, theirs.output))
-    wrong += [f"{one.what} differs: {one.detail}" for one in compared if not one.is_identical]
-    found = (
+    wrong += [
+        f"{comparison.what} differs: {comparison.detail}" for comparison in compared if not comparison.is_identical
+    ]
+    outcome = (
         "; ".join(wrong) or f"all lines as under torchrun; protection: {ours.status.protection if ours.status else '?'}"
     )
     details = (*last_words(ours.folder), *last_words(theirs.folder)) if wrong else ()
-    yield Row("a captured all_reduce", "FAILED" if wrong else "ok", found, details)
+    yield Row("a captured all_reduce", "FAILED" if wrong else "ok", outcome, details)
 
 
 def stream_waits(place: Place) -> list[Task] | str:

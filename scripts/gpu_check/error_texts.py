@@ -100,8 +100,8 @@ class Provocation:
 _LOST_PEER = ("remote-suspect", "link", "collective-timeout")
 _LOST = ("device-lost",)
 CAUSES = {
-    one.cause: one
-    for one in (
+    provocation.cause: provocation
+    for provocation in (
         Provocation("a peer is killed, gloo", 0, ("link",), partial(_lose_a_peer, "gloo", "cpu")),
         Provocation("a peer is killed, gloo, tensors on the GPU", 1, ("link",), partial(_lose_a_peer, "gloo", "cuda")),
         Provocation("a peer is killed, NCCL", 2, _LOST_PEER, partial(_lose_a_peer, "nccl", "cuda")),

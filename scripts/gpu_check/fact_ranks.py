@@ -30,9 +30,9 @@ BLOCKED_S = 4.0
 GIVE_UP_S = 12.0
 
 
-def say(what: str, found: str, **values: Any) -> None:
+def say(what: str, text: str, **values: Any) -> None:
     """A fact."""
-    print("FACT " + json.dumps({"what": what, "found": found, "values": values}), flush=True)
+    print("FACT " + json.dumps({"what": what, "found": text, "values": values}), flush=True)
 
 
 class Rank:
@@ -134,7 +134,7 @@ def returns(rank: Rank) -> None:
         say("a synchronous allreduce of the backend returns", name, returns=name)
         say("the first collective, with the communicator", f"{took_s:.2f} s", seconds=took_s)
     got = [backend.barrier(options_of("BarrierOptions")), dist.barrier(), dist.all_reduce(rank.tensor)]
-    names = [type(one).__name__ for one in got]
+    names = [type(value).__name__ for value in got]
     if rank.number == 0:
         say("barrier of the backend, dist.barrier, dist.all_reduce return", ", ".join(names), returns=names)
     small = torch.ones(4, device=rank.device)
@@ -159,9 +159,9 @@ def stuck_abort(rank: Rank) -> None:
         took_s = seconds(lambda: abort(rank.backend()))
         say("abort() with a stuck kernel", f"{took_s:.2f} s", seconds=took_s)
         took_s = seconds(rank.synchronize)
-        found = [rank.tensor[:2].tolist(), behind[:2].tolist()]
-        text = f"{took_s:.2f} s; the tensor (7.0 before) has {found[0]}, what was queued behind it (times 2) {found[1]}"
-        say("synchronize() after it", text, seconds=took_s, content=found)
+        seen = [rank.tensor[:2].tolist(), behind[:2].tolist()]
+        text = f"{took_s:.2f} s; the tensor (7.0 before) has {seen[0]}, what was queued behind it (times 2) {seen[1]}"
+        say("synchronize() after it", text, seconds=took_s, content=seen)
         os.kill(rank.peer("warm"), signal.SIGCONT)
     else:
         abort(rank.backend())
@@ -243,8 +243,8 @@ def dead_peer(rank: Rank) -> None:
 
 def _answer(of: Any, name: str) -> str:
     try:
-        found = getattr(of, name)()
-        return str(found.value() if name == "get_future_result" and found.done() else found)[:300]
+        answer = getattr(of, name)()
+        return str(answer.value() if name == "get_future_result" and answer.done() else answer)[:300]
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
 
@@ -349,10 +349,10 @@ def _close_sockets() -> None:
 
 
 def _ports(of: socket.socket) -> set[int]:
-    found = {of.getsockname()[1]}
+    ports = {of.getsockname()[1]}
     with contextlib.suppress(OSError):
-        found.add(of.getpeername()[1])
-    return found
+        ports.add(of.getpeername()[1])
+    return ports
 
 
 QUESTIONS: dict[str, Callable[[Rank], None]] = {

@@ -21,7 +21,7 @@ class GpuMemory:
 
     def used_mib(self) -> int:
         """MiB that are in use, by whomever."""
-        found = _Memory()
-        if self._nvml.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(found)):
+        memory = _Memory()
+        if self._nvml.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(memory)):
             raise OSError("NVML does not say how much memory is used")
-        return int(found.used >> 20)
+        return int(memory.used >> 20)

@@ -142,12 +142,16 @@ class Trial:
             wrong.append("there was no incident")
         times = "; ".join(described(incident) for incident in incidents)
         same = "weights identical" if self.job.reproduces else "replicas identical"
-        found = f"{times}; {'; '.join(wrong) if wrong else same}"
-        values = {"incidents": [vars(one) for one in incidents], "wrong": wrong, "events": len(disturbed.events)}
-        details = tuple(f"{one.rung}: {one.reason}" for one in incidents) + (
+        outcome = f"{times}; {'; '.join(wrong) if wrong else same}"
+        values = {
+            "incidents": [vars(incident) for incident in incidents],
+            "wrong": wrong,
+            "events": len(disturbed.events),
+        }
+        details = tuple(f"{incident.rung}: {incident.reason}" for incident in incidents) + (
             last_words(disturbed.folder) if wrong else ()
         )
-        yield Row(self.name, "FAILED" if wrong else "ok", found, details, values)
+        yield Row(self.name, "FAILED" if wrong else "ok", outcome, details, values)
 
 
 def repairs(place: Place) -> list[Task] | str:
@@ -218,12 +222,12 @@ def leave_alone(job: Job, limit_s: float) -> Iterator[Row]:
     protection = ours.status.protection if ours.status else "unknown"
     if protection != "on":
         wrong.append(f"protection: {protection}")
-    found = (
+    outcome = (
         "; ".join(wrong) or f"protected, weights identical; {ours.took_s:.1f} s, torchrun {undisturbed.took_s:.1f} s"
     )
     values = {"took_s": ours.took_s, "torchrun_s": undisturbed.took_s, "protection": protection, "wrong": wrong}
     name = f"{job.name}: nothing happens"
-    yield Row(name, "FAILED" if wrong else "ok", found, last_words(ours.folder) if wrong else (), values)
+    yield Row(name, "FAILED" if wrong else "ok", outcome, last_words(ours.folder) if wrong else (), values)
 
 
 def differences(job: Job, ours: Twin, undisturbed: Twin, has_output: bool = True) -> list[str]:
@@ -235,9 +239,11 @@ def differences(job: Job, ours: Twin, undisturbed: Twin, has_output: bool = True
         outputs = (ours.output, undisturbed.output) if has_output else ({}, {})
         folders = (ours.folder, undisturbed.folder)
         compared = compare_runs([WEIGHTS], folders, outputs)
-        return [f"{one.what} differs: {one.detail}" for one in compared if not one.is_identical]
+        return [
+            f"{comparison.what} differs: {comparison.detail}" for comparison in compared if not comparison.is_identical
+        ]
     digests = {rank: [line.split()[-1] for line in lines if " sha256 " in line] for rank, lines in ours.output.items()}
-    if len(digests) == job.place.ranks and len({tuple(found) for found in digests.values()}) == 1:
+    if len(digests) == job.place.ranks and len({tuple(lines) for lines in digests.values()}) == 1:
         return [] if next(iter(digests.values())) else ["no rank printed a digest of its weights"]
     return [f"the replicas' weights differ: {digests}"]
 
@@ -245,8 +251,8 @@ def differences(job: Job, ours: Twin, undisturbed: Twin, has_output: bool = True
 def described(incident: object) -> str:
     """An incident's rung and the seconds of its phases."""
     names = ("detect", "freeze", "spawn", "replay", "transfer", "rebuild", "reissue", "total")
-    known = {name: getattr(incident, f"{name}_s", None) for name in names}
-    times = ", ".join(f"{name} {value:.2f}" for name, value in known.items() if value is not None)
+    phases = {name: getattr(incident, f"{name}_s", None) for name in names}
+    times = ", ".join(f"{name} {value:.2f}" for name, value in phases.items() if value is not None)
     return f"{getattr(incident, 'rung', '')} ({times})"
 
 

@@ -48,13 +48,13 @@ def look(place: Place) -> list[Task]:
 
 
 def _packages(_: float) -> Iterator[Row]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "?"
-    yield Row("packages", "seen", ", ".join(f"{name} {number}" for name, number in found.items()), values=found)
+            versions[name] = "?"
+    yield Row("packages", "seen", ", ".join(f"{name} {number}" for name, number in versions.items()), values=versions)
 
 
 def _cores(_: float) -> Iterator[Row]:
@@ -63,8 +63,10 @@ def _cores(_: float) -> Iterator[Row]:
 
 
 def _network(_: float) -> Iterator[Row]:
-    found = {name: [one.address for one in every] for name, every in psutil.net_if_addrs().items()}
-    yield Row("network", "seen", "; ".join(f"{name} {addresses[0]}" for name, addresses in found.items()), values=found)
+    by_name = {name: [address.address for address in every] for name, every in psutil.net_if_addrs().items()}
+    yield Row(
+        "network", "seen", "; ".join(f"{name} {addresses[0]}" for name, addresses in by_name.items()), values=by_name
+    )
 
 
 def _say(what: str, command: tuple[str, ...], limit_s: float) -> Iterator[Row]:

@@ -100,14 +100,14 @@ for event in json.loads(trace.read_text())["traceEvents"]:
         copies["copies to the host"] += 1
         copies["bytes to the host"] += int(event.get("args", {}).get("bytes", 0))
 trace.unlink()
-found = {"median_step_s": statistics.median(took), "loss": loss.item()}
+figures = {"median_step_s": statistics.median(took), "loss": loss.item()}
 for counter in (calls, copies):
-    found |= {name: count / args.profiled for name, count in counter.items()}
-found |= {f"µs in {name}": time_us / args.profiled for name, time_us in waited_us.items() if name.split()[0] in WAITS}
+    figures |= {name: count / args.profiled for name, count in counter.items()}
+figures |= {f"µs in {name}": time_us / args.profiled for name, time_us in waited_us.items() if name.split()[0] in WAITS}
 if kind == "cuda":
-    found |= {
+    figures |= {
         "peak allocated MiB": torch.cuda.max_memory_allocated() >> 20,
         "reserved MiB": torch.cuda.max_memory_reserved() >> 20,
     }
-(out / f"rank{rank}.json").write_text(json.dumps(found))
+(out / f"rank{rank}.json").write_text(json.dumps(figures))
 dist.destroy_process_group()

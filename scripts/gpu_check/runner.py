@@ -58,7 +58,7 @@ class Runner:
 
     def run(self, parts: Sequence[Part]) -> None:
         """Run all of them; what fails is in the report. Blocks until `ends_s` and some seconds at most."""
-        for _, together in groupby(enumerate(parts), key=lambda one: one[0] if one[1].is_alone else "beside"):
+        for _, together in groupby(enumerate(parts), key=lambda item: item[0] if item[1].is_alone else "beside"):
             self._run_group([self._begin(part) for _, part in together])
 
     def _begin(self, part: Part) -> _Running:
@@ -89,7 +89,7 @@ class Runner:
 
     def _start_next(self, group: list[_Running]) -> bool:
         """Start the next task of the first part that has one; False if none has."""
-        running = next((one for one in group if one.waiting), None)
+        running = next((candidate for candidate in group if candidate.waiting), None)
         if running is None:
             return False
         task, now_s = running.waiting.popleft(), time.monotonic()
@@ -144,8 +144,8 @@ class Runner:
 def _rows(task: Task, limit_s: float) -> Iterator[Row]:
     """The rows of a task; that it could not be done is one."""
     try:
-        found: Iterable[Row] = task.do(limit_s)
-        yield from found
+        rows: Iterable[Row] = task.do(limit_s)
+        yield from rows
     except NotDoneError as error:
         yield Row(task.name, "FAILED", str(error), error.details)
     except Exception as error:

@@ -24,9 +24,9 @@ BLOCKED_S = 2.0
 REPEATS = 200
 
 
-def say(what: str, found: str, **values: Any) -> None:
+def say(what: str, text: str, **values: Any) -> None:
     """A fact."""
-    print("FACT " + json.dumps({"what": what, "found": found, "values": values}), flush=True)
+    print("FACT " + json.dumps({"what": what, "found": text, "values": values}), flush=True)
 
 
 class Gate:

@@ -151,7 +151,7 @@ def _is_warm(run_dir: Path) -> bool:
 
 def _done(run_dir: Path) -> list[Any]:
     status = _status(run_dir)
-    return [one for one in status.incidents if one.outcome != "open"] if status else []
+    return [incident for incident in status.incidents if incident.outcome != "open"] if status else []
 
 
 def _status(run_dir: Path) -> RunStatus | None:
@@ -182,10 +182,10 @@ def _until(is_so: Callable[[], bool], ends_s: float, otherwise: str) -> float:
 
 def _steps(folder: Path) -> list[float]:
     """When rank 0's steps have ended, by the machine's monotonic clock."""
-    found: list[float] = []
+    times_s: list[float] = []
     for path in sorted(folder.glob("logs/*/attempt_*/0/stdout.log")):
-        found += map(float, re.findall(r" ended at ([0-9.]+)\n", path.read_text(errors="replace")))
-    return sorted(found)
+        times_s += map(float, re.findall(r" ended at ([0-9.]+)\n", path.read_text(errors="replace")))
+    return sorted(times_s)
 
 
 def communicators(place: Place, limit_s: float) -> Iterator[Row]:
@@ -232,7 +232,7 @@ def dead_memory(limit_s: float) -> Iterator[Row]:
         if process.stdout is None or not process.stdout.readline():
             yield Row("memory of a killed process", "FAILED", "it could not take 2 GiB of the GPU")
             return
-        held = memory.used_mib()
+        used_mib = memory.used_mib()
         killed_s = time.monotonic()
         process.send_signal(signal.SIGKILL)
         process.wait(limit_s)
@@ -243,12 +243,14 @@ def dead_memory(limit_s: float) -> Iterator[Row]:
     finally:
         limit.cancel()
         process.kill()
-    left = memory.used_mib() - before
-    text = f"{held - before} MiB held; its exit is seen after {over_s:.2f} s, its memory is back after {back_s:.2f} s"
-    verdict = "seen" if left <= 64 else "FAILED"
+    left_mib = memory.used_mib() - before
+    text = (
+        f"{used_mib - before} MiB held; its exit is seen after {over_s:.2f} s, its memory is back after {back_s:.2f} s"
+    )
+    verdict = "seen" if left_mib <= 64 else "FAILED"
     yield Row(
         "memory of a killed process",
         verdict,
-        f"{text}, {left} MiB are left",
+        f"{text}, {left_mib} MiB are left",
         values={"exit_s": over_s, "back_s": back_s},
     )

@@ -106,7 +106,7 @@ def translations() -> None:
     for name, count in (("train", 160), ("valid", 8)):
         of = [sentence(random.randint(3, 9)) for _ in range(count)]
         Path(f"{name}.de").write_text("\n".join(of) + "\n", encoding="utf-8")
-        turned = (" ".join(reversed(one.split())) for one in of)
+        turned = (" ".join(reversed(line.split())) for line in of)
         Path(f"{name}.en").write_text("\n".join(turned) + "\n", encoding="utf-8")
     words = "--source train.de --target train.en --output prepared --seed 1 --shared-vocab"
     subprocess.run([sys.executable, "-m", "sockeye.prepare_data", *words.split()], check=True)
@@ -173,8 +173,8 @@ def pairs_of_two_kinds() -> None:
 def passages() -> None:
     """Questions, each with a passage that answers it and some that do not."""
     encoder()
-    found = [{"query": sentence(), "pos": [sentence()], "neg": [sentence() for _ in range(3)]} for _ in range(64)]
-    write_lines("passages.jsonl", found)
+    passages_of = [{"query": sentence(), "pos": [sentence()], "neg": [sentence() for _ in range(3)]} for _ in range(64)]
+    write_lines("passages.jsonl", passages_of)
 
 
 def digits() -> None:
@@ -234,7 +234,7 @@ def captioned_pictures() -> None:
     torch.manual_seed(0)
     letters = [chr(at) for at in range(97, 123)]
     ends = ["<|startoftext|>", "<|endoftext|>"]
-    vocabulary = {token: at for at, token in enumerate([*letters, *(f"{one}</w>" for one in letters), *ends])}
+    vocabulary = {token: at for at, token in enumerate([*letters, *(f"{letter}</w>" for letter in letters), *ends])}
     Path("model/tokenizer").mkdir(parents=True)
     Path("vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     Path("merges.txt").write_text("#version: 0.2\n", encoding="utf-8")

@@ -64,7 +64,7 @@ def put_nan(op: str, inputs: Any, buckets: Iterable[Buckets] = ()) -> str:
             flat = tensor.detach().view(-1)
             at = flat.numel() // 2
             flat.numpy()[at] = float("nan")
-            for gradient, place in [part for known in buckets for part in known.parts(flat)]:
+            for gradient, place in [part for of_model in buckets for part in of_model.parts(flat)]:
                 gradient.numpy()[place.isnan().numpy()] = float("nan")
             return f"element {at} of {flat.numel()} in tensor {index} of {op}"
     return ""
@@ -132,8 +132,8 @@ def break_device(kind: str) -> str:
     if kind == "device-lost":
         breaking.lose_device()
         return "simulated device; it no longer answers"
-    held = (local_of(tensor) for tensor in optimizer_registry.stepped_tensors() if tensor.device.type == "npu")
-    failed = [tensor for tensor in held if tensor.untyped_storage().nbytes()]
+    parts = (local_of(tensor) for tensor in optimizer_registry.stepped_tensors() if tensor.device.type == "npu")
+    failed = [tensor for tensor in parts if tensor.untyped_storage().nbytes()]
     if not failed:
         raise ValueError("no optimizer holds a parameter on the device yet")
     if kind == "uce-fatal":
@@ -174,7 +174,7 @@ def publish(exchange: Exchange, connection: Connection, group_name: str, rank: i
 
 def links(session: Session) -> dict[int, list[socket.socket]]:
     """Peer (global rank) -> duplicates of the sockets that lead to it, to be closed by the caller."""
-    found: dict[int, list[socket.socket]] = defaultdict(list)
+    sockets: dict[int, list[socket.socket]] = defaultdict(list)
     for group in groups_of(session):
         connection = group.links.by_gloo
         if connection is None:
@@ -185,8 +185,8 @@ def links(session: Session) -> dict[int, list[socket.socket]]:
             peer = connection.listener_of(port)
             peer = callers.get(port) if peer is None else peer
             if peer is not None:
-                found[group.ranks[peer]].append(_duplicate(sock))
-    return dict(found)
+                sockets[group.ranks[peer]].append(_duplicate(sock))
+    return dict(sockets)
 
 
 def _duplicate(sock: socket.socket) -> socket.socket:
@@ -196,26 +196,26 @@ def _duplicate(sock: socket.socket) -> socket.socket:
 
 def _callers(exchange: Exchange, connection: Connection, name: str, size: int, rank: int) -> dict[int, int]:
     """Port -> the member (its rank in the group) that has connected to this one from there."""
-    found: dict[int, int] = {}
+    ports: dict[int, int] = {}
     for peer in range(size):
         if peer != rank:
             callers = exchange.get(connection.generation, f"group {name}/callers {peer}", _PEER_LIMIT_S)
-            found |= {int(port): peer for port, called in json.loads(callers).items() if called == rank}
-    return found
+            ports |= {int(port): peer for port, called in json.loads(callers).items() if called == rank}
+    return ports
 
 
 def break_links(session: Session, fault: Fault) -> str:
     """Break one link or all; returns what was done. Raises ValueError if there is no such link."""
-    known = links(session)
+    by_peer = links(session)
     try:
-        peers = _chosen(session, fault, sorted(known))
-        sockets = [sock for peer in peers for sock in known[peer]]
+        peers = _chosen(session, fault, sorted(by_peer))
+        sockets = [sock for peer in peers for sock in by_peer[peer]]
         for sock in sockets:
             _BREAK[fault.kind](sock, fault)
         if fault.seconds is not None and fault.kind in _RESTORE:
             _restore_later(fault, [_duplicate(sock) for sock in sockets])
     finally:
-        for sock in (sock for found in known.values() for sock in found):
+        for sock in (sock for of_peer in by_peer.values() for sock in of_peer):
             sock.close()
     return f"{len(sockets)} connections to rank {', '.join(map(str, peers))}"
 

@@ -118,12 +118,12 @@ def trained() -> str:
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str:
-    found = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     for tensor in tensors:
-        held = elements_of(local_of(tensor).detach())
-        found.update(f"{held.dtype} {list(tensor.shape)}".encode())
-        found.update(content_of(held))
-    return found.hexdigest()
+        elements = elements_of(local_of(tensor).detach())
+        hasher.update(f"{elements.dtype} {list(tensor.shape)}".encode())
+        hasher.update(content_of(elements))
+    return hasher.hexdigest()
 
 
 def random_now() -> str:

@@ -56,7 +56,7 @@ def strikes(order: Fault, world_size: int, running_step: int) -> Iterator[Planne
             rank = drawn.randrange(world_size)
         phase = order.phase
         if phase is None and order.seed is not None and kind not in AGENT_KINDS:
-            phase = drawn.choice([known for known in DRAWN_PHASES if _fits(kind, known)])
+            phase = drawn.choice([candidate for candidate in DRAWN_PHASES if _fits(kind, candidate)])
         seed = None if order.seed is None else order.seed + number
         yield PlannedStrike(number, order.plain(kind, rank, step, phase, seed), _after_s(order, every_s, number))
         number += 1

@@ -30,8 +30,8 @@ _inside_step: Armed | None = None
 def begin(ordered: list[to_rank.InjectedFault], channel: Channel) -> None:
     """Watch all moments, and arm the faults that the agent has ordered so far."""
     _watch_modules()
-    for one in ordered:
-        _take_order(one, channel)
+    for order in ordered:
+        _take_order(order, channel)
 
 
 def _take_order(order: to_rank.InjectedFault, channel: Channel) -> None:
@@ -112,13 +112,13 @@ def _strike_inside_step(session: Session, armed: Armed) -> None:
     """Strike at a later one of the optimizer's calls of C functions, after it has changed some of its tensors."""
     global _inside_step
     _inside_step = armed
-    left = _C_CALLS_INTO_STEP
+    calls_left = _C_CALLS_INTO_STEP
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal left
+        nonlocal calls_left
         if event == "c_call":
-            left -= 1
-            if left == 0:
+            calls_left -= 1
+            if calls_left == 0:
                 _strike_inside_step_now(session)
 
     sys.setprofile(count)

@@ -14,7 +14,9 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
-    shown = (_LOOK_ALIKE.get(one) or one.encode("ascii", "backslashreplace").decode() for one in lacking)
+    shown = (
+        _LOOK_ALIKE.get(character) or character.encode("ascii", "backslashreplace").decode() for character in lacking
+    )
     return "".join(shown), error.end
 
 

@@ -184,8 +184,8 @@ def draw(report: CheckReport, kept: str | None) -> None:
         if row.place:
             console.print(f"  where       {row.place}")
         console.print(f"  what to do  {row.cure}")
-    for one in report.differences:
-        console.print(Text(f"differs: {one.what} ({one.detail})", style="bold red"))
+    for difference in report.differences:
+        console.print(Text(f"differs: {difference.what} ({difference.detail})", style="bold red"))
     for text in report.by_itself:
         console.print(f"differs between two undisturbed runs, so it is not compared: {text}")
     for text in report.not_proved:

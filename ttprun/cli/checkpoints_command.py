@@ -36,30 +36,32 @@ def draw_list(console: Console, checkpoints: Sequence[Checkpoint], latest: str |
     """
     table = new_table(console, "checkpoint", "written", "cause", "size", "state", right=("size",))
     table.columns[0].no_wrap = True  # a name that is cut is none; where it is narrow, the time takes two lines
-    for one in checkpoints:
-        table.add_row(one.name, *_facts(one.manifest), _state(one, latest))
-    reasons = [Text(f"{one.name}: {one.reason}") for one in checkpoints if one.reason]
-    reasons += [Text(f"{one.name}: {refusal}") for one in checkpoints for refusal in describe_refusals(one)]
+    for checkpoint in checkpoints:
+        table.add_row(checkpoint.name, *_facts(checkpoint.manifest), _state(checkpoint, latest))
+    reasons = [Text(f"{checkpoint.name}: {checkpoint.reason}") for checkpoint in checkpoints if checkpoint.reason]
+    reasons += [
+        Text(f"{checkpoint.name}: {refusal}") for checkpoint in checkpoints for refusal in describe_refusals(checkpoint)
+    ]
     return Group(table, *reasons)
 
 
-def describe_refusals(one: Checkpoint) -> list[str]:
+def describe_refusals(checkpoint: Checkpoint) -> list[str]:
     """The reasons why launches could not resume from it."""
-    return [f"a launch could not resume from it: {reason}" for reason in refusals(one.path)]
+    return [f"a launch could not resume from it: {reason}" for reason in refusals(checkpoint.path)]
 
 
-def draw_one(console: Console, one: Checkpoint, latest: str | None) -> RenderableType:
+def draw_one(console: Console, checkpoint: Checkpoint, latest: str | None) -> RenderableType:
     """All that is known of one checkpoint: its state, its manifest, its files and its models.
 
     latest   as for `draw_list`
     """
-    parts: list[RenderableType] = [Text.assemble(f"{one.path} · ", _state(one, latest))]
-    if one.reason:
-        parts.append(Text(one.reason))
-    parts += map(Text, describe_refusals(one))
-    if one.manifest is None:
+    parts: list[RenderableType] = [Text.assemble(f"{checkpoint.path} · ", _state(checkpoint, latest))]
+    if checkpoint.reason:
+        parts.append(Text(checkpoint.reason))
+    parts += map(Text, describe_refusals(checkpoint))
+    if checkpoint.manifest is None:
         return Group(*parts)
-    manifest = one.manifest
+    manifest = checkpoint.manifest
     parts.append(Text(f"step {manifest.boundary} of run {manifest.run_id} · {manifest.world_size} ranks"))
     parts.append(Text(f"written {_when(manifest)} ({manifest.cause}) · script {manifest.script}"))
     parts.append(Text(" · ".join(f"{name} {version}" for name, version in manifest.versions.items())))
@@ -92,11 +94,11 @@ def _when(manifest: Manifest) -> str:
     return datetime.fromisoformat(manifest.created_at).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def _state(one: Checkpoint, latest: str | None) -> Text:
-    if not one.is_valid:
-        is_incomplete = one.manifest is not None and not one.manifest.completed
+def _state(checkpoint: Checkpoint, latest: str | None) -> Text:
+    if not checkpoint.is_valid:
+        is_incomplete = checkpoint.manifest is not None and not checkpoint.manifest.completed
         return Text("incomplete" if is_incomplete else "invalid", style="red")
-    return Text("latest" if one.name == latest else "valid", style="green")
+    return Text("latest" if checkpoint.name == latest else "valid", style="green")
 
 
 app = typer.Typer(
@@ -155,15 +157,15 @@ def list_checkpoints(save_dir: SaveDir = None, as_json: AsJson = False) -> int:
     'latest' is the one that a launch would resume from. Its files are read; of the others only sizes are checked.
     """
     store = open_store(save_dir)
-    found, latest = with_latest(store.checkpoints())
+    checkpoints, latest = with_latest(store.checkpoints())
     if as_json:
-        described = [described_in_json(one, latest) for one in found]
+        described = [described_in_json(checkpoint, latest) for checkpoint in checkpoints]
         print(json.dumps({"save_dir": str(store.save_dir), "latest": latest, "checkpoints": described}))
-    elif not found:
+    elif not checkpoints:
         print(f"no checkpoints in '{store.save_dir}'")
     else:
         console = open_console()
-        console.print(draw_list(console, found, latest))
+        console.print(draw_list(console, checkpoints, latest))
     return 0
 
 
@@ -174,14 +176,14 @@ def show_checkpoint(
     as_json: AsJson = False,
 ) -> int:
     """Show all that is known of one checkpoint: who wrote it, when and why, its files and its models."""
-    one = check(find_checkpoint(checkpoint, save_dir)).checkpoint
-    latest = read_latest(one.path.parent)
+    chosen = check(find_checkpoint(checkpoint, save_dir)).checkpoint
+    latest = read_latest(chosen.path.parent)
     if as_json:
-        content = None if one.manifest is None else one.manifest.model_dump(mode="json")
-        print(json.dumps(described_in_json(one, latest) | {"manifest": content}))
+        content = None if chosen.manifest is None else chosen.manifest.model_dump(mode="json")
+        print(json.dumps(described_in_json(chosen, latest) | {"manifest": content}))
     else:
         console = open_console()
-        console.print(draw_one(console, one, latest))
+        console.print(draw_one(console, chosen, latest))
     return 0
 
 
@@ -199,15 +201,15 @@ def verify_checkpoints(
         wanted = [find_checkpoint(text, save_dir) for text in checkpoints]
     else:
         wanted = open_store(save_dir).checkpoints()
-    checked = [check(one) for one in wanted]
+    checked = [check(checkpoint) for checkpoint in wanted]
     if as_json:
-        print(json.dumps({"checkpoints": [one.to_json() for one in checked]}))
+        print(json.dumps({"checkpoints": [result.to_json() for result in checked]}))
     else:
-        for one in checked:
-            print(one)
+        for result in checked:
+            print(result)
         if not checked:
             print("there are no checkpoints")
-    return 0 if checked and all(one.checkpoint.is_valid for one in checked) else 1
+    return 0 if checked and all(result.checkpoint.is_valid for result in checked) else 1
 
 
 @app.command("export")
@@ -249,15 +251,15 @@ def export_model(
     return 0
 
 
-def with_latest(found: Sequence[Checkpoint]) -> tuple[list[Checkpoint], str | None]:
+def with_latest(checkpoints: Sequence[Checkpoint]) -> tuple[list[Checkpoint], str | None]:
     """The checkpoints, and the name of the one written last whose files are whole; what is damaged has a reason now."""
     damaged: dict[str, Checkpoint] = {}
-    for candidate in last_written_first(found):
+    for candidate in last_written_first(checkpoints):
         checked = check(candidate).checkpoint
         if checked.is_valid:
-            return [damaged.get(one.name, one) for one in found], checked.name
+            return [damaged.get(checkpoint.name, checkpoint) for checkpoint in checkpoints], checked.name
         damaged[checked.name] = checked
-    return [damaged.get(one.name, one) for one in found], None
+    return [damaged.get(checkpoint.name, checkpoint) for checkpoint in checkpoints], None
 
 
 @dataclass(frozen=True)
@@ -268,13 +270,13 @@ class VerifiedCheckpoint:
     took_s: float
 
     def __str__(self) -> str:
-        one = self.checkpoint
-        if not one.is_valid:
-            return f"{one.name}: INVALID: {one.reason}"
-        size = one.valid_manifest().size_bytes
+        checkpoint = self.checkpoint
+        if not checkpoint.is_valid:
+            return f"{checkpoint.name}: INVALID: {checkpoint.reason}"
+        size = checkpoint.valid_manifest().size_bytes
         # Of a moment the clock says nothing worth knowing.
         rate = f" in {self.took_s:.1f} s, {format_bytes(size / self.took_s)}/s" if self.took_s >= SILENT_S else ""
-        return f"{one.name}: valid ({format_bytes(size)}{rate})"
+        return f"{checkpoint.name}: valid ({format_bytes(size)}{rate})"
 
     def to_json(self) -> dict[str, Any]:
         return described_in_json(self.checkpoint, None) | {"took_s": round(self.took_s, 3)}
@@ -336,36 +338,36 @@ def find_checkpoint(which: str | None, save_dir: str | None) -> Checkpoint:
             return inspect(path)
         which, save_dir = None, str(path)
     store = open_store(save_dir)
-    found = store.checkpoints()
+    checkpoints = store.checkpoints()
     if which in (None, "latest"):
-        found, latest = with_latest(found)
+        checkpoints, latest = with_latest(checkpoints)
         if latest is None:
             raise ConfigError(
                 f"there is no valid checkpoint in '{store.save_dir}'", "look at 'ttprun checkpoints list'"
             )
         which = latest
     assert which is not None
-    for one in [*last_written_first(found), *found]:
-        if which == one.name or (which.isdecimal() and int(which) == one.boundary):
-            return one
-    names = [one.name for one in found]
+    for checkpoint in [*last_written_first(checkpoints), *checkpoints]:
+        if which == checkpoint.name or (which.isdecimal() and int(which) == checkpoint.boundary):
+            return checkpoint
+    names = [checkpoint.name for checkpoint in checkpoints]
     raise ConfigError(
         f"there is no checkpoint '{which}' in '{store.save_dir}'",
         suggestion(which, names, "look at 'ttprun checkpoints list'"),
     )
 
 
-def described_in_json(one: Checkpoint, latest: str | None) -> dict[str, Any]:
+def described_in_json(checkpoint: Checkpoint, latest: str | None) -> dict[str, Any]:
     """What programs learn of a checkpoint; keys are added, never renamed."""
-    manifest = one.manifest
+    manifest = checkpoint.manifest
     return {
-        "name": one.name,
-        "path": str(one.path),
-        "boundary": one.boundary,
-        "is_valid": one.is_valid,
-        "is_latest": one.name == latest,
-        "reason": one.reason,
-        "refusals": refusals(one.path),
+        "name": checkpoint.name,
+        "path": str(checkpoint.path),
+        "boundary": checkpoint.boundary,
+        "is_valid": checkpoint.is_valid,
+        "is_latest": checkpoint.name == latest,
+        "reason": checkpoint.reason,
+        "refusals": refusals(checkpoint.path),
         "run_id": manifest and manifest.run_id,
         "created_at": manifest and manifest.created_at,
         "cause": manifest and manifest.cause,

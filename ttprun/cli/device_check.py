@@ -56,9 +56,9 @@ def main() -> None:
     os._exit(0)  # an operation that is stuck is not waited for
 
 
-def say(what: str, found: str, is_well: bool = True) -> None:
+def say(what: str, result: str, is_well: bool = True) -> None:
     """Print what is known; rank 1's goes where nobody reads it."""
-    print(json.dumps({"what": what, "found": found, "is_well": is_well}), flush=True)
+    print(json.dumps({"what": what, "found": result, "is_well": is_well}), flush=True)
 
 
 class Rank:
@@ -247,17 +247,17 @@ class Pair:
     def __str__(self) -> str:
         if self.kind == "cpu":
             return f"two ranks on the CPU, {NAMES[self.kind]}"
-        one, other = self.indices
-        where = f"two ranks on {self.kind} {one}" if self.shares else f"ranks on {self.kind} {one} and {other}"
+        first, other = self.indices
+        where = f"two ranks on {self.kind} {first}" if self.shares else f"ranks on {self.kind} {first} and {other}"
         return f"{where}, {NAMES[self.kind]}{' over sockets' if self.shares and self.kind == 'cuda' else ''}"
 
 
-def pair_of(found: Mapping[str, Any]) -> Pair | None:
+def pair_of(probed: Mapping[str, Any]) -> Pair | None:
     """Which devices two ranks would use; None: there is none.
 
-    found   what `Probe.read` has returned
+    probed  what `Probe.read` has returned
     """
-    usable = [(one["kind"], one["index"]) for one in found.get("devices", ()) if one["is_usable"]]
+    usable = [(device["kind"], device["index"]) for device in probed.get("devices", ()) if device["is_usable"]]
     for kind in ("cuda", "npu"):
         indices = [index for of, index in usable if of == kind]
         if indices:
@@ -265,12 +265,12 @@ def pair_of(found: Mapping[str, Any]) -> Pair | None:
     return None
 
 
-def devices_at_work(found: Mapping[str, Any], limit_s: float = LIMIT_S) -> Iterator[Finding]:
+def devices_at_work(probed: Mapping[str, Any], limit_s: float = LIMIT_S) -> Iterator[Finding]:
     """A finding for each thing that two ranks try, as it comes. Blocks for `limit_s` and some seconds at most.
 
     Nothing of it remains, and nothing that runs on the devices is touched. Nothing is found where there is no device.
     """
-    pair = pair_of(found)
+    pair = pair_of(probed)
     if pair is not None:
         yield from try_pair(pair, limit_s)
 
@@ -290,15 +290,15 @@ def _findings(pair: Pair, first: subprocess.Popen[bytes], folder: Path, limit_s:
     for line in _lines(first, limit_s):
         try:
             told = json.loads(line)
-            what, found, is_well = told["what"], told["found"], told["is_well"]
+            what, result, is_well = told["what"], told["found"], told["is_well"]
         except (ValueError, KeyError, TypeError):
             continue  # a library that prints
         missing.remove(what)
         if not is_well:
-            yield _failed(pair, what, found)
+            yield _failed(pair, what, result)
             return
         subject = f"{NAMES[pair.kind]}: {what}"
-        yield Finding("devices", subject, f"{found} ({pair})" if what == "connection" else found)
+        yield Finding("devices", subject, f"{result} ({pair})" if what == "connection" else result)
     if missing:
         code = first.poll()
         how = f"no answer within {limit_s:.0f} s" if code is None else f"the process has ended: exit code {code}"

@@ -69,8 +69,8 @@ def examined(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Find
     try:
         yield from check()
     except Exception as error:
-        found = f"could not be checked ({type(error).__name__}: {error})"
-        yield Finding(name, "check", found, "note", "it is not known whether it works", "report this")
+        result = f"could not be checked ({type(error).__name__}: {error})"
+        yield Finding(name, "check", result, "note", "it is not known whether it works", "report this")
 
 
 def show(console: Console, finding: Finding) -> None:

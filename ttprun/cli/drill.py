@@ -91,8 +91,10 @@ def draw(console: Console, shown: DrillReport) -> RenderableType:
     """The whole report: faults, comparisons, problems, the verdict."""
     parts: list[RenderableType] = [draw_injections(console, shown.injections)]
     table = new_table(console, "compared", "by", "result", "")
-    for one in shown.comparisons:
-        table.add_row(one.what, one.how, "identical" if one.is_identical else "DIFFERENT", one.detail)
+    for comparison in shown.comparisons:
+        table.add_row(
+            comparison.what, comparison.how, "identical" if comparison.is_identical else "DIFFERENT", comparison.detail
+        )
     parts += [Text(), table]
     parts += [Text(f"problem: {problem}", style="yellow") for problem in shown.problems]
     verdict = "identical" if shown.is_identical else "NOT IDENTICAL"
@@ -108,15 +110,17 @@ def draw_injections(console: Console, injections: list[Injection]) -> Renderable
     right = ("#", "rank", "step", "detected", "recovered")
     names = ("#", "fault", "rank", "step", "phase", "came to", "rung", "detected", "recovered")
     table = new_table(console, *names, right=right)
-    for number, one in enumerate(injections, 1):
-        if one.failure:
-            outcome = f"not caused: {one.failure}"
-        elif one.incident is not None:
-            outcome = f"incident {one.incident}, {one.outcome}"
+    for number, injection in enumerate(injections, 1):
+        if injection.failure:
+            outcome = f"not caused: {injection.failure}"
+        elif injection.incident is not None:
+            outcome = f"incident {injection.incident}, {injection.outcome}"
         else:
-            outcome = one.effect or "nothing: not noticed"
-        cells = (number, one.kind, one.rank, one.step, one.phase, outcome, one.rung)
-        table.add_row(*("-" if cell is None else str(cell) for cell in cells), _s(one.detect_s), _s(one.recover_s))
+            outcome = injection.effect or "nothing: not noticed"
+        cells = (number, injection.kind, injection.rank, injection.step, injection.phase, outcome, injection.rung)
+        table.add_row(
+            *("-" if cell is None else str(cell) for cell in cells), _s(injection.detect_s), _s(injection.recover_s)
+        )
     return table
 
 

@@ -48,8 +48,8 @@ def print_config(invocation: Invocation) -> int:
     for notice in invocation.notices:
         console.say(notice)
     print("# What this command line comes to. Later sources win: files, then variables, then options.")
-    for one in settings_of(invocation):
-        print(_line(one))
+    for setting in settings_of(invocation):
+        print(_line(setting))
     print("launch:")
     for name, value in invocation.config.launch.items():
         print("  " + _line(Setting(name, value, invocation.launch_origins.get(name, DEFAULT))))
@@ -91,9 +91,9 @@ def launch_origins(
     names = [name for name in vars(torchrun) if name not in SCRIPT]
     unset = object()
     given, _ = parser.parse_known_args(words, Namespace(**dict.fromkeys(names, unset)))
-    found = dict(origins.launch)
-    found |= {name: f"PET_{name.upper()}" for name in names if f"PET_{name.upper()}" in environment}
-    return found | {name: option_name(name) for name in names if getattr(given, name) is not unset}
+    sources = dict(origins.launch)
+    sources |= {name: f"PET_{name.upper()}" for name in names if f"PET_{name.upper()}" in environment}
+    return sources | {name: option_name(name) for name in names if getattr(given, name) is not unset}
 
 
 def dry_run(invocation: Invocation) -> int:
@@ -141,7 +141,7 @@ def _checkpoints(config: Config) -> str:
     from ttprun.agent.launcher.resume import ENDED_NAME
 
     place = Path(os.path.expanduser(config.save_dir))
-    valid = [one for one in CheckpointStore(place).checkpoints() if one.is_valid] if place.is_dir() else []
+    valid = [saved for saved in CheckpointStore(place).checkpoints() if saved.is_valid] if place.is_dir() else []
     if not valid:
         return f"{config.save_dir}; none there that could be resumed from"
     if (place / ENDED_NAME).exists():

@@ -51,7 +51,10 @@ def find_reason(text: str) -> Reason:
     if row is None:
         cure = suggestion(text, KINDS, "")
         words = set(re.findall(r"[a-z]{4,}", text.lower()))
-        alike = {one.kind: len(words & set(re.findall(r"[a-z]{4,}", f"{one.kind} {one.means}"))) for one in REASONS}
+        alike = {
+            reason.kind: len(words & set(re.findall(r"[a-z]{4,}", f"{reason.kind} {reason.means}")))
+            for reason in REASONS
+        }
         nearest = max(alike, key=alike.__getitem__)
         cure = cure or (f"did you mean '{nearest}'?" if alike[nearest] else "'ttprun explain' lists the kinds")
         raise ConfigError(f"no reason is known as '{text[:80]}'", cure)
@@ -85,8 +88,8 @@ def explain_changes() -> None:
         name = textwrap.fill(name, width, break_long_words=False, break_on_hyphens=False)
         print("\n".join(["", name, *_indented([patch.why], width)]))
     print("\n" + textwrap.fill(JUDGEMENT, width))
-    for one in ORDER:
-        print("\n".join(["", one.name, *_indented([one.when, f"→ {one.follows}"], width)]))
+    for rule in ORDER:
+        print("\n".join(["", rule.name, *_indented([rule.when, f"→ {rule.follows}"], width)]))
     print("\n" + textwrap.fill(KINDS_OF_REASONS, width))
     for word in WORDS:
         kinds = ", ".join(row.kind for row in REASONS if row.word == word)

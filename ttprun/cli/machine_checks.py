@@ -160,10 +160,10 @@ def network() -> Iterator[Finding]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(LOOK_UP_LIMIT_S)
-            with socket.create_connection(server.getsockname(), LOOK_UP_LIMIT_S) as one:
+            with socket.create_connection(server.getsockname(), LOOK_UP_LIMIT_S) as client:
                 other, _ = server.accept()
                 other.close()
-                one.close()
+                client.close()
         yield Finding("network", "loopback", "works")
     except OSError as error:
         cure = "ip link set lo up; allow 127.0.0.1 in the packet filter"
@@ -187,17 +187,17 @@ def network() -> Iterator[Finding]:
 def _own_name() -> Finding:
     """torch's rendezvous looks the host's name up; a name server that does not answer takes seconds each time."""
     name = socket.gethostname()
-    known: list[str] = []
+    addresses: list[str] = []
 
     def look_up() -> None:
         with contextlib.suppress(OSError):
-            known.append(str(socket.getaddrinfo(name, None)[0][4][0]))
+            addresses.append(str(socket.getaddrinfo(name, None)[0][4][0]))
 
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(LOOK_UP_LIMIT_S)
-    if known:
-        return Finding("network", "host name", f"{name} is {known[0]}")
+    if addresses:
+        return Finding("network", "host name", f"{name} is {addresses[0]}")
     how = "takes more than a second to resolve" if thread.is_alive() else "cannot be resolved"
     cure = f"add '127.0.0.1 {name}' to /etc/hosts"
     return Finding("network", "host name", f"{name} {how}", "note", "starting a job takes seconds longer", cure)

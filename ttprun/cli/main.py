@@ -131,8 +131,8 @@ def main(argv: list[str] | None = None) -> int:
             return run_command(arguments[0], function, arguments[1:])
         return run_script(arguments[1:] if arguments[0] == "run" else arguments)
     except ConfigError as error:
-        for one in error.parts:
-            print(f"ttprun: error: {one}", file=sys.stderr)
+        for part in error.parts:
+            print(f"ttprun: error: {part}", file=sys.stderr)
         return USAGE_ERROR
     except early_signals.StoppedEarly as stopped:
         print(f"ttprun: {stopped.reason}", file=sys.stderr)

@@ -113,10 +113,10 @@ def _with_newest_checkpoints(jobs: list[_Job]) -> set[Path]:
     """For each script, the directory of the job that has written its newest valid checkpoint."""
     newest: dict[str, tuple[str, Path]] = {}
     for place, run in ((job.path, run) for job in jobs for run in job.runs):
-        for one in CheckpointStore(run.path / "checkpoints").checkpoints():
-            if one.manifest is not None and one.is_valid:
-                found = (one.manifest.created_at, place)
-                newest[one.manifest.script] = max(newest.get(one.manifest.script, found), found)
+        for checkpoint in CheckpointStore(run.path / "checkpoints").checkpoints():
+            if checkpoint.manifest is not None and checkpoint.is_valid:
+                candidate = (checkpoint.manifest.created_at, place)
+                newest[checkpoint.manifest.script] = max(newest.get(checkpoint.manifest.script, candidate), candidate)
     return {path for _, path in newest.values()}
 
 

@@ -148,7 +148,7 @@ def check_script(torchrun: Namespace) -> None:
         return
     path = Path(script)
     if not path.exists():
-        beside = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else []
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         close = get_close_matches(path.name, beside, n=1, cutoff=0.75)
         command = get_close_matches(script, COMMANDS, n=1, cutoff=0.75)
         if close:
@@ -166,10 +166,10 @@ def check_script(torchrun: Namespace) -> None:
 
 def check_rendezvous_backend(backend: str) -> None:
     """The backend must be one of torch's, or one that an installed package offers; else raises ConfigError."""
-    known = ["static", "c10d", "etcd", "etcd-v2", *(entry.name for entry in entry_points(group="torchrun.handlers"))]
-    if backend not in known:
+    names = ["static", "c10d", "etcd", "etcd-v2", *(entry.name for entry in entry_points(group="torchrun.handlers"))]
+    if backend not in names:
         raise ConfigError(
-            f"--rdzv-backend: there is no '{backend}'", suggestion(backend, known, f"use one of {', '.join(known)}")
+            f"--rdzv-backend: there is no '{backend}'", suggestion(backend, names, f"use one of {', '.join(names)}")
         )
 
 

@@ -61,8 +61,8 @@ def why_no_script_of_ours(path: str) -> str:
     """Why an executable file is not a script for this very Python, started without options; "" if it is."""
     with open(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
-    found = _BY_SHELL.match(head)
-    words = [found[1]] if found else head.splitlines()[0][2:].split() if head.startswith(b"#!") else []
+    match = _BY_SHELL.match(head)
+    words = [match[1]] if match else head.splitlines()[0][2:].split() if head.startswith(b"#!") else []
     if not words:
         return "it is not a Python script: its file does not begin with #! and an interpreter"
     interpreter, *options = (os.fsdecode(word) for word in words)

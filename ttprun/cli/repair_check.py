@@ -67,7 +67,7 @@ def _run(folder: Path, limit_s: float) -> tuple[float, str]:
     if twin.problem:
         return 0.0, f"the job of two tiny ranks: {twin.problem}"
     incidents = twin.status.incidents if twin.status is not None else ()
-    if twin.exit_code == 0 and [(one.rung, one.outcome) for one in incidents] == [("replace", "recovered")]:
+    if twin.exit_code == 0 and [(past.rung, past.outcome) for past in incidents] == [("replace", "recovered")]:
         return incidents[0].total_s or 0.0, ""
     said = (folder / "launcher.log").read_text(encoding="utf-8", errors="replace").splitlines()
     lines = [line for line in said if line.strip()] or ["the rank was not killed"]

@@ -87,8 +87,8 @@ def run(words: Sequence[str]) -> int:
     console.use(config.log_format, config.run_id)
     name = folder_of(invocation)
     outcomes = outcomes_of(invocation, RunDirectory.of(name, config.run_dir))
-    if outcomes is not None and config.resume == "auto" and (found := outcomes.judge()) is not None:
-        code, why = found
+    if outcomes is not None and config.resume == "auto" and (judgement := outcomes.judge()) is not None:
+        code, why = judgement
         console.say(why)
         return code
     directory = RunDirectory.create(name, config.run_dir)
@@ -153,7 +153,7 @@ def read_command_line(words: Sequence[str]) -> Invocation:
         with wrong.noted():
             from_files += launch_words(parser, source)
     wrong.raise_any()
-    found = origins(files, os.environ, options, config)
+    setting_origins = origins(files, os.environ, options, config)
     # Once more, with what the files say in front: later words win, as the command line must.
     torchrun = parse(parser, [*from_files, *words])
     take_options(torchrun)
@@ -174,8 +174,8 @@ def read_command_line(words: Sequence[str]) -> Invocation:
     config = config.model_copy(
         update={"run_id": config.run_id or new_run_id(), "launch": used_launch_options(torchrun)}
     )
-    of_launch = launch_origins(parser, list(words), torchrun, found, os.environ)
-    return Invocation(config, torchrun, tuple(notices), is_place_named, is_job_named, asked, found, of_launch)
+    of_launch = launch_origins(parser, list(words), torchrun, setting_origins, os.environ)
+    return Invocation(config, torchrun, tuple(notices), is_place_named, is_job_named, asked, setting_origins, of_launch)
 
 
 def folder_of(invocation: Invocation) -> str:

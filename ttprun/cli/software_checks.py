@@ -51,19 +51,19 @@ class Probe:
             self._process.communicate()
             return {"error": f"it has not answered within {limit_s:.0f} s"}
         try:
-            found: dict[str, Any] = json.loads(answer.splitlines()[-1])
+            probed: dict[str, Any] = json.loads(answer.splitlines()[-1])
         except (IndexError, ValueError):
             last = errors.strip().splitlines()[-1:] or [f"exit code {self._process.returncode}"]
             return {"error": f"the process that imported it has ended: {last[0]}"}
-        if AUTOLOAD in found.get("error", "") and self._environment.get(AUTOLOAD) != "0":
-            return Probe(self._environment | {AUTOLOAD: "0"}).read(limit_s) | {"autoload_error": found["error"]}
-        return found
+        if AUTOLOAD in probed.get("error", "") and self._environment.get(AUTOLOAD) != "0":
+            return Probe(self._environment | {AUTOLOAD: "0"}).read(limit_s) | {"autoload_error": probed["error"]}
+        return probed
 
 
-def software(found: Mapping[str, Any]) -> Iterator[Finding]:
+def software(probed: Mapping[str, Any]) -> Iterator[Finding]:
     """Python, torch and ttprun's own hooks.
 
-    found   what `Probe.read` has returned
+    probed  what `Probe.read` has returned
     """
     implementation = platform.python_implementation()
     is_known = implementation == "CPython"
@@ -72,29 +72,29 @@ def software(found: Mapping[str, Any]) -> Iterator[Finding]:
     yield Finding("software", "Python", f"{implementation} {platform.python_version()}", level, means,
                   "" if is_known else "use CPython 3.11 or later")  # fmt: skip
     yield Finding("software", "ttprun", ttprun_version())
-    yield from _torch(found)
-    if "error" in found:
+    yield from _torch(probed)
+    if "error" in probed:
         return
-    if found.get("hooks") != str(SHIM / "sitecustomize.py"):
+    if probed.get("hooks") != str(SHIM / "sitecustomize.py"):
         means = "ranks run unprotected: their Python does not load ttprun's sitecustomize"
         cure = "make sure that Python reads PYTHONPATH: no wrapper that adds -I, -E or -S, no python._pth beside it"
-        yield Finding("software", "hooks", f"sitecustomize is {found.get('hooks')}", "fails", means, cure)
+        yield Finding("software", "hooks", f"sitecustomize is {probed.get('hooks')}", "fails", means, cure)
     else:
         yield Finding("software", "hooks", "reach a rank's Python")
 
 
-def _torch(found: Mapping[str, Any]) -> Iterator[Finding]:
-    if "autoload_error" in found:
+def _torch(probed: Mapping[str, Any]) -> Iterator[Finding]:
+    if "autoload_error" in probed:
         means = "'import torch' fails, so no script can start"
         cure = f"install CANN and 'source set_env.sh', or uninstall torch_npu, or set {AUTOLOAD}=0"
-        yield Finding("software", "torch's backends", found["autoload_error"], "fails", means, cure)
-    if "error" in found:
-        is_absent = "No module named 'torch'" in found["error"]
+        yield Finding("software", "torch's backends", probed["autoload_error"], "fails", means, cure)
+    if "error" in probed:
+        is_absent = "No module named 'torch'" in probed["error"]
         cure = "pip install torch" if is_absent else "make sure that 'python -c \"import torch\"' works"
-        yield Finding("software", "torch", found["error"], "fails", "nothing can run", cure)
+        yield Finding("software", "torch", probed["error"], "fails", "nothing can run", cure)
         return
-    release, untried = torch_versions.release_of(found["torch"]), torch_versions.why_untried(found["torch"])
-    version = f"{found['torch']}, imported in {found['import_s']:.1f} s"
+    release, untried = torch_versions.release_of(probed["torch"]), torch_versions.why_untried(probed["torch"])
+    version = f"{probed['torch']}, imported in {probed['import_s']:.1f} s"
     if release < torch_versions.OLDEST:
         needed = ".".join(map(str, torch_versions.OLDEST))
         means = "ttprun's process group does not fit it"
@@ -103,17 +103,17 @@ def _torch(found: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("software", "torch", version, "note", "it was not tried with this ttprun", "see 'repair' below")
     else:
         yield Finding("software", "torch", version)
-    if "gloo" not in found["backends"]:
+    if "gloo" not in probed["backends"]:
         means = "ranks are repaired over gloo only"
-        yield Finding("software", "backends", ", ".join(found["backends"]) or "none", "fails", means,
+        yield Finding("software", "backends", ", ".join(probed["backends"]) or "none", "fails", means,
                       "install a torch that was built with gloo")  # fmt: skip
     else:
-        yield Finding("software", "backends", ", ".join(found["backends"]))
+        yield Finding("software", "backends", ", ".join(probed["backends"]))
 
 
-def accelerators(found: Mapping[str, Any]) -> Iterator[Finding]:
+def accelerators(probed: Mapping[str, Any]) -> Iterator[Finding]:
     """GPUs and NPUs: what torch can use, and what is there that it cannot."""
-    usable = list(found.get("devices", ()))
+    usable = list(probed.get("devices", ()))
     kinds = {device["kind"] for device in usable}
     for device in usable:
         versions = ", ".join(f"{name} {number}" for name, number in device["versions"].items() if number)
@@ -130,14 +130,14 @@ def accelerators(found: Mapping[str, Any]) -> Iterator[Finding]:
         else:
             findings = "; ".join(device["findings"])
             yield Finding("devices", subject, described, "note" if findings else "ok", findings)
-    yield from _nvidia(found, "cuda" in kinds)
-    yield from _ascend(found, "npu" in kinds)
+    yield from _nvidia(probed, "cuda" in kinds)
+    yield from _ascend(probed, "npu" in kinds)
     if not usable:
         found_none = "none that torch can use: training uses the CPU, and nothing of NCCL or HCCL was tried"
         yield Finding("devices", "accelerators", found_none)
 
 
-def _nvidia(found: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:
+def _nvidia(probed: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:
     driver = first_match(NVIDIA, r"Kernel Module.*?\s(\d+(?:\.\d+)+)")
     if driver is None:
         return
@@ -147,12 +147,12 @@ def _nvidia(found: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:
             means = "Xid events and ECC errors are not reported"
             yield Finding("devices", "NVML", "pynvml is not here", "note", means, "pip install 'ttprun[cuda]'")
         return
-    is_built = bool(found.get("cuda"))
+    is_built = bool(probed.get("cuda"))
     cure = "see CUDA_VISIBLE_DEVICES and 'nvidia-smi'" if is_built else "install a torch that was built for CUDA"
     yield Finding("devices", "NVIDIA driver", driver, "note", "a GPU may be here, and torch does not use it", cure)
 
 
-def _ascend(found: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:
+def _ascend(probed: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:
     nodes = sorted(path.name for path in Path("/dev").glob("davinci[0-9]*"))
     driver = first_match(ASCEND / "driver" / "version.info", r"^Version=(\S+)")
     cann = cann_version(os.environ)
@@ -167,7 +167,7 @@ def _ascend(found: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:
         yield Finding("devices", "torch_npu", "not installed", "note", "torch does not use the NPUs",
                       "pip install 'ttprun[npu]', in the release that fits torch")  # fmt: skip
     elif library is not None and not is_used:
-        what, _, cure = next(iter(found.get("missing", ())), "no NPU; see 'npu-smi info'").partition("; ")
+        what, _, cure = next(iter(probed.get("missing", ())), "no NPU; see 'npu-smi info'").partition("; ")
         yield Finding("devices", "torch_npu", library, "note", what, cure)
     elif library is not None:
         yield Finding("devices", "torch_npu", library)
@@ -195,22 +195,22 @@ def cann_version(environment: Mapping[str, str]) -> str | None:
     named = [environment[name] for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME") if environment.get(name)]
     for home in (*map(Path, named), ASCEND / "ascend-toolkit" / "latest", ASCEND / "cann"):
         running = first_match(home / "version.cfg", r"^toolkit_running_version=\[[^:]*:([^]]+)\]")
-        for found in (
+        for number in (
             running,
             *(first_match(file, r"^version=(\S+)") for file in home.glob(f"*-linux/{TOOLKIT_INFO}")),
         ):
-            if found:
-                return found
+            if number:
+                return number
     return None
 
 
 def first_match(path: Path, pattern: str) -> str | None:
     """The first group of a pattern in a file, None if there is no such file or match."""
     try:
-        found = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        match = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def installed(package: str) -> str | None:

@@ -61,9 +61,9 @@ def _check_ranks(report: StackReport, wanted: list[int], elsewhere: str) -> None
     there = [stack.rank for stack in report.ranks]
     missing = [str(number) for number in wanted if number not in there]
     if missing:
-        known = in_short([*map(str, there)], _MOST_RANKS) or "none"
+        listed = in_short([*map(str, there)], _MOST_RANKS) or "none"
         cure = elsewhere or "a lost or finished rank has none"
-        raise ConfigError(f"no stack of rank {', '.join(missing)}; there are those of {known}", cure)
+        raise ConfigError(f"no stack of rank {', '.join(missing)}; there are those of {listed}", cure)
 
 
 def _show_stacks(report: StackReport, elsewhere: str) -> None:
@@ -103,45 +103,45 @@ def topology(
     """
     directory = RunDirectory.find(run)
     try:
-        found = read_topology(directory.topology)
+        shown = read_topology(directory.topology)
     except FileNotFoundError:
         why = f"the ranks of the run in '{directory.path}' have not been compared yet"
         raise ConfigError(why, "this happens in the first two steps; try again then") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"the topology cannot be read ({error})", "name another run") from None
     if as_json:
-        print(found.to_json(), flush=True)
+        print(shown.to_json(), flush=True)
     else:
-        _show_topology(found)
+        _show_topology(shown)
     return 0
 
 
-def _show_topology(found: Topology) -> None:
+def _show_topology(shown: Topology) -> None:
     from ttprun.cli.terminal import new_table, open_console
 
     console = open_console()
-    for name, members in found.groups.items():
+    for name, members in shown.groups.items():
         console.print(f"{name} = {{{', '.join(map(str, members))}}}")
-    dimensions = list(dict.fromkeys(name for rank in found.ranks for name in rank.coordinates))
-    mirror = ("mirror",) if any(rank.mirror_bytes for rank in found.ranks) else ()
+    dimensions = list(dict.fromkeys(name for rank in shown.ranks for name in rank.coordinates))
+    mirror = ("mirror",) if any(rank.mirror_bytes for rank in shown.ranks) else ()
     numbers = ("rank", *dimensions, *mirror)
     table = new_table(console, "rank", *dimensions, "replica peers", *mirror, "if it is lost", right=numbers)
-    for rank in found.ranks:
+    for rank in shown.ranks:
         coordinates = [str(rank.coordinates.get(name, "-")) for name in dimensions]
-        peers = in_short([*map(str, found.peers(rank.rank))], _MOST_PEERS) or "-"
+        peers = in_short([*map(str, shown.peers(rank.rank))], _MOST_PEERS) or "-"
         size = [in_words(rank.mirror_bytes) if rank.mirror_bytes else "-"] if mirror else []
         table.add_row(str(rank.rank), *coordinates, peers, *size, _LOSSES[rank.loss])
     console.print(table)
-    if not found.unequal:
-        console.print(f"all ranks hold the same (compared at step {found.boundary})")
+    if not shown.unequal:
+        console.print(f"all ranks hold the same (compared at step {shown.boundary})")
         return
-    unequal = in_short(found.unequal, _MOST_NAMES)
-    console.print(f"not the same in all ranks (compared at step {found.boundary}): {unequal}")
-    for part in found.parts:
-        held = " | ".join(in_short([*map(str, ranks)], _MOST_PEERS) for ranks in part.holders[:_MOST_PEERS])
+    unequal = in_short(shown.unequal, _MOST_NAMES)
+    console.print(f"not the same in all ranks (compared at step {shown.boundary}): {unequal}")
+    for part in shown.parts:
+        holders = " | ".join(in_short([*map(str, ranks)], _MOST_PEERS) for ranks in part.holders[:_MOST_PEERS])
         more = f" and {len(part.holders) - _MOST_PEERS} more parts" if len(part.holders) > _MOST_PEERS else ""
-        console.print(f"parts held by ranks {held}{more}: {in_short(part.names, _MOST_NAMES)}")
-    if any(rank.loss in ("snapshot", "restart") for rank in found.ranks):
+        console.print(f"parts held by ranks {holders}{more}: {in_short(part.names, _MOST_NAMES)}")
+    if any(rank.loss in ("snapshot", "restart") for rank in shown.ranks):
         console.print(
             "A shard with one holder is gone with its rank. A mesh of 2 replicas (HSDP, tensor x data parallel) "
             "gives each a second holder; --snapshot-every says how many steps are lost otherwise."

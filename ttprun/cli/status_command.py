@@ -65,8 +65,8 @@ def draw(console: Console, shown: RunStatus, speeds: Sequence[float] = ()) -> Re
         parts += [
             Text(line) for line in (f"\nincident {last.id}, phase by phase", *draw_waterfall(last, console.width))
         ]
-        for one in shown.incidents:
-            parts += [Text(f"incident {one.id}: {sentence}") for sentence in sentences_of(one)]
+        for incident in shown.incidents:
+            parts += [Text(f"incident {incident.id}: {sentence}") for sentence in sentences_of(incident)]
     return Group(*parts)
 
 
@@ -79,9 +79,9 @@ def draw_sparkline(values: Sequence[float], width: int = _CURVE) -> str:
 
 def sentences_of(incident: IncidentStatus) -> list[str]:
     """The sentences of an incident: its reason, what was compared and found equal, what is not proved."""
-    found = [incident.reason + pointer(incident.reason)] if incident.reason else []
-    found += [f"equal: {one}" for one in incident.equal]
-    return found + [f"not proved: {one}" for one in incident.not_proved]
+    sentences = [incident.reason + pointer(incident.reason)] if incident.reason else []
+    sentences += [f"equal: {noun}" for noun in incident.equal]
+    return sentences + [f"not proved: {sentence}" for sentence in incident.not_proved]
 
 
 def draw_headline(shown: RunStatus) -> Text:
@@ -130,28 +130,29 @@ def describe_away(shown: RunStatus) -> str:
     steps = {rank.step for rank in shown.ranks if rank.rank in shown.away}
     since = f" since step {', '.join(map(str, sorted(filter(None, steps))))}" if any(steps) else ""
     goes_on = "went" if shown.has_ended else "goes"
-    left = f"training {goes_on} on with {shown.world_size - len(shown.away)} of {shown.world_size} ranks"
-    return f"rank {', '.join(map(str, shown.away))} away{since}, {left}"
+    rest = f"training {goes_on} on with {shown.world_size - len(shown.away)} of {shown.world_size} ranks"
+    return f"rank {', '.join(map(str, shown.away))} away{since}, {rest}"
 
 
-def describe_resume(one: ResumeStatus) -> str:
+def describe_resume(resume: ResumeStatus) -> str:
     """From where the run has resumed, in a line."""
-    if one.outcome == "open":
-        return f"resuming: {one.reason}"
-    if one.outcome != "recovered":
+    if resume.outcome == "open":
+        return f"resuming: {resume.reason}"
+    if resume.outcome != "recovered":
         return "not resumed"
-    took = "" if one.total_s is None else f" in {one.total_s:.1f} s"
-    return f"resumed from step {one.boundary}{took}" if one.boundary else f"started anew: {one.reason}"
+    took = "" if resume.total_s is None else f" in {resume.total_s:.1f} s"
+    return f"resumed from step {resume.boundary}{took}" if resume.boundary else f"started anew: {resume.reason}"
 
 
-def describe_checkpoint(one: CheckpointStatus) -> str:
+def describe_checkpoint(checkpoint: CheckpointStatus) -> str:
     """The newest checkpoint in a line, or why there is none."""
-    if not one.path or one.took_s is None:
-        return f"no checkpoint of step {one.boundary} ({one.cause}): {one.reason}"
-    rate = f", {format_bytes(one.bytes / one.took_s)}/s" if one.took_s > 0 else ""
-    wrong = f"; {one.reason}" if one.reason else ""
+    if not checkpoint.path or checkpoint.took_s is None:
+        return f"no checkpoint of step {checkpoint.boundary} ({checkpoint.cause}): {checkpoint.reason}"
+    rate = f", {format_bytes(checkpoint.bytes / checkpoint.took_s)}/s" if checkpoint.took_s > 0 else ""
+    wrong = f"; {checkpoint.reason}" if checkpoint.reason else ""
     return (
-        f"checkpoint of step {one.boundary} ({one.cause}): {format_bytes(one.bytes)} in {one.took_s:.2f} s{rate}{wrong}"
+        f"checkpoint of step {checkpoint.boundary} ({checkpoint.cause}): "
+        f"{format_bytes(checkpoint.bytes)} in {checkpoint.took_s:.2f} s{rate}{wrong}"
     )
 
 
@@ -178,9 +179,9 @@ def draw_incidents(console: Console, incidents: tuple[IncidentStatus, ...]) -> R
     numbers = ("#", "boundary", "steps lost")
     columns = ("#", "kind", "ranks", "rung", "outcome", "boundary", "steps lost")
     rows = []
-    for one in incidents:
-        ranks = ",".join(map(str, one.ranks))
-        rows.append([*map(_cell, (one.id, one.kind, ranks, one.rung, one.outcome, one.boundary, one.steps_lost))])
+    for incident in incidents:
+        cells = (incident.id, incident.kind, ",".join(map(str, incident.ranks)), incident.rung, incident.outcome)
+        rows.append([*map(_cell, (*cells, incident.boundary, incident.steps_lost))])
     return fitting_table(console, columns, rows, numbers, _SPARE["incidents"])
 
 
@@ -189,9 +190,9 @@ def draw_phases(console: Console, incidents: tuple[IncidentStatus, ...]) -> Rend
     # A narrow first heading: with it the table fits into 80 columns.
     columns = ("#", *COLUMNS)
     rows = []
-    for one in incidents:
-        took = seconds_of(one)
-        rows.append((str(one.id), *(_seconds(took.get(phase)) for phase in COLUMNS)))
+    for incident in incidents:
+        took = seconds_of(incident)
+        rows.append((str(incident.id), *(_seconds(took.get(phase)) for phase in COLUMNS)))
     return fitting_table(console, columns, rows, columns, _SPARE["phases"])
 
 

@@ -34,8 +34,8 @@ def report(
 
     The HTML file is complete in itself and loads nothing from elsewhere.
     """
-    found = read_run(RunDirectory.find(run))
-    text = as_markdown(found) if markdown else as_html(found)
+    recorded = read_run(RunDirectory.find(run))
+    text = as_markdown(recorded) if markdown else as_html(recorded)
     target = output or ("-" if markdown else "report.html")
     if target == "-":
         sys.stdout.write(text)
@@ -45,7 +45,7 @@ def report(
         Path(target).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"'{target}' cannot be written ({error.strerror})", "name another file with -o") from None
-    print(f"{target}: {found.summary.sentence}")
+    print(f"{target}: {recorded.summary.sentence}")
     return 0
 
 

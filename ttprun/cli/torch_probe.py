@@ -20,24 +20,24 @@ from ttprun.device.interface import Device, DeviceMissingError
 
 def main() -> None:
     """Print what is found; the last line of stdout is the answer."""
-    found: dict[str, Any] = {"hooks": getattr(sys.modules.get("sitecustomize"), "__file__", None)}
+    answer: dict[str, Any] = {"hooks": getattr(sys.modules.get("sitecustomize"), "__file__", None)}
     started = time.monotonic()
     try:
         import torch
     except BaseException as error:  # torch_npu without CANN: RuntimeError; a broken build: OSError, ImportError
-        found["error"] = in_one_line(error)
+        answer["error"] = in_one_line(error)
     else:
-        found |= {"import_s": time.monotonic() - started, "torch": torch.__version__, "cuda": torch.version.cuda}
+        answer |= {"import_s": time.monotonic() - started, "torch": torch.__version__, "cuda": torch.version.cuda}
         distributed = torch.distributed
-        found["backends"] = [
+        answer["backends"] = [
             name
             for name in ("gloo", "nccl", "mpi", "ucc", "xccl")
             if distributed.is_available() and getattr(distributed, f"is_{name}_available", bool)()
         ]
-        found["devices"], found["missing"] = [], []
-        for device in devices(torch, found["missing"]):
-            found["devices"].append(described(device))
-    print(json.dumps(found), flush=True)
+        answer["devices"], answer["missing"] = [], []
+        for device in devices(torch, answer["missing"]):
+            answer["devices"].append(described(device))
+    print(json.dumps(answer), flush=True)
 
 
 def devices(torch: Any, missing: list[str]) -> Iterator[Device]:
@@ -61,14 +61,14 @@ def described(device: Device) -> dict[str, Any]:
     """One device, whatever it answers."""
     try:
         identity, health = device.identify(), device.health()
-        found = {"kind": identity.kind, "name": identity.name, "index": identity.index, "versions": identity.versions}
-        found |= {"is_usable": health.is_usable, "findings": list(health.findings)}
+        facts = {"kind": identity.kind, "name": identity.name, "index": identity.index, "versions": identity.versions}
+        facts |= {"is_usable": health.is_usable, "findings": list(health.findings)}
         with contextlib.suppress(Exception):
-            found["total_bytes"], found["free_bytes"] = device.memory().total_bytes, device.memory().free_bytes
+            facts["total_bytes"], facts["free_bytes"] = device.memory().total_bytes, device.memory().free_bytes
     except Exception as error:
-        found = {"kind": "unknown", "name": in_one_line(error), "index": 0, "versions": {}}
-        found |= {"is_usable": False, "findings": []}
-    return found
+        facts = {"kind": "unknown", "name": in_one_line(error), "index": 0, "versions": {}}
+        facts |= {"is_usable": False, "findings": []}
+    return facts
 
 
 if __name__ == "__main__":

@@ -89,13 +89,13 @@ class RunParser(ArgumentParser):
         """
         if self._is_after_script:
             return None
-        found: Any = super()._parse_optional(arg_string)
-        if found is None:
+        parsed: Any = super()._parse_optional(arg_string)
+        if parsed is None:
             self._is_after_script, self._is_value = not self._is_value, False
             return None
-        action, *_, value = found[0] if isinstance(found, list) else found  # a list since Python 3.12.3
+        action, *_, value = parsed[0] if isinstance(parsed, list) else parsed  # a list since Python 3.12.3
         self._is_value = action is not None and action.nargs is None and value is None
-        return found
+        return parsed
 
     def _get_option_tuples(self, option_string: str) -> list[tuple[Action, str, str | None]]:
         """What argparse asks when an option is not spelt out: all options that it may abbreviate.
@@ -128,13 +128,13 @@ def parse(parser: RunParser, words: list[str]) -> Namespace:
     """Parse a command line. Raises ConfigError for whatever is wrong with it, with a suggestion for unknown options."""
     arguments, unknown = parser.parse_known_args(words)
     wrong = Complaints()
-    known = [option_name(key) for key in (*torchrun_options(parser), *Config.model_fields)] if unknown else []
+    options = [option_name(key) for key in (*torchrun_options(parser), *Config.model_fields)] if unknown else []
     for word in unknown:
         name = word.split("=")[0]
         wrong.add(
             ConfigError(
                 f"unknown option {name}",
-                GONE.get(name[2:].replace("-", "_")) or suggestion(name, known, "see 'ttprun run --help'"),
+                GONE.get(name[2:].replace("-", "_")) or suggestion(name, options, "see 'ttprun run --help'"),
             )
         )
     wrong.raise_any()

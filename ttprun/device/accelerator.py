@@ -33,44 +33,44 @@ def in_use() -> tuple[str, Any] | None:
 
 def current_index() -> int | None:
     """The number of this thread's device; None if no device is in use."""
-    found = in_use()
-    return None if found is None else int(found[1].current_device())
+    device = in_use()
+    return None if device is None else int(device[1].current_device())
 
 
 def use(index: int | None) -> None:
     """This thread works on the device of this number; each thread begins with the first one. None: nothing changes."""
-    found = in_use()
-    if found is not None and index is not None:
-        found[1].set_device(index)
+    device = in_use()
+    if device is not None and index is not None:
+        device[1].set_device(index)
 
 
 def synchronize() -> None:
     """Wait until the device of this thread has done all its work. Raises the device's error."""
-    found = in_use()
-    if found is not None:
-        found[1].synchronize()
+    device = in_use()
+    if device is not None:
+        device[1].synchronize()
 
 
 def mark() -> Any:
     """An event after all that this thread has given its current stream to do; None if no device is in use."""
-    found = in_use()
-    if found is None:
+    device = in_use()
+    if device is None:
         return None
-    event = found[1].Event()
+    event = device[1].Event()
     event.record()
     return event
 
 
 def current_stream() -> Any:
     """The stream of this thread's device on which it works; None if no device is in use."""
-    found = in_use()
-    return None if found is None else found[1].current_stream()
+    device = in_use()
+    return None if device is None else device[1].current_stream()
 
 
 def on(stream: Any) -> AbstractContextManager[Any]:
     """What this thread gives the device inside goes to that stream of `current_stream`."""
-    found = in_use()
-    return nullcontext() if found is None or stream is None else found[1].stream(stream)
+    device = in_use()
+    return nullcontext() if device is None or stream is None else device[1].stream(stream)
 
 
 def wait_on(event: Any) -> None:
@@ -80,17 +80,17 @@ def wait_on(event: Any) -> None:
 
 def is_capturing() -> bool:
     """Whether this thread's work is being captured in a graph, which the script then runs without our hooks."""
-    found = in_use()
-    ask = getattr(found[1], "is_current_stream_capturing", None) if found is not None else None
+    device = in_use()
+    ask = getattr(device[1], "is_current_stream_capturing", None) if device is not None else None
     return ask is not None and bool(ask())
 
 
 def random_states() -> tuple[str, list[bytes]] | None:
     """(type of device, state of each device's generator); None if no device is in use."""
-    found = in_use()
-    if found is None:
+    device = in_use()
+    if device is None:
         return None
-    device_type, module = found
+    device_type, module = device
     count = min(module.device_count(), _MOST_DEVICES)
     return device_type, [module.get_rng_state(at).numpy().tobytes() for at in range(count)]
 

@@ -80,9 +80,9 @@ class CudaDevice:
 
         Without an abort its kernels, and later work on the stream, may wait for ever.
         """
-        for found in tuple(self._torch.distributed.distributed_c10d._world.pg_map):
+        for group in tuple(self._torch.distributed.distributed_c10d._world.pg_map):
             with contextlib.suppress(RuntimeError):  # a group without a backend for CUDA
-                found._get_backend(self._torch.device("cuda", self._index)).abort()
+                group._get_backend(self._torch.device("cuda", self._index)).abort()
 
     def mark_safe(self, tensor: Any) -> None:
         """No tensor is ever unsafe."""

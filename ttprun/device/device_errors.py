@@ -222,12 +222,12 @@ class DeviceErrors:
 
         updates   times of the optimizer's updates; None: unknown, so no error is known to be newer
         """
-        for found in _chain(error):
-            message = _message_of(found)
+        for cause in _chain(error):
+            message = _message_of(cause)
             for pattern, fault in self._added:
                 if pattern.search(message):
                     return diagnosis_of(fault)
-            if isinstance(found, RuntimeError) and (row := row_of(message)) is not None:
+            if isinstance(cause, RuntimeError) and (row := row_of(message)) is not None:
                 if row.is_dated and updates is not None and updates.is_repairable_by(message):
                     return diagnosis_of(DeviceFault.MEMORY_PERSISTENT, is_dated=True)
                 return diagnosis_of(row.fault, row.rung)
@@ -277,11 +277,11 @@ def in_one_line(error: BaseException) -> str:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
 
 
 def _message_of(error: BaseException) -> str:

@@ -59,8 +59,8 @@ class Gpu:
 
     def driver(self) -> str:
         """Version of the driver."""
-        found = self._nvml.nvmlSystemGetDriverVersion()
-        return found.decode() if isinstance(found, bytes) else str(found)
+        version = self._nvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else str(version)
 
     def xids(self) -> tuple[int, ...]:
         """All Xids since this object was made; does not wait."""

@@ -21,8 +21,8 @@ def now_us() -> int:
 
 def error_time_us(text: str) -> int | None:
     """The time in an error's message, by the device's clock; None if it has none."""
-    found = _TIME.search(text)
-    return int(found.group(1)) if found else None
+    match = _TIME.search(text)
+    return int(match.group(1)) if match else None
 
 
 class UpdateTimes:

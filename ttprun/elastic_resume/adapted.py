@@ -73,9 +73,9 @@ class Adapted(ReplayRun):
         old = _old_rank(self._paths[number])
         last, self._derived = old.last, None
         if draws is not None:
-            others = [one for one in range(min(len(self._paths), MOST)) if one != number]
-            found = [_old_rank(self._paths[one]).last for one in others]
-            states = [states_in(one.fields, _generators_in(Tree(*one))) for one in found]
+            others = [other for other in range(min(len(self._paths), MOST)) if other != number]
+            records = [_old_rank(self._paths[other]).last for other in others]
+            states = [states_in(record.fields, _generators_in(Tree(*record))) for record in records]
             self._derived = Derived(draws, set.intersection(*states) if states else set())
             last = Record(self._derived.record(last.fields), last.blobs)
         self._first, self._old = old.first, Tree(*last)
@@ -83,9 +83,9 @@ class Adapted(ReplayRun):
 
     def _take_closest(self, mine: Tree, rng: RngState) -> None:
         """Continue the old rank that was like this one; its own setup, `mine` and its random states, shows it."""
-        found = closest([_old_rank(path) for path in self._paths[:MOST]], mine, rng, self._default)
-        if found.rank is not None and (found.seeds or found.rank != self._default or self._derived is not None):
-            self.target = self._take(found.rank, found.seeds or None)
+        donor = closest([_old_rank(path) for path in self._paths[:MOST]], mine, rng, self._default)
+        if donor.rank is not None and (donor.seeds or donor.rank != self._default or self._derived is not None):
+            self.target = self._take(donor.rank, donor.seeds or None)
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
         """What a loader's iterator yields: dummies, and then the rest of the epoch."""
@@ -95,12 +95,12 @@ class Adapted(ReplayRun):
         source = rest_of_epoch.source_of(loader)
         try:
             rest_of_epoch.check(recorded["source"], source)
-            left = rest_of_epoch.rest_of(recorded)
+            rest = rest_of_epoch.rest_of(recorded)
         except rest_of_epoch.CannotDistributeError as error:
             where = name[0].rpartition("|")[2].rpartition("/")[2]
             self.refuse(f"the DataLoader of {where} cannot resume with other ranks: {error}")
         epochs = (recorded.get("first") or recorded)["epochs"]
-        changed = {"yielded": 0, "lead": 0, "workers": None, "held": b"", "rest": left, "source": source}
+        changed = {"yielded": 0, "lead": 0, "workers": None, "held": b"", "rest": rest, "source": source}
         return recorded | changed | {"epochs": epochs, "first": None}
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
@@ -151,8 +151,8 @@ class Adapted(ReplayRun):
         mine = tree_of(head, tensors)
         session[Recorder].write_first(self.boundary, head, tensors)
         self._take_closest(mine, fields.rng)
-        found = [it["ahead"] for it in self.target.fields.loaders]
-        ahead = frozenset(one for fingerprints in found for one in fingerprints or ())
+        per_loader = [it["ahead"] for it in self.target.fields.loaders]
+        ahead = frozenset(fingerprint for fingerprints in per_loader for fingerprint in fingerprints or ())
         first = Tree(*self._first)
         self._forward.remove()
         if self._before_first_step is not None:
@@ -183,14 +183,14 @@ class Adapted(ReplayRun):
 
 def _read(path: str) -> dict[str, Any]:
     """A rank's own part of a checkpoint, whose digest the agent has compared."""
-    found: dict[str, Any] = msgpack.unpackb(Path(path).read_bytes(), strict_map_key=False)
-    return found
+    part: dict[str, Any] = msgpack.unpackb(Path(path).read_bytes(), strict_map_key=False)
+    return part
 
 
 def log_of(adapt: Adapt, rank: int) -> list[bytes]:
     """The log of an old rank, of which this rank of the new run begins with the loops' positions."""
-    found: list[bytes] = _read(adapt.paths[rank % len(adapt.paths)])["log"]
-    return found
+    log: list[bytes] = _read(adapt.paths[rank % len(adapt.paths)])["log"]
+    return log
 
 
 def _old_rank(path: str) -> OldRank:

@@ -72,8 +72,8 @@ class Derived:
 
     def torch_state(self, state: bytes) -> bytes:
         """The state of a torch.Generator, derived from an old rank's."""
-        found: bytes = self._state("torch", state)
-        return found
+        derived: bytes = self._state("torch", state)
+        return derived
 
     def reseed(self, generator: Any, recorded: list[Any]) -> None:
         """Reseed a generator that has an old rank's state, so that it draws other numbers.
@@ -111,6 +111,6 @@ def states_in(fields: BoundaryRecord, generators: list[list[Any]]) -> set[bytes]
     """
     states = [fields.rng, *(state for loop in fields.active() for state in (loop.began_with, loop.item_rng) if state)]
     states += [iterator["rng"] for iterator in fields.loaders]
-    found = {pack([name, state]) for one in states for name, state in one.items()}
-    found |= {pack(["torch", state]) for iterator in fields.loaders for state in iterator["generators"]}
-    return found | set(map(pack, generators))
+    packed = {pack([name, state]) for by_name in states for name, state in by_name.items()}
+    packed |= {pack(["torch", state]) for iterator in fields.loaders for state in iterator["generators"]}
+    return packed | set(map(pack, generators))

@@ -50,8 +50,8 @@ def closest(old: Sequence[OldRank], mine: Tree, rng: RngState, default: int) -> 
     rng       the states of its global generators there
     default   the rank that is taken among equals
     """
-    firsts = [_generators(Tree(*one.first), one.first.fields.rng) for one in old]
-    lasts = [_generators(Tree(*one.last), one.last.fields.rng) for one in old]
+    firsts = [_generators(Tree(*rank.first), rank.first.fields.rng) for rank in old]
+    lasts = [_generators(Tree(*rank.last), rank.last.fields.rng) for rank in old]
     here = _generators(mine, rng)
     telling = [
         place
@@ -60,23 +60,25 @@ def closest(old: Sequence[OldRank], mine: Tree, rng: RngState, default: int) -> 
         and any(first.get(place) != last.get(place) for first, last in zip(firsts, lasts, strict=True))
     ]
     # The others were not seeded, or are seeded with what no old rank was seeded with.
-    known = [place for place in telling if any(first.get(place) == here.get(place) for first in firsts)]
+    seeded = [place for place in telling if any(first.get(place) == here.get(place) for first in firsts)]
     like_mine = [
-        number for number, first in enumerate(firsts) if all(first.get(place) == here.get(place) for place in known)
+        number for number, first in enumerate(firsts) if all(first.get(place) == here.get(place) for place in seeded)
     ]
-    if known and like_mine:
+    if seeded and like_mine:
         return Closest(default if default in like_mine else like_mine[0])
-    are_shared = any(one.get(place) == other.get(place) for place in telling for one, other in combinations(firsts, 2))
+    are_shared = any(
+        first.get(place) == other.get(place) for place in telling for first, other in combinations(firsts, 2)
+    )
     # New ranks that train on the same data have the same seeds, and must draw the same: they continue the same rank.
     return Closest(0, pack([here.get(place) for place in telling])) if are_shared else Closest(None)
 
 
 def _generators(tree: Tree, rng: RngState) -> dict[Any, Any]:
     """The states of the global random generators, and of those in variables: by scope and name."""
-    found: dict[Any, Any] = dict(rng)
+    states: dict[Any, Any] = dict(rng)
     for which, scope in (*enumerate(tree.variables), *tree.modules.items()):
         for name, node in scope.items():
             generator = tree.resolve(node)
             if isinstance(generator, RandomNode | NumpyRandomNode):
-                found[which, name] = state_of(generator)
-    return found
+                states[which, name] = state_of(generator)
+    return states

@@ -21,8 +21,8 @@ from __future__ import annotations
 from ttprun.frameworks import accelerate, ignite, lightning, transformers
 
 _KNOWN = (accelerate, ignite, lightning, transformers)
-FOLLOW = frozenset(name for one in _KNOWN for name in one.FOLLOW.split())
-LEFT_OUT: dict[str, str] = {name: attributes for one in _KNOWN for name, attributes in one.LEFT_OUT.items()}
+FOLLOW = frozenset(name for framework in _KNOWN for name in framework.FOLLOW.split())
+LEFT_OUT: dict[str, str] = {name: attributes for framework in _KNOWN for name, attributes in framework.LEFT_OUT.items()}
 MADE = lightning.MADE
 HOOKS_WHEN_NEEDED = frozenset(transformers.HOOKS_WHEN_NEEDED.split())
 HOOKS_THAT_REPEAT = frozenset(transformers.HOOKS_THAT_REPEAT.split())

@@ -52,10 +52,10 @@ def remove_left_files(run_dir: Path, ranks: set[int], shared_memory: Path = SHAR
     removed: list[str] = []
     is_more = False
     with contextlib.suppress(OSError):
-        names = {name: found for name in os.listdir(shared_memory) if (found := _OF_TORCH.fullmatch(name))}
+        names = {name: match for name in os.listdir(shared_memory) if (match := _OF_TORCH.fullmatch(name))}
         ours = (_noted(run_dir) | ranks) if names else set()
-        for name, found in names.items():
-            maker = int(found[1])
+        for name, match in names.items():
+            maker = int(match[1])
             if maker not in ours:
                 continue
             if is_alive(maker):

@@ -62,17 +62,17 @@ class Costs:
 
     def add_rest(self, part: int, since: int, inner: tuple[int, ...]) -> None:
         """As `add`, without what was added for these parts since then, for the first time in the step."""
-        self._spent[part] += self.now() - since - sum(self._spent[one] for one in inner)
+        self._spent[part] += self.now() - since - sum(self._spent[inside] for inside in inner)
 
     def leave_out(self, part: int, since: int) -> None:
         """What was done since then, within what is added, was not ours."""
         self._spent[part] -= self.now() - since
 
     def _end(self) -> None:
-        found = [time.perf_counter_ns() - self._began, *self._spent]
+        times = [time.perf_counter_ns() - self._began, *self._spent]
         if not self._average:
-            self._average = list(map(float, found))
-        self._average = [old + (new - old) * _WEIGHT for old, new in zip(self._average, found, strict=True)]
+            self._average = list(map(float, times))
+        self._average = [old + (new - old) * _WEIGHT for old, new in zip(self._average, times, strict=True)]
         self._counted += 1
         if self._cells is not None:
             for at, value in enumerate(self._average):
@@ -85,7 +85,7 @@ class Costs:
         """
         if not share or self._counted < _TRUSTED:
             return ""
-        step, *parts = (one / 1e9 for one in self._average)
+        step, *parts = (spent_ns / 1e9 for spent_ns in self._average)
         taken = sum(parts)
         if taken <= max(share * step, LEAST_S):
             return ""

@@ -46,19 +46,19 @@ def part_of(parameter: torch.Tensor) -> torch.Tensor | None:
     returns  one dimension, as many elements as this rank has, in the flat parameter's memory; the parameter itself
              where each rank has the whole (NO_SHARD), and before the first forward pass
     """
-    known = _known.get(id(parameter))
-    if known is None:
+    entry = _known.get(id(parameter))
+    if entry is None:
         return None
-    of_flat, at, is_whole = known
+    of_flat, at, is_whole = entry
     flat = of_flat()
     if flat is None or id(flat._params[at]) != id(parameter):  # another one with the id of one that is gone
         return None
-    held = getattr(flat, "_local_shard", None)
-    if is_whole or held is None:
+    shard = getattr(flat, "_local_shard", None)
+    if is_whole or shard is None:
         return parameter
     info = flat._shard_param_infos[at]
     begin, size = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
-    part: torch.Tensor = held[begin : begin + size]
+    part: torch.Tensor = shard[begin : begin + size]
     return part
 
 
@@ -88,8 +88,8 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 @functools.cache
 def _is_of_kind(of: type) -> bool:
     """Whether a class is that of sharded tensors, or made of it: known for good, as no base is imported after it."""
-    known = kind()
-    return known is not None and issubclass(of, known)
+    base = kind()
+    return base is not None and issubclass(of, base)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def fsdp_caller() -> tuple[FrameType | None, bool]:
 
 def gathered_by(frame: FrameType) -> list[Any]:
     """The parameters, of FSDP2's class for these, that this frame of its collectives gathers; [] if it gathers none."""
-    for one in (frame, frame.f_back):  # releases differ in whether a function of the same module calls the group
-        if one is not None and one.f_code.co_name == "foreach_all_gather":
-            return variable_of(one, one.f_code.co_varnames[0])  # type: ignore[no-any-return]
+    for caller in (frame, frame.f_back):  # releases differ in whether a function of the same module calls the group
+        if caller is not None and caller.f_code.co_name == "foreach_all_gather":
+            return variable_of(caller, caller.f_code.co_varnames[0])  # type: ignore[no-any-return]
     return []

@@ -224,13 +224,13 @@ def session_now() -> Any:
 
 def _place_of(error: BaseException) -> str:
     """The innermost line of ttprun in its traceback; "" if there is none."""
-    found, trace = "", error.__traceback__
+    place, trace = "", error.__traceback__
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
         if path.startswith(_HERE) and path != __file__:
-            found = f" (ttprun{path[len(_HERE) :]}:{trace.tb_lineno})"
+            place = f" (ttprun{path[len(_HERE) :]}:{trace.tb_lineno})"
         trace = trace.tb_next
-    return found
+    return place
 
 
 class NotRepairableError(RuntimeError):

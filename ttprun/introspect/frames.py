@@ -48,13 +48,13 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
         return dict(frame.f_locals)
     names, cells, _ = _names_of(frame.f_code)
     where, (objects, addresses) = _slots_of(frame), _arrays_of(len(names))
-    held = objects.from_address(where)
+    values = objects.from_address(where)
     is_set = addresses.from_address(where)[:]
-    found = {names[at]: held[at] for at, address in enumerate(is_set) if address}
+    variables = {names[at]: values[at] for at, address in enumerate(is_set) if address}
     for at in cells:
-        if names[at] in found:
-            _open_cell(found, names[at])
-    return found
+        if names[at] in variables:
+            _open_cell(variables, names[at])
+    return variables
 
 
 def variable_of(frame: FrameType, name: str) -> Any:
@@ -106,14 +106,14 @@ def _has_slots(frame: FrameType) -> bool:
 
 def _names_of(code: CodeType) -> tuple[tuple[str, ...], frozenset[int], CodeType]:
     """The names of a code's slots, in their order; and which of them hold cells."""
-    known = _names.get(id(code))
-    if known is None:
+    entry = _names.get(id(code))
+    if entry is None:
         own = (*code.co_varnames, *(name for name in code.co_cellvars if name not in code.co_varnames))
         names = (*own, *code.co_freevars)
         in_cells = {*code.co_cellvars, *code.co_freevars}
         cells = frozenset(at for at, name in enumerate(names) if name in in_cells)
-        known = _names[id(code)] = (names, cells, code)
-    return known
+        entry = _names[id(code)] = (names, cells, code)
+    return entry
 
 
 @functools.cache
@@ -146,12 +146,12 @@ def _write(address: int, *values: object) -> None:
         ctypes.pythonapi.Py_DecRef(ctypes.c_void_p(old))
 
 
-def _open_cell(found: dict[str, Any], name: str) -> None:
+def _open_cell(variables: dict[str, Any], name: str) -> None:
     """Put what a cell holds in its place; drop the name if it holds nothing."""
     try:
-        found[name] = found[name].cell_contents
+        variables[name] = variables[name].cell_contents
     except ValueError:
-        del found[name]
+        del variables[name]
 
 
 # Types whose values are recorded as they are.
@@ -160,14 +160,14 @@ SCALARS = frozenset({int, float, bool, str, type(None), bytes})
 
 def user_frames(start: FrameType | None) -> list[FrameType]:
     """The user's frames from the outermost to the one nearest to `start`."""
-    found = []
+    frames = []
     frame = start
     while frame is not None:
         if is_script_code(frame.f_code.co_filename):
-            found.append(frame)
+            frames.append(frame)
         frame = frame.f_back
-    found.reverse()
-    return found
+    frames.reverse()
+    return frames
 
 
 def place(frames: list[FrameType]) -> list[list[str | int]]:
@@ -219,6 +219,6 @@ def is_reached(frame: FrameType | None) -> bool:
     if any((line or 0) > ends_at for line, *_ in lines[frame.f_lasti // 2 + 1 :]):
         return False
     return not any(
-        one.offset > frame.f_lasti and one.opname.startswith("JUMP_BACKWARD")
-        for one in dis.get_instructions(frame.f_code)
+        instruction.offset > frame.f_lasti and instruction.opname.startswith("JUMP_BACKWARD")
+        for instruction in dis.get_instructions(frame.f_code)
     )

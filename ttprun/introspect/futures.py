@@ -24,8 +24,8 @@ def know(future: Future[Any], what: str) -> None:
 
 def what_of(future: Any) -> str | None:
     """What one of these futures stands for; None for any other."""
-    known, what = _known.get(id(future), (None, None))
-    return what if known is not None and known() is future else None
+    reference, what = _known.get(id(future), (None, None))
+    return what if reference is not None and reference() is future else None
 
 
 def done(what: str) -> Future[Any]:

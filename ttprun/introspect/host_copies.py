@@ -39,8 +39,8 @@ class Sent:
 
     def __init__(self, taken: list[Waiting]) -> None:
         self._taken = taken
-        parts = [one.reshape(-1).view(torch.uint8) for tensors, _, _ in taken for one in tensors]
-        self._sizes = [len(one) for one in parts]
+        parts = [tensor.reshape(-1).view(torch.uint8) for tensors, _, _ in taken for tensor in tensors]
+        self._sizes = [len(part) for part in parts]
         self._on_device = torch.cat([*parts, torch.ones(1, dtype=torch.uint8, device=parts[0].device)])
         self._copy = torch.empty(self._on_device.shape, dtype=torch.uint8, pin_memory=True)
         self._copy[-1] = 0  # stays if the device fails before the copy: an event may come all the same
@@ -70,11 +70,11 @@ def send() -> Sent | None:
     """
     here = accelerator.current_index()
     taken: list[Waiting] = []
-    left: list[Waiting] = []
-    for one in _take():
-        is_here = one[0] and all(tensor.device.index == here and not tensor.is_cpu for tensor in one[0])
-        (taken if is_here else left).append(one)
-    waiting[:0] = left
+    elsewhere: list[Waiting] = []
+    for entry in _take():
+        is_here = entry[0] and all(tensor.device.index == here and not tensor.is_cpu for tensor in entry[0])
+        (taken if is_here else elsewhere).append(entry)
+    waiting[:0] = elsewhere
     return Sent(taken) if taken else None
 
 
@@ -93,7 +93,7 @@ def take(further: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
     Blocks until the device has computed it. Raises the device's error, and what a use raises.
     """
     taken = _take()
-    copies = plain_together([*(one for tensors, _, _ in taken for one in tensors), *further])
+    copies = plain_together([*(tensor for tensors, _, _ in taken for tensor in tensors), *further])
     at = 0
     for tensors, use, _ in taken:
         use(copies[at : at + len(tensors)])

@@ -120,10 +120,10 @@ def has_dictionary(kind: type) -> bool:
 @of_types
 def dictionary_getter(kind: type) -> Callable[[Any], dict[str, Any]] | None:
     if issubclass(kind, threading.local):  # each thread has another one, which the class does not have
-        return lambda one: threading.local.__getattribute__(one, "__dict__")
-    found = (dictionary_of_class(base).get("__dict__") for base in bases_of(kind))
-    known = next((one for one in found if type(one) in _OF_DICTIONARIES), None)
-    return None if known is None else known.__get__
+        return lambda value: threading.local.__getattribute__(value, "__dict__")
+    descriptors = (dictionary_of_class(base).get("__dict__") for base in bases_of(kind))
+    getter = next((descriptor for descriptor in descriptors if type(descriptor) in _OF_DICTIONARIES), None)
+    return None if getter is None else getter.__get__
 
 
 def dictionary_of(value: Any) -> dict[str, Any] | None:
@@ -134,14 +134,14 @@ def dictionary_of(value: Any) -> dict[str, Any] | None:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """All attributes that an object itself holds."""
-    found = dictionary_of(value)
+    attributes = dictionary_of(value)
     slots = slots_of(type(value))
     if not slots:
-        return found or {}
-    found = dict(found or {})
+        return attributes or {}
+    attributes = dict(attributes or {})
     for name, slot in slots.items():
         try:
-            found[name] = slot.__get__(value)
+            attributes[name] = slot.__get__(value)
         except AttributeError:
             continue  # it is empty
-    return found
+    return attributes

@@ -28,11 +28,11 @@ def tables_of(part: torch.nn.Module) -> dict[str, Any]:
 
     One that torch.jit has compiled keeps those three in C++, and what it answers about them is a copy.
     """
-    held = dictionary_of(part) or {}
+    attributes = dictionary_of(part) or {}
     if not is_a(part, torch.jit.ScriptModule):
-        return held
-    held = dictionary_of(held.get("_actual_script_module", part)) or {}  # a traced one is a shell around it
-    return held | {name: dict(held[name].items()) for name in _IN_C if name in held}
+        return attributes
+    attributes = dictionary_of(attributes.get("_actual_script_module", part)) or {}  # a traced one is a shell around it
+    return attributes | {name: dict(attributes[name].items()) for name in _IN_C if name in attributes}
 
 
 def parts_of(root: torch.nn.Module, with_repeated: bool = False) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -41,26 +41,26 @@ def parts_of(root: torch.nn.Module, with_repeated: bool = False) -> Iterator[tup
     with_repeated   one that is there several times comes each time
     """
     met: set[int] = set()
-    left = [("", root)]
-    while left:
-        path, part = left.pop()
+    pending = [("", root)]
+    while pending:
+        path, part = pending.pop()
         if id(part) in met and not with_repeated:
             continue
         met.add(id(part))
         yield path, part
         inner = tables_of(part).get("_modules", {})
-        within = [(f"{path}.{name}" if path else name, one) for name, one in inner.items() if one is not None]
-        left += reversed(within)
+        within = [(f"{path}.{name}" if path else name, child) for name, child in inner.items() if child is not None]
+        pending += reversed(within)
 
 
 def parameters_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(name, parameter) of all of a module's; one that is there several times comes once."""
     met: set[int] = set()
     for path, part in parts_of(root):
-        for name, one in tables_of(part).get("_parameters", {}).items():
-            if one is not None and id(one) not in met:
-                met.add(id(one))
-                yield f"{path}.{name}" if path else name, one
+        for name, parameter in tables_of(part).get("_parameters", {}).items():
+            if parameter is not None and id(parameter) not in met:
+                met.add(id(parameter))
+                yield f"{path}.{name}" if path else name, parameter
 
 
 class Group(NamedTuple):
@@ -82,7 +82,7 @@ class _Known:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.dicts = optimizer.param_groups
-        self.groups = [Group(one, one["params"]) for one in self.dicts]
+        self.groups = [Group(settings, settings["params"]) for settings in self.dicts]
 
     def is_shown(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer is shown just this; plain loops, as it is asked at each boundary."""
@@ -98,25 +98,30 @@ class _Known:
         """The optimizer is shown something else than before: a part, or more."""
         ids = set(map(id, self.dicts))
         shown = optimizer.param_groups
-        if len(shown) >= len(self.dicts) or any(id(one) not in ids for one in shown):
+        if len(shown) >= len(self.dicts) or any(id(settings) not in ids for settings in shown):
             self.dicts = shown
         before = {id(group.settings): group.parameters for group in self.groups}
         state = optimizer.state
-        self.groups = [Group(one, _joined(before.get(id(one), []), one["params"], state)) for one in self.dicts]
+        self.groups = [
+            Group(settings, _joined(before.get(id(settings), []), settings["params"], state)) for settings in self.dicts
+        ]
 
 
-def _joined(known: list[torch.Tensor], shown: list[torch.Tensor], state: Any) -> list[torch.Tensor]:
+def _joined(earlier: list[torch.Tensor], shown: list[torch.Tensor], state: Any) -> list[torch.Tensor]:
     """The parameters of a group: those shown, and of the known ones those that have not been given up."""
-    if shown is known or not shown:
-        return known
-    ids, ids_known = set(map(id, shown)), set(map(id, known))
-    if ids & ids_known and ids - ids_known:  # the list was edited
+    if shown is earlier or not shown:
+        return earlier
+    ids, ids_earlier = set(map(id, shown)), set(map(id, earlier))
+    if ids & ids_earlier and ids - ids_earlier:  # the list was edited
         return shown
-    hidden = [one for one in known if id(one) not in ids and one in state]
+    hidden = [parameter for parameter in earlier if id(parameter) not in ids and parameter in state]
     if not hidden:
         return shown
     kept = set(map(id, hidden)) | ids
-    return [*(one for one in known if id(one) in kept), *(one for one in shown if id(one) not in ids_known)]
+    return [
+        *(parameter for parameter in earlier if id(parameter) in kept),
+        *(parameter for parameter in shown if id(parameter) not in ids_earlier),
+    ]
 
 
 _known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
@@ -140,9 +145,9 @@ def all_of(optimizer: torch.optim.Optimizer) -> list[Group]:
     A group that is not shown keeps its place among those that are. A group that shows none of its parameters, or some
     of them, or others, keeps those of which the optimizer has state; if it shows none, all.
     """
-    known = _known.get(optimizer)
-    if known is None:
-        known = _known[optimizer] = _Known(optimizer)
-    elif not known.is_shown(optimizer):
-        known.look(optimizer)
-    return known.groups
+    entry = _known.get(optimizer)
+    if entry is None:
+        entry = _known[optimizer] = _Known(optimizer)
+    elif not entry.is_shown(optimizer):
+        entry.look(optimizer)
+    return entry.groups

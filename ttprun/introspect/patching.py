@@ -104,7 +104,7 @@ def _replace_imported_names(changed: dict[int, tuple[str, Any]]) -> None:
         names = getattr(module, "__dict__", None)
         if package == "ttprun" or type(names) is not dict:
             continue
-        for held, value in list(names.items()):
-            known = changed.get(id(value))
-            if known is not None and known[0] in (package, "torch"):
-                names[held] = known[1]
+        for alias, value in list(names.items()):
+            change = changed.get(id(value))
+            if change is not None and change[0] in (package, "torch"):
+                names[alias] = change[1]

@@ -72,14 +72,14 @@ def _ask_numpy(numpy: Any) -> list[Any]:
     global _numpy
     generator = numpy.random.mtrand._rand
     bits = generator._bit_generator
-    known = _numpy
-    if known is None or known.generator is not generator or known.bits is not bits:
+    state = _numpy
+    if state is None or state.generator is not generator or state.bits is not bits:
         if type(bits).__name__ != "MT19937":
             return _pack_mersenne(numpy.random.get_state(legacy=False))
-        known = _numpy = _Numpy(generator, bits)
-    known.packed = _pack_mersenne(numpy.random.get_state(legacy=False))
-    known.seen, known.seen_twister = known.own.raw, known.twister.raw
-    return known.packed
+        state = _numpy = _Numpy(generator, bits)
+    state.packed = _pack_mersenne(numpy.random.get_state(legacy=False))
+    state.seen, state.seen_twister = state.own.raw, state.twister.raw
+    return state.packed
 
 
 def _of_torch(generator: torch.Generator) -> bytes:
@@ -132,8 +132,8 @@ def restore(state: RngState) -> None:
 def tensor_from_bytes(raw: bytes) -> torch.Tensor:
     """A uint8 tensor that owns a copy of `raw`."""
     torch: Any = sys.modules["torch"]
-    found: Any = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    return found  # type: ignore[no-any-return]
+    tensor: Any = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return tensor  # type: ignore[no-any-return]
 
 
 def _pack_mersenne(state: dict[str, Any]) -> list[Any]:

@@ -31,7 +31,7 @@ _DENSE = (torch.Tensor, torch.nn.Parameter)
 
 def plain_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As `plain` of those on a device, small ones in one go, since the CPU waits for each copy; others as they are."""
-    found = list(tensors)
+    results = list(tensors)
     by_device: dict[torch.device, list[int]] = {}
     for at, tensor in enumerate(tensors):
         if tensor.is_cpu:
@@ -39,14 +39,14 @@ def plain_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if type(tensor) in _DENSE and 0 < tensor.nbytes <= _TOGETHER_TO:
             by_device.setdefault(tensor.device, []).append(at)
         else:
-            found[at] = plain(tensor)
+            results[at] = plain(tensor)
     for places in by_device.values():
         places.sort(key=lambda at: -tensors[at].itemsize)  # so that each begins at a multiple of its elements' size
         parts = [tensors[at].detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for at in places]
         copies = torch.split(torch.cat(parts).cpu(), [len(part) for part in parts])
         for at, copy in zip(places, copies, strict=True):
-            found[at] = copy.view(tensors[at].dtype).view(tensors[at].shape)
-    return found
+            results[at] = copy.view(tensors[at].dtype).view(tensors[at].shape)
+    return results
 
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,12 +131,12 @@ def places(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 
     tensors   any dtype, shape and device; of a DTensor the part that this rank holds counts
     """
-    held = list(map(local_of, tensors))
-    found: dict[int, int] = {}
-    for at in ([one.untyped_storage().data_ptr() for one in held], [one.data_ptr() for one in held]):
+    parts = list(map(local_of, tensors))
+    indices: dict[int, int] = {}
+    for at in ([part.untyped_storage().data_ptr() for part in parts], [part.data_ptr() for part in parts]):
         for index, address in enumerate(at):
-            found.setdefault(address, index)
-    return found
+            indices.setdefault(address, index)
+    return indices
 
 
 # Samples of tensors: a digest by which two processes compare them, and elements by which rounding is recognised.
@@ -199,7 +199,7 @@ def sampled_later(
              of these on the CPU
     """
     tensors = tensors[:_MOST_TENSORS]
-    dtype, dtypes = tensors[0].dtype, [one.dtype for one in tensors]
+    dtype, dtypes = tensors[0].dtype, [tensor.dtype for tensor in tensors]
     room = SAMPLE_BYTES // len(tensors) // _SAMPLED_BYTES * _SAMPLED_BYTES
 
     def finish(copies: list[torch.Tensor]) -> tuple[int, bytes]:
@@ -212,7 +212,7 @@ def sampled_later(
                 sample += _spread(part, room)
         return state.intdigest(), sample
 
-    return [_part_to_sample(one, salt) for one in tensors], finish
+    return [_part_to_sample(tensor, salt) for tensor in tensors], finish
 
 
 def _part_to_sample(tensor: torch.Tensor, salt: int) -> torch.Tensor:
@@ -258,16 +258,18 @@ def _lines(view: Any, salt: int) -> bytes:
     """Lines spread over the whole view."""
     stride, at = _place_of_lines(len(view), salt)
     array: Any = numpy.frombuffer(view, numpy.uint8, LINES * stride).reshape(LINES, stride)
-    found: bytes = array[:, at : at + LINE_BYTES].tobytes()
-    return found
+    lines: bytes = array[:, at : at + LINE_BYTES].tobytes()
+    return lines
 
 
 def comparable(values: Iterable[Any]) -> list[torch.Tensor]:
     """The dense tensors among some values."""
     return [
-        one
-        for one in values
-        if (type(one) is torch.Tensor or is_a(one, torch.Tensor)) and one.layout is torch.strided and not one.is_meta
+        value
+        for value in values
+        if (type(value) is torch.Tensor or is_a(value, torch.Tensor))
+        and value.layout is torch.strided
+        and not value.is_meta
     ]
 
 

@@ -138,11 +138,11 @@ def is_state(kind: type) -> bool:
 
 def has_muted_effects(filename: str) -> bool:
     """Whether writes, removals and other effects of code from this file are muted in a replay."""
-    known = _muted.get(filename)
-    if known is None:
+    is_muted = _muted.get(filename)
+    if is_muted is None:
         is_of_framework = os.path.abspath(filename).startswith(_followed_packages) or _writes_checkpoints(filename)
-        known = _muted[filename] = is_script_code(filename) or is_of_framework
-    return known
+        is_muted = _muted[filename] = is_script_code(filename) or is_of_framework
+    return is_muted
 
 
 def _writes_checkpoints(filename: str) -> bool:
@@ -190,11 +190,11 @@ def _is_target(path: str) -> bool:
 @functools.cache
 def _put_by_pip(folder: str) -> frozenset[str]:
     """The names in a folder that are listed in the descriptions of packages beside them."""
-    found: set[str] = set()
+    names: set[str] = set()
     for record in glob.glob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
         with contextlib.suppress(OSError), open(record, encoding="utf-8", errors="replace") as lines:
-            found.update(re.split("[/,]", line, maxsplit=1)[0] for line in lines)
-    return frozenset(found)
+            names.update(re.split("[/,]", line, maxsplit=1)[0] for line in lines)
+    return frozenset(names)
 
 
 def is_of_user(filename: str) -> bool:
@@ -225,10 +225,10 @@ def _is_cached(path: str) -> bool:
 
 def is_script_code(filename: str) -> bool:
     """Whether a file is the user's, or one of a module that is followed by its name."""
-    known = ANSWERS.get(filename)
-    if known is None:
-        known = ANSWERS[filename] = filename in _followed_files or is_of_user(filename)
-    return known
+    is_script = ANSWERS.get(filename)
+    if is_script is None:
+        is_script = ANSWERS[filename] = filename in _followed_files or is_of_user(filename)
+    return is_script
 
 
 def _forget_answers() -> None:

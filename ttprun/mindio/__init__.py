@@ -18,9 +18,9 @@ PACKAGE = "mindio_ttp"
 
 def check_that_none_is_there() -> None:
     """Raise ConfigError if ranks would find another package of that name."""
-    found = importlib.util.find_spec(PACKAGE)
-    where = "" if found is None else next(iter(found.submodule_search_locations or ()), found.origin or "")
-    if found is not None and not where.startswith(PATH + os.sep):
+    spec = importlib.util.find_spec(PACKAGE)
+    where = "" if spec is None else next(iter(spec.submodule_search_locations or ()), spec.origin or "")
+    if spec is not None and not where.startswith(PATH + os.sep):
         raise ConfigError(
             f"--mindio: a package {PACKAGE} is installed in '{where}', and ttprun's own must not replace it",
             f"uninstall it ({PACKAGE}), or start without --mindio",

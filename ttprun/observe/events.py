@@ -49,8 +49,8 @@ def spans_of(incident: IncidentStatus) -> list[tuple[str, float, float]]:
 
 def seconds_of(incident: IncidentStatus) -> dict[str, float]:
     """How long each phase that was reached took of the whole, and of one that has ended the "total"."""
-    found = {phase: end_s - start_s for phase, start_s, end_s in spans_of(incident)}
-    return found if incident.total_s is None else found | {"total": incident.total_s}
+    seconds = {phase: end_s - start_s for phase, start_s, end_s in spans_of(incident)}
+    return seconds if incident.total_s is None else seconds | {"total": incident.total_s}
 
 
 logger = logging.getLogger(__name__)

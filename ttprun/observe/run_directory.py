@@ -102,21 +102,21 @@ class RunDirectory:
             if candidate.is_run:
                 return candidate
             if nodes := candidate.nodes:
-                return next((one for one in nodes if one.path.name == node_name()), nodes[0])
-        known = [path.name for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
-        raise ConfigError(f"there is no run '{run}'", suggestion(run, known, f"see the names in '{base}'"))
+                return next((node for node in nodes if node.path.name == node_name()), nodes[0])
+        names = [path.name for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
+        raise ConfigError(f"there is no run '{run}'", suggestion(run, names, f"see the names in '{base}'"))
 
     def _check_owner(self) -> None:
         """An existing directory must be this user's alone. Raises ConfigError, OSError."""
-        found = self.path.lstat()
+        status = self.path.lstat()
         cure = "name another with --run-dir"
-        if stat.S_ISLNK(found.st_mode):
+        if stat.S_ISLNK(status.st_mode):
             raise ConfigError(f"run directory '{self.path}' is a symbolic link", f"{cure}, or the place it leads to")
-        if not stat.S_ISDIR(found.st_mode):
+        if not stat.S_ISDIR(status.st_mode):
             raise ConfigError(f"run directory '{self.path}' is a file", cure)
-        if found.st_uid != os.geteuid():
-            raise ConfigError(f"run directory '{self.path}' belongs to another user (uid {found.st_uid})", cure)
-        rights = stat.S_IMODE(found.st_mode)
+        if status.st_uid != os.geteuid():
+            raise ConfigError(f"run directory '{self.path}' belongs to another user (uid {status.st_uid})", cure)
+        rights = stat.S_IMODE(status.st_mode)
         if rights & 0o077:
             raise ConfigError(
                 f"run directory '{self.path}' is open to other users (mode {rights:04o})", f"chmod 700 it, or {cure}"

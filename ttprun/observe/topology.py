@@ -68,12 +68,12 @@ class Topology:
     def one_of_each_coordinate(self) -> list[int]:
         """Rank 0, the last one, and as few others as it takes to have each place of each dimension and each part."""
         places = [{*rank.coordinates.items(), ("", rank.replicas)} for rank in self.ranks]
-        found = [*{0: None, len(places) - 1: None}]
-        left = set().union(*places).difference(*(places[rank] for rank in found))
-        while left:
-            found.append(max(range(len(places)), key=lambda rank: len(places[rank] & left)))
-            left -= places[found[-1]]
-        return found
+        chosen = [*{0: None, len(places) - 1: None}]
+        missing = set().union(*places).difference(*(places[rank] for rank in chosen))
+        while missing:
+            chosen.append(max(range(len(places)), key=lambda rank: len(places[rank] & missing)))
+            missing -= places[chosen[-1]]
+        return chosen
 
     def to_json(self) -> str:
         """One JSON document on one line."""
@@ -87,7 +87,7 @@ def read_topology(path: Path) -> Topology:
         ranks = tuple(RankTopology(**rank) for rank in raw["ranks"])
         groups = {name: tuple(members) for name, members in raw["groups"].items()}
         parts = tuple(
-            ShardedParameters(tuple(one["names"]), tuple(map(tuple, one["holders"]))) for one in raw.get("parts", ())
+            ShardedParameters(tuple(part["names"]), tuple(map(tuple, part["holders"]))) for part in raw.get("parts", ())
         )
         return Topology(
             raw["boundary"], groups, tuple(map(tuple, raw["replicas"])), tuple(raw["unequal"]), ranks, parts

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def changed(one: T, **changes: Any) -> T:
+def changed(instance: T, **changes: Any) -> T:
     """A copy with some fields changed, of a dataclass without slots. AttributeError if it has no such field."""
-    before = vars(one)
+    before = vars(instance)
     after = before | changes
     if len(after) != len(before):
-        raise AttributeError(f"{type(one).__name__} has no {', '.join(changes.keys() - before.keys())}")
-    made = object.__new__(type(one))
+        raise AttributeError(f"{type(instance).__name__} has no {', '.join(changes.keys() - before.keys())}")
+    made = object.__new__(type(instance))
     object.__setattr__(made, "__dict__", after)
     return made

@@ -222,10 +222,10 @@ class HangWatch:
                 track.shift(away_s)
             self._stepped_at_s = None
         self._looked_at_s = at_s
-        known = self._tracks
+        tracks = self._tracks
         self._tracks = {}
         for observation in observations:
-            before = known.get(observation.rank)
+            before = tracks.get(observation.rank)
             is_same = before is not None and before.observation.pid == observation.pid
             track = before if before is not None and is_same else Track(observation, at_s, at_s)
             track.note(at_s, observation)
@@ -277,7 +277,7 @@ class HangWatch:
         return Way.HELD if self.is_silent(track.observation, at_s) else Way.IDLE
 
     def _absent(self, at_s: float) -> tuple[Hung, ...]:
-        found = []
+        hung = []
         for track in self._laggards():
             awaited = self._ahead_of(track)
             # A rank that skips a collective before the first step may be one that does not step with the others.
@@ -291,25 +291,25 @@ class HangWatch:
             if track.observation.doing is Doing.WAITING:  # for data in transfer: a slow network is not a fault
                 limit_s = max(limit_s, self.limits.stall_limit_s(track.observation.boundary))
             if way is not Way.BUSY and idle_s > limit_s:
-                found.append(self._hung(at_s, track, way, limit_s, awaited))
+                hung.append(self._hung(at_s, track, way, limit_s, awaited))
             elif busy_s > max(self.limits.busy_limit_s, limit_s):
-                found.append(self._hung(at_s, track, way, self.limits.busy_limit_s, awaited))
-        return tuple(found)
+                hung.append(self._hung(at_s, track, way, self.limits.busy_limit_s, awaited))
+        return tuple(hung)
 
     def _at_rest(self, at_s: float) -> tuple[Hung, ...]:
         """A rank for which no other waits, and which has been idle for long; one that works is left alone.
 
         Without a limit of the user it is a long one, as a late finding costs the other ranks nothing.
         """
-        found = []
+        hung = []
         for track in self._tracks.values():
             way = self._way(at_s, track)
             limit_s = self.limits.rest_limit_s(track.observation)
             if way is Way.BUSY and self.limits.hang_s is not None and at_s - track.progressed_at_s > 10 * limit_s:
-                found.append(self._hung(at_s, track, way, 10 * limit_s, None))
+                hung.append(self._hung(at_s, track, way, 10 * limit_s, None))
             elif way is not Way.BUSY and track.observation.pulse_at_s and at_s - track.worked_at_s > limit_s:
-                found.append(self._hung(at_s, track, way, limit_s, None))
-        return tuple(found)
+                hung.append(self._hung(at_s, track, way, limit_s, None))
+        return tuple(hung)
 
     def _hung(self, at_s: float, track: Track, way: Way, limit_s: float, awaited: Observation | None) -> Hung:
         for_s = at_s - track.progressed_at_s

@@ -82,10 +82,10 @@ def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
     wanted = [(member, what) for member in job.members if (what := what_is_missing(job, member))]
     missing = [member for member, what in wanted if what == "to connect"] or [member for member, _ in wanted]
     of_silent = frozenset(silent)
-    known = tuple(member.rank for member in missing if member.rank in of_silent)
+    seen_silent = tuple(member.rank for member in missing if member.rank in of_silent)
     first = Life.LIVE if job.phase is JobPhase.FREEZING else Life.LOST
     likely = tuple(member.rank for member in missing if member.life is first)
-    return known or likely or tuple(member.rank for member in missing)
+    return seen_silent or likely or tuple(member.rank for member in missing)
 
 
 def who_is_awaited(job: Job) -> tuple[int, ...]:

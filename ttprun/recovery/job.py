@@ -271,19 +271,19 @@ class Job:
         ranks   lost ones; those whose state nobody holds are left out
         """
         quiesced = (member.rank for member in self.members if member.frozen is not None)
-        found: dict[int, int] = {}
+        sources: dict[int, int] = {}
         if self.settings.are_replicas_declared:
-            found = {rank: first for first in islice(quiesced, 1) for rank in ranks}
+            sources = {rank: first for first in islice(quiesced, 1) for rank in ranks}
         elif not self.replicas.has_collective_steps:
-            found = self.replicas.sources(ranks, quiesced)
-        return {rank: rank for rank in ranks if rank in self.replicas.mirrored} | found
+            sources = self.replicas.sources(ranks, quiesced)
+        return {rank: rank for rank in ranks if rank in self.replicas.mirrored} | sources
 
     def alike(self, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
         """These ranks, grouped by replicated state."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in ranks:
-            found.setdefault(self.replicas.of(rank), []).append(rank)
-        return [tuple(members) for members in found.values()]
+            groups.setdefault(self.replicas.of(rank), []).append(rank)
+        return [tuple(members) for members in groups.values()]
 
     def with_member(self, rank: int, **changes: Any) -> Job:
         """The job with one member changed."""

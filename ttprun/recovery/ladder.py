@@ -167,7 +167,7 @@ def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
         job, why = replace(job, snapshot=None), f"going back to the snapshot of step {boundary} failed: {why}"
         return begin_anew(job, at_s, why) if may_begin_anew(job) else leave_group(job, at_s, why, is_trusted)
     note = NoteUnusable(place, why, is_refusal)
-    job = replace(job, saved=tuple(one for one in job.saved if one.place != place))
+    job = replace(job, saved=tuple(checkpoint for checkpoint in job.saved if checkpoint.place != place))
     why = f"the run cannot resume from the checkpoint of step {boundary}: {why}"
     whole = why if job.is_resumed else reason_of(job, why)
     if not is_refusal:

@@ -102,16 +102,16 @@ def on_drain_deadline(job: Job, event: DeadlinePassed) -> Result:
 
 def end_without_leavers(job: Job, at_s: float) -> Result:
     """The others write the job's state, and then all ends, or starts again from the script's top."""
-    left = job.finished
+    leavers = job.finished
     assert job.incident is not None
-    fault = f"{name_ranks(left)} left with exit code 0 while {name_ranks(job.survivors)} still needed it"
-    if len(left) > 1:
+    fault = f"{name_ranks(leavers)} left with exit code 0 while {name_ranks(job.survivors)} still needed it"
+    if len(leavers) > 1:
         fault = fault.removesuffix("it") + "them"
     if job.incident.kind not in _CONSEQUENCES:
         fault = f"{fault}; {job.cause}"
-    gone = (job.members[rank] for rank in left)
-    job = job.with_members(*(replace(one, life=Life.LOST, is_rerun=False, is_protected=False) for one in gone))
-    job = replace(job, cause=fault).with_incident(kind=LEFT, ranks=left, reason=fault)
+    gone = (job.members[rank] for rank in leavers)
+    job = job.with_members(*(replace(member, life=Life.LOST, is_rerun=False, is_protected=False) for member in gone))
+    job = replace(job, cause=fault).with_incident(kind=LEFT, ranks=leavers, reason=fault)
     why_not = why_no_restart(job)
     ending = Ending(reason=fault, rung="fail" if why_not else "restart", is_restart=not why_not, why=fault)
     job = replace(job, ending=ending)

@@ -355,7 +355,7 @@ def note_fault(job: Job, event: LossEvent) -> Job:
     else:
         lost = (job.members[rank] for rank in ranks_of(event))
         job = job.with_members(
-            *(replace(one, pid=None, life=Life.LOST, is_rerun=False, is_protected=False) for one in lost)
+            *(replace(member, pid=None, life=Life.LOST, is_rerun=False, is_protected=False) for member in lost)
         )
     if job.incident is None:
         fault = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
@@ -375,7 +375,7 @@ def note_fault(job: Job, event: LossEvent) -> Job:
 def exit_as_cause(job: Job, event: RankExited) -> Job:
     """A rank's end outranks the connections that broke by it: the incident is that of the exit."""
     fault = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
-    past = (one for one in job.faults if one.boundary == fault.boundary and one.rank != NOBODY)
-    openings = (*job.openings[:-1], *(replace(one, kind=event.kind) for one in job.openings[-1:]))
+    past = (earlier for earlier in job.faults if earlier.boundary == fault.boundary and earlier.rank != NOBODY)
+    openings = (*job.openings[:-1], *(replace(opening, kind=event.kind) for opening in job.openings[-1:]))
     job = replace(job, faults=(*past, fault), openings=openings, cause=event.sentence)
     return job.with_incident(kind=event.kind, reason=event.sentence, ranks=ranks_of(event))

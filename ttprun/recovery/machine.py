@@ -341,11 +341,11 @@ def advance(job: Job, event: Event) -> Result:
         return domain.take_back(*advance(domain.own, domain.event))
     if is_echo(job, event):
         return job, ()
-    found = TRANSITIONS.get((job.phase, type(event)))
-    if found is None:
+    transition = TRANSITIONS.get((job.phase, type(event)))
+    if transition is None:
         raise MissingTransition(f"no row for {type(event).__name__} in {job.phase}", job, event)
-    after, actions = found.handler(job, event)
-    if after.phase not in found.leads_to:
+    after, actions = transition.handler(job, event)
+    if after.phase not in transition.leads_to:
         raise ForbiddenTransition(f"{type(event).__name__} led from {job.phase} to {after.phase}", job, event)
     if not actions and vars(after) == vars(job):  # as ==, which would copy all fields first
         return job, ()

@@ -147,36 +147,36 @@ def flags_of(member: Member) -> int:
     """What holds of one rank, added up."""
     life = member.life
     if life is _LIVE:
-        found = MemberFlag.IS_LIVE if member.frozen is not None else MemberFlag.IS_LIVE + MemberFlag.MUST_FREEZE
+        flags = MemberFlag.IS_LIVE if member.frozen is not None else MemberFlag.IS_LIVE + MemberFlag.MUST_FREEZE
     elif life is _LOST:
-        found = MemberFlag.IS_LOST
+        flags = MemberFlag.IS_LOST
         if member.pid is None:
-            found += MemberFlag.MUST_START
+            flags += MemberFlag.MUST_START
         if not member.has_replayed:
-            found += MemberFlag.MUST_REPLAY
+            flags += MemberFlag.MUST_REPLAY
         if member.repaired_digest is None:
-            found += MemberFlag.MUST_LOAD
+            flags += MemberFlag.MUST_LOAD
     else:
-        found = OF_LIFE[life]
+        flags = OF_LIFE[life]
     if life is _LIVE or life is _LOST:
         if not member.has_rebuilt:
-            found += MemberFlag.MUST_CONNECT
+            flags += MemberFlag.MUST_CONNECT
         if not member.has_reissued:
-            found += MemberFlag.MUST_REISSUE
+            flags += MemberFlag.MUST_REISSUE
     if member.frozen is not None:
-        found += MemberFlag.IS_QUIESCED
+        flags += MemberFlag.IS_QUIESCED
     if member.sends_to and member.sent_digest is None:
-        found += MemberFlag.MUST_SEND
+        flags += MemberFlag.MUST_SEND
     membership = member.membership
     if membership is not _UNKNOWN:
-        found += MemberFlag.TRAINS_ALONE if membership is _ALONE else MemberFlag.HAS_JOINED
+        flags += MemberFlag.TRAINS_ALONE if membership is _ALONE else MemberFlag.HAS_JOINED
     if member.hindrance:
-        found += MemberFlag.IS_HINDERED
+        flags += MemberFlag.IS_HINDERED
     if member.elastic is not None:
-        found += MemberFlag.IS_ELASTIC
+        flags += MemberFlag.IS_ELASTIC
     if member.is_without_node:
-        found += MemberFlag.IS_WITHOUT_NODE
-    return found
+        flags += MemberFlag.IS_WITHOUT_NODE
+    return flags
 
 
 class Members:

@@ -114,13 +114,13 @@ class Membership:
         return MembershipPlan(tuple(stay), tuple(join), tuple(leave), is_due, why_not, waits)
 
     def _is_refused(self, size: int, at_s: float) -> bool:
-        known = self.refused.get(size)
-        return known is not None and at_s < known.until_s
+        refusal = self.refused.get(size)
+        return refusal is not None and at_s < refusal.until_s
 
     def is_quarantined(self, host: str, at_s: float) -> bool:
         """A host must wait since its node was lost."""
-        known = self.quarantines.get(host)
-        return known is not None and at_s < known.until_s
+        quarantine = self.quarantines.get(host)
+        return quarantine is not None and at_s < quarantine.until_s
 
     def quarantined(self, at_s: float) -> tuple[str, ...]:
         """All hosts that must wait."""
@@ -128,18 +128,18 @@ class Membership:
 
     def with_lost(self, hosts: Collection[str], at_s: float) -> Membership:
         """The nodes of these hosts were lost."""
-        known = dict(self.quarantines)
+        quarantines = dict(self.quarantines)
         for host in hosts:
-            known[host] = _once_more(known.get(host), at_s, COOLDOWN_S)
-        return replace(self, quarantines=known)
+            quarantines[host] = _once_more(quarantines.get(host), at_s, COOLDOWN_S)
+        return replace(self, quarantines=quarantines)
 
     def with_refused(self, size: int, at_s: float) -> Membership:
         """The ranks of so many nodes could not go on."""
         return replace(self, refused={**self.refused, size: _once_more(self.refused.get(size), at_s, REFUSED_S)})
 
 
-def _once_more(known: Quarantine | None, at_s: float, first_s: float) -> Quarantine:
-    times = known.times + 1 if known is not None else 1
+def _once_more(before: Quarantine | None, at_s: float, first_s: float) -> Quarantine:
+    times = before.times + 1 if before is not None else 1
     return Quarantine(times, at_s + min(MOST_COOLDOWN_S, first_s * 2.0 ** (times - 1)))
 
 
@@ -147,9 +147,9 @@ def _has_room(room: dict[str, int] | None, host: str) -> bool:
     """Whether a host may have one more launcher, which is then counted."""
     if room is None:
         return True
-    left = room.get(host, 0)
-    room[host] = left - 1
-    return left > 0
+    free = room.get(host, 0)
+    room[host] = free - 1
+    return free > 0
 
 
 def parse_hosts(text: str, ranks_per_node: int) -> dict[str, int]:
@@ -158,7 +158,7 @@ def parse_hosts(text: str, ranks_per_node: int) -> dict[str, int]:
     Lines are `host`, for one launcher, or `host:slots`, for as many as have ranks in so many slots. Blank lines and
     comments (#) are skipped; of a host that is named several times the first line counts. Raises ValueError.
     """
-    found: dict[str, int] = {}
+    hosts: dict[str, int] = {}
     for line in text.splitlines():
         words = line.partition("#")[0].strip()
         if not words:
@@ -166,5 +166,5 @@ def parse_hosts(text: str, ranks_per_node: int) -> dict[str, int]:
         host, colon, slots = words.partition(":")
         if colon and not slots.strip().isdecimal():
             raise ValueError(f"'{words[:_SHOWN]}' is not 'host' or 'host:slots'")
-        found.setdefault(host.strip(), int(slots) // ranks_per_node if colon else 1)
-    return found
+        hosts.setdefault(host.strip(), int(slots) // ranks_per_node if colon else 1)
+    return hosts

@@ -30,23 +30,27 @@ def known_of(job: Job, why_no_checkpoints: str) -> Known:
         mirrored=tuple(sorted(replicas.mirrored)),
         has_collective_steps=replicas.has_collective_steps,
         why_no_checkpoints=why_no_checkpoints,
-        saved={one.place: one.boundary for one in job.saved},
+        saved={checkpoint.place: checkpoint.boundary for checkpoint in job.saved},
     )
 
 
-def succeed(settings: Settings, left: Iterable[Left], generation: int, known: Known) -> Job:
+def succeed(settings: Settings, legacies: Iterable[Left], generation: int, known: Known) -> Job:
     """The running job; what its ranks have lost is yet to be reported.
 
-    left         one for each rank, in any order
+    legacies     one for each rank, in any order
     generation   the newest that any agent knows of
 
     Raises ValueError if a rank is missing.
     """
-    by_rank = {one.rank: one for one in left}
+    by_rank = {legacy.rank: legacy for legacy in legacies}
     missing = [rank for rank in range(settings.world_size) if rank not in by_rank]
     if missing:
         raise ValueError(f"nothing is known of rank {missing[0]}")
-    reasons = (f"rank {one.rank} is not protected ({one.unprotected})" for one in by_rank.values() if one.unprotected)
+    reasons = (
+        f"rank {legacy.rank} is not protected ({legacy.unprotected})"
+        for legacy in by_rank.values()
+        if legacy.unprotected
+    )
     replicas = Replicas(
         compared_at=known.compared_at,
         differing=known.differing,
@@ -67,13 +71,13 @@ def succeed(settings: Settings, left: Iterable[Left], generation: int, known: Kn
     )
 
 
-def _member_of(one: Left) -> Member:
+def _member_of(legacy: Left) -> Member:
     return Member(
-        rank=one.rank,
-        pid=None if one.is_finished else one.pid,
-        life=Life.FINISHED if one.is_finished else Life.LIVE,
-        is_protected=one.is_protected,
-        membership=one.membership,
-        has_joined=one.membership is GroupMembership.JOINED,
-        hindrance=one.hindrance,
+        rank=legacy.rank,
+        pid=None if legacy.is_finished else legacy.pid,
+        life=Life.FINISHED if legacy.is_finished else Life.LIVE,
+        is_protected=legacy.is_protected,
+        membership=legacy.membership,
+        has_joined=legacy.membership is GroupMembership.JOINED,
+        hindrance=legacy.hindrance,
     )

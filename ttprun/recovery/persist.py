@@ -63,7 +63,7 @@ def on_snapshot(job: Job, event: SnapshotTaken) -> Result:
 def on_resume_asked(job: Job, event: ResumeAsked) -> Result:
     """A new launch resumes from a checkpoint: its ranks start as in a rewind, but their processes are being started."""
     newest = event.saved[0]
-    members = job.members.with_each(lambda one: replace(one, life=Life.LOST, spawn_asked_at_s=event.at_s))
+    members = job.members.with_each(lambda member: replace(member, life=Life.LOST, spawn_asked_at_s=event.at_s))
     job = replace(job, members=members, saved=event.saved, is_resumed=True, replicas=event.replicas)
     why = f"a checkpoint of step {newest.boundary} was found ({newest.place})"
     return go_back(open_resume(job, event.at_s, why), event.at_s, newest, why)
@@ -204,7 +204,7 @@ def on_node_lost_to_persist(job: Job, event: NodeLost) -> Result:
     if job.ending is None:
         return giving_up(job, event.sentence, on_node_lost(job, event))
     gone = (job.members[rank] for rank in event.ranks if job.members[rank].life is not Life.FINISHED)
-    job = job.with_members(*(replace(one, pid=None, life=Life.LOST, is_protected=False) for one in gone))
+    job = job.with_members(*(replace(member, pid=None, life=Life.LOST, is_protected=False) for member in gone))
     job = without_nodes(job, tuple(rank for rank in event.ranks if job.members[rank].life is Life.LOST))
     return begin_persisting(job, event.at_s) if job.survivors else go_on(job, event.at_s, "all ranks were lost")
 

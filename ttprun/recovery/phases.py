@@ -64,9 +64,9 @@ def add_fault(job: Job, fault: str) -> Job:
 def with_newest(faults: str, fault: str) -> str:
     """Faults as a phrase, with one more: those between the first and the newest are in the event log."""
     first, _, last = faults.partition(_THEN)
-    known = last or first
-    found = _TIMES.fullmatch(known)
-    before, times = (found[1], int(found[2])) if found else (known, 1)
+    newest = last or first
+    match = _TIMES.fullmatch(newest)
+    before, times = (match[1], int(match[2])) if match else (newest, 1)
     if before != fault:
         return f"{first}{_THEN}{fault}"
     repeated = f"{fault} ({times + 1} times)"

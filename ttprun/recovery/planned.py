@@ -33,8 +33,8 @@ def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> str:
         return f"{name_ranks(strangers or job.finished)} no longer trains"
     if not {*job.survivors} - {*ranks}:
         return "no rank would be left to repair the others from"
-    left = tuple(rank for rank in job.survivors if rank not in ranks)
-    return why_not_protected(job) or why_no_source(job, ranks, left)
+    remaining = tuple(rank for rank in job.survivors if rank not in ranks)
+    return why_not_protected(job) or why_no_source(job, ranks, remaining)
 
 
 def on_replacement_asked(job: Job, event: ReplacementAsked) -> Result:

@@ -86,7 +86,7 @@ def on_group_resized(job: Job, event: GroupResized) -> Result:
         return enter(job, JobPhase.RUNNING, event.at_s, outcome="restarted", rung="restart")
     if job.incident is None:  # another agent has led until now
         job = open_incident(job, event.at_s, KIND, event.reason, detect_s=0.0).with_incident(rung="resize")
-    members = job.members.with_each(lambda one: replace(one, life=Life.LOST, spawn_asked_at_s=event.at_s))
+    members = job.members.with_each(lambda member: replace(member, life=Life.LOST, spawn_asked_at_s=event.at_s))
     job = replace(job, members=members, saved=event.saved, replicas=event.replicas, is_growing=event.has_grown)
     assert job.incident is not None
     after, actions = go_back(job, event.at_s, event.saved[0], job.incident.reason)

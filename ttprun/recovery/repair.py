@@ -201,8 +201,12 @@ def why_not_as_sent(job: Job, source: Member) -> str:
     sent = source.sent_digest or "none"
     if source.frozen is not None and not is_as_frozen(source):
         return f"rank {source.rank} froze with state {source.frozen.digest or 'none'}, but sent {sent}"
-    wrong = [one for one in map(job.members.__getitem__, source.sends_to) if one.repaired_digest != source.sent_digest]
-    loaded = ", ".join(f"rank {one.rank} loaded {one.repaired_digest or 'none'}" for one in wrong)
+    wrong = [
+        member
+        for member in map(job.members.__getitem__, source.sends_to)
+        if member.repaired_digest != source.sent_digest
+    ]
+    loaded = ", ".join(f"rank {member.rank} loaded {member.repaired_digest or 'none'}" for member in wrong)
     return f"rank {source.rank} sent state {sent}, but {loaded}" if wrong else ""
 
 

@@ -74,16 +74,16 @@ class Replicas:
 
     def why_no_sources(self, ranks: Iterable[int], among: Collection[int]) -> str:
         """The first reason why one of several ranks, none of them `among`, finds no source; "" if there is none."""
-        held = frozenset(map(self.of, among)) if self.compared_at is not None else frozenset()
-        return next((self.why_no_source(rank, among) for rank in ranks if self.of(rank) not in held), "")
+        holdings = frozenset(map(self.of, among)) if self.compared_at is not None else frozenset()
+        return next((self.why_no_source(rank, among) for rank in ranks if self.of(rank) not in holdings), "")
 
     def sources(self, ranks: Collection[int], among: Iterable[int]) -> dict[int, int]:
         """Rank -> the first of the others that holds all that it holds; without those of which none does."""
         if self.compared_at is None:
             return {}
-        held = {rank: self.of(rank) for rank in ranks}
+        holdings = {rank: self.of(rank) for rank in ranks}
         first: dict[tuple[int, ...], int] = {}
-        missing = set(held.values())
+        missing = set(holdings.values())
         for other in among if missing else ():
             own = self.of(other)
             if own in missing:
@@ -91,22 +91,22 @@ class Replicas:
                 missing.discard(own)
                 if not missing:
                     break
-        return {rank: first[own] for rank, own in held.items() if own in first}
+        return {rank: first[own] for rank, own in holdings.items() if own in first}
 
     def contradicted_by(self, digests: Mapping[int, Mapping[str, str]]) -> list[str]:
         """Keys of the parameters in which ranks differ that are taken for replicas.
 
         digests   rank -> key of each parameter -> digest
         """
-        found = []
+        contradicted = []
         for key in dict.fromkeys(key for of_rank in digests.values() for key in of_rank):
-            held: dict[int, str | None] = {}
+            digest_of: dict[int, str | None] = {}
             for rank, of_rank in digests.items():
                 owner = self.differing[key][rank] if key in self.differing else 0
-                if held.setdefault(owner, of_rank.get(key)) != of_rank.get(key):
-                    found.append(key)
+                if digest_of.setdefault(owner, of_rank.get(key)) != of_rank.get(key):
+                    contradicted.append(key)
                     break
-        return found
+        return contradicted
 
     @property
     def all_names(self) -> list[str]:
@@ -133,10 +133,10 @@ class Replicas:
     @property
     def groups(self) -> list[tuple[int, ...]]:
         """The ranks, those that hold the same together."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(len(next(iter(self.unequal.values()), ()))):
-            found.setdefault(self.of(rank), []).append(rank)
-        return [tuple(ranks) for ranks in found.values()]
+            groups.setdefault(self.of(rank), []).append(rank)
+        return [tuple(ranks) for ranks in groups.values()]
 
 
 UNKNOWN = Replicas()
@@ -155,13 +155,15 @@ def why_not_one_whole(shards: Mapping[str, tuple[int, ...]], cuts: Sequence[Cut]
     """
     for key, owners in shards.items():
         name = names.get(key, key)
-        found = [of_rank.get(key) for of_rank in cuts]
-        held: dict[str, int] = {}
-        if len({cut and cut[0] for cut in found}) > 1:
+        parts = [of_rank.get(key) for of_rank in cuts]
+        places: dict[str, int] = {}
+        if len({cut and cut[0] for cut in parts}) > 1:
             return f"not all ranks shard {name} in the same way"
-        for rank, cut in enumerate(found):
-            if cut is not None and held.setdefault(cut[1], owners[rank]) != owners[rank]:
-                return f"rank {held[cut[1]]} and rank {owners[rank]} hold different parameters {name} in the same place"
+        for rank, cut in enumerate(parts):
+            if cut is not None and places.setdefault(cut[1], owners[rank]) != owners[rank]:
+                return (
+                    f"rank {places[cut[1]]} and rank {owners[rank]} hold different parameters {name} in the same place"
+                )
     return ""
 
 
@@ -235,25 +237,25 @@ class Looks:
         self,
         rank: int,
         boundary: int,
-        held: Mapping[str, Held],
+        digests: Mapping[str, Held],
         is_full: bool,
         shards: Collection[str] = (),
     ) -> tuple[Looks, Look | None]:
         """A rank reports what it holds at a boundary; the answer comes with the last rank's report.
 
-        held     key of each parameter -> digests; the second one "" where it was not asked for
+        digests  key of each parameter -> digests; the second one "" where it was not asked for
         is_full  gradients and optimizer state were looked at, too
         shards   keys of the parameters of which a mesh declares that this rank holds a part
         """
         this = (boundary, is_full)
         before = self.reported.get(this, {})
-        of_boundary = {**before, rank // PART: {**before.get(rank // PART, {}), rank: held}}
+        of_boundary = {**before, rank // PART: {**before.get(rank // PART, {}), rank: digests}}
         if sum(map(len, of_boundary.values())) < self.world_size:
             newest = sorted({*self.reported, this})[-KEPT:]
-            known = {**self.reported, this: of_boundary}
-            return replace(self, reported={at: known[at] for at in newest}), None
+            reported = {**self.reported, this: of_boundary}
+            return replace(self, reported={at: reported[at] for at in newest}), None
         after = replace(self, reported={at: parts for at, parts in self.reported.items() if at[0] > boundary})
-        held_by = {one: found for of_part in of_boundary.values() for one, found in of_part.items()}
+        held_by = {other: theirs for of_part in of_boundary.values() for other, theirs in of_part.items()}
         look, unequal = self._compare(boundary, held_by, is_full)
         declared = {*shards, *self.replicas.shards}
         replicas = replace(
@@ -283,15 +285,15 @@ class Looks:
             for rank, owner in enumerate(before):
                 alike.setdefault(owner, []).append(rank)
             for _, ranks in sorted(alike.items()):
-                found = [by_rank[rank] for rank in ranks]
-                if found.count(found[0]) == len(found):
+                pairs = [by_rank[rank] for rank in ranks]
+                if pairs.count(pairs[0]) == len(pairs):
                     continue
-                if self.agreed_at is None or len({one and one[1] for one in found}) > 1 or None in found:
-                    after = split(after, ranks, found)
+                if self.agreed_at is None or len({pair and pair[1] for pair in pairs}) > 1 or None in pairs:
+                    after = split(after, ranks, pairs)
                     continue
-                digests = digests or tuple(one[0] if one else "" for one in by_rank)
-                (common, times), *_ = Counter(found).most_common()
-                if times * 2 > len(found):
+                digests = digests or tuple(pair[0] if pair else "" for pair in by_rank)
+                (common, times), *_ = Counter(pairs).most_common()
+                if times * 2 > len(pairs):
                     odd |= {rank for rank in ranks if by_rank[rank] != common}
                 else:
                     is_undecided = True
@@ -305,13 +307,13 @@ class Looks:
         return Look(boundary=boundary, is_full=is_full, differing=newly, divergence=divergence), differing
 
 
-def split(owners: tuple[int, ...], ranks: Sequence[int], found: Sequence[object]) -> tuple[int, ...]:
+def split(owners: tuple[int, ...], ranks: Sequence[int], contents: Sequence[object]) -> tuple[int, ...]:
     """Replicas that have turned out to be none, each with those that still hold the same.
 
-    ranks, found   these ranks, and what each holds
+    ranks, contents   these ranks, and what each holds
     """
     first: dict[object, int] = {}
     after = list(owners)
-    for rank, held in zip(ranks, found, strict=True):
-        after[rank] = first.setdefault(held, rank)
+    for rank, content in zip(ranks, contents, strict=True):
+        after[rank] = first.setdefault(content, rank)
     return tuple(after)

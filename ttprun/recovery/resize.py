@@ -97,7 +97,7 @@ def groups_by_kind(job: Job, rank: int) -> tuple[tuple[int, ...], ...]:
 
 def groups_left(job: Job, rank: int) -> tuple[tuple[int, ...], ...]:
     """The data-parallel groups of a rank, without the ranks that are away."""
-    return tuple(tuple(one for one in group if one not in job.away) for group in groups_by_kind(job, rank))
+    return tuple(tuple(other for other in group if other not in job.away) for group in groups_by_kind(job, rank))
 
 
 def replica_groups(job: Job) -> frozenset[ReplicaGroup]:
@@ -126,8 +126,10 @@ def begin_shrinking(job: Job, at_s: float, why: str) -> Result:
         if job.members[rank].pid is not None
     )
     reason = reason_of(job, f"{why}, so {name_ranks(newly)} {'leave' if len(newly) > 1 else 'leaves'}")
-    left = (replace(job.members[rank], pid=None, life=Life.AWAY, is_rerun=False, is_protected=False) for rank in newly)
-    job = replace(job.with_members(*left), generation=job.generation + 1, rewind_to=None)
+    leavers = (
+        replace(job.members[rank], pid=None, life=Life.AWAY, is_rerun=False, is_protected=False) for rank in newly
+    )
+    job = replace(job.with_members(*leavers), generation=job.generation + 1, rewind_to=None)
     job = replace(job, members=job.members.with_each(Member.with_answers_forgotten))
     freeze = Freeze(job.survivors, job.generation, job.lost)
     actions = (freeze, *kills, deadline_of(job, JobPhase.FREEZING))

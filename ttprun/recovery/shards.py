@@ -30,8 +30,8 @@ class ReplicaGroup:
         size = len(self.ranks)
         offset = self.shift or size // self.copies
         place = self.ranks.index(rank)
-        found = (self.ranks[(place + turn * offset) % size] for turn in range(1, self.copies))
-        return tuple(other for other in dict.fromkeys(found) if other != rank)
+        peers = (self.ranks[(place + turn * offset) % size] for turn in range(1, self.copies))
+        return tuple(other for other in dict.fromkeys(peers) if other != rank)
 
     def whole_copy(self, living: Sequence[int]) -> tuple[int, ...] | None:
         """Living ranks that hold the whole state together, one for each shard; None if a shard has none."""
@@ -140,7 +140,7 @@ def plan_repair(
         if loss is LossKind.NOTHING:
             continue
         for kind, group in enumerate(groups_of(groups, rank, world_size)):
-            source = next((one for one in group.holders(rank) if one not in lost and one not in away), None)
+            source = next((holder for holder in group.holders(rank) if holder not in lost and holder not in away), None)
             if source is None:
                 missing.append(rank)
             else:
@@ -151,9 +151,11 @@ def plan_repair(
     ranks = tuple(sorted({transfer.source for transfer in transfers} | {transfer.target for transfer in transfers}))
     parts: dict[int, tuple[RepairTask, ...]] = {}
     for source in sorted({transfer.source for transfer in transfers}):
-        parts[source] = (_part(RepairRole.SEND, [one for one in transfers if one.source == source], ranks),)
+        parts[source] = (
+            _part(RepairRole.SEND, [transfer for transfer in transfers if transfer.source == source], ranks),
+        )
     for rank, loss in lost.items():
-        of_rank = [one for one in transfers if one.target == rank]
+        of_rank = [transfer for transfer in transfers if transfer.target == rank]
         if loss is LossKind.NOTHING:
             kinds = range(len(groups_of(groups, rank, world_size)))
             of_rank = [_Transfer(kind, rank, rank) for kind in kinds]
@@ -186,7 +188,7 @@ def plan_dump(
     of_all = {
         (kind, group) for rank in range(world_size) for kind, group in enumerate(groups_of(groups, rank, world_size))
     }
-    for kind, group in sorted(of_all, key=lambda found: (found[0], found[1].ranks)):
+    for kind, group in sorted(of_all, key=lambda item: (item[0], item[1].ranks)):
         chosen = group.whole_copy(living)
         if chosen is None:
             return f"for a shard of ranks {', '.join(map(str, group.ranks))} no copy is left"
@@ -196,12 +198,12 @@ def plan_dump(
 
 
 def _part(role: RepairRole, transfers: Iterable[_Transfer], ranks: tuple[int, ...]) -> RepairTask:
-    found = tuple(transfers)
+    listed = tuple(transfers)
     return RepairTask(
         role,
-        kinds=tuple(one.kind for one in found),
-        sources=tuple(one.source for one in found),
-        targets=tuple(one.target for one in found),
+        kinds=tuple(transfer.kind for transfer in listed),
+        sources=tuple(transfer.source for transfer in listed),
+        targets=tuple(transfer.target for transfer in listed),
         ranks=ranks,
     )
 

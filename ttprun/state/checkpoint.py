@@ -204,10 +204,10 @@ def verify(checkpoint: Checkpoint, progress: Progress = lambda done, of: None) -
 
     def problem_of(name: str) -> str:
         try:
-            found = read_entry(checkpoint.file(name), count)
+            entry = read_entry(checkpoint.file(name), count)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        return "" if found == manifest.files[name] else f"{name} is damaged: its content differs from what was written"
+        return "" if entry == manifest.files[name] else f"{name} is damaged: its content differs from what was written"
 
     with ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="ttprun-verify") as readers:
         try:

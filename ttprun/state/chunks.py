@@ -51,13 +51,13 @@ class HeldChunks:
 
     def missing(self, living: Sequence[int]) -> list[tuple[int, Chunk]]:
         """(a rank, its box) of each box that no living rank holds."""
-        left = {(chunk.offsets, chunk.sizes) for rank, chunk in self.by_rank.items() if rank in living}
-        found: list[tuple[int, Chunk]] = []
+        boxes = {(chunk.offsets, chunk.sizes) for rank, chunk in self.by_rank.items() if rank in living}
+        missing: list[tuple[int, Chunk]] = []
         for rank, chunk in sorted(self.by_rank.items()):
-            if chunk.count and (chunk.offsets, chunk.sizes) not in left:
-                left.add((chunk.offsets, chunk.sizes))
-                found.append((rank, chunk))
-        return found
+            if chunk.count and (chunk.offsets, chunk.sizes) not in boxes:
+                boxes.add((chunk.offsets, chunk.sizes))
+                missing.append((rank, chunk))
+        return missing
 
 
 def held_of(
@@ -75,12 +75,14 @@ def held_of(
     }
 
 
-def what_is_missing(held: Mapping[str, HeldChunks], living: Sequence[int]) -> list[str]:
-    """The parts that no rank holds any more: "blocks.0.weight rows 32:64 (rank 1)", in the order of `held`.
+def what_is_missing(holders: Mapping[str, HeldChunks], living: Sequence[int]) -> list[str]:
+    """The parts that no rank holds any more: "blocks.0.weight rows 32:64 (rank 1)", in the order of `holders`.
 
-    held    name of each sharded tensor -> who holds what of it
+    holders name of each sharded tensor -> who holds what of it
     living  ranks that are left
     """
     return [
-        f"{name} {chunk.sentence} (rank {rank})" for name, one in held.items() for rank, chunk in one.missing(living)
+        f"{name} {chunk.sentence} (rank {rank})"
+        for name, chunks in holders.items()
+        for rank, chunk in chunks.missing(living)
     ]

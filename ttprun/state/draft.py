@@ -149,15 +149,15 @@ class Draft:
         # Hidden ones are nobody's of ours: NFS leaves such names where an open file was removed.
         for name in sorted(name for name in os.listdir(self.folder) if not name.startswith(".")):
             path = self.path(name)
-            known = self._entries.get(name)
-            if known is not None and path.stat().st_size != known.bytes:
+            entry = self._entries.get(name)
+            if entry is not None and path.stat().st_size != entry.bytes:
                 raise CannotWriteError(
                     f"no checkpoint was written to '{self.folder.parent}': {name} has {path.stat().st_size} bytes, "
-                    f"and its writer reported {known.bytes}",
+                    f"and its writer reported {entry.bytes}",
                     "check the disk and the log of its rank",
                 )
             sync(path)
-            entries[name] = known or read_entry(path)
+            entries[name] = entry or read_entry(path)
         lost = sorted(self._entries.keys() - entries.keys())
         if lost:
             raise CannotWriteError(

@@ -37,13 +37,13 @@ def choose_model(checkpoint: Checkpoint, name: str | None = None) -> Mapping[str
     models = checkpoint.valid_manifest().model
     if not models:
         raise ConfigError(f"checkpoint '{checkpoint.path}' names no model", "export it from your script")
-    known = ", ".join(f"'{model}'" for model in sorted(models))
+    choices = ", ".join(f"'{model}'" for model in sorted(models))
     if name is None:
         if len(models) > 1:
-            raise ConfigError(f"checkpoint '{checkpoint.path}' holds several models", f"choose by --model: {known}")
+            raise ConfigError(f"checkpoint '{checkpoint.path}' holds several models", f"choose by --model: {choices}")
         (name,) = models
     if name not in models:
-        raise ConfigError(f"--model: there is no '{name}'", suggestion(name, models, f"choose one of {known}"))
+        raise ConfigError(f"--model: there is no '{name}'", suggestion(name, models, f"choose one of {choices}"))
     return models[name]
 
 
@@ -67,9 +67,9 @@ def load_model(checkpoint: Checkpoint, model: Mapping[str, tuple[str, str]]) -> 
     read: dict[tuple[str, str], Tensor] = {}
     for file, key in sorted(set(model.values())):
         path = str(checkpoint.file(file))
-        found = [piece for piece in pieces.get(key, ()) if piece.path == path and piece.is_whole]
+        whole = [piece for piece in pieces.get(key, ()) if piece.path == path and piece.is_whole]
         try:
-            read[file, key] = assemble(key, found or pieces.get(key, ()))
+            read[file, key] = assemble(key, whole or pieces.get(key, ()))
         except Exception as error:  # the library's own type, ours, or OSError
             raise _unreadable(path, error) from None
     plain = names_without_wrappers(model)
@@ -78,7 +78,7 @@ def load_model(checkpoint: Checkpoint, model: Mapping[str, tuple[str, str]]) -> 
 
 def _pieces(checkpoint: Checkpoint) -> dict[str, list[Piece]]:
     """Key -> what each file of tensors holds of it."""
-    found: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[Piece]] = {}
     for name in checkpoint.valid_manifest().files:
         if name.endswith(".safetensors"):
             path = str(checkpoint.file(name))
@@ -87,8 +87,8 @@ def _pieces(checkpoint: Checkpoint) -> dict[str, list[Piece]]:
             except (CannotReshardError, OSError) as error:
                 raise _unreadable(path, error) from None
             for key, piece in of_file.items():
-                found.setdefault(key, []).append(piece)
-    return found
+                pieces.setdefault(key, []).append(piece)
+    return pieces
 
 
 def _unreadable(path: str, error: Exception) -> ConfigError:
@@ -103,7 +103,7 @@ def names_without_wrappers(names: Iterable[str]) -> dict[str, str]:
     """
     whole = list(names)
     plain = whole
-    while plain and (wrapper := next((one for one in _WRAPPERS if all(n.startswith(one) for n in plain)), None)):
+    while plain and (wrapper := next((name for name in _WRAPPERS if all(n.startswith(name) for n in plain)), None)):
         plain = [name.removeprefix(wrapper) for name in plain]
     plain = [".".join(part for part in name.split(".") if part not in _RESERVED) for name in plain]
     if len(set(plain)) < len(whole) or "" in plain:

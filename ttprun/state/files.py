@@ -96,20 +96,20 @@ def _fill_whole(buffer: memoryview, fill: Fill, digest: xxhash.xxh3_128) -> int:
 
 def _filler(chunks: Iterable[Buffer]) -> Fill:
     """Hands chunks out as a buffer has room."""
-    left = memoryview(b"")
+    remainder = memoryview(b"")
     rest = iter(chunks)
 
     def fill(buffer: memoryview) -> int:
-        nonlocal left
-        while not left:
+        nonlocal remainder
+        while not remainder:
             chunk = next(rest, None)
             if chunk is None:
                 return 0
             whole = memoryview(chunk)
-            left = whole.cast("B") if whole.nbytes else memoryview(b"")
-        count = min(len(left), len(buffer))
-        buffer[:count] = left[:count]
-        left = left[count:]
+            remainder = whole.cast("B") if whole.nbytes else memoryview(b"")
+        count = min(len(remainder), len(buffer))
+        buffer[:count] = remainder[:count]
+        remainder = remainder[count:]
         return count
 
     return fill

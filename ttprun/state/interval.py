@@ -38,14 +38,14 @@ def parse_interval(text: str) -> SnapshotInterval:
     """ "auto", "never", "500 steps", "20min", "90s". Raises ValueError ("what; cure")."""
     if text in ("auto", "never"):
         return SnapshotInterval(is_never=text == "never")
-    found = _PATTERN.fullmatch(text.strip())
-    if found is None or not float(found[1]):
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None or not float(match[1]):
         raise ValueError(f"'{text}' is not an interval; write 500steps, 20min, 90s, auto or never")
-    if found[2].startswith("step"):
-        if "." in found[1]:
+    if match[2].startswith("step"):
+        if "." in match[1]:
             raise ValueError(f"'{text}' is not a whole number of steps; write 500steps")
-        return SnapshotInterval(steps=int(found[1]))
-    return SnapshotInterval(seconds=float(found[1]) * _UNITS_S[found[2]])
+        return SnapshotInterval(steps=int(match[1]))
+    return SnapshotInterval(seconds=float(match[1]) * _UNITS_S[match[2]])
 
 
 def best_interval_s(cost_s: float, run_s: float, failures: int) -> float:

@@ -13,10 +13,10 @@ def parse_memory(text: str) -> int | float:
 
     Raises ValueError ("what; cure").
     """
-    found = _PATTERN.fullmatch(text.strip())
-    if found is not None:
-        number, unit = float(found[1]), found[2]
-        is_share = unit == "%" or (not unit and "." in found[1])
+    match = _PATTERN.fullmatch(text.strip())
+    if match is not None:
+        number, unit = float(match[1]), match[2]
+        is_share = unit == "%" or (not unit and "." in match[1])
         share = number / 100 if unit == "%" else number
         if is_share and share <= 1:
             return share

@@ -54,15 +54,15 @@ def pieces_in(path: str) -> dict[str, Piece]:
     try:
         header = json.loads(raw)
         slices = json.loads(header.pop("__metadata__", {}).get(SHARDING_KEY, "{}"))
-        found = {}
+        pieces = {}
         for key, entry in header.items():
             sizes = tuple(entry["shape"])
             place = slices.get(key, {"saved_offsets": [0] * len(sizes), "shape": list(sizes)})
             offsets, shape = tuple(place["saved_offsets"]), tuple(place["shape"])
-            found[key] = Piece(path, torch_dtype(entry["dtype"]), shape, offsets, sizes)
+            pieces[key] = Piece(path, torch_dtype(entry["dtype"]), shape, offsets, sizes)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CannotReshardError(f"the header of '{path}' cannot be read ({error!r})") from None
-    return found
+    return pieces
 
 
 def pieces_of(paths: Sequence[str]) -> dict[str, list[Piece]]:
@@ -70,13 +70,13 @@ def pieces_of(paths: Sequence[str]) -> dict[str, list[Piece]]:
 
     Raises CannotReshardError, OSError.
     """
-    found: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[Piece]] = {}
     for path in paths:
         for key, piece in pieces_in(path).items():
-            known = found.setdefault(key, [])
-            if not any(map(piece.is_same_part, known)):
-                known.append(piece)
-    return found
+            parts = pieces.setdefault(key, [])
+            if not any(map(piece.is_same_part, parts)):
+                parts.append(piece)
+    return pieces
 
 
 def assemble(key: str, pieces: Sequence[Piece]) -> Tensor:
@@ -103,5 +103,5 @@ def assemble(key: str, pieces: Sequence[Piece]) -> Tensor:
 
 def _read(key: str, piece: Piece) -> Tensor:
     with safe_open(piece.path, framework="pt") as file:
-        found: Tensor = file.get_tensor(key)
-    return found
+        tensor: Tensor = file.get_tensor(key)
+    return tensor

@@ -46,10 +46,10 @@ class TensorFiles(StorageReader):
         tensors: dict[str, Any] = {}
         places: dict[MetadataIndex, str] = {}
         for key, pieces in self.pieces.items():
-            boxes = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in pieces]
+            boxes = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in pieces]
             size = torch.Size(pieces[0].shape)
             tensors[key] = TensorStorageMetadata(TensorProperties(dtype=pieces[0].dtype), size, boxes)
-            places |= {MetadataIndex(key, torch.Size(one.offsets)): one.path for one in pieces}
+            places |= {MetadataIndex(key, torch.Size(piece.offsets)): piece.path for piece in pieces}
         return Metadata(state_dict_metadata=tensors, storage_data=places)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -164,7 +164,7 @@ def is_noted(checkpoint: Path) -> bool:
 
 def _read(checkpoint: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads((checkpoint / NOTE_NAME).read_bytes())
-        if isinstance(found, dict) and all(isinstance(one, dict) for one in found.values()):
-            return found
+        notes = json.loads((checkpoint / NOTE_NAME).read_bytes())
+        if isinstance(notes, dict) and all(isinstance(entry, dict) for entry in notes.values()):
+            return notes
     return {}

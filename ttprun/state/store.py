@@ -106,8 +106,8 @@ class CheckpointStore:
             names = os.listdir(self.save_dir)
         except OSError:
             return []
-        found = [inspect(self.save_dir / name) for name in filter(is_checkpoint_name, names)]
-        return sorted(found, key=lambda one: (one.boundary, one.sequence, one.name), reverse=True)
+        checkpoints = [inspect(self.save_dir / name) for name in filter(is_checkpoint_name, names)]
+        return sorted(checkpoints, key=lambda saved: (saved.boundary, saved.sequence, saved.name), reverse=True)
 
     def verify(self, checkpoint: Checkpoint, progress: Progress = lambda done, of: None) -> Checkpoint:
         """A checkpoint whose files have been read; one that is damaged is never removed to make room."""
@@ -120,14 +120,14 @@ class CheckpointStore:
         self, draft: Draft, description: Description, entries: dict[str, FileEntry], missing: Sequence[str]
     ) -> Checkpoint:
         """Turn a draft with all its files into a checkpoint. Raises OSError up to the rename, nothing after it."""
-        known = self.checkpoints()
+        earlier = self.checkpoints()
         manifest = Manifest(
             **dict(description),
             completed=not missing,
             missing=tuple(missing),
             run_id=self._lock.run_id if self._lock else "",
             boundary=draft.boundary,
-            sequence=1 + max((one.sequence for one in known), default=0),
+            sequence=1 + max((checkpoint.sequence for checkpoint in earlier), default=0),
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             versions={"ttprun": __version__, "torch": version("torch"), "python": platform.python_version()},
             files=entries,
@@ -169,11 +169,11 @@ class CheckpointStore:
 
         Renamed first, so that one that is half removed is not taken for a damaged one.
         """
-        candidates = [one for one in last_written_first(self.checkpoints()) if one.name not in self._damaged]
-        noted = [one for one in candidates if is_noted(one.path)]
-        others = [one for one in candidates if one.name != published.name and one not in noted]
-        again = [one for one in others if one.boundary == published.boundary]
-        older = [one for one in others if one.boundary != published.boundary]
+        candidates = [old for old in last_written_first(self.checkpoints()) if old.name not in self._damaged]
+        noted = [old for old in candidates if is_noted(old.path)]
+        others = [old for old in candidates if old.name != published.name and old not in noted]
+        again = [old for old in others if old.boundary == published.boundary]
+        older = [old for old in others if old.boundary != published.boundary]
         for old in again + older[self._keep - 1 :] + noted[self._keep :]:
             doomed = self.save_dir / f".removing-{old.name}"
             _remove(doomed)
@@ -192,7 +192,7 @@ def read_latest(save_dir: Path) -> str | None:
 
 def last_written_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     """The valid ones."""
-    return sorted((one for one in checkpoints if one.is_valid), key=lambda one: one.sequence, reverse=True)
+    return sorted((saved for saved in checkpoints if saved.is_valid), key=lambda saved: saved.sequence, reverse=True)
 
 
 def _remove(path: Path) -> None:

@@ -33,8 +33,8 @@ SHARDING_KEY = "DCP_SHARDING_INFO"
 
 def torch_dtype(code: str) -> torch.dtype:
     """The type that a code of the format stands for. Raises KeyError if this torch has none."""
-    found: torch.dtype = getattr(torch, _CODES[code])
-    return found
+    dtype: torch.dtype = getattr(torch, _CODES[code])
+    return dtype
 
 
 def can_hold(tensor: Tensor) -> bool:

@@ -198,11 +198,11 @@ def load(header: list[Any], files: list[str], differing: Differing = NONE_DIFFER
         key = differing.stored(name)
         if key not in holder:
             raise fail_open.NotRepairableError(f"{key} is in none of the checkpoint's files")
-        found = holder[key].get_tensor(key)
-        if found.shape != tensor.shape or found.dtype != tensor.dtype:
-            raise fail_open.NotRepairableError(f"{key} is {list(found.shape)} of {found.dtype} in the checkpoint")
+        stored = holder[key].get_tensor(key)
+        if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
+            raise fail_open.NotRepairableError(f"{key} is {list(stored.shape)} of {stored.dtype} in the checkpoint")
         with torch.no_grad():
-            tensor.copy_(found)
+            tensor.copy_(stored)
 
     replicated.take_over(header, fill)
 
@@ -224,7 +224,7 @@ def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Pa
     """The modules in the user's variables: (variable -> name in its state_dict -> key, what has no key yet)."""
     models: dict[str, dict[str, str]] = {}
     own: list[Part] = []
-    known = {
+    keys = {
         _place(tensor): key
         for key, tensor in replicated.live_tensors()
         if not distributed_tensors.is_distributed(tensor)
@@ -236,12 +236,12 @@ def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Pa
             if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
                 continue
             tensor = distributed_tensors.local_of(value).detach()
-            key = known_parameters.get(id(value)) or (known.get(_place(tensor)) if tensor.numel() else None)
+            key = known_parameters.get(id(value)) or (keys.get(_place(tensor)) if tensor.numel() else None)
             if key is None:
                 key = f"{variable}/{name}"
                 own.append(Part(key, tensor, value))
             if tensor.numel():
-                known[_place(tensor)] = key
+                keys[_place(tensor)] = key
             names[name] = key
         if names:
             models[variable] = names
@@ -256,10 +256,10 @@ def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """
     managed = sharded.sharded_parameters(module)
     for path, part in parts_of(module, with_repeated=True):
-        held = tables_of(part)
-        passing = held["_non_persistent_buffers_set"]
-        kept = {name: tensor for name, tensor in held["_buffers"].items() if name not in passing}
-        for name, tensor in (*held["_parameters"].items(), *kept.items()):
+        tables = tables_of(part)
+        passing = tables["_non_persistent_buffers_set"]
+        kept = {name: tensor for name, tensor in tables["_buffers"].items() if name not in passing}
+        for name, tensor in (*tables["_parameters"].items(), *kept.items()):
             if tensor is not None:
                 yield f"{path}.{name}" if path else name, managed.get((id(part), name), tensor)
 
@@ -286,8 +286,8 @@ def modules_in(frame: FrameType | None) -> Iterator[tuple[str, torch.nn.Module]]
 
     Those that are parts of one in a frame farther out are left out: in its own `forward` a model is `self` as well.
     """
-    found: dict[str, torch.nn.Module] = {}
-    known: set[int] = set()
+    modules: dict[str, torch.nn.Module] = {}
+    seen: set[int] = set()
     for user_frame in user_frames(frame):
         here: dict[str, torch.nn.Module] = {}
         for name, value in variables_of(user_frame).items():
@@ -298,6 +298,6 @@ def modules_in(frame: FrameType | None) -> Iterator[tuple[str, torch.nn.Module]]
             elif module_of_class(type(value)) == "__main__":
                 attributes = (dictionary_of(value) or {}).items()
                 here |= {f"{name}.{key}": part for key, part in attributes if is_a(part, torch.nn.Module)}
-        found |= {name: module for name, module in here.items() if id(module) not in known}
-        known |= {id(part) for module in here.values() for _, part in parts_of(module)}
-    yield from list(found.items())[:_MOST_MODULES]
+        modules |= {name: module for name, module in here.items() if id(module) not in seen}
+        seen |= {id(part) for module in here.values() for _, part in parts_of(module)}
+    yield from list(modules.items())[:_MOST_MODULES]

@@ -97,19 +97,19 @@ class Holdings:
         """
         if stepped is not self._sampled[0]:
             managed = set(map(id, reduced_over_all()))
-            sampled = [one for one in stepped.weights if not (id(one) in managed or is_distributed(one))]
+            sampled = [weight for weight in stepped.weights if not (id(weight) in managed or is_distributed(weight))]
             self._sampled = stepped, sampled
         sampled = self._sampled[1]
         if not sampled:
             return b""
         own = set() if optimizer is None else set(map(id, shown_to(optimizer)))
         start = boundary * _MOST_SAMPLES % len(sampled)
-        found = xxhash.xxh3_64()
+        hasher = xxhash.xxh3_64()
         for parameter in (sampled[start:] + sampled[:start])[:_MOST_SAMPLES]:
-            found.update(_some_bytes(parameter, boundary))
+            hasher.update(_some_bytes(parameter, boundary))
             if parameter.grad is not None and id(parameter) in own:
-                found.update(_some_bytes(parameter.grad, boundary))
-        return found.digest()
+                hasher.update(_some_bytes(parameter.grad, boundary))
+        return hasher.digest()
 
 
 def in_full(optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[str, str]]:
@@ -134,8 +134,8 @@ def _own(state: dict[str, Any]) -> dict[str, Any]:
 def shards() -> tuple[dict[str, tuple[str, str]], str]:
     """Of each parameter of which this rank holds a part (how it is cut, which part); and why they cannot be stored."""
     parts = {key: parameter for key, parameter, *_ in replicated.rows() if sharded.place_of(parameter) is not None}
-    found = {key: (sharded.layout_of(part), sharded.place_of(part) or "") for key, part in parts.items()}
-    return found, sharded.why_not_stored(parts.values())
+    cuts = {key: (sharded.layout_of(part), sharded.place_of(part) or "") for key, part in parts.items()}
+    return cuts, sharded.why_not_stored(parts.values())
 
 
 def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.Tensor]]:
@@ -146,28 +146,28 @@ def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.T
     """
     managed = set(map(id, reduced_over_all()))
     shown = set(map(id, shown_to(optimizer)))
-    found = []
+    tensors = []
     for key, parameter, *_ in _plain_parameters():
-        found.append((key, False, parameter))
+        tensors.append((key, False, parameter))
         gradient = parameter.grad
         if id(parameter) in shown and gradient is not None and id(parameter) not in managed and _is_dense(gradient):
-            found.append((key, True, gradient))
-    return found
+            tensors.append((key, True, gradient))
+    return tensors
 
 
 def names(frame: FrameType | None) -> dict[str, str]:
     """Key of each parameter -> the script's name for it, if its variables have one."""
     keys = {id(parameter): key for key, parameter, *_ in replicated.rows()}
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     modules = dict(modules_in(frame))
     for variable, module in modules.items():
         for name, parameter in parameters_of(module):
             if id(parameter) in keys:
-                found.setdefault(keys[id(parameter)], name if len(modules) == 1 else f"{variable}.{name}")
+                named.setdefault(keys[id(parameter)], name if len(modules) == 1 else f"{variable}.{name}")
     for variable, tensor in _tensors_in(frame):
         if id(tensor) in keys:
-            found.setdefault(keys[id(tensor)], variable)
-    return found
+            named.setdefault(keys[id(tensor)], variable)
+    return named
 
 
 def reduced_over_all() -> Iterator[torch.Tensor]:
@@ -183,29 +183,29 @@ def _plain_parameters() -> Iterator[replicated.Row]:
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    held = local_of(tensor)
-    found = xxhash.xxh3_64(f"{held.dtype} {list(held.shape)} {sharded.place_of(tensor)}".encode())
-    found.update(content_of(held))
-    return found.hexdigest()
+    local = local_of(tensor)
+    hasher = xxhash.xxh3_64(f"{local.dtype} {list(local.shape)} {sharded.place_of(tensor)}".encode())
+    hasher.update(content_of(local))
+    return hasher.hexdigest()
 
 
 def _hash_of_rest(state: dict[str, Any], group: dict[str, Any], gradient: torch.Tensor | None) -> str:
-    found = xxhash.xxh3_64()
+    hasher = xxhash.xxh3_64()
     for name, value in (*sorted(group.items()), *replicated.flat(state)):
         if is_a(value, torch.Tensor):
-            held = local_of(value)
-            if _is_dense(held):
-                found.update(f"{name} {held.dtype} {list(held.shape)}".encode())
-                found.update(content_of(held))
-        elif is_a(value, _PLAIN) or (type(value) is tuple and all(is_a(one, _PLAIN) for one in value)):
+            local = local_of(value)
+            if _is_dense(local):
+                hasher.update(f"{name} {local.dtype} {list(local.shape)}".encode())
+                hasher.update(content_of(local))
+        elif is_a(value, _PLAIN) or (type(value) is tuple and all(is_a(item, _PLAIN) for item in value)):
             plain = tuple(map(plain_of, value)) if type(value) is tuple else plain_of(value)
-            found.update(f"{name} {plain!r}".encode())
+            hasher.update(f"{name} {plain!r}".encode())
     if gradient is not None:
         gradient = local_of(gradient)
         parts = (gradient,) if _is_dense(gradient) else _parts_of_sparse(gradient)
         for part in parts:
-            found.update(content_of(part))
-    return found.hexdigest()
+            hasher.update(content_of(part))
+    return hasher.hexdigest()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -233,6 +233,8 @@ def _tensors_in(frame: FrameType | None) -> Iterator[tuple[str, torch.Tensor]]:
             if is_a(value, torch.Tensor):
                 yield name, value
             elif is_a(value, list | tuple):
-                yield from ((f"{name}[{at}]", one) for at, one in enumerate(items_of(value)) if is_a(one, torch.Tensor))
+                yield from (
+                    (f"{name}[{at}]", item) for at, item in enumerate(items_of(value)) if is_a(item, torch.Tensor)
+                )
             elif is_a(value, dict):
-                yield from ((f"{name}[{at!r}]", one) for at, one in pairs_of(value) if is_a(one, torch.Tensor))
+                yield from ((f"{name}[{at!r}]", item) for at, item in pairs_of(value) if is_a(item, torch.Tensor))

@@ -77,5 +77,5 @@ class Host(Protocol):
 
 def current() -> Host | None:
     """This process's host; None if it has none."""
-    found: Host | None = host.current()
-    return found
+    session: Host | None = host.current()
+    return session

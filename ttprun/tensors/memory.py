@@ -36,14 +36,14 @@ def free_bytes(machine: Path = MACHINE, cgroup: Path | None = None) -> int | Non
 
     cgroup   directory of our control group; None: this process's
     """
-    known = [found for found in (_of_machine(machine), _of_cgroup(cgroup or own_cgroup())) if found is not None]
-    return min(known, default=None)
+    amounts = [free for free in (_of_machine(machine), _of_cgroup(cgroup or own_cgroup())) if free is not None]
+    return min(amounts, default=None)
 
 
 def _of_machine(meminfo: Path) -> int | None:
     with contextlib.suppress(OSError):
-        found = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.M)
-        return int(found[1]) << 10 if found else None
+        match = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.M)
+        return int(match[1]) << 10 if match else None
     return None
 
 
@@ -51,14 +51,14 @@ def _of_cgroup(cgroup: Path | None) -> int | None:
     """The least over the group and its parents, whose limits hold too."""
     if cgroup is None:
         return None
-    known = []
+    amounts = []
     for group in (cgroup, *cgroup.parents):
         for limit_name, used_name, cache_name in _CGROUP_FILES:
             with contextlib.suppress(OSError, ValueError):  # "max" is not a number: no limit
                 limit, used = (int((group / name).read_text()) for name in (limit_name, used_name))
                 cache = re.search(rf"^{cache_name} (\d+)$", (group / "memory.stat").read_text(), re.M)
-                known.append(max(0, limit - used + (int(cache[1]) if cache else 0)))
-    return min(known, default=None)
+                amounts.append(max(0, limit - used + (int(cache[1]) if cache else 0)))
+    return min(amounts, default=None)
 
 
 def own_cgroup(listing: Path = Path("/proc/self/cgroup")) -> Path | None:
@@ -115,8 +115,8 @@ class Memory:
 
     def read(self, at: int, size_bytes: int) -> bytes:
         """So many bytes from an offset of the file, which is open."""
-        found: bytes = self._map[at : at + size_bytes]
-        return found
+        content: bytes = self._map[at : at + size_bytes]
+        return content
 
     def tensor(self, at: int, like: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor of the form of another one, whose elements are in the file from an offset on.

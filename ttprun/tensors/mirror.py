@@ -200,23 +200,23 @@ class Mirror:
         size = error.size_bytes if isinstance(error, _TooLargeError) else 0
         session.channel.send(from_rank.StateMirrored(boundary, size, self._limit_bytes, why_not=self.why_off))
 
-    def _note(self, held: Held) -> None:
-        self._board.set(self._rank, _CELLS[slot_of(held.boundary)], held.pack())
-        self.on_kept(self._part(held))
+    def _note(self, content: Held) -> None:
+        self._board.set(self._rank, _CELLS[slot_of(content.boundary)], content.pack())
+        self.on_kept(self._part(content))
 
     def held(self, boundary: int) -> Held:
         """What is kept of the state of a boundary, and of the step that follows; NOTHING if that is nothing."""
-        held = unpack(self._board.get(self._rank, _CELLS[slot_of(boundary)]))
-        return held if held.boundary == boundary else NOTHING
+        content = unpack(self._board.get(self._rank, _CELLS[slot_of(boundary)]))
+        return content if content.boundary == boundary else NOTHING
 
-    def parts(self, held: Held) -> list[Part]:
+    def parts(self, content: Held) -> list[Part]:
         """The parts that give a slot this content, in their order; between steps, on the main thread."""
-        if held == NOTHING:
+        if content == NOTHING:
             return []
-        return [self._part(held._replace(has_step=False)), *([self._part(held)] if held.has_step else [])]
+        return [self._part(content._replace(has_step=False)), *([self._part(content)] if content.has_step else [])]
 
-    def _part(self, held: Held) -> Part:
-        return self._slots[slot_of(held.boundary)].part(held)
+    def _part(self, content: Held) -> Part:
+        return self._slots[slot_of(content.boundary)].part(content)
 
     # The copies.
 
@@ -238,15 +238,15 @@ class Mirror:
         if kept.why_not():
             return False
         with torch.no_grad():
-            held = held_now()
+            described = held_now()
             rows = list(replicated.rows())
             weights = [local_of(parameter) for _, parameter, *_ in rows]
-            forms = forms_of(held)
+            forms = forms_of(described)
             layout = self._layout
             if layout is None or layout.forms != forms or bool(layout.before) != kept.is_kept:
                 layout = self._layout = lay_out(rows, forms, kept.is_kept)
                 self._check(layout, weights)
-            state = [kept.of(value) if is_weight else local_of(value) for is_weight, value in _tensors(held)]
+            state = [kept.of(value) if is_weight else local_of(value) for is_weight, value in _tensors(described)]
             if len(state) != len(layout.state):
                 self._layout = None
                 return False  # a backward has shown meanwhile which gradients belong to the state
@@ -267,9 +267,9 @@ class Mirror:
         rows = list(replicated.rows())
         if bool(slot.before) != is_kept or len(rows) != len(slot.gradients):  # parameters were added since the copy
             return False
-        marks, targets, found = [], [], []
-        for at, (_, parameter, _, _, one) in enumerate(rows):
-            gradient = parameter.grad if optimizer is None or one is optimizer else None
+        marks, targets, sources = [], [], []
+        for at, (_, parameter, _, _, owner) in enumerate(rows):
+            gradient = parameter.grad if optimizer is None or owner is optimizer else None
             marks.append(gradient is not None)
             if gradient is None:
                 continue
@@ -281,10 +281,10 @@ class Mirror:
                 self._why_no_step = "a gradient is sharded in another way than its parameter"
                 return False
             targets.append(slot.gradients[at])
-            found.append(local)
+            sources.append(local)
         with torch.no_grad():
             if targets:
-                torch._foreach_copy_(targets, found)
+                torch._foreach_copy_(targets, sources)
             if is_kept:
                 torch._foreach_copy_(slot.before, [local_of(parameter).detach() for _, parameter, *_ in rows])
             slot.marks.copy_(torch.tensor(marks, dtype=torch.uint8))
@@ -335,9 +335,9 @@ def _why_not_taken_again(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _tensors(held: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[bool, torch.Tensor]]:
+def _tensors(described: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[bool, torch.Tensor]]:
     """(whether it is a parameter's weights, tensor), in the order of `replicated.describe`."""
-    return [(isinstance(form[0], torch.Size), value) for form, value in held if value is not None]
+    return [(isinstance(form[0], torch.Size), value) for form, value in described if value is not None]
 
 
 def load(path: str) -> None:
@@ -355,10 +355,10 @@ def load_step(path: str, optimizer: torch.optim.Optimizer | None) -> None:
     """
     stored = Stored(path)
     _load_state(stored)
-    for number, (name, parameter, _, _, one) in enumerate(replicated.rows()):
+    for number, (name, parameter, _, _, owner) in enumerate(replicated.rows()):
         if stored.before:
             stored.copy_to(local_of(parameter.detach()), stored.before[number])
-        if optimizer is not None and one is not optimizer:
+        if optimizer is not None and owner is not optimizer:
             continue
         if not stored.has_gradient(number):
             parameter.grad = None
@@ -372,10 +372,10 @@ def load_step(path: str, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _load_state(stored: Stored) -> None:
-    left = iter(zip(stored.places, stored.state, strict=True))
+    remaining = iter(zip(stored.places, stored.state, strict=True))
 
     def fill(key: str, tensor: torch.Tensor) -> None:
-        theirs, offset = next(left)
+        theirs, offset = next(remaining)
         if (place := sharded.place_of(tensor)) != theirs:
             raise NotRepairableError(f"{key}: this rank's part is {place}, and the lost rank's was {theirs}")
         stored.copy_to(local_of(tensor), offset)

@@ -98,18 +98,18 @@ class Slot:
         self.memory.fit(layout.size)
         self.memory.write(len(layout.header).to_bytes(_LENGTH_BYTES, "little") + layout.header)
         of_memory = self.memory.tensor
-        self.state = [of_memory(at, one) for at, one in zip(layout.state, state, strict=True)]
-        self.gradients = [of_memory(at, one) for at, one in zip(layout.gradients, weights, strict=True)]
-        self.before = [of_memory(at, one) for at, one in zip(layout.before, weights, strict=False)]
+        self.state = [of_memory(at, tensor) for at, tensor in zip(layout.state, state, strict=True)]
+        self.gradients = [of_memory(at, tensor) for at, tensor in zip(layout.gradients, weights, strict=True)]
+        self.before = [of_memory(at, tensor) for at, tensor in zip(layout.before, weights, strict=False)]
         self.marks = of_memory(layout.marks, torch.empty(len(weights), dtype=torch.uint8))
         self.split = layout.gradients[0]
         self._layout = layout
 
-    def part(self, held: Held) -> Part:
+    def part(self, content: Held) -> Part:
         """The part with which it holds this; it has been laid out."""
         whole = self.memory.size
-        at, end = (self.split, whole) if held.has_step else (0, self.split)
-        return Part(held, self.path, at, end - at, whole)
+        at, end = (self.split, whole) if content.has_step else (0, self.split)
+        return Part(content, self.path, at, end - at, whole)
 
 
 def lay_out(rows: list[replicated.Row], forms: list[tuple[Any, ...]], is_kept: bool) -> Layout:
@@ -121,8 +121,8 @@ def lay_out(rows: list[replicated.Row], forms: list[tuple[Any, ...]], is_kept: b
 
     def place_for(size: int) -> int:
         nonlocal at
-        found, at = at, at + -(-size // _ALIGNED) * _ALIGNED
-        return found
+        place, at = at, at + -(-size // _ALIGNED) * _ALIGNED
+        return place
 
     weights = [local_of(parameter) for _, parameter, *_ in rows]
     state = [place_for(part.tensor.nbytes) for part in parts]
@@ -339,7 +339,7 @@ def write(order: MirroredShare, owners: Mapping[str, Sequence[int]], writers: Se
         raise fail_open.NotRepairableError(str(error)) from None
     Path(order.path).unlink(missing_ok=True)
     entry = write_file(Path(order.path), chunks(header, tensors))
-    common = [one for key, one in zip(stored.parameters, stored.header, strict=True) if key not in owners]
+    common = [row for key, row in zip(stored.parameters, stored.header, strict=True) if key not in owners]
     return Share(
         order.share,
         bytes=entry.bytes,
@@ -358,9 +358,9 @@ def _holds_alone(differing: Differing, key: str, writers: Sequence[int]) -> bool
 
 def _parts(stored: Stored) -> list[_Part]:
     """The tensors of a mirror, in the order of `replicated.describe`."""
-    found = []
+    parts = []
     for key, offset, (dtype, shape, chunk) in zip(stored.keys, stored.state, stored.forms, strict=True):
         like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         box = None if chunk is None else Chunk(*map(tuple, chunk))
-        found.append(_Part(key, stored.tensor(like, offset), box))
-    return found
+        parts.append(_Part(key, stored.tensor(like, offset), box))
+    return parts

@@ -66,11 +66,11 @@ def wrap_optimizer_init(original: Any) -> Any:
 
     def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        known = weakref.ref(self, _keep_remains)
-        _optimizers.append(known)
+        reference = weakref.ref(self, _keep_remains)
+        _optimizers.append(reference)
         models.all_of(self)  # before an engine hides some
         make_place(self)
-        _note_made("an optimizer was made", "make it before the loop", known)
+        _note_made("an optimizer was made", "make it before the loop", reference)
 
     return init
 
@@ -80,12 +80,12 @@ def wrap_add_param_group(original: Any) -> Any:
 
     def add_param_group(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        known = next((ref for ref in _optimizers if ref() is self), None)
-        if known is not None:  # else the optimizer is being made
+        reference = next((ref for ref in _optimizers if ref() is self), None)
+        if reference is not None:  # else the optimizer is being made
             _note_made(
                 "parameters were added to an optimizer (add_param_group)",
                 "give it all parameters before the loop; those that are not to learn yet get requires_grad_(False)",
-                known,
+                reference,
             )
         return result
 
@@ -107,7 +107,7 @@ def wrap_ddp_init(original: Any) -> Any:
         _wrapped_models.append(weakref.ref(self))
         left_out = getattr(self, "parameters_to_ignore", ())
         named = self.module.named_parameters()
-        _reduced[self] = [one for name, one in named if one.requires_grad and name not in left_out]
+        _reduced[self] = [parameter for name, parameter in named if parameter.requires_grad and name not in left_out]
 
     return init
 
@@ -147,12 +147,12 @@ _remains: dict[Any, Remains] = {}  # by the weak reference
 
 def note_remains() -> None:
     """The newest boundary is passed."""
-    for known in _optimizers:
-        found = known()
-        if found is not None:
-            remains, groups = _remains.get(known), models.all_of(found)
-            if remains is None or remains.groups is not groups or remains.state is not found.state:
-                _remains[known] = Remains(found)
+    for ref in _optimizers:
+        optimizer = ref()
+        if optimizer is not None:
+            remains, groups = _remains.get(ref), models.all_of(optimizer)
+            if remains is None or remains.groups is not groups or remains.state is not optimizer.state:
+                _remains[ref] = Remains(optimizer)
 
 
 # Functions called at each boundary use plain loops, which are faster than comprehensions here.
@@ -162,20 +162,20 @@ def optimizers() -> list[torch.optim.Optimizer]:
     """All living optimizers, in the order in which they were made."""
     living = []
     for ref in _optimizers:
-        found = ref()
-        if found is not None:
-            living.append(found)
+        optimizer = ref()
+        if optimizer is not None:
+            living.append(optimizer)
     return living
 
 
 def number_of(optimizer: Any) -> int | None:
     """Its place among `optimizers()`; None if it is not among them."""
-    return next((number for number, one in enumerate(optimizers()) if one is optimizer), None)
+    return next((number for number, other in enumerate(optimizers()) if other is optimizer), None)
 
 
 def wrapped_models() -> list[Any]:
     """All living DistributedDataParallel modules, in the order in which they were made."""
-    return [found for ref in _wrapped_models if (found := ref()) is not None]
+    return [model for ref in _wrapped_models if (model := ref()) is not None]
 
 
 def reduced_by(model: Any) -> list[torch.Tensor]:
@@ -190,9 +190,9 @@ def rebuilt() -> list[bool]:
     """Of each living wrapped model, whether it has rebuilt its buckets."""
     have = []
     for ref in _wrapped_models:
-        found = ref()
-        if found is not None:
-            have.append(bool(found._has_rebuilt_buckets))
+        model = ref()
+        if model is not None:
+            have.append(bool(model._has_rebuilt_buckets))
     return have
 
 
@@ -208,15 +208,15 @@ class Stepped:
     held        the list of parameters of each group of each optimizer
     """
 
-    def __init__(self, seen: list[int], held: list[list[torch.Tensor]]) -> None:
+    def __init__(self, seen: list[int], groups: list[list[torch.Tensor]]) -> None:
         self.seen = seen
         self.storages = places(stepped_tensors())
         self.weights = list(parameters())
         self.counts = counts_now()
         self.is_sharded = are_any(self.weights)
-        self.is_on_cpu = all(one.is_cpu for one in self.weights)
-        self.held = held
-        places_held = [(of_group, at) for of_group, group in enumerate(held) for at in range(len(group))]
+        self.is_on_cpu = all(weight.is_cpu for weight in self.weights)
+        self.held = groups
+        places_held = [(of_group, at) for of_group, group in enumerate(groups) for at in range(len(group))]
         # Of each parameter: its group and index there; and once sampled: itself, its address, and its sample.
         self._samples: list[tuple[int, int, Any, int, Any]] = [(*place, None, 0, b"") for place in places_held]
 
@@ -226,12 +226,12 @@ class Stepped:
         if not samples:
             return b""
         number = boundary % len(samples)
-        of_group, at, known, address, sample = samples[number]
+        of_group, at, last, address, sample = samples[number]
         group = self.held[of_group]
         parameter = group[at] if at < len(group) else self.weights[number]
         if self.is_sharded:
             parameter = local_of(parameter)
-        if parameter is not known or parameter.data_ptr() != address or not parameter.is_contiguous():
+        if parameter is not last or parameter.data_ptr() != address or not parameter.is_contiguous():
             parameter = local_of(parameter)
             sample = bytes_of(_beginning(parameter))[:_SAMPLE_BYTES]
             if parameter.is_contiguous() and parameter.device.type == "cpu":
@@ -272,15 +272,15 @@ def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
     of their state, have changed, as they do when parameters are added or state is loaded.
     """
     global _stepped
-    known = _stepped
-    is_sharded = known is not None and known.is_sharded
+    last = _stepped
+    is_sharded = last is not None and last.is_sharded
     seen: list[int] = []
-    held: list[list[torch.Tensor]] = []
+    groups: list[list[torch.Tensor]] = []
     for optimizer in living:
         state = optimizer.state
         seen.append(len(state))
         for _, in_group in models.all_of(optimizer):
-            held.append(in_group)
+            groups.append(in_group)
             seen.append(len(in_group))
             for end in (in_group[0], in_group[-1]) if in_group else ():
                 seen.append((local_of(end) if is_sharded else end).data_ptr())
@@ -288,10 +288,10 @@ def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
                 for value in dict.values(of_end) if type(of_end) is dict or is_a(of_end, dict) else ():
                     if type(value) is torch.Tensor or is_a(value, torch.Tensor):
                         seen.append((local_of(value) if is_sharded else value).data_ptr())
-    if known is None or seen != known.seen:
-        known = _stepped = Stepped(seen, held)
-    known.held = held
-    return known
+    if last is None or seen != last.seen:
+        last = _stepped = Stepped(seen, groups)
+    last.held = groups
+    return last
 
 
 def newest() -> Stepped:
@@ -329,7 +329,7 @@ def counts_now() -> list[list[int]]:
 
 def weights_bytes() -> int:
     """Bytes of this rank's weights; of a sharded one, of its part."""
-    return sum(local_of(weight).nbytes for weight in {id(one): one for one in parameters()}.values())
+    return sum(local_of(weight).nbytes for weight in {id(parameter): parameter for parameter in parameters()}.values())
 
 
 def parameters() -> Iterator[torch.Tensor]:
@@ -340,10 +340,10 @@ def parameters() -> Iterator[torch.Tensor]:
 
 def device_in_use() -> torch.device | None:
     """The device of the script's parameters; None if no device is in use, or they are not on it."""
-    found = accelerator.in_use()
-    if found is None:
+    device = accelerator.in_use()
+    if device is None:
         return None
-    return next((one.device for one in parameters() if one.device.type == found[0]), None)
+    return next((parameter.device for parameter in parameters() if parameter.device.type == device[0]), None)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:

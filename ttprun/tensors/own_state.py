@@ -151,29 +151,29 @@ class OwnState:
         """The optimizers' tensors now, if they fit the layout, else None."""
         if self._layout is None or not self._layout.is_lasting:
             return None
-        found = held_now()
-        return [value for _, value in found if value is not None] if forms_of(found) == self._layout.forms else None
+        rows = held_now()
+        return [value for _, value in rows if value is not None] if forms_of(rows) == self._layout.forms else None
 
 
 def held_now() -> list[tuple[tuple[Any, ...], torch.Tensor | None]]:
     """(form, tensor or None) of each parameter and each value of its state; a form is [name of state,] shape, dtype."""
-    found: list[tuple[tuple[Any, ...], torch.Tensor | None]] = []
+    described: list[tuple[tuple[Any, ...], torch.Tensor | None]] = []
     for _, parameter, state, _, _ in replicated.rows():
-        found.append(((parameter.shape, parameter.dtype), parameter))
+        described.append(((parameter.shape, parameter.dtype), parameter))
         for name, value in state.items():
             if is_a(value, torch.Tensor):
-                found.append(((name, value.shape, value.dtype), value))
+                described.append(((name, value.shape, value.dtype), value))
             else:
-                found.append(((name, value), None))
-    return found
+                described.append(((name, value), None))
+    return described
 
 
-def forms_of(held: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[Any, ...]]:
+def forms_of(described: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[Any, ...]]:
     """Of these, the forms alone.
 
-    held   as `held_now` returns them
+    described   as `held_now` returns them
     """
-    return [form for form, _ in held]
+    return [form for form, _ in described]
 
 
 def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:

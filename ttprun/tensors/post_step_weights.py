@@ -90,11 +90,11 @@ class KeptWeights:
 
         def compare(copies: list[torch.Tensor]) -> None:
             hashes = iter(map(hash_of, copies))
-            mark, self._mark = (one if isinstance(one, bytes) else next(hashes) for one in (now, then))
+            mark, self._mark = (sample if isinstance(sample, bytes) else next(hashes) for sample in (now, then))
             self.compare(trained, mark)
             use(mark)
 
-        host_copies.later([one for one in (now, then) if not isinstance(one, bytes)], compare)
+        host_copies.later([sample for sample in (now, then) if not isinstance(sample, bytes)], compare)
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight as the newest step has left it; of a sharded one, this rank's part."""

@@ -66,12 +66,12 @@ def held_by_all(tensor: torch.Tensor) -> list[list[Any]]:
     """Each rank's part of a sharded tensor, by its mesh: [rank, shape, offsets, sizes]."""
     whole: Any = tensor
     mesh = whole.device_mesh.mesh
-    found = []
+    boxes = []
     for coordinate in itertools.product(*map(range, mesh.shape)):
         box = _box(whole, tuple(mesh.shape), list(coordinate))
         assert box is not None
-        found.append([int(mesh[coordinate]), list(whole.shape), list(box.offsets), list(box.sizes)])
-    return found
+        boxes.append([int(mesh[coordinate]), list(whole.shape), list(box.offsets), list(box.sizes)])
+    return boxes
 
 
 def _box(whole: Any, mesh_shape: tuple[int, ...], coordinate: list[int]) -> Chunk | None:
@@ -82,17 +82,17 @@ def _box(whole: Any, mesh_shape: tuple[int, ...], coordinate: list[int]) -> Chun
     """
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-    left: dict[int, torch.Tensor] = {}  # dimension -> indices that this place holds
+    indices_of: dict[int, torch.Tensor] = {}  # dimension -> indices that this place holds
     for size, here, placement in zip(mesh_shape, coordinate, whole.placements, strict=True):
         if placement.is_replicate():
             continue
-        indices = left.setdefault(placement.dim, torch.arange(whole.shape[placement.dim]))
+        indices = indices_of.setdefault(placement.dim, torch.arange(whole.shape[placement.dim]))
         is_strided = isinstance(placement, _StridedShard)
         cut: Any = _StridedShard(0, split_factor=placement.split_factor) if is_strided else Shard(0)
         pieces, _ = cut._split_tensor(indices, size, with_padding=False, contiguous=True)
-        left[placement.dim] = pieces[here]
+        indices_of[placement.dim] = pieces[here]
     offsets, sizes = [0] * whole.dim(), list(whole.shape)
-    for dimension, indices in left.items():
+    for dimension, indices in indices_of.items():
         sizes[dimension] = len(indices)
         offsets[dimension] = int(indices[0]) if len(indices) else whole.shape[dimension]
         if not torch.equal(indices, torch.arange(offsets[dimension], offsets[dimension] + len(indices))):
@@ -117,7 +117,7 @@ def why_not_stored(tensors: Iterable[torch.Tensor]) -> str:
         whole: Any = tensor
         from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-        odd = next((one for one in whole.placements if type(one) not in (Shard, Replicate, _StridedShard)), None)
+        odd = next((cut for cut in whole.placements if type(cut) not in (Shard, Replicate, _StridedShard)), None)
         if odd is not None:
             return f"its parameters are sharded over the ranks in a way that is not stored yet ({odd})"
         chunk = chunk_of(whole)
@@ -176,7 +176,7 @@ def sharded_parameters(module: torch.nn.Module) -> dict[tuple[int, str], torch.T
     The module itself may hold the gathered one at the moment.
     """
     parts = {id(part) for _, part in parts_of(module)}
-    found: dict[tuple[int, str], torch.Tensor] = {}
+    parameters: dict[tuple[int, str], torch.Tensor] = {}
     for group in _groups():
         for param in group.fsdp_params:
             info = param._module_info
@@ -185,5 +185,5 @@ def sharded_parameters(module: torch.nn.Module) -> dict[tuple[int, str], torch.T
                 *zip(info.shared_modules, info.shared_param_names, strict=True),
             ):
                 if id(owner) in parts:
-                    found[id(owner), name] = param.sharded_param
-    return found
+                    parameters[id(owner), name] = param.sharded_param
+    return parameters

@@ -94,11 +94,11 @@ class SnapshotPart:
         """Why there is no memory for a snapshot, "" if there is. The ranks' shares have about the same size."""
         try:
             needed = self._whole_bytes()
-            held = self._buffers[number % len(self._buffers)][1].held_bytes() * self._board.n_ranks
+            held_bytes = self._buffers[number % len(self._buffers)][1].held_bytes() * self._board.n_ranks
         except (fail_open.NotRepairableError, OSError):
             return ""  # reported when the snapshot is taken
         free = free_bytes()
-        if free is None or needed - held <= free:
+        if free is None or needed - held_bytes <= free:
             return ""
         return f"it takes {needed >> 20} MiB of shared memory, and only {free >> 20} MiB more is free"
 

@@ -209,7 +209,9 @@ def serve_gradients(
     """Send the gradients with which an optimizer is about to step; arguments and errors as those of `serve`."""
     gradients = _gradients_of(optimizer)
     packed = msgpack.packb([_form_of(gradient) for gradient in gradients])
-    _send_to_each(place, receivers, limit_s, check, packed, [one for one in gradients if one is not None])
+    _send_to_each(
+        place, receivers, limit_s, check, packed, [gradient for gradient in gradients if gradient is not None]
+    )
 
 
 def take_gradients(
@@ -231,10 +233,10 @@ def take_gradients(
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor | None]:
     """This rank's parts of them, by parameter. Raises NotRepairableError."""
-    held = [parameter.grad for parameter in shown_to(optimizer)]
-    if any(gradient is not None and gradient.layout is not torch.strided for gradient in held):
+    gradients = [parameter.grad for parameter in shown_to(optimizer)]
+    if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
         raise NotRepairableError("a gradient is sparse, and cannot be taken from another rank")
-    return [None if gradient is None else distributed_tensors.local_of(gradient).detach() for gradient in held]
+    return [None if gradient is None else distributed_tensors.local_of(gradient).detach() for gradient in gradients]
 
 
 def _form_of(gradient: torch.Tensor | None) -> list[object] | None:
@@ -274,10 +276,10 @@ def fetch(place: MeetingPlace, limit_s: float, check: Callable[[], None]) -> str
 def _receive(connection: socket.socket) -> None:
     (size,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
     header, places, sent = msgpack.unpackb(exactly(connection, size))
-    left = iter(places)
+    remaining = iter(places)
 
     def fill(key: str, tensor: torch.Tensor) -> None:
-        if (place := sharded.place_of(tensor)) != (theirs := next(left)):
+        if (place := sharded.place_of(tensor)) != (theirs := next(remaining)):
             raise NotRepairableError(f"{key}: this rank's part is {place}, and the source's {theirs}")
         _fill(connection, distributed_tensors.local_of(tensor))
 

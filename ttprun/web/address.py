@@ -55,10 +55,10 @@ class Address:
 
 def parse_address(text: str) -> Address:
     """Read `[HOST]:PORT`. Raises ValueError, "what; cure", if it is something else."""
-    found = _FORM.match(text)
-    if found is None or int(found["port"]) > 65535:
+    match = _FORM.match(text)
+    if match is None or int(match["port"]) > 65535:
         raise ValueError(f"'{text}' is no address; write [HOST]:PORT, such as :8080, or :0 for a free port")
-    return Address(found["ipv6"] or found["host"] or "", int(found["port"]))
+    return Address(match["ipv6"] or match["host"] or "", int(match["port"]))
 
 
 def is_loopback(place: str) -> bool:

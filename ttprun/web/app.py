@@ -62,11 +62,11 @@ def build(feed: Feed, token: str | None, is_for_probes: bool = False) -> ASGIApp
 
     async def incident(request: Request) -> Response:
         number = request.path_params["number"]
-        found = next((one for one in feed.status.incidents if one.id == number), None) if feed.status else None
-        if found is None:
+        wanted = next((past for past in feed.status.incidents if past.id == number), None) if feed.status else None
+        if wanted is None:
             return _not_there(f"there is no incident {number}")
         events = [line.event for line in feed.lines if _belongs(line.event, number)]
-        return JSONResponse(asdict(found) | {"events": events})
+        return JSONResponse(asdict(wanted) | {"events": events})
 
     async def events(request: Request) -> Response:
         last = request.headers.get("last-event-id", "")

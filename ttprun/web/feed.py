@@ -119,6 +119,6 @@ class Feed:
 
 def _stamp(path: os.PathLike[str]) -> tuple[int, int] | None:
     with suppress(OSError):
-        found = os.stat(path)
-        return found.st_mtime_ns, found.st_size
+        status = os.stat(path)
+        return status.st_mtime_ns, status.st_size
     return None

@@ -99,22 +99,28 @@ def _of_time(status: RunStatus, summary: Summary) -> Iterator[Metric]:
 
 def _of_incidents(status: RunStatus) -> Iterator[Metric]:
     incidents = CounterMetricFamily("ttprun_incidents", "Incidents", labels=("kind", "rung", "outcome"))
-    counts = Counter((one.kind, one.rung or "none", one.outcome) for one in status.incidents if one.outcome != "open")
+    counts = Counter(
+        (incident.kind, incident.rung or "none", incident.outcome)
+        for incident in status.incidents
+        if incident.outcome != "open"
+    )
     for labels, number in counts.items():
         incidents.add_metric(labels, number)
     yield incidents
     yield GaugeMetricFamily(
-        "ttprun_incidents_open", "Incidents that go on", value=sum(one.outcome == "open" for one in status.incidents)
+        "ttprun_incidents_open",
+        "Incidents that go on",
+        value=sum(incident.outcome == "open" for incident in status.incidents),
     )
-    lost = sum(one.steps_lost or 0 for one in status.incidents)
+    lost = sum(incident.steps_lost or 0 for incident in status.incidents)
     yield CounterMetricFamily("ttprun_steps_lost", "Optimizer steps that had to be run again", value=lost)
     recovery = HistogramMetricFamily("ttprun_recovery_seconds", "Time of each phase of an incident", labels=("phase",))
-    took = [seconds_of(one) for one in status.incidents if one.outcome != "open"]
+    took = [seconds_of(incident) for incident in status.incidents if incident.outcome != "open"]
     for phase in COLUMNS:
         histogram = Histogram(_RECOVERY_S)
-        for known in took:
-            if phase in known:
-                histogram.observe(known[phase])
+        for seconds in took:
+            if phase in seconds:
+                histogram.observe(seconds[phase])
         recovery.add_metric((phase,), histogram.buckets(), histogram.sum)
     yield recovery
 
@@ -122,18 +128,18 @@ def _of_incidents(status: RunStatus) -> Iterator[Metric]:
 def _of_saved_state(status: RunStatus) -> Iterator[Metric]:
     if status.snapshot_step is not None:
         yield GaugeMetricFamily("ttprun_snapshot_step", "Step of the newest snapshot", value=status.snapshot_step)
-    one = status.checkpoint
-    if one is None:
+    checkpoint = status.checkpoint
+    if checkpoint is None:
         return
-    is_valid = bool(one.path) and not one.reason
+    is_valid = bool(checkpoint.path) and not checkpoint.reason
     yield GaugeMetricFamily("ttprun_checkpoint_valid", "Whether the newest attempt gave one", value=int(is_valid))
-    yield GaugeMetricFamily("ttprun_checkpoint_step", "Step of the newest checkpoint", value=one.boundary)
-    yield GaugeMetricFamily("ttprun_checkpoint_size_bytes", "Size of the newest checkpoint", value=one.bytes)
+    yield GaugeMetricFamily("ttprun_checkpoint_step", "Step of the newest checkpoint", value=checkpoint.boundary)
+    yield GaugeMetricFamily("ttprun_checkpoint_size_bytes", "Size of the newest checkpoint", value=checkpoint.bytes)
     yield GaugeMetricFamily(
-        "ttprun_checkpoint_time_seconds", "When it was written (Unix time)", value=unix_s(one.written_at)
+        "ttprun_checkpoint_time_seconds", "When it was written (Unix time)", value=unix_s(checkpoint.written_at)
     )
-    if one.took_s is not None:
-        yield GaugeMetricFamily("ttprun_checkpoint_duration_seconds", "How long that took", value=one.took_s)
+    if checkpoint.took_s is not None:
+        yield GaugeMetricFamily("ttprun_checkpoint_duration_seconds", "How long that took", value=checkpoint.took_s)
 
 
 def _one_of(

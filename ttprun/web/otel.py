@@ -68,16 +68,18 @@ def export(message: Mapping[str, Any]) -> bool:
     if "service.name" not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
         os.environ.setdefault("OTEL_SERVICE_NAME", "ttprun")
     event = message["event"]
-    incident = IncidentStatus(**{one.name: event[one.name] for one in fields(IncidentStatus) if one.name in event})
+    incident = IncidentStatus(
+        **{field.name: event[field.name] for field in fields(IncidentStatus) if field.name in event}
+    )
     lost_s = unix_s(event["at"]) - max(0.0, event["at_s"] - event["opened_at_s"])
     spans = spans_of(incident)
     provider = TracerProvider(resource=Resource.create({"ttprun.run_id": message.get("run_id", "")}))
     made = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(made))
     tracer = provider.get_tracer("ttprun", __version__)
-    known = {f"ttprun.incident.{name}": event[name] for name in _SHOWN if event.get(name) not in (None, [], ())}
+    attributes = {f"ttprun.incident.{name}": event[name] for name in _SHOWN if event.get(name) not in (None, [], ())}
     first_s = min((start_s for _, start_s, _ in spans), default=0.0)
-    whole = tracer.start_span(f"incident: {incident.kind}", start_time=_ns(lost_s + first_s), attributes=known)
+    whole = tracer.start_span(f"incident: {incident.kind}", start_time=_ns(lost_s + first_s), attributes=attributes)
     if incident.outcome != "recovered":
         whole.set_status(Status(StatusCode.ERROR, incident.reason))
     for phase, start_s, end_s in spans:

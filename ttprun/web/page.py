@@ -161,22 +161,22 @@ def _share(what: str, spent_s: float, wall_s: float) -> str:
     return f"| {what} | {spent_s:.1f} | {100 * spent_s / wall_s if wall_s else 0.0:.1f} % |"
 
 
-def _incident(one: IncidentStatus) -> list[str]:
-    known = seconds_of(one)
-    explained = f" (ttprun explain {one.reason_kind})" if one.reason_kind else ""
-    took = [f"{known[phase]:.3f}" if phase in known else "–" for phase in COLUMNS]
-    ranks = ", ".join(map(str, one.ranks)) or "none"
-    lost = "not counted" if one.steps_lost is None else f"{one.steps_lost}"
+def _incident(incident: IncidentStatus) -> list[str]:
+    seconds = seconds_of(incident)
+    explained = f" (ttprun explain {incident.reason_kind})" if incident.reason_kind else ""
+    took = [f"{seconds[phase]:.3f}" if phase in seconds else "–" for phase in COLUMNS]
+    ranks = ", ".join(map(str, incident.ranks)) or "none"
+    lost = "not counted" if incident.steps_lost is None else f"{incident.steps_lost}"
     return [
-        f"## Incident {one.id}: {one.kind}, {one.outcome}",
+        f"## Incident {incident.id}: {incident.kind}, {incident.outcome}",
         "",
-        f"{one.reason}{explained}. "
-        f"Ranks lost: {ranks}; rung: {one.rung or 'none'}; boundary: {one.boundary}; steps lost: {lost}.",
+        f"{incident.reason}{explained}. "
+        f"Ranks lost: {ranks}; rung: {incident.rung or 'none'}; boundary: {incident.boundary}; steps lost: {lost}.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|" + "---:|" * len(COLUMNS),
         f"| {' | '.join(took)} |",
         "",
-        *(f"* equal: {what}" for what in one.equal),
-        *(f"* not proved: {what}" for what in one.not_proved),
+        *(f"* equal: {what}" for what in incident.equal),
+        *(f"* not proved: {what}" for what in incident.not_proved),
     ]

@@ -87,7 +87,7 @@ def summarize(status: RunStatus, history: Sequence[Point], events: Iterable[Even
         lost_s=lost_s,
         usual_busy=usual_busy,
         stragglers=tuple(slow),
-        spans={one.id: spans_of(one) for one in status.incidents[-_SPANS:]},
+        spans={incident.id: spans_of(incident) for incident in status.incidents[-_SPANS:]},
     )
 
 
@@ -204,6 +204,6 @@ def _protection(status: RunStatus) -> str:
 def _incidents(incidents: Sequence[IncidentStatus]) -> str:
     if not incidents:
         return ", without an incident"
-    lost = sum(one.steps_lost or 0 for one in incidents)
+    lost = sum(incident.steps_lost or 0 for incident in incidents)
     number = "1 incident" if len(incidents) == 1 else f"{len(incidents)} incidents"
     return f", with {number}, {lost} steps lost"

@@ -17,7 +17,7 @@ def parse_launch() -> tuple[int, list[str]]:
 
 def free_port() -> int:
     """A TCP port that nobody has at the moment."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port: int = listener.getsockname()[1]
         return port

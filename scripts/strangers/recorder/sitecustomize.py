@@ -58,25 +58,25 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Add a line. A standby becomes a rank when it is needed, so the rank is asked for here."""
     if "RANK" not in os.environ:
         return
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            digest(parameter, found)
+            digest(parameter, hasher)
             for value in optimizer.state.get(parameter, {}).values():
                 if hasattr(value, "data_ptr"):
-                    digest(value, found)
+                    digest(value, hasher)
     fd = os.open(os.path.join(FOLDER, f"rank{os.environ['RANK']}"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.write(fd, f"{os.getpid()} {found.hexdigest()}\n".encode())  # not `open`, whose appends ttprun writes once
+    os.write(fd, f"{os.getpid()} {hasher.hexdigest()}\n".encode())  # not `open`, whose appends ttprun writes once
     os.close(fd)
 
 
-def digest(tensor: Any, found: Any) -> None:
+def digest(tensor: Any, hasher: Any) -> None:
     """Add a tensor's form and bytes; of a sharded one this rank's part."""
-    held = getattr(tensor, "_local_tensor", tensor).detach()
-    held = held.to_dense() if held.is_sparse else held
-    held = held.cpu().contiguous()
-    found.update(f"{held.dtype} {list(tensor.shape)}".encode())
-    found.update(ctypes.string_at(held.data_ptr(), held.nbytes) if held.nbytes else b"")
+    elements = getattr(tensor, "_local_tensor", tensor).detach()
+    elements = elements.to_dense() if elements.is_sparse else elements
+    elements = elements.cpu().contiguous()
+    hasher.update(f"{elements.dtype} {list(tensor.shape)}".encode())
+    hasher.update(ctypes.string_at(elements.data_ptr(), elements.nbytes) if elements.nbytes else b"")
 
 
 if FOLDER:

@@ -52,9 +52,9 @@ def main():
         right, count = 0, 0
         for batch in held_out:
             with torch.no_grad():
-                found = model(**batch).logits.argmax(-1)
-            found, wanted = accelerator.gather_for_metrics((found, batch["labels"]))
-            right, count = right + int((found == wanted).sum()), count + len(wanted)
+                guessed = model(**batch).logits.argmax(-1)
+            guessed, wanted = accelerator.gather_for_metrics((guessed, batch["labels"]))
+            right, count = right + int((guessed == wanted).sum()), count + len(wanted)
         accelerator.print(f"epoch {epoch}: {right / count:.3f}")
         accelerator.save_state(f"out/epoch_{epoch}")
     accelerator.wait_for_everyone()

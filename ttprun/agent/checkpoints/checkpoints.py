@@ -120,7 +120,7 @@ class Checkpoints:
 
         That is one of the node that would keep the mirror: its agent knows whether there is one of that boundary.
         """
-        replicas, peers, found = self._node.job.replicas, self._node.peers, dict[int, list[MirroredShare]]()
+        replicas, peers, shares = self._node.job.replicas, self._node.peers, dict[int, list[MirroredShare]]()
         number = len(order.ranks)
         for lost in range(len(self._node.slots)):
             if lost in order.ranks or replicas.peers(lost, order.ranks):
@@ -129,9 +129,9 @@ class Checkpoints:
             near = [rank for rank in order.ranks if peers.node_of(rank) == holder]
             if near:
                 share = MirroredShare(lost, str(draft.path(file_of(number))), number)
-                found.setdefault(near[number % len(near)], []).append(share)
+                shares.setdefault(near[number % len(near)], []).append(share)
                 number += 1
-        return found
+        return shares
 
     def _order_parts(self, writing: _Writing) -> None:
         """What is a rank's own is written by the agent that has its records: of its node, or of the next one."""

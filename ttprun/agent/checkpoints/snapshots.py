@@ -150,7 +150,7 @@ class Snapshots:
     def _written(self, buffer: SnapshotBuffer) -> None:
         """A snapshot is on the disk, or could not be written: its place is free."""
         buffer.is_read = False
-        if not any(buffer is one for one in self.buffers):
+        if not any(buffer is kept for kept in self.buffers):
             buffer.close()
 
     def _lacks_something(self, buffer: SnapshotBuffer) -> bool:

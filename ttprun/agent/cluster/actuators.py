@@ -55,8 +55,8 @@ class RemoteActuator(NodeActuator):
         self._node.slots[rank].send(message)
 
     def fingerprint(self, rank: int, boundary: int) -> str:
-        known = self._node.slots[rank].elsewhere
-        return "" if known is None else known.fingerprints.get(boundary, "")
+        elsewhere = self._node.slots[rank].elsewhere
+        return "" if elsewhere is None else elsewhere.fingerprints.get(boundary, "")
 
 
 class Actuators:

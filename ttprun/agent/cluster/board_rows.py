@@ -18,7 +18,7 @@ from ttprun.protocol.board import AWAITED, SHARED, Field
 # Places in a row that was sent, and columns of the board.
 _TIMES = [(SHARED.index(field), field) for field in (Field.SEEN_NS, Field.PULSE_NS)]
 _AWAITED = [(SHARED.index(field), field) for field in AWAITED]
-_PLAIN = [one for one in enumerate(SHARED) if one not in (*_TIMES, *_AWAITED)]
+_PLAIN = [cell for cell in enumerate(SHARED) if cell not in (*_TIMES, *_AWAITED)]
 
 
 def row_of(node: Node, slot: RankSlot) -> node_reports.BoardRow:
@@ -60,17 +60,17 @@ def copy_in(node: Node, rows: Iterable[node_reports.BoardRow], now_ns: int) -> N
     """
     board, behind_ns = node.board, time.monotonic_ns() - now_ns
     for row in rows:
-        known = node.slots[row.rank].elsewhere
-        if known is None:
+        elsewhere = node.slots[row.rank].elsewhere
+        if elsewhere is None:
             continue
-        known.state, known.cpu_s = row.state, row.cpu_s
+        elsewhere.state, elsewhere.cpu_s = row.state, row.cpu_s
         ours, theirs = board.row(row.rank), row.values
         for at, field in _PLAIN:
             ours[field] = theirs[at]
         for at, field in _TIMES:
-            if known.noted_ns.get(field) != theirs[at]:  # moved anew each time, it would look new
+            if elsewhere.noted_ns.get(field) != theirs[at]:  # moved anew each time, it would look new
                 ours[field] = theirs[at] + behind_ns if theirs[at] else 0
-                known.noted_ns[field] = theirs[at]
+                elsewhere.noted_ns[field] = theirs[at]
         for at, field in _AWAITED:
             if ours[field] != theirs[at]:
                 board.announce(row.rank, field, theirs[at])

@@ -43,13 +43,13 @@ class Discovery:
         is_said = False
         while True:
             try:
-                found = self._run()
+                hosts = self._run()
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 raise ConfigError(
                     f"--discovery: '{self._command}' fails: {one_line(error)}", "it must print one host a line"
                 ) from None
-            if found:
-                self.named = found
+            if hosts:
+                self.named = hosts
                 return
             if not is_said:
                 logger.warning("--discovery: '%s' names no host yet: waiting for one", self._command)
@@ -71,11 +71,11 @@ class Discovery:
         """Run the command once; what it cannot answer changes nothing."""
         why = "it names no host"
         try:
-            found = self._run()
+            hosts = self._run()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            found, why = {}, one_line(error)
-        if found:
-            self.named, self._is_failing = found, False
+            hosts, why = {}, one_line(error)
+        if hosts:
+            self.named, self._is_failing = hosts, False
         elif not self._is_failing:
             logger.warning("--discovery: %s: the hosts that were named last stay, and it is run again", why)
             self._is_failing = True
@@ -85,10 +85,10 @@ class Discovery:
         if done.returncode:
             said = " ".join(done.stderr.split()) or "it says nothing on stderr"
             raise ValueError(f"exit code {done.returncode} ({said})")
-        found: dict[str, int] = {}
+        hosts: dict[str, int] = {}
         for host, launchers in parse_hosts(done.stdout, self._ranks_per_node).items():
-            found.setdefault(_address_of(host), launchers)
-        return found
+            hosts.setdefault(_address_of(host), launchers)
+        return hosts
 
 
 def _address_of(host: str) -> str:

@@ -149,8 +149,8 @@ class Follower:
         node = self.node
         if node.verdict is not None:
             return
-        found = node.first_failure.found
-        if order.kind != "done" and (found is None or found.exit_code != order.exit_code):  # the launchers end alike
+        first = node.first_failure.found
+        if order.kind != "done" and (first is None or first.exit_code != order.exit_code):  # the launchers end alike
             node.first_failure.note(Failure(node.here[0].rank, 0, order.exit_code, order.reason), is_new_incident=True)
         if order.kind == "restart":
             logger.warning("all ranks start again: %s", order.reason)

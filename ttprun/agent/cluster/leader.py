@@ -96,10 +96,10 @@ class Leader:
             self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
         self.decide_lost()
 
-        reached, known = peers.reach
-        if 2 * reached < known and node.verdict is None:
+        reached, agents = peers.reach
+        if 2 * reached < agents and node.verdict is None:
             name = peers.name_of(peers.node)
-            self.depose(f"{name} reaches {reached} of {known} agents: the others may go on without it")
+            self.depose(f"{name} reaches {reached} of {agents} agents: the others may go on without it")
 
     def welcome(self, address: str) -> None:
         """A node waits for slots. The others hear of it first: whoever is cut off then counts it among the living."""
@@ -120,8 +120,8 @@ class Leader:
         for slot in slots:
             slot.lose_elsewhere(node.board)
         # The board knows its rows as of some time ago. What our own ranks have applied, all had recorded.
-        known = [node.board.get(slot.rank, Field.APPLIED) for slot in node.here]
-        boundary = max(*known, *(slot.lost_boundary for slot in slots)) if slots else 0
+        applied = [node.board.get(slot.rank, Field.APPLIED) for slot in node.here]
+        boundary = max(*applied, *(slot.lost_boundary for slot in slots)) if slots else 0
         node.log("node_lost", node=number, ranks=[slot.rank for slot in slots], boundary=boundary, reason=why)
         logger.warning("%s is lost: %s", peers.name_of(number), why)
         if not slots:
@@ -143,15 +143,15 @@ class Leader:
         lost, self._lost = [self._lost[number] for number in sorted(self._lost)], {}
         if not lost or self.node.verdict is not None:
             return
-        names = [one.name for one in lost]
-        numbers = [self.node.peers.node_of(one.rank) for one in lost]
+        names = [loss.name for loss in lost]
+        numbers = [self.node.peers.node_of(loss.rank) for loss in lost]
         self.node.advance(
             replace(
-                max(lost, key=lambda one: one.at_s),
-                ranks=tuple(rank for one in lost for rank in one.ranks),
+                max(lost, key=lambda loss: loss.at_s),
+                ranks=tuple(rank for loss in lost for rank in loss.ranks),
                 name=" and ".join(names if len(names) < 3 else (names[0], f"{len(names) - 1} others")),
-                boundary=max(one.boundary for one in lost),
-                detected_after_s=max(one.detected_after_s for one in lost),
+                boundary=max(loss.boundary for loss in lost),
+                detected_after_s=max(loss.detected_after_s for loss in lost),
             )
         )
         for number in numbers:

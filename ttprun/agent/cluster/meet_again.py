@@ -45,30 +45,30 @@ def meet_again(
 
 
 def _lead(order: meeting.Regroup, place: Place, listener: Listener, make_store: Callable[[], str]) -> tuple[Peers, str]:
-    found: dict[int, tuple[Channel, meeting.Hello]] = {}
+    arrivals: dict[int, tuple[Channel, meeting.Hello]] = {}
     ends_s = time.monotonic() + LIMIT_S
 
     def came(link: Channel, hello: meeting.Hello) -> None:
         if 0 < hello.node < order.size:
-            found[hello.node] = link, hello
+            arrivals[hello.node] = link, hello
 
     with selectors.DefaultSelector() as selector:
         listener.open(selector, came)
-        while len(found) < order.size - 1 and time.monotonic() < ends_s:
+        while len(arrivals) < order.size - 1 and time.monotonic() < ends_s:
             for key, _ in selector.select(max(0.0, ends_s - time.monotonic())):
                 key.data()
         listener.shut()
-    size = 1 + len(found)
+    size = 1 + len(arrivals)
     if size < order.least:
         why = f"{size} of at least {order.least} nodes came within {LIMIT_S:.0f} s"
-        for link, _ in found.values():
+        for link, _ in arrivals.values():
             link.send(meeting.Rejected(why, "start the launchers again: all resume from the checkpoint"))
             link.close()
         listener.close()
         raise NotMetError(why)
     master = make_store()
     links, names, hellos = {}, {0: place.address}, []
-    for number, (_, (link, hello)) in enumerate(sorted(found.items(), key=lambda one: one[0]), start=1):
+    for number, (_, (link, hello)) in enumerate(sorted(arrivals.items(), key=lambda arrival: arrival[0]), start=1):
         link.send(meeting.Accepted(number, size, master))
         links[number], names[number] = ready(link), hello.address
         hellos.append(structs.replace(hello, node=number))

@@ -116,7 +116,7 @@ class NodeMembership:
             members=tuple(peers.names[number] for number in range(peers.size)),
             lost=frozenset(number for number in range(peers.size) if not peers.is_connected(number)),
             leaving=frozenset(self._leaving),
-            waiting=tuple((one.address, one.since_s) for one in waiting),
+            waiting=tuple((spare.address, spare.since_s) for spare in waiting),
             named=None if self.discovery is None else self.discovery.named,
         )
 
@@ -200,8 +200,10 @@ class NodeMembership:
             give_up(node, reason, is_new_incident=False)
             return
         waiting = [peers.pool.waiting[place] for place in plan.join]
-        listeners = [*(peers.listeners[number] for number in plan.stay), *(one.listener for one in waiting)]
-        node.log("regroup", nodes=plan.size, stay=plan.stay, join=[one.address for one in waiting], reason=order.reason)
+        listeners = [*(peers.listeners[number] for number in plan.stay), *(spare.listener for spare in waiting)]
+        node.log(
+            "regroup", nodes=plan.size, stay=plan.stay, join=[spare.address for spare in waiting], reason=order.reason
+        )
         logger.warning("all ranks start again on %d node%s: %s", plan.size, "s" * (plan.size > 1), order.reason)
         orders = [
             meeting.Regroup(
@@ -224,8 +226,8 @@ class NodeMembership:
                 own = theirs
             else:
                 peers.send(number, theirs)
-        for one, theirs in zip(waiting, orders[len(plan.stay) :], strict=True):
-            peers.pool.dismiss(one, theirs)
+        for spare, theirs in zip(waiting, orders[len(plan.stay) :], strict=True):
+            peers.pool.dismiss(spare, theirs)
         for number in plan.leave:
             peers.send(number, meeting.Concluded("leave", order.reason, True, 0, signal.SIGUSR1))
         node.conclude(Verdict("resize" if peers.node in plan.stay else "leave", order.reason, regroup=own))

@@ -104,7 +104,7 @@ class JobFinder:
         """
         has_ended, is_said = False, False
         ends_s = time.monotonic() + LATE_LIMIT_S
-        while not (found := self.find()):
+        while not (endpoint := self.find()):
             if isinstance(self._ask_leader(), meeting.Concluded):
                 if not has_ended:
                     logger.warning("the job is ending: this launcher waits for that, and then starts it again")
@@ -116,7 +116,7 @@ class JobFinder:
                 where = f"{self._host}:{self._port}"
                 logger.warning("nobody answers at %s: looking for %.0f s whether the job runs", where, LATE_LIMIT_S)
             time.sleep(_LOOK_AGAIN_S)
-        return found
+        return endpoint
 
     def _is_awaited(self, has_ended: bool) -> bool:
         """Whether the rendezvous is not to be entered yet.
@@ -131,12 +131,12 @@ class JobFinder:
         """host:port of the store that the agent that leads serves; "": none is known, or can be reached."""
         if isinstance(self._ask_leader(), meeting.Accepted):
             return str((read_where(self._file) or {}).get("store", ""))
-        named = [one for one in dict.fromkeys(self._hosts()) if one != self._host]
+        named = [host for host in dict.fromkeys(self._hosts()) if host != self._host]
         if not named or not self._port or (not self._is_host and _answers(self._host, self._port)):
             return ""
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            found = list(pool.map(lambda one: _has_job(one, self._port, self._run_id), named))
-        return next((f"{one}:{self._port}" for one, has_job in zip(named, found, strict=True) if has_job), "")
+            have_job = list(pool.map(lambda host: _has_job(host, self._port, self._run_id), named))
+        return next((f"{host}:{self._port}" for host, has_job in zip(named, have_job, strict=True) if has_job), "")
 
     def _ask_leader(self) -> meeting.Accepted | meeting.Concluded | None:
         where = read_where(self._file) if self._file else None

@@ -140,13 +140,13 @@ class Peers:
 
         return read
 
-    def note_pools(self, known: meeting.SparePools) -> None:
+    def note_pools(self, new: meeting.SparePools) -> None:
         """The leader says where all agents listen."""
-        self.has_lost = self.has_lost or any(known.pools.get(number) != pool for number, pool in self.pools.items())
+        self.has_lost = self.has_lost or any(new.pools.get(number) != pool for number, pool in self.pools.items())
         self.cut_off.clear()
-        self.pools, self.listeners = known.pools, known.listeners
-        self.names |= {number: pool.address for number, pool in known.pools.items()}
-        self.waiting = known.waiting
+        self.pools, self.listeners = new.pools, new.listeners
+        self.names |= {number: pool.address for number, pool in new.pools.items()}
+        self.waiting = new.waiting
 
     def hang_up(self, node: int, selector: selectors.BaseSelector, why: str) -> None:
         """A node is lost: nothing that it may still send is heard. If its agent lives, it learns why.
@@ -171,7 +171,7 @@ class Peers:
     def holder_of(self, rank: int) -> int | None:
         """The node that has a rank's records: its own, or the next one, which keeps copies; None: both are lost."""
         node = self.node_of(rank)
-        return next((one for one in (node, (node + 1) % self.size) if self.is_connected(one)), None)
+        return next((number for number in (node, (node + 1) % self.size) if self.is_connected(number)), None)
 
     def slot(self, node: int, may: Callable[[str], bool]) -> str | None:
         """Give the slots of a lost node to the launcher that has waited longest.
@@ -180,17 +180,17 @@ class Peers:
 
         returns   the address of its node; None if nobody waits that may
         """
-        found = None if self.pool is None else self.pool.take(may)
-        if found is None:
+        newcomer = None if self.pool is None else self.pool.take(may)
+        if newcomer is None:
             return None
-        self._links[node] = ready(found.link)
+        self._links[node] = ready(newcomer.link)
         self.cut_off.discard(node)
-        self.names[node] = found.address
-        self.pools[node], self.listeners[node] = found.pool, found.listener
+        self.names[node] = newcomer.address
+        self.pools[node], self.listeners[node] = newcomer.pool, newcomer.listener
         self._heard_s[node] = time.monotonic()
         self.send(node, meeting.RankSlots(node, self.size, self.ranks_per_node, self.names, self.master, self.leader))
         self._listen(node)
-        return found.address
+        return newcomer.address
 
     def follow(self, leader: int, link: Channel) -> None:
         """The agent that led is lost: this one leads next, on another node."""
@@ -254,8 +254,8 @@ class Peers:
 
     def shown(self, node: int) -> str:
         """The name of a node for people: the scheduler's, else its address."""
-        known = self.pools.get(node)
-        return (known.name if known is not None else "") or self.names.get(node, "unknown")
+        pool = self.pools.get(node)
+        return (pool.name if pool is not None else "") or self.names.get(node, "unknown")
 
     @property
     def leaders_name(self) -> str:
@@ -347,8 +347,8 @@ def unpacked(message: Any, link: Channel) -> Any:
         return Refused(f"a packed message cannot be read: {error}")
     if not unpacking.eof:
         return Refused("a packed message is cut off, or too long")
-    found = link.read_line(line.rstrip(b"\n"))
-    return Refused("a message is packed twice") if isinstance(found, meeting.Packed) else found
+    inner = link.read_line(line.rstrip(b"\n"))
+    return Refused("a message is packed twice") if isinstance(inner, meeting.Packed) else inner
 
 
 def ready(link: Channel) -> Channel:

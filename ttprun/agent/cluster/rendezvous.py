@@ -81,7 +81,7 @@ def meet(store: Any, place: Place) -> Peers:
 
 
 def _lead(store: Any, place: Place) -> Peers:
-    found: dict[int, tuple[Channel, meeting.Hello]] = {}
+    arrivals: dict[int, tuple[Channel, meeting.Hello]] = {}
     ahead_s: dict[int, float] = {}
     ends_s = time.monotonic() + LIMIT_S
     listener = Listener(place.address, KNOWN, place.page)
@@ -90,37 +90,37 @@ def _lead(store: Any, place: Place) -> Peers:
 
         def came(link: Channel, hello: meeting.Hello) -> None:
             if 0 < hello.node < place.size:
-                found[hello.node] = link, hello
+                arrivals[hello.node] = link, hello
                 ahead_s[hello.node] = hello.at_s - time.time()
 
         listener.open(selector, came)
         store.set(_LEADER, json.dumps(listener.where | {"seen": seen}))
-        while len(found) < place.size - 1:
+        while len(arrivals) < place.size - 1:
             for key, _ in selector.select(max(0.0, ends_s - time.monotonic())):
                 key.data()
             if time.monotonic() >= ends_s:
-                why = f"{place.size - 1 - len(found)} of {place.size} agents did not connect within {LIMIT_S:.0f} s"
+                why = f"{place.size - 1 - len(arrivals)} of {place.size} agents did not connect within {LIMIT_S:.0f} s"
                 store.set(_OFF, why)
-                for link, _ in found.values():
+                for link, _ in arrivals.values():
                     link.close()
                 raise NotMetError(why)
         listener.shut()  # from now on those are let in who wait for slots
-        reason, cure = _why_unfit(place, [hello for _, hello in found.values()], ahead_s)
-        for link, _ in found.values():
+        reason, cure = _why_unfit(place, [hello for _, hello in arrivals.values()], ahead_s)
+        for link, _ in arrivals.values():
             link.send(meeting.Rejected(reason, cure) if reason else meeting.Accepted())
         if reason:
-            for link, _ in found.values():
+            for link, _ in arrivals.values():
                 link.close()
             raise ConfigError(reason, cure)
         undone.pop_all()
-    names = {number: hello.address for number, (_, hello) in found.items()} | {0: place.address}
-    links = {number: ready(link) for number, (link, _) in found.items()}
+    names = {number: hello.address for number, (_, hello) in arrivals.items()} | {0: place.address}
+    links = {number: ready(link) for number, (link, _) in arrivals.items()}
     own = address_for_ranks(place.address)
     pool = SparePool(listener, place.alike, sees_needed=place.listener is not None)
     peers = Peers(place.number, own, place.ranks, links, names, place.size, pool, place.master)
-    peers.pools = {0: meeting.Where(**listener.where)} | {number: hello.pool for number, (_, hello) in found.items()}
-    peers.without_save_dir = sorted(number for number, (_, hello) in found.items() if not hello.shares)
-    peers.listeners = listeners_of(place, [hello for _, hello in found.values()])
+    peers.pools = {0: meeting.Where(**listener.where)} | {number: hello.pool for number, (_, hello) in arrivals.items()}
+    peers.without_save_dir = sorted(number for number, (_, hello) in arrivals.items() if not hello.shares)
+    peers.listeners = listeners_of(place, [hello for _, hello in arrivals.values()])
     return peers
 
 
@@ -152,7 +152,7 @@ def _why_unfit(place: Place, others: list[meeting.Hello], ahead_s: Mapping[int, 
 
     ahead_s   by how much the clock of each node is ahead of ours
     """
-    for hello in sorted(others, key=lambda one: one.node):
+    for hello in sorted(others, key=lambda other: other.node):
         if abs(ahead_s[hello.node]) > CLOCK_LIMIT_S:
             off = f"{abs(ahead_s[hello.node]):.0f} s {'ahead of' if ahead_s[hello.node] > 0 else 'behind'}"
             why = f"the clock of node {hello.node} ({hello.address}) is {off} that of node 0 ({place.address})"
@@ -234,7 +234,7 @@ def own_address(named: str | None, endpoint: str, limit_s: float = 0.0) -> str:
     ends_s, has_said_so = time.monotonic() + limit_s, False
     while True:
         try:
-            found = socket.getaddrinfo(host or "localhost", int(port or 0), type=socket.SOCK_DGRAM)
+            addresses = socket.getaddrinfo(host or "localhost", int(port or 0), type=socket.SOCK_DGRAM)
             break
         except socket.gaierror:
             if time.monotonic() >= ends_s:
@@ -243,7 +243,7 @@ def own_address(named: str | None, endpoint: str, limit_s: float = 0.0) -> str:
             has_said_so = True
             logger.warning("waiting for the name %s to become known (limit: %.0f s)", host, limit_s)
         time.sleep(_LOOK_AGAIN_S)
-    family, kind, protocol, _, address = found[0]
+    family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as sock:
         sock.connect(address)  # sends nothing
         own: str = sock.getsockname()[0]

@@ -71,13 +71,13 @@ def wait_for_slots(
         shares = bool(where.get("seen")) and os.path.exists(where["seen"])
         own = meeting.Where(**pool.listener.where)
         hello = meeting.Hello("", -1, address, dict(alike), shares, listener=listener or meeting.Where(), pool=own)
-        found = _Waiting(hello, pool, warm_up).wait(where)
+        outcome = _Waiting(hello, pool, warm_up).wait(where)
     except BaseException:
         pool.listener.close()
         raise
-    if not isinstance(found, Taken):
+    if not isinstance(outcome, Taken):
         pool.listener.close()
-    return found
+    return outcome
 
 
 class _Waiting:

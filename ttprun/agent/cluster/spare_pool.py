@@ -44,10 +44,10 @@ class Listener:
     known    classes of the messages that agents send, by name
     """
 
-    def __init__(self, address: str, known: Mapping[str, type], page: str = "") -> None:
+    def __init__(self, address: str, message_types: Mapping[str, type], page: str = "") -> None:
         self._listener = socket.create_server((address, 0), backlog=_BACKLOG)
         self._token = secrets.token_hex(16)
-        self._known = known
+        self._known = message_types
         self._newcomers: list[Channel] = []
         self._selector: selectors.BaseSelector | None = None
         self._came: Came = lambda link, hello: None
@@ -163,8 +163,8 @@ class SparePool:
     def warm_up(self, warmth: WarmUp) -> None:
         """Let all who wait know what their standbys should have imported; also those who come later."""
         self._warmth = warmth
-        for one in self._waiting:
-            one.link.send(warmth)
+        for launcher in self._waiting:
+            launcher.link.send(warmth)
 
     def watch(self, selector: selectors.BaseSelector, came: Callable[[str], None]) -> None:
         """Let launchers in from now on.
@@ -211,8 +211,8 @@ class SparePool:
     def announce(self, pools: meeting.SparePools) -> None:
         """Let all who wait know where to go if this agent is lost; also those who come later."""
         self._pools, line = pools, encode(pools)
-        for one in self._waiting:
-            one.link.send_line(line)
+        for launcher in self._waiting:
+            launcher.link.send_line(line)
 
     def _hear(self, link: Channel) -> None:
         """Who waits says nothing, so it has gone, or cannot be reached."""
@@ -233,7 +233,7 @@ class SparePool:
         assert self._selector is not None
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(link.sock)
-        self._waiting = [one for one in self._waiting if one.link is not link]
+        self._waiting = [launcher for launcher in self._waiting if launcher.link is not link]
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -245,23 +245,23 @@ class SparePool:
 
     def take(self, may: Callable[[str], bool]) -> Waiting | None:
         """Of the launchers whose addresses may train, the one that has waited longest; None if there is none."""
-        first = next((one for one in self._waiting if may(one.address)), None)
+        first = next((launcher for launcher in self._waiting if may(launcher.address)), None)
         if first is None:
             return None
         self._forget(first.link)
         return first
 
-    def dismiss(self, one: Waiting, order: meeting.Regroup) -> None:
+    def dismiss(self, launcher: Waiting, order: meeting.Regroup) -> None:
         """Who waits takes part in the next group."""
-        one.link.send(order)
-        self._leave(one.link)
+        launcher.link.send(order)
+        self._leave(launcher.link)
 
     def close(self, last_word: meeting.Concluded | None) -> None:
         """The group has ended: report that to whoever waits, who then waits for another group, or for none."""
-        for one in list(self._waiting):
+        for launcher in list(self._waiting):
             if last_word is not None:
-                one.link.send(last_word)
-            self._leave(one.link)
+                launcher.link.send(last_word)
+            self._leave(launcher.link)
         self.listener.close()
 
 

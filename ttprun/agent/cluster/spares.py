@@ -89,10 +89,10 @@ class Spares:
         for number, vacancy in list(self._vacant.items()):
             if vacancy.due is not None or not vacancy.spawns:
                 continue
-            found = peers.slot(number, self._membership.may_train)
-            if found is None:
+            address = peers.slot(number, self._membership.may_train)
+            if address is None:
                 return
-            self._node.log("node_replaced", node=number, address=found, waited_s=time.monotonic() - vacancy.since_s)
+            self._node.log("node_replaced", node=number, address=address, waited_s=time.monotonic() - vacancy.since_s)
             logger.warning("%s takes the place of the lost node %d", peers.shown(number), number)
             ranks = range(number * peers.ranks_per_node, (number + 1) * peers.ranks_per_node)
             vacancy.due = set(ranks)

@@ -183,9 +183,9 @@ class Succession:
 
     def _remains(self) -> node_reports.Remains:
         node = self.node
-        found = [self._left(slot) for slot in node.here]
+        ranks = [self._left(slot) for slot in node.here]
         every = [board_rows.row_of(node, slot) for slot in node.here]
-        return node_reports.Remains(node.job.generation, found, time.monotonic_ns(), every)
+        return node_reports.Remains(node.job.generation, ranks, time.monotonic_ns(), every)
 
     def _left(self, slot: RankSlot) -> Left:
         """How a rank of this node stands."""
@@ -223,14 +223,14 @@ class Succession:
 
         def read() -> None:
             try:
-                found = link.read_available()
+                arrived = link.read_available()
             except (EOFError, OSError):
                 selector.unregister(link.sock)
                 link.close()
                 return
-            if found:
+            if arrived:
                 selector.unregister(link.sock)
-                self._take(hello.node, link, found)
+                self._take(hello.node, link, arrived)
 
         if messages:
             self._take(hello.node, link, messages)
@@ -250,17 +250,17 @@ class Succession:
         self._dials = [dial for dial in self._dials if not dial.is_over]
         for dial in self._dials:
             dial.look()
-        for number in [one for one, at_s in self._probe_again.items() if time.monotonic() >= at_s]:
+        for number in [node for node, at_s in self._probe_again.items() if time.monotonic() >= at_s]:
             del self._probe_again[number]
             if self._gathers is not None:
                 self._probe(number)
         if self._gathers is None:
             return
         is_late = self._gathers.look()
-        reached, known = self._reach
-        if (self._expected <= self._heirs.keys() and 2 * reached > known) or is_late:
+        reached, agents = self._reach
+        if (self._expected <= self._heirs.keys() and 2 * reached > agents) or is_late:
             self._gathers = None
-            self._lead() if 2 * reached > known else self._give_up(reached, known)
+            self._lead() if 2 * reached > agents else self._give_up(reached, agents)
 
     @property
     def _reach(self) -> tuple[int, int]:
@@ -268,10 +268,10 @@ class Succession:
         peers = self.node.peers
         return 1 + len(self._heirs) + len(self._early), len(peers.pools) + peers.waiting - len(self._ended)
 
-    def _give_up(self, reached: int, known: int) -> None:
+    def _give_up(self, reached: int, agents: int) -> None:
         """The others may go on without this node; of two halves, the one with the old leader does."""
         name = self.node.peers.name_of(self.node.peers.node)
-        self.follower.give_up(f"{name} reaches {reached} of {known} agents: the others may go on without it")
+        self.follower.give_up(f"{name} reaches {reached} of {agents} agents: the others may go on without it")
         for link in (*(heir.link for heir in self._heirs.values()), *(link for link, _ in self._early)):
             link.close()
 
@@ -279,16 +279,20 @@ class Succession:
         """All that is left of the job is known."""
         node, peers = self.node, self.node.peers
         own, heirs = self._remains(), self._heirs
-        left = {one.rank: one for remains in (own, *(heir.remains for heir in heirs.values())) for one in remains.ranks}
+        legacies = {
+            legacy.rank: legacy
+            for remains in (own, *(heir.remains for heir in heirs.values()))
+            for legacy in remains.ranks
+        }
         for heir in heirs.values():
             board_rows.copy_in(node, heir.remains.rows, heir.remains.now_ns)
         for slot in node.slots:
             if not slot.is_here:
-                slot.inherit(left.get(slot.rank), node.board.get(slot.rank, Field.RECORDED) == FINISHED)
+                slot.inherit(legacies.get(slot.rank), node.board.get(slot.rank, Field.RECORDED) == FINISHED)
         known = self.follower.known or Known()
-        gone = [Left(slot.rank, is_finished=slot.is_finished) for slot in node.slots if slot.rank not in left]
+        gone = [Left(slot.rank, is_finished=slot.is_finished) for slot in node.slots if slot.rank not in legacies]
         generation = max(own.generation, *(heir.remains.generation for heir in heirs.values()), 0)
-        node.take_job(recovery.succeed(node.job.settings, (*left.values(), *gone), generation, known))
+        node.take_job(recovery.succeed(node.job.settings, (*legacies.values(), *gone), generation, known))
         self.comparisons.begin_resumed(node.job.replicas)
         self._store = TCPStore(peers.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
         master = f"{peers.address} {self._store.port}"
@@ -309,9 +313,9 @@ class Succession:
         for number in sorted(set(range(peers.size)) - {peers.node} - heirs.keys() - self._lost.keys()):
             self.leader.lose(number, f"it has not reported to {peers.name_of(peers.node)}, which leads now")
         self.leader.decide_lost()  # before what other ranks suffer from it
-        for one in left.values():
-            if one.is_lost:
-                self._report_loss(one)
+        for legacy in legacies.values():
+            if legacy.is_lost:
+                self._report_loss(legacy)
         for number, heir in heirs.items():
             for message in heir.later:
                 self.leader.take(number, message)
@@ -322,14 +326,14 @@ class Succession:
         for link, hello in early:
             pool.let_in(link, hello)
 
-    def _report_loss(self, one: Left) -> None:
+    def _report_loss(self, legacy: Left) -> None:
         self.node.advance(
             RankExited.ended(
-                one.code,
+                legacy.code,
                 at_s=time.monotonic(),
-                rank=one.rank,
-                pid=one.pid,
-                boundary=one.boundary,
-                reason=one.reason,
+                rank=legacy.rank,
+                pid=legacy.pid,
+                boundary=legacy.boundary,
+                reason=legacy.reason,
             )
         )

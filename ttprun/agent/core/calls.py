@@ -30,7 +30,7 @@ class Calls:
     def in_background(
         self,
         work: Callable[[], _T],
-        then: Callable[[_T], None] = lambda found: None,
+        then: Callable[[_T], None] = lambda result: None,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
         """Have something done that may wait, on a thread of its own; then this thread is called with what it gives.
@@ -40,11 +40,11 @@ class Calls:
 
         def run() -> None:
             try:
-                found = work()
+                result = work()
             except Exception as error:
                 self.add(partial(failed or _raise, error))
             else:
-                self.add(lambda: then(found))
+                self.add(lambda: then(result))
 
         threading.Thread(target=run, name="ttprun-background", daemon=True).start()
 

@@ -112,11 +112,11 @@ class ControlSocket:
         if not hmac.compare_digest(token, self._token.encode()):
             return Rejected("the token is wrong")
         request.pop("token")
-        found: Request | Refused = decode_fields(request, KNOWN)
-        if isinstance(found, Refused):
-            return Rejected(found.reason)
+        decoded: Request | Refused = decode_fields(request, KNOWN)
+        if isinstance(decoded, Refused):
+            return Rejected(decoded.reason)
         try:
-            return self._answer(found)
+            return self._answer(decoded)
         except (ValueError, KeyError) as error:
             return Rejected(str(error))
 

@@ -47,11 +47,11 @@ class Deadlines:
     def pass_time(self) -> None:
         """Post those that are over, and tell the console of those that take long."""
         job = self._node.job
-        self._waits = [one for one in self._waits if one.order.rank is not None or self._is_current(one.order)]
+        self._waits = [wait for wait in self._waits if wait.order.rank is not None or self._is_current(wait.order)]
         if not self._waits:
             return
         times = MOST_TIMES if self._hang_detector.do_all_work(recovery.who_is_awaited(job)) else 1.0
-        over = [one for one in self._waits if one.patience.look(times)]
+        over = [wait for wait in self._waits if wait.patience.look(times)]
         for wait in over:
             self._waits.remove(wait)
         self._say()

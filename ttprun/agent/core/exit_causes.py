@@ -62,9 +62,9 @@ class Causes:
         """Processes that the kernel has killed for memory in our control group; version 2, then 1."""
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError, TypeError):
-                found = re.search(r"^oom_kill (\d+)$", (self._cgroup or CGROUPS).joinpath(name).read_text(), re.M)
-                if found:
-                    return int(found[1])
+                match = re.search(r"^oom_kill (\d+)$", (self._cgroup or CGROUPS).joinpath(name).read_text(), re.M)
+                if match:
+                    return int(match[1])
         return 0
 
     def _read_kernel_log(self) -> str:

@@ -83,14 +83,14 @@ class Incidents:
         equal        what was found equal, a noun each
         not_proved   what is not proved, a sentence each
         """
-        found = next((one for one in reversed(self._incidents.values()) if rank in one.ranks), None)
-        number = None if found is None else found.id
+        newest = next((incident for incident in reversed(self._incidents.values()) if rank in incident.ranks), None)
+        number = None if newest is None else newest.id
         self._node.log("compared", incident=number, rank=rank, equal=equal, not_proved=not_proved)
         if number is None:
             return
         compared = self._compared.setdefault(number, ([], []))
-        for known, new in zip(compared, (equal, not_proved), strict=True):
-            known += [one for one in (f"rank {rank}: {what}" for what in new) if one not in known]
+        for noted, new in zip(compared, (equal, not_proved), strict=True):
+            noted += [sentence for sentence in (f"rank {rank}: {what}" for what in new) if sentence not in noted]
         self.changes += 1
 
     def published(self) -> tuple[IncidentStatus, ...]:
@@ -98,10 +98,10 @@ class Incidents:
         return tuple(map(self._published, self._incidents.values()))
 
     def _published(self, incident: Incident) -> IncidentStatus:
-        known = {name: getattr(incident, name) for name in _PUBLISHED}
+        values = {name: getattr(incident, name) for name in _PUBLISHED}
         equal, _ = self._compared.get(incident.id, ((), ()))
         kind, not_proved = kind_of(incident.reason), self._not_proved_of(incident.id)
-        return IncidentStatus(**known, equal=tuple(equal), not_proved=not_proved, reason_kind=kind)
+        return IncidentStatus(**values, equal=tuple(equal), not_proved=not_proved, reason_kind=kind)
 
     def _not_proved_of(self, number: int) -> tuple[str, ...]:
         """What of an incident is not proved: objects that are in no record, and what could not be compared."""

@@ -143,7 +143,7 @@ class Node:
         ended = (self.board.get(slot.rank, Field.ENDED) for slot in self.slots)
         recorded = (self.board.get(slot.rank, Field.RECORDED) for slot in self.slots)
         is_any_lost = self.first_failure.found is not None or any(slot.is_lost for slot in self.slots)
-        has_ended = all(one or at == FINISHED for one, at in zip(ended, recorded, strict=True))
+        has_ended = all(is_over or at == FINISHED for is_over, at in zip(ended, recorded, strict=True))
         return bool(self.slots) and has_ended and not is_any_lost
 
     def take_role(self, role: Role) -> None:
@@ -211,8 +211,8 @@ class Node:
 
     def log(self, event: str, **fields: object) -> None:
         """Append to the event log, with the kind of the reason if it has one."""
-        found = kind_of(str(fields.get("reason") or ""))
-        kind: dict[str, object] = {"reason_kind": found} if found else {}
+        reason_kind = kind_of(str(fields.get("reason") or ""))
+        kind: dict[str, object] = {"reason_kind": reason_kind} if reason_kind else {}
         with self._log_lock:
             self._events.append(event, **{"at_s": time.monotonic()} | kind | fields)
 
@@ -277,8 +277,8 @@ class Node:
 
     def recorded(self, slot: RankSlot, boundary: int) -> Outline | None:
         """Of a rank's record of a boundary, whoever wrote it; None if there is none."""
-        found = self.recorder_of(slot).read(boundary)
-        return None if found is None else read_outline(found[0])
+        record = self.recorder_of(slot).read(boundary)
+        return None if record is None else read_outline(record[0])
 
     def lines_since(self, slot: RankSlot, boundary: int) -> tuple[int, int]:
         """Lines that a rank has written since its record of a boundary, to stdout and stderr: not to come out again."""

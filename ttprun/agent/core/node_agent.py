@@ -83,7 +83,7 @@ class NodeAgent(NodeActuator):
             if slot.rank in records and records[slot.rank].part:
                 record_copies.restore(self.node, slot, records[slot.rank].part)
         self._is_fetching = True
-        self.mirrors.fetch({rank: one.mirror for rank, one in records.items()}, self._note_fetched)
+        self.mirrors.fetch({rank: record.mirror for rank, record in records.items()}, self._note_fetched)
 
     def _note_fetched(self) -> None:
         """The mirrors of the lost node are there, or will not come: replays that need them are ordered now."""

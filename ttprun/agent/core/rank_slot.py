@@ -286,15 +286,15 @@ class RankSlot:
         self.is_lost, self.pid = True, 0
         self.note_leavings(board)
 
-    def inherit(self, left: Left | None, has_finished: bool) -> None:
+    def inherit(self, legacy: Left | None, has_finished: bool) -> None:
         """What the next leader must know of a rank of another node; None: the agent there is lost, too."""
-        if left is None:
+        if legacy is None:
             self.is_finished, self.pid = has_finished, 0
             return
-        self.begin_process(left.pid)
-        self.is_present, self.is_protected, self.is_finished = left.is_present, left.is_protected, left.is_finished
-        self.had_torch = True
-        self.is_lost, self.lost_boundary = left.is_lost, left.boundary
+        self.begin_process(legacy.pid)
+        self.is_present, self.is_protected = legacy.is_present, legacy.is_protected
+        self.is_finished, self.had_torch = legacy.is_finished, True
+        self.is_lost, self.lost_boundary = legacy.is_lost, legacy.boundary
 
     def take_place_of_lost(self, boundary: int) -> None:
         """This slot was a lost node's, whose rank had recorded this boundary last."""

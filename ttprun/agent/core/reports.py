@@ -267,14 +267,14 @@ class Reports:
         new, self._to_pass_on = self._to_pass_on, []
         self._forget_older()
         if new:
-            self._passed_on += [one for one in new if one[1].generation >= self.node.job.generation]
+            self._passed_on += [report for report in new if report[1].generation >= self.node.job.generation]
             self.actuators.order_all(node_orders.Broadcast(new))
 
     def _forget_older(self) -> None:
         """What was reported in an earlier generation is void."""
         present = self.node.job.generation
         if self._passed_on and self._passed_on[0][1].generation < present:  # once, not for each process that greets
-            self._passed_on = [one for one in self._passed_on if one[1].generation >= present]
+            self._passed_on = [report for report in self._passed_on if report[1].generation >= present]
 
     def _on_frozen(self, slot: RankSlot, message: from_rank.RankFrozen) -> None:
         """A survivor has quiesced at a boundary."""
@@ -297,15 +297,15 @@ class Reports:
         issued = {
             slot.rank: {name: group.issued for name, group in slot.journal.items()} for slot in slots if slot.journal
         }
-        found = find_difference(issued)
-        if found is None:
+        difference = find_difference(issued)
+        if difference is None:
             return
-        fields: dict[str, Any] = {"at_s": time.monotonic(), "reason": found.sentence}
-        self.node.log("journals_differ", ranks=found.ranks, **fields)
-        if not found.ranks:
+        fields: dict[str, Any] = {"at_s": time.monotonic(), "reason": difference.sentence}
+        self.node.log("journals_differ", ranks=difference.ranks, **fields)
+        if not difference.ranks:
             self.node.advance(MismatchFound(rank=last.rank, generation=generation, **fields))
         hung = []  # all known by their present processes, before the first one's is ended
-        for odd in (self.node.slots[rank] for rank in found.ranks):
+        for odd in (self.node.slots[rank] for rank in difference.ranks):
             boundary = self.node.board.get(odd.rank, Field.APPLIED)
             self.actuators.order(odd.rank, node_orders.VoidEvidence(odd.rank))
             hung.append(

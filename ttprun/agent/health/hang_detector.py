@@ -129,11 +129,11 @@ class HangDetector:
             return self._watch.look(
                 now, observations, has_left=has_left
             )  # one rank alone may wait for a person, who debugs it
-        found: tuple[HangVerdict, ...] = ()
+        verdicts: tuple[HangVerdict, ...] = ()
         for observation in observations:
             watch = self._of_alone.setdefault(observation.rank, HangWatch(self._limit_s))
-            found += watch.look(now, [observation], is_alone=True)
-        return found
+            verdicts += watch.look(now, [observation], is_alone=True)
+        return verdicts
 
     def do_all_work(self, ranks: Sequence[int]) -> bool:
         """Whether each of these ranks works, as far as it was seen; False if there are none."""
@@ -296,10 +296,10 @@ class HangDetector:
             def take() -> tuple[tuple[RankStack, ...], list[str]]:
                 text = stack_dumps.take(target.writer, observation.is_stopped)
                 taken = (target.stack(text), *take_others())
-                return taken, stack_reports.flight_records([one.rank for one in taken], time.time() - hung.for_s)
+                return taken, stack_reports.flight_records([stack.rank for stack in taken], time.time() - hung.for_s)
 
-            def conclude(found: tuple[tuple[RankStack, ...], list[str]]) -> None:
-                taken, records = found
+            def conclude(result: tuple[tuple[RankStack, ...], list[str]]) -> None:
+                taken, records = result
                 groups = [asdict(group) for group in groups_of(taken)]
                 node.log("stacks", because_of=observation.rank, groups=groups, flight_records=records)
                 self._conclude(hung, taken[0].all_threads, is_only_reported)
@@ -372,20 +372,20 @@ class HangDetector:
         return not is_replaceable and bool(recovery.why_not_without(job, (rank,)))
 
     def _observations(self) -> list[Observation]:
-        found = (self._observation(slot) for slot in self._node.slots if not slot.is_finished and not slot.is_lost)
-        return [observation for observation in found if observation is not None]
+        observed = (self._observation(slot) for slot in self._node.slots if not slot.is_finished and not slot.is_lost)
+        return [observation for observation in observed if observation is not None]
 
-    def _seen_elsewhere(self, slot: RankSlot, known: Elsewhere) -> tuple[str, float]:
+    def _seen_elsewhere(self, slot: RankSlot, elsewhere: Elsewhere) -> tuple[str, float]:
         """State and processor time of a rank on another node; nothing if its agent has not been heard of late."""
         peers = self._node.peers
         is_fresh = peers.unheard_s(peers.node_of(slot.rank)) < _STALE_S
-        return (known.state, known.cpu_s) if is_fresh else ("", 0.0)
+        return (elsewhere.state, elsewhere.cpu_s) if is_fresh else ("", 0.0)
 
     def _observation(self, slot: RankSlot) -> Observation | None:
         """One rank now; None if its process has just ended."""
-        row, known = self._node.board_row(slot), slot.elsewhere
+        row, elsewhere = self._node.board_row(slot), slot.elsewhere
         with contextlib.suppress(OSError, ValueError, IndexError):
-            state, cpu_s = state_of(slot.pid) if known is None else self._seen_elsewhere(slot, known)
+            state, cpu_s = state_of(slot.pid) if elsewhere is None else self._seen_elsewhere(slot, elsewhere)
             if state in "ZX":  # also if it is not known
                 return None
             return Observation(

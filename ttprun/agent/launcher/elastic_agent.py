@@ -125,8 +125,10 @@ class ReplacingAgent(LocalElasticAgent):
             if peers is not None:
                 self._announce_in_background(worker_group, peers)
 
-        left = self._remaining_restarts
-        group = NewGroup(ranks, self._replace_handler, on_lead, worker_group.spec.max_restarts - left, left)
+        restarts_left = self._remaining_restarts
+        group = NewGroup(
+            ranks, self._replace_handler, on_lead, worker_group.spec.max_restarts - restarts_left, restarts_left
+        )
         if again is not None and self._order is not None:
             supervisor.begin_resized_group(group, again, self._order)
             self._announce(worker_group, again)
@@ -224,11 +226,11 @@ class ReplacingAgent(LocalElasticAgent):
         order = None if verdict is None else verdict.regroup
         self._taken = self._again = None
         if order is None and not self._has_entered and self.meeting.alike:
-            found = self._wait_for_slots(worker_group)
-            if isinstance(found, Taken):
-                self._taken = found
+            answer = self._wait_for_slots(worker_group)
+            if isinstance(answer, Taken):
+                self._taken = answer
             else:
-                order = found
+                order = answer
         self._has_entered = True
         if order is not None:
             self._meet_again(worker_group, order)
@@ -248,18 +250,18 @@ class ReplacingAgent(LocalElasticAgent):
         if holder is None or find_job is None or self._groups_started:
             yield
             return
-        found: list[str] = []
+        stores: list[str] = []
         is_over, sync = threading.Event(), holder.sync
 
         def look() -> None:
-            while not is_over.wait(_LOOK_FOR_JOB_S) and not found:
-                found.extend(filter(None, [find_job()]))
+            while not is_over.wait(_LOOK_FOR_JOB_S) and not stores:
+                stores.extend(filter(None, [find_job()]))
 
         def sync_unless_found() -> Any:
             ended = self.meeting.ended_meanwhile()
-            if found or (ended is not None and ended.is_done):
+            if stores or (ended is not None and ended.is_done):
                 handler.shutdown = lambda: True  # others may meet there
-                raise JobFoundError(found[0]) if found else SystemExit(0)
+                raise JobFoundError(stores[0]) if stores else SystemExit(0)
             return sync()
 
         holder.sync = sync_unless_found
@@ -279,7 +281,9 @@ class ReplacingAgent(LocalElasticAgent):
         size, first = peers.size * peers.ranks_per_node, peers.node * peers.ranks_per_node
         everywhere = {"world_size": size, "role_world_size": size}
         numbers = range(peers.ranks_per_node)
-        group.workers = [Worker(one, global_rank=first + one, role_rank=first + one, **everywhere) for one in numbers]
+        group.workers = [
+            Worker(number, global_rank=first + number, role_rank=first + number, **everywhere) for number in numbers
+        ]
         group.group_rank, group.group_world_size = peers.node, peers.size
         group.master_addr, port = master.split()
         group.master_port = int(port)

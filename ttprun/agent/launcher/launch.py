@@ -298,8 +298,8 @@ def _run(
             try:
                 run(*args)
                 break
-            except JobFoundError as found:
-                store = found.store
+            except JobFoundError as job:
+                store = job.store
             except (RendezvousError, DistError):
                 store = "" if find_job is None or ReplacingAgent.has_started_ranks else find_job()
                 if not store or store in tried:

@@ -40,13 +40,13 @@ def stores_on_loopback() -> Iterator[None]:
             except OSError:  # a machine without loopback: torch's way may work there
                 super().__init__(host_name, port, is_master=True, **kwargs)
                 return
-            found = listener.getsockname()[1]
+            bound_port = listener.getsockname()[1]
             kwargs |= {"is_master": True, "master_listen_fd": listener.detach()}
             if torch_versions.takes_socket(torch.__version__):
                 with contextlib.suppress(NotImplementedError):  # another build than those that were tried
-                    super().__init__(ADDRESS, found, **kwargs)
+                    super().__init__(ADDRESS, bound_port, **kwargs)
                     return
-            super().__init__(ADDRESS, found, **kwargs | {"use_libuv": False})
+            super().__init__(ADDRESS, bound_port, **kwargs | {"use_libuv": False})
 
     for module in modules:
         module.TCPStore = LoopbackStore  # type: ignore[attr-defined]

@@ -70,8 +70,8 @@ def path_of(save_dir: str | Path, run_id: str) -> Path:
 def read(path: Path) -> Outcome | None:
     """What is in such a file; None if it is not there, or is none."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return Outcome(**{one.name: found[one.name] for one in fields(Outcome) if one.name in found})
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return Outcome(**{entry.name: content[entry.name] for entry in fields(Outcome) if entry.name in content})
     return None
 
 

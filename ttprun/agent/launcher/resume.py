@@ -97,7 +97,9 @@ class Resumption:
                 of_user = of_user or error
                 self._pass_over(candidate.name, str(error))
             else:
-                return tuple(recovery.Saved(one.boundary, str(one.path)) for one in candidates[place:])
+                return tuple(
+                    recovery.Saved(checkpoint.boundary, str(checkpoint.path)) for checkpoint in candidates[place:]
+                )
         if of_user is not None:
             raise of_user
         if self._store.checkpoints():
@@ -106,11 +108,11 @@ class Resumption:
 
     def _candidates(self) -> list[Checkpoint]:
         """The last written first; says which are passed over, if they could have been chosen."""
-        found = self._store.checkpoints()
-        valid = last_written_first(found)
-        for one in found:
-            if not one.is_valid and (not valid or one.boundary >= valid[0].boundary):
-                self._pass_over(one.name, one.reason)
+        checkpoints = self._store.checkpoints()
+        valid = last_written_first(checkpoints)
+        for checkpoint in checkpoints:
+            if not checkpoint.is_valid and (not valid or checkpoint.boundary >= valid[0].boundary):
+                self._pass_over(checkpoint.name, checkpoint.reason)
         return valid
 
     def _pass_over(self, name: str, why: str) -> None:
@@ -130,13 +132,13 @@ class Resumption:
 
     def opened(self, place: str) -> Stored:
         """The checkpoint in a directory; one that was opened before is not checked again. Raises as `open` does."""
-        known = self._opened
-        return known if known is not None and known.place == place else self.open(Path(place))
+        opened = self._opened
+        return opened if opened is not None and opened.place == place else self.open(Path(place))
 
     def open_new(self, place: str) -> Stored:
         """One that has just been written, by this agent or the one that led before it. Raises as `open` does."""
-        known = self._opened
-        return known if known is not None and known.place == place else self.open(Path(place), is_new=True)
+        opened = self._opened
+        return opened if opened is not None and opened.place == place else self.open(Path(place), is_new=True)
 
     def open(self, path: Path, is_new: bool = False) -> Stored:
         """Open a checkpoint, once everything is checked that can be before a rank runs.
@@ -146,8 +148,8 @@ class Resumption:
         Raises InvalidCheckpointError, with the reason, or ConfigError if the user can do something about it. Takes as
         long as the disk needs for it, unless it is new.
         """
-        found = self._opened = self._checked(path, is_new)
-        return found
+        stored = self._opened = self._checked(path, is_new)
+        return stored
 
     def _checked(self, path: Path, is_new: bool) -> Stored:
         began_s = time.monotonic()

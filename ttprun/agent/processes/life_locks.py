@@ -30,16 +30,16 @@ def watch(board: Board, row: int, pid: int, report: Callable[[int], None]) -> No
 
     Not called if the process has no such lock, or if that cannot be known: its pidfd then has to do.
     """
-    held = board.get(row, Field.LIFE)
-    if held & HOLDER_MASK:
+    lock = board.get(row, Field.LIFE)
+    if lock & HOLDER_MASK:
         threading.Thread(
-            target=_watch, args=(board, row, held, pid, report), name=f"ttprun-life-{row}", daemon=True
+            target=_watch, args=(board, row, lock, pid, report), name=f"ttprun-life-{row}", daemon=True
         ).start()
 
 
-def _watch(board: Board, row: int, held: int, pid: int, report: Callable[[int], None]) -> None:
-    while board.get(row, Field.LIFE) == held:
-        board.wait_for_change(row, Field.LIFE, held, _LOOK_AGAIN_S)
+def _watch(board: Board, row: int, lock: int, pid: int, report: Callable[[int], None]) -> None:
+    while board.get(row, Field.LIFE) == lock:
+        board.wait_for_change(row, Field.LIFE, lock, _LOOK_AGAIN_S)
     code = ending_code(pid)
     if code is not None:
         report(code)

@@ -59,11 +59,11 @@ def plan_of(reports: Sequence[Imported], starts: Sequence[dict[str, Any]]) -> Pr
 
 def _history(report: Imported) -> dict[str, list[str | None]]:
     """The values that a rank's script has given to each variable, one after the other."""
-    found: dict[str, list[str | None]] = defaultdict(list)
+    history: dict[str, list[str | None]] = defaultdict(list)
     for _, _, changes in report.modules:
         for name, value in changes.items():
-            found[name].append(value)
-    return dict(found)
+            history[name].append(value)
+    return dict(history)
 
 
 class Preloaded(Standby):
@@ -178,8 +178,8 @@ class Preloads:
             return
         if standby is None or self._plan is None or self.why_not:
             return
-        left = self._plan.without(self._refused)
-        if not left.count:
+        plan = self._plan.without(self._refused)
+        if not plan.count:
             self.why_not = "the ranks have imported nothing else that it could"
             return
         if self._rounds == MAX_ROUNDS:
@@ -197,7 +197,7 @@ class Preloads:
                 os.close(fd)
             return
         self._rounds += 1
-        self._current = Preloaded(copy, left, standby_messages.Preload(self._follow, self.loops), files)
+        self._current = Preloaded(copy, plan, standby_messages.Preload(self._follow, self.loops), files)
         watch(self._current)
 
     def came(self, preloaded: Preloaded) -> bool:
@@ -231,9 +231,9 @@ class Preloads:
     @property
     def ready(self) -> Preloaded | None:
         """The copy, if a rank can be made of it."""
-        one = self._current
-        is_there = one is not None and one.is_ready and one.is_copyable and not one.refused
-        return one if is_there and one is not None and one.is_alive else None
+        copy = self._current
+        is_there = copy is not None and copy.is_ready and copy.is_copyable and not copy.refused
+        return copy if is_there and copy is not None and copy.is_alive else None
 
     @property
     def refused(self) -> dict[str, str]:
@@ -250,10 +250,10 @@ class Preloads:
         preloaded = self.ready
         if preloaded is not None:
             text = f"with {preloaded.count} modules that the ranks have imported"
-            left = [f"{name} ({why})" for name, why in self.refused.items()]
-            more = len(left) - _NAMED_AT_MOST
-            if left:
-                text += f"; left to a replay: {', '.join(left[:_NAMED_AT_MOST])}" + (
+            refusals = [f"{name} ({why})" for name, why in self.refused.items()]
+            more = len(refusals) - _NAMED_AT_MOST
+            if refusals:
+                text += f"; left to a replay: {', '.join(refusals[:_NAMED_AT_MOST])}" + (
                     f" and {more} more" if more > 0 else ""
                 )
             return text

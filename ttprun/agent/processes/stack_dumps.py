@@ -62,12 +62,12 @@ def take(writer: Writer, is_stopped: bool) -> str:
 
 def ask_all(writers: Sequence[Writer]) -> list[str]:
     """The stacks of several running processes, "" for one that does not answer. Blocks two seconds at most."""
-    for one in writers:
-        _ask_on_board(one)
+    for writer in writers:
+        _ask_on_board(writer)
     _wait(writers, _BOARD_LIMIT_S)
-    signalled = [one for one in writers if not _end_asking(one) and _signal(one)]
+    signalled = [writer for writer in writers if not _end_asking(writer) and _signal(writer)]
     _wait(signalled, ANSWER_LIMIT_S)
-    return [_read(one.fd) for one in writers]
+    return [_read(writer.fd) for writer in writers]
 
 
 def of_the_user(text: str) -> str:
@@ -104,9 +104,9 @@ def main_thread_of(text: str, main_thread: int) -> str:
 def innermost_user_frame(text: str) -> str:
     """ "train.py:33 in forward", "" if there is no frame of the user's; frames come innermost first."""
     for line in text.splitlines():
-        found = _FRAME.match(line) or _SPIED.match(line)
-        if found and not found["file"].startswith(_NOT_THE_USERS) and "-packages/" not in found["file"]:
-            return f"{os.path.basename(found['file'])}:{found['line']} in {found['name']}"
+        frame = _FRAME.match(line) or _SPIED.match(line)
+        if frame and not frame["file"].startswith(_NOT_THE_USERS) and "-packages/" not in frame["file"]:
+            return f"{os.path.basename(frame['file'])}:{frame['line']} in {frame['name']}"
     return ""
 
 
@@ -161,7 +161,7 @@ def _wait(writers: Sequence[Writer], limit_s: float) -> None:
     sizes: list[int] = []
     while writers and time.monotonic() < give_up_at_s:
         time.sleep(_LOOK_AGAIN_S)
-        before, sizes = sizes, [os.fstat(one.fd).st_size for one in writers]
+        before, sizes = sizes, [os.fstat(writer.fd).st_size for writer in writers]
         if sizes == before and all(sizes):
             break
 

@@ -65,7 +65,7 @@ class Standbys:
 
     def look(self, watch: Callable[[Preloaded], None]) -> None:
         """Have a copy import what the ranks have imported, once that is known and a standby can be copied."""
-        able = (one for one in self._waiting if one.is_ready and one.is_copyable and one.is_alive)
+        able = (standby for standby in self._waiting if standby.is_ready and standby.is_copyable and standby.is_alive)
         self.preloads.look(next(able, None), watch)
 
     def hurry(self) -> None:
@@ -99,12 +99,12 @@ class Standbys:
         copy = self.copy()
         if copy is not None:
             return copy
-        left = [standby for standby in self._ready() if not standby.is_copyable]
-        if not left:
+        single_use = [standby for standby in self._ready() if not standby.is_copyable]
+        if not single_use:
             return None
-        self._waiting.remove(left[0])
-        left[0].hurry()
-        return left[0]
+        self._waiting.remove(single_use[0])
+        single_use[0].hurry()
+        return single_use[0]
 
     def copy(self) -> StandbyCopy | None:
         """A copy of a ready standby; None if there is none that can be copied."""

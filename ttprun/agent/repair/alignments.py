@@ -26,10 +26,10 @@ def plan(
 
     Of ranks that hold the same the one counts that has used most of the results that nobody has any more.
     """
-    found: dict[int, int] = {}
-    known, gone = {*given}, {*lost}
+    sources: dict[int, int] = {}
+    shared, gone = {*given}, {*lost}
     for ranks in alike:
-        used = {rank: _used_by(journals.get(rank, {}), known) for rank in ranks if rank not in gone}
+        used = {rank: _used_by(journals.get(rank, {}), shared) for rank in ranks if rank not in gone}
         source = max(used, key=lambda rank: (len(used[rank]), -rank), default=None)
         if source is None or not any(used.values()):
             continue
@@ -37,8 +37,8 @@ def plan(
             theirs = used.get(rank, {})
             differing = used[source].keys() ^ theirs.keys()
             if any({source, rank} <= {*(used[source].get(which) or theirs[which])} for which in differing):
-                found[rank] = source
-    return found
+                sources[rank] = source
+    return sources
 
 
 def _used_by(journal: Mapping[str, GroupJournal], given: set[tuple[str, int]]) -> dict[tuple[str, int], list[int]]:
@@ -77,7 +77,7 @@ class Alignments:
             return
         if (boundary, source) in self._under_way:
             return
-        takers = {one for one, of in self._sources.items() if of == source}
+        takers = {taker for taker, of in self._sources.items() if of == source}
         self._under_way[boundary, source] = takers
         name = self._meeting_place(f"gradients-{message.generation}-{boundary}-{source}.sock")
         generation, limit_s = message.generation, self._node.config.transfer_timeout_s
@@ -91,8 +91,8 @@ class Alignments:
         source, boundary = self._sources.get(rank), message.boundary
         if message.generation != self._node.job.generation or source is None:
             return
-        left = self._under_way.get((boundary, source), set())
-        left.discard(rank)
-        if not left:
-            for taker in (one for one, of in self._sources.items() if of == source):
+        pending = self._under_way.get((boundary, source), set())
+        pending.discard(rank)
+        if not pending:
+            for taker in (taker for taker, of in self._sources.items() if of == source):
                 self._node.slots[taker].send(to_rank.GoOn(boundary))

@@ -111,7 +111,7 @@ class Comparisons:
             and look.boundary <= repaired_at + PROOF_STEPS
         ):
             everyone = range(len(self._node.slots))
-            for rank in (one for one in sorted({*repaired}) if self._looks.replicas.peers(one, everyone)):
+            for rank in (rank for rank in sorted({*repaired}) if self._looks.replicas.peers(rank, everyone)):
                 equal = f"weights, gradients and optimizer state, those of its replicas, at boundary {look.boundary}"
                 self._incidents.note_compared(rank, [equal], [])
         if look.is_full:
@@ -135,25 +135,25 @@ class Comparisons:
         everyone = range(len(self._node.slots))
         if not ranks or look.boundary > repaired_at + PROOF_STEPS or {*ranks} == {*everyone}:
             return False
-        known = self._node.job.replicas.unequal
+        unequal = self._node.job.replicas.unequal
         return any(
-            known.get(key, owners)[rank] == known.get(key, owners)[other] or key not in known
+            unequal.get(key, owners)[rank] == unequal.get(key, owners)[other] or key not in unequal
             for key, owners in look.differing.items()
             for rank in ranks
             for other in everyone
             if owners[rank] != owners[other]
         )
 
-    def _refuse_repair(self, slot: RankSlot, boundary: int, held: str) -> None:
+    def _refuse_repair(self, slot: RankSlot, boundary: int, what: str) -> None:
         """What the repaired ranks do is not what the lost ones did.
 
-        held   which ranks hold what
+        what   which ranks hold what
         """
         ranks, repaired_at = self._repaired
         who = ", ".join(map(str, sorted({*ranks})))
         reason = (
             f"since rank {who} was repaired at boundary {repaired_at} the ranks hold different weights at boundary "
-            f"{boundary} ({held}): ttprun's repair has missed something that the steps use"
+            f"{boundary} ({what}): ttprun's repair has missed something that the steps use"
         )
         self._mismatch(slot, reason)
 
@@ -227,10 +227,10 @@ class Comparisons:
         replicas, reports = self._looks.replicas, self._mirror_reports
         if self._awaits_mirrors:
             return
-        found: dict[str, list[int]] = {}  # why they are not mirrored, or "" -> ranks
+        by_reason: dict[str, list[int]] = {}  # why they are not mirrored, or "" -> ranks
         for rank in sorted(replicas.single_holders):
-            found.setdefault(reports[rank].why_not, []).append(rank)
-        mirrored = found.pop("", [])
+            by_reason.setdefault(reports[rank].why_not, []).append(rank)
+        mirrored = by_reason.pop("", [])
         said = []
         if mirrored:
             size = in_words(sum(reports[rank].bytes for rank in mirrored))
@@ -240,7 +240,7 @@ class Comparisons:
             elif self._node.peers.size > 1:
                 where = ", lost with its node (not so: --buddy node)"
             said.append(f"{_hold(mirrored)}: mirrored in {size} of memory{where} (--buddy off to save it)")
-        for why_not, ranks in found.items():
+        for why_not, ranks in by_reason.items():
             size_bytes = sum(reports[rank].bytes for rank in ranks)
             limit = sum(reports[rank].limit_bytes for rank in ranks)
             sizes = (
@@ -251,7 +251,7 @@ class Comparisons:
         if text == self._said_of_mirrors:
             return
         self._said_of_mirrors = text
-        logger.warning("%s", f"{text}; {self._cost_without_source()}" if found else text)
+        logger.warning("%s", f"{text}; {self._cost_without_source()}" if by_reason else text)
         why_no_step = next((reports[rank].why_no_step for rank in mirrored if reports[rank].why_no_step), "")
         if why_no_step and not self._has_said_no_step:
             self._has_said_no_step = True

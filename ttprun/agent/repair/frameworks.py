@@ -162,13 +162,13 @@ class Frameworks(Repairs):
 
         One that a rank has made after its set-up is unknown to its replacement; whoever made it makes it again.
         """
-        held: dict[str, set[int]] = {}
+        holders: dict[str, set[int]] = {}
         members: dict[str, set[int]] = {}
         for slot in self._node.slots:
             for name, group in slot.journal.items():
-                held.setdefault(name, set()).add(slot.rank)
+                holders.setdefault(name, set()).add(slot.rank)
                 members.setdefault(name, set()).update(group.ranks)
-        return sorted(name for name, ranks in members.items() if ranks == held[name])
+        return sorted(name for name, ranks in members.items() if ranks == holders[name])
 
     def call_back(self, reason: str) -> str:
         """As the scheduler would have it."""
@@ -185,9 +185,9 @@ class Frameworks(Repairs):
         """How many ranks the present recovery leads to, as its orders say it to a rank."""
         job = self._node.job
         if job.away:
-            left = list(recovery.groups_left(job, rank)[0])
+            groups = list(recovery.groups_left(job, rank)[0])
             ranks = sorted((*job.survivors, *job.lost))
-            return mindio.Size(list(job.away), ranks, left, self.scheduler.params("downgrade"))
+            return mindio.Size(list(job.away), ranks, groups, self.scheduler.params("downgrade"))
         return mindio.Size(params=self.scheduler.params("upgrade") if job.is_upgrading else "")
 
     def send_state(self, action: to_rank.SendState) -> None:

@@ -118,14 +118,14 @@ class MirrorCopies:
     def _send(self, sock: socket.socket, keeper: int, fds: Sequence[int]) -> None:
         board = self._node.board
 
-        def has_changed(cell: int, held: int) -> bool:
-            return board.get(keeper, cell) != held
+        def has_changed(cell: int, value: int) -> bool:
+            return board.get(keeper, cell) != value
 
         for cell, fd in zip(_CELLS, fds, strict=True):
-            held = board.get(keeper, cell)
-            size = os.fstat(fd).st_size if held else 0
-            sock.sendall(_HEAD.pack(held, size))
-            file_stream.send(sock, fd, 0, size, partial(has_changed, cell, held))
+            value = board.get(keeper, cell)
+            size = os.fstat(fd).st_size if value else 0
+            sock.sendall(_HEAD.pack(value, size))
+            file_stream.send(sock, fd, 0, size, partial(has_changed, cell, value))
         if file_stream.receive_exactly(sock, len(_TAKEN)) != _TAKEN:
             raise file_stream.DamagedError("what has come is no receipt")
 
@@ -141,7 +141,7 @@ def fetch(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[list[Held
 
     Blocks as long as something comes. Raises OSError, also if that is too much.
     """
-    found, taken = list[Held](), 0
+    slots, taken = list[Held](), 0
     if not 0 < where.port < 1 << 16 or not where.token.isascii():
         raise OSError("that is no place to fetch from")
     with socket.create_connection((where.address, where.port), _SILENT_LIMIT_S) as sock:
@@ -157,7 +157,7 @@ def fetch(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[list[Held
                 os.ftruncate(fd, size)
                 os.posix_fallocate(fd, 0, size)
             is_valid = file_stream.receive(sock, fd, 0, size)
-            found.append(unpack(cell) if is_valid else NOTHING)
+            slots.append(unpack(cell) if is_valid else NOTHING)
         with contextlib.suppress(OSError):  # all is here, even if the other node is lost now
             sock.sendall(_TAKEN)
-    return found, taken
+    return slots, taken

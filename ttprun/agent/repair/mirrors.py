@@ -148,8 +148,8 @@ class Mirrors:
 
         Only the state itself: a step is taken again by its own rank alone.
         """
-        found = (replace(share, slot=self._state_of_lost(share.rank, boundary)) for share in shares)
-        return [share for share in found if share.slot]
+        placed = (replace(share, slot=self._state_of_lost(share.rank, boundary)) for share in shares)
+        return [share for share in placed if share.slot]
 
     def _state_of_lost(self, rank: int, boundary: int) -> str:
         slot = self._node.slots[rank]
@@ -158,8 +158,8 @@ class Mirrors:
     def _path_of(self, slot: RankSlot, boundary: int, way: str) -> str:
         if slot.rank not in self._slots:
             return ""
-        held = [unpack(self._node.board.get(slot.rank, cell)) for cell in _CELLS]
-        number = slot_that_gives(held, boundary, way)
+        slots = [unpack(self._node.board.get(slot.rank, cell)) for cell in _CELLS]
+        number = slot_that_gives(slots, boundary, way)
         return "" if number is None else self.paths_for(slot)[number]
 
     def forget(self, slot: RankSlot) -> None:
@@ -182,26 +182,28 @@ class Mirrors:
         }  # a new group closes the others
 
         def fetch() -> dict[int, tuple[Sequence[Held], str]]:
-            found, left = dict[int, tuple[Sequence[Held], str]](), self._all_bytes
+            fetched, left_bytes = dict[int, tuple[Sequence[Held], str]](), self._all_bytes
             for rank, place in there.items():
                 try:
-                    held, taken = mirror_copies.fetch(place, files[rank], left)
+                    contents, taken = mirror_copies.fetch(place, files[rank], left_bytes)
                 except OSError as error:
-                    found[rank] = (NOTHING,) * SLOTS, f"{place.address}: {error}"
+                    fetched[rank] = (NOTHING,) * SLOTS, f"{place.address}: {error}"
                 else:
-                    found[rank], left = (held, ""), left - taken
+                    fetched[rank], left_bytes = (contents, ""), left_bytes - taken
                 for fd in files[rank]:
                     os.close(fd)
-            return found
+            return fetched
 
-        def note(found: Mapping[int, tuple[Sequence[Held], str]]) -> None:
-            for rank, (held, why_not) in found.items():
+        def note(fetched: Mapping[int, tuple[Sequence[Held], str]]) -> None:
+            for rank, (contents, why_not) in fetched.items():
                 if self._slots.get(rank) is not slots[rank]:
                     continue  # all ranks are new
-                for cell, one in zip(_CELLS, held, strict=True):
-                    self._node.board.set(rank, cell, one.pack())
+                for cell, content in zip(_CELLS, contents, strict=True):
+                    self._node.board.set(rank, cell, content.pack())
                 self._why_not_fetched[rank] = why_not
-                self._node.log("mirror_fetched", rank=rank, held=[one._asdict() for one in held], why_not=why_not)
+                self._node.log(
+                    "mirror_fetched", rank=rank, held=[content._asdict() for content in contents], why_not=why_not
+                )
             then()
 
         def failed(error: Exception) -> None:

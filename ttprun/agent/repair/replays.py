@@ -90,7 +90,7 @@ class Replays(Repairs):
         slots = self._node.slots
         journals = {slot.rank: slot.journal for slot in slots if slot.journal}
         agreed, expected = Agreed.of_each(action.ranks, journals), expected_of(journals.values())
-        given = next((one.sources for one in agreed.values()), {})  # the same for all
+        given = next((agreement.sources for agreement in agreed.values()), {})  # the same for all
         takes_from = self._whose_gradients(action, journals, given)
         self._alignments.begin(takes_from)
         for rank in action.ranks:

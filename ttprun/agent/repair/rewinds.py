@@ -134,7 +134,7 @@ class Rewinds:
             if is_trusted:
                 recorder.evidence.take_over(older.evidence, boundary)
             before = node.recorded(slot, boundary) or Outline()
-            out, err = (known + since for known, since in zip(before.lines, part["lines"], strict=True))
+            out, err = (earlier + since for earlier, since in zip(before.lines, part["lines"], strict=True))
         node.board.set(slot.rank, Field.LINES_OUT, out)
         node.board.set(slot.rank, Field.LINES_ERR, err)
         node.go_back(slot, boundary)

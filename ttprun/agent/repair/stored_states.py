@@ -28,8 +28,8 @@ def rank_file(rank: int) -> str:
 
 def unpack(packed: bytes) -> dict[str, Any]:
     """What `msgpack.packb` has packed of a rank's part."""
-    found: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False)
-    return found
+    part: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False)
+    return part
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ class _RankFile(Struct):
 def _unpacked(path: Path, kind: type[Struct]) -> dict[str, Any]:
     """A file of a checkpoint. Raises InvalidCheckpointError if it cannot be read, or is not of this kind."""
     try:
-        found: dict[str, Any] = unpack(path.read_bytes())
-        convert(found, kind)
+        content: dict[str, Any] = unpack(path.read_bytes())
+        convert(content, kind)
     except OSError as error:
         raise InvalidCheckpointError(f"{path.name} cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, RecursionError, ValidationError):
         raise InvalidCheckpointError(f"{path.name} is damaged: it is not what was packed") from None
-    return found
+    return content

@@ -203,19 +203,19 @@ class StatusPublisher:
             lost_nodes=()
             if peers.is_follower
             else tuple(number for number in range(peers.size) if not peers.is_connected(number)),
-            spares=tuple(one.address for one in peers.pool.waiting) if peers.pool is not None else (),
+            spares=tuple(launcher.address for launcher in peers.pool.waiting) if peers.pool is not None else (),
             quarantine=self._membership.quarantined(),
         )
 
     def _pages(self) -> tuple[str, ...]:
         """Of the nodes whose agents are there, as far as this one knows."""
         peers = self._node.peers
-        known = {
+        pages = {
             number: where.page
             for number, where in peers.pools.items()
             if where.page and (peers.is_follower or peers.is_connected(number))
         }
-        return tuple(known.get(number, "") for number in range(peers.size)) if known else ()
+        return tuple(pages.get(number, "") for number in range(peers.size)) if pages else ()
 
     def _protection(self) -> str:
         """Whether the whole job is protected; the agent of the node that leads knows it."""

@@ -28,9 +28,9 @@ def topology_of(
     dimensions = dimensions_of(groups, world_size, replicas)
     coordinates: list[dict[str, int]] = [{} for _ in range(world_size)]
     named: dict[str, tuple[int, ...]] = {}
-    for name, found in dimensions.items():
+    for name, along in dimensions.items():
         dash = "" if name[-1].isalpha() else "_"
-        for number, members in enumerate(found):
+        for number, members in enumerate(along):
             named[f"{name}{dash}{number}"] = members
             for at, rank in enumerate(members):
                 coordinates[rank][name] = at
@@ -93,22 +93,22 @@ def dimensions_of(
     if {sender for sender, _ in messages} == {receiver for _, receiver in messages}:
         chains = _connected(messages)
         by_use.append((_use_of(chains, "pp", replicas), chains))
-    known = list(named.values())
-    for name, found in (*by_use, *((f"stride{stride}", found) for stride, found in sorted(others.items()))):
-        each_once = sorted(rank for ranks in found for rank in ranks) == [*range(world_size)]
-        if name and each_once and found not in known:
-            known.append(named.setdefault(name, found))
-    return {name: sorted(found) for name, found in sorted(named.items())}
+    taken = list(named.values())
+    for name, partition in (*by_use, *((f"stride{stride}", partition) for stride, partition in sorted(others.items()))):
+        each_once = sorted(rank for ranks in partition for rank in ranks) == [*range(world_size)]
+        if name and each_once and partition not in taken:
+            taken.append(named.setdefault(name, partition))
+    return {name: sorted(partition) for name, partition in sorted(named.items())}
 
 
-def _use_of(found: Iterable[tuple[int, ...]], if_unequal: str, replicas: Replicas) -> str:
+def _use_of(groups: Iterable[tuple[int, ...]], if_unequal: str, replicas: Replicas) -> str:
     """What groups are for that exchange gradients or send: `if_unequal`, if their members hold different parameters.
 
     returns  "" if they differ only in what a mesh has cut, which may be for another reason
     """
 
     def differ(owners: Sequence[int]) -> bool:
-        return any(owners[rank] != owners[ranks[0]] for ranks in found for rank in ranks)
+        return any(owners[rank] != owners[ranks[0]] for ranks in groups for rank in ranks)
 
     if any(map(differ, replicas.differing.values())):
         return if_unequal

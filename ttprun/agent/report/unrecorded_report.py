@@ -29,7 +29,9 @@ class NotProved:
     @property
     def unrecorded(self) -> tuple[str, ...]:
         """What of all ranks no replay could restore, a sentence each."""
-        return tuple(dict.fromkeys(one for rank in sorted(self._unrecorded) for one in self._unrecorded[rank]))
+        return tuple(
+            dict.fromkeys(sentence for rank in sorted(self._unrecorded) for sentence in self._unrecorded[rank])
+        )
 
     @property
     def _ranks(self) -> tuple[int, ...]:
@@ -47,7 +49,7 @@ class NotProved:
     def take_unrecorded(self, rank: int, sentences: tuple[str, ...]) -> None:
         """A rank could not restore these; the console gets each once."""
         self._unrecorded[rank] = sentences
-        new = [one for one in sentences if one not in self._said]
+        new = [sentence for sentence in sentences if sentence not in self._said]
         self._said.update(new)
         if new:
             said = f"not proved: {'; '.join(new)}"
@@ -64,5 +66,5 @@ class NotProved:
         return self._of_incidents.get(number, ())
 
     def _names_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
-        held = (names for rank in ranks for names in (self._of_ranks.get(rank, ()), self._unrecorded.get(rank, ())))
-        return tuple(dict.fromkeys(name for names in held for name in names))
+        listed = (names for rank in ranks for names in (self._of_ranks.get(rank, ()), self._unrecorded.get(rank, ())))
+        return tuple(dict.fromkeys(name for names in listed for name in names))

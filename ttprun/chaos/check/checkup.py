@@ -66,7 +66,9 @@ class CheckReport:
     def to_json(self) -> dict[str, Any]:
         """Everything, for programs."""
         fields = asdict(self)
-        fields["differences"] = [{"what": one.what, "detail": one.detail} for one in self.differences]
+        fields["differences"] = [
+            {"what": difference.what, "detail": difference.detail} for difference in self.differences
+        ]
         return {"exact": self.is_exact, **fields}
 
 
@@ -106,7 +108,7 @@ class _Checkup:
         report.steps = _taken(undisturbed, self._checked.steps)
         if report.steps < self._checked.steps:
             self._say(f"the script has only {report.steps} steps: it is checked to its end")
-        seen = {rank: self._trained(found.moments) for rank, found in undisturbed.notes.items()}
+        seen = {rank: self._trained(notes.moments) for rank, notes in undisturbed.notes.items()}
         launches, report.missed = plan(seen, report.steps, _ranks_to_kill(undisturbed))
         if not launches:
             report.problem = "it takes too few optimizer steps: there is no moment to kill a rank at"
@@ -147,25 +149,25 @@ class _Checkup:
         report = self._report
         # A script that ends before has to end there, too.
         has_left = not undisturbed.twin.exit_code and _taken(undisturbed, self._checked.steps) == self._checked.steps
-        steps = {rank: len(found.values) for rank, found in undisturbed.notes.items() if has_left}
+        steps = {rank: len(notes.values) for rank, notes in undisturbed.notes.items() if has_left}
         plain = self._launch_torchrun("torchrun", steps, "under torchrun")
-        found = compare_with_torchrun(undisturbed, plain)
+        differences = compare_with_torchrun(undisturbed, plain)
         if plain.twin.problem:
             report.problem = f"the run under torchrun: {plain.twin.problem}"
-        if plain.twin.problem or not found:
+        if plain.twin.problem or not differences:
             return
         again = self._launch_torchrun("torchrun-again", steps, "something differs: under torchrun once more")
         self._note_by_itself(compare_with_torchrun(again, plain), "two runs under plain torchrun")
         if report.problem.startswith(_NOT_COMPARABLE):
             return
-        left = unlike(found, self._by_itself)
-        if left and not undisturbed.twin.exit_code:  # it may differ now and then, and not between those two
+        unexplained = unlike(differences, self._by_itself)
+        if unexplained and not undisturbed.twin.exit_code:  # it may differ now and then, and not between those two
             once_more = self._launch("undisturbed-again", [], "something differs: undisturbed under ttprun once more")
             self._note_by_itself(compare_with_torchrun(once_more, undisturbed), "two runs under ttprun")
-            left = unlike(left, self._by_itself)
-        if left and not report.problem.startswith(_NOT_COMPARABLE):
-            report.differences = left
-            first = f"{left[0].what} is not as under torchrun, {undisturbed.as_users(left[0].detail)}"
+            unexplained = unlike(unexplained, self._by_itself)
+        if unexplained and not report.problem.startswith(_NOT_COMPARABLE):
+            report.differences = unexplained
+            first = f"{unexplained[0].what} is not as under torchrun, {undisturbed.as_users(unexplained[0].detail)}"
             report.problem = f"ttprun itself changes this script: {first}; please report it, and run it by torchrun"
 
     def _launch_torchrun(self, name: str, steps: dict[int, int], what: str) -> Trial:
@@ -174,12 +176,12 @@ class _Checkup:
         self._report.took_s += trial.twin.took_s
         return trial
 
-    def _note_by_itself(self, found: list[RunDifference], of: str) -> None:
+    def _note_by_itself(self, differences: list[RunDifference], of: str) -> None:
         """Note what differs between two runs of the same kind; if what is trained does, nothing can be compared."""
         report = self._report
-        self._by_itself += found
-        report.by_itself += [f"{one.what} ({one.detail})" for one in found]
-        first = next((one for one in found if one.boundary != AT_END), None)
+        self._by_itself += differences
+        report.by_itself += [f"{difference.what} ({difference.detail})" for difference in differences]
+        first = next((difference for difference in differences if difference.boundary != AT_END), None)
         if first is not None:
             report.problem = (
                 f"{_NOT_COMPARABLE}, so nothing can be compared: {first.what} differs between {of}, "
@@ -199,7 +201,7 @@ class _Checkup:
             number, kills = number + 1, waiting.pop(0)
             what = f"{report.steps} steps, a rank killed at {len(kills)} moment{'s'[: len(kills) > 1]}"
             trial = self._launch(f"killed-{number}", kills, what)
-            rows, left = rows_of(trial, kills)
+            rows, remaining = rows_of(trial, kills)
             compared = compare(trial, undisturbed)
             self._compared.append(compared)
             report.rows += blamed(rows, compared.by_step)
@@ -208,10 +210,10 @@ class _Checkup:
                 report.problem = f"the run with kills: {trial.twin.problem}"
             elif trial.twin.exit_code and all(row.result == "exact" for row in rows):
                 report.problem = f"the run with kills has ended with exit code {trial.twin.exit_code}"
-            if left and (len(left) == len(kills) or trial.twin.exit_code == 0):
-                report.rows += [refused(fault, "not tried", "the run has not come to it again") for fault in left]
-            elif left:
-                waiting.insert(0, left)
+            if remaining and (len(remaining) == len(kills) or trial.twin.exit_code == 0):
+                report.rows += [refused(fault, "not tried", "the run has not come to it again") for fault in remaining]
+            elif remaining:
+                waiting.insert(0, remaining)
             ended += trial.twin.exit_code != 0
         why = report.problem or f"{ended} runs have ended at a kill: cure that first, and check again"
         report.rows += [refused(fault, "not tried", why) for kills in waiting for fault in kills]
@@ -236,13 +238,13 @@ def _ranks_to_kill(undisturbed: Trial) -> list[int]:
 
 def _taken(trial: Trial, wanted: int) -> int:
     """How many of the wanted steps all ranks have taken: fewer if the script has come to its end."""
-    return min((wanted, *(len(found.values) for found in trial.notes.values())))
+    return min((wanted, *(len(notes.values) for notes in trial.notes.values())))
 
 
 def _last_lines(folder: Path) -> list[str]:
     """What a rank said last on stderr, and what the launcher did."""
     ranks = sorted(folder.glob("logs/*/attempt_*/*/stderr.log"))
-    found: list[str] = []
+    lines: list[str] = []
     for path in (*[path for path in ranks if path.stat().st_size][:1], folder / "launcher.log"):
-        found += path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-    return found
+        lines += path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    return lines

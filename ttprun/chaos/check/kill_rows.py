@@ -59,28 +59,28 @@ class KillOutcome:
 
 def rows_of(trial: Trial, faults: Sequence[Fault]) -> tuple[list[KillOutcome], list[Fault]]:
     """A row for each kill that struck, in order, and the kills that did not since the run ended before."""
-    struck = {one.fault: one for one in pair(trial.twin.events) if not one.failure}
+    struck = {injection.fault: injection for injection in pair(trial.twin.events) if not injection.failure}
     incidents = trial.twin.status.incidents if trial.twin.status is not None else ()
-    opened = {one.incident for one in struck.values()}
-    rows, left = [], []
+    opened = {injection.incident for injection in struck.values()}
+    rows, remaining = [], []
     for fault in faults:
-        one = struck.get(str(fault))
-        if one is None:
-            left.append(fault)
+        injection = struck.get(str(fault))
+        if injection is None:
+            remaining.append(fault)
             continue
-        at = next((at for at, known in enumerate(incidents) if known.id == one.incident), None)
+        at = next((at for at, incident in enumerate(incidents) if incident.id == injection.incident), None)
         if at is None:
             rows.append(_new(fault, "refused", "the kill struck, and ttprun did not notice"))
             continue
         # What is found wrong soon after a repair is an incident of its own, which no kill has opened.
-        later = takewhile(lambda known: known.id not in opened, incidents[at + 1 :])
+        later = takewhile(lambda incident: incident.id not in opened, incidents[at + 1 :])
         rows.append(_row(trial, fault, [incidents[at], *later]))
-    return rows, left
+    return rows, remaining
 
 
 def _row(trial: Trial, fault: Fault, incidents: list[IncidentStatus]) -> KillOutcome:
     """A row for a kill and what followed from it."""
-    incident = next((one for one in incidents if not _is_without_loss(one)), incidents[0])
+    incident = next((candidate for candidate in incidents if not _is_without_loss(candidate)), incidents[0])
     is_anew = incident.rung == "rewind" and incident.boundary == 0
     rung = "a start from the beginning" if is_anew else incident.rung
     row = replace(_new(fault, "exact", ""), rung=rung, steps_lost=incident.steps_lost, took_s=incident.total_s)
@@ -127,20 +127,20 @@ def _cure_in(reason: str) -> str:
     return "as it says" if says_cure(reason) else _CURE_OTHERWISE
 
 
-def blamed(rows: Sequence[KillOutcome], found: Iterable[RunDifference]) -> list[KillOutcome]:
+def blamed(rows: Sequence[KillOutcome], differences: Iterable[RunDifference]) -> list[KillOutcome]:
     """The rows, where what differs after a step is attributed to the last kill before it.
 
-    rows    in the order of their steps
-    found   differences from the undisturbed run, each with the boundary at which it was seen first
+    rows         in the order of their steps
+    differences  differences from the undisturbed run, each with the boundary at which it was seen first
     """
     changed = list(rows)
-    for one in found:
-        before = [at for at, row in enumerate(changed) if row.step < one.boundary and row.result != "not tried"]
-        if one.boundary == AT_END or not before:
+    for difference in differences:
+        before = [at for at, row in enumerate(changed) if row.step < difference.boundary and row.result != "not tried"]
+        if difference.boundary == AT_END or not before:
             continue
         row = changed[before[-1]]
         if row.result == "exact":  # else there is a better reason
-            detail = f"{one.what} differ from the undisturbed run's {one.detail}"
+            detail = f"{difference.what} differ from the undisturbed run's {difference.detail}"
             cure = "this is a bug of ttprun, or the script computes something else each time: please report it"
             changed[before[-1]] = replace(row, result="differs", detail=detail, cure=cure)
     return changed
@@ -168,38 +168,38 @@ def compare(disturbed: Trial, undisturbed: Trial) -> RunComparison:
     by_step = differences_by_step(disturbed.notes, undisturbed.notes)
     status = disturbed.twin.status
     is_whole = disturbed.twin.exit_code == 0 and status is not None
-    if not is_whole or status is None or any(one.rung not in WITHOUT_LOSS for one in status.incidents):
+    if not is_whole or status is None or any(incident.rung not in WITHOUT_LOSS for incident in status.incidents):
         return RunComparison(by_step, [])
     variables = differing_variables(disturbed.notes, undisturbed.notes)
-    at_end = [replace(one, detail=undisturbed.as_users(one.detail)) for one in variables]
+    at_end = [replace(difference, detail=undisturbed.as_users(difference.detail)) for difference in variables]
     return RunComparison(by_step, at_end + _compare_what_is_left(disturbed, undisturbed))
 
 
 def compare_with_torchrun(trial: Trial, by_torchrun: Trial) -> list[RunDifference]:
     """Whatever an undisturbed trial has other than one under torchrun, the earliest first."""
-    found = differing_values(trial.notes, by_torchrun.notes)
+    differences = differing_values(trial.notes, by_torchrun.notes)
     codes = trial.twin.exit_code, by_torchrun.twin.exit_code
     if codes[0] != codes[1]:
-        return [*found, RunDifference(AT_END, "the exit code", f"at the end: {codes[0]} instead of {codes[1]}")]
-    return found + _compare_what_is_left(trial, by_torchrun, ("ttprun", "torchrun"))
+        return [*differences, RunDifference(AT_END, "the exit code", f"at the end: {codes[0]} instead of {codes[1]}")]
+    return differences + _compare_what_is_left(trial, by_torchrun, ("ttprun", "torchrun"))
 
 
-def unlike(found: Iterable[RunDifference], by_itself: Iterable[RunDifference]) -> list[RunDifference]:
+def unlike(differences: Iterable[RunDifference], by_itself: Iterable[RunDifference]) -> list[RunDifference]:
     """The differences that a script does not have by itself. Names may hold a time or a pid, other ones each time.
 
-    found       between two runs that are to be alike
-    by_itself   between two runs of the same kind, without faults
+    differences   between two runs that are to be alike
+    by_itself     between two runs of the same kind, without faults
     """
-    known = {_NUMBER.sub("", one.what) for one in by_itself}
-    return [one for one in found if _NUMBER.sub("", one.what) not in known]
+    names = {_NUMBER.sub("", difference.what) for difference in by_itself}
+    return [difference for difference in differences if _NUMBER.sub("", difference.what) not in names]
 
 
-def _compare_what_is_left(one: Trial, other: Trial, kinds: Kinds = TWINS) -> list[RunDifference]:
+def _compare_what_is_left(trial: Trial, other: Trial, kinds: Kinds = TWINS) -> list[RunDifference]:
     """How files and output differ."""
-    names = sorted({*one.changed, *other.changed})
-    compared = compare_runs(names, (one.kept, other.kept), (one.twin.output, other.twin.output), kinds)
+    names = sorted({*trial.changed, *other.changed})
+    compared = compare_runs(names, (trial.kept, other.kept), (trial.twin.output, other.twin.output), kinds)
     return [
-        RunDifference(AT_END, found.what if found.how == "lines" else f"file {found.what}", found.detail)
-        for found in compared
-        if not found.is_identical
+        RunDifference(AT_END, output.what if output.how == "lines" else f"file {output.what}", output.detail)
+        for output in compared
+        if not output.is_identical
     ]

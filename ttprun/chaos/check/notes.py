@@ -38,7 +38,7 @@ Notes = dict[int, OfRank]
 
 def read_notes(folder: Path) -> Notes:
     """All ranks' notes; of a boundary that a rank has passed twice, the later ones."""
-    found: Notes = {}
+    notes: Notes = {}
     for path in sorted(folder.glob("rank*.jsonl")):
         rank = OfRank()
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -50,11 +50,11 @@ def read_notes(folder: Path) -> Notes:
         head, blobs = path.with_suffix(".head"), path.with_suffix(".blobs")
         if head.exists() and blobs.exists():
             rank.record = head.read_bytes(), blobs.read_bytes()
-        found[int(path.stem.removeprefix("rank"))] = rank
+        notes[int(path.stem.removeprefix("rank"))] = rank
     for path in sorted(folder.glob("plain*.jsonl")):
         lines = path.read_text(encoding="utf-8").splitlines()
-        found.setdefault(int(path.stem.removeprefix("plain")), OfRank()).values = list(map(json.loads, lines))
-    return found
+        notes.setdefault(int(path.stem.removeprefix("plain")), OfRank()).values = list(map(json.loads, lines))
+    return notes
 
 
 @dataclass(frozen=True, order=True)
@@ -75,33 +75,33 @@ AT_END = 1 << 62
 
 def differences_by_step(disturbed: Notes, undisturbed: Notes) -> list[RunDifference]:
     """The first boundary of each rank at which what it trains, or its random numbers, differ."""
-    found = []
+    differences = []
     for rank, expected in undisturbed.items():
         got = disturbed.get(rank, OfRank())
         for what in (WEIGHTS, RANDOM):
             both = sorted(got.digests.keys() & expected.digests.keys())
             first = next((at for at in both if got.digests[at][what] != expected.digests[at][what]), None)
             if first is not None:
-                found.append(RunDifference(first, f"{what} of rank {rank}", f"after step {first - 1}"))
-    return sorted(found)
+                differences.append(RunDifference(first, f"{what} of rank {rank}", f"after step {first - 1}"))
+    return sorted(differences)
 
 
 def differing_values(notes: Notes, by_torchrun: Notes) -> list[RunDifference]:
     """The first value in each rank that is another one than under torchrun, by the step after which it was noted."""
-    found = []
+    differences = []
     for rank, expected in by_torchrun.items():
         for step, (here, there) in enumerate(zip(notes.get(rank, OfRank()).values, expected.values, strict=False)):
             what = next((what for what in {**there, **here} if here.get(what) != there.get(what)), None)
             if what is not None:
                 detail = f"after step {step}: {_beside(here.get(what), there.get(what))}"
-                found.append(RunDifference(step + 1, f"{what} in rank {rank}", detail))
+                differences.append(RunDifference(step + 1, f"{what} in rank {rank}", detail))
                 break
-    return sorted(found)
+    return sorted(differences)
 
 
 def _beside(value: str | None, expected: str | None) -> str:
     """A noted value and torchrun's, for people: the digest of a tensor's elements means nothing to them."""
-    shown, other = ("nothing" if one is None else _DIGEST.sub("", one) for one in (value, expected))
+    shown, other = ("nothing" if text is None else _DIGEST.sub("", text) for text in (value, expected))
     return "other elements" if shown == other else f"{shown} instead of {other}"
 
 
@@ -110,25 +110,25 @@ def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[RunDiffere
     from ttprun.capture.records.boundary_record import Record
     from ttprun.capture.values.trees import Comparison, Tree
 
-    found = []
+    differences = []
     for rank, expected in undisturbed.items():
         got = disturbed.get(rank, OfRank())
         if expected.record is None or got.record is None:
             continue
         first, last = (Record.of(*record) for record in (expected.record, got.record))
-        one, other = Tree(first.fields, first.blobs), Tree(last.fields, last.blobs)
+        tree, twin = Tree(first.fields, first.blobs), Tree(last.fields, last.blobs)
         if first.fields.place != last.fields.place:
-            found.append(RunDifference(AT_END, f"place in the script of rank {rank}"))
+            differences.append(RunDifference(AT_END, f"place in the script of rank {rank}"))
             continue
-        compared = Comparison(one, other)
-        for (file, function, line), here, there in zip(first.fields.place, one.variables, other.variables, strict=True):
+        compared = Comparison(tree, twin)
+        for (file, function, line), here, there in zip(first.fields.place, tree.variables, twin.variables, strict=True):
             for name in sorted(here.keys() | there.keys()):
                 if _is_by_history(here.get(name)) or _is_by_history(there.get(name)):
                     continue
                 if name not in here or name not in there or not compared.is_same(here[name], there[name]):
                     where = f"{file}:{line}" + ("" if function == "<module>" else f", {function}()")
-                    found.append(RunDifference(AT_END, f"variable '{name}' of rank {rank}", where))
-    return found
+                    differences.append(RunDifference(AT_END, f"variable '{name}' of rank {rank}", where))
+    return differences
 
 
 def _is_by_history(node: Any) -> bool:
@@ -136,4 +136,4 @@ def _is_by_history(node: Any) -> bool:
     from ttprun.capture.records.nodes import ChangedDataNode, DataNode, LongNode
     from ttprun.capture.values.trees import walk
 
-    return any(isinstance(found, LongNode | ChangedDataNode | DataNode) for found, _ in walk(node, ""))
+    return any(isinstance(part, LongNode | ChangedDataNode | DataNode) for part, _ in walk(node, ""))

@@ -46,7 +46,7 @@ def plan(seen: Mapping[int, set[Moment]], steps: int, ranks: Sequence[int]) -> t
         choices = [
             (phase, rank, _steps_of(phase, rank, earliest, seen, steps)) for rank in ([first] if is_first else others)
         ]
-        place = next((one for one in choices if one[2]), choices[0])
+        place = next((choice for choice in choices if choice[2]), choices[0])
         places.append(place)
         if not is_first and place[2]:
             others.append(others.pop(others.index(place[1])))
@@ -59,22 +59,22 @@ def plan(seen: Mapping[int, set[Moment]], steps: int, ranks: Sequence[int]) -> t
             _put(kills, launches)
     for planned in launches:
         planned.sort(key=lambda fault: fault.step or 0)
-    found = {fault.phase for planned in launches for fault in planned}
-    return launches, list(dict.fromkeys(phase for phase, _, _ in WISHES if phase not in found))
+    covered = {fault.phase for planned in launches for fault in planned}
+    return launches, list(dict.fromkeys(phase for phase, _, _ in WISHES if phase not in covered))
 
 
 def _steps_of(phase: str, rank: int, earliest: int, seen: Mapping[int, set[Moment]], steps: int) -> list[int]:
     """The steps that would do, the best first."""
     moments = seen.get(rank, set())
     last = steps - 1 if phase in _BETWEEN_STEPS else steps - 2
-    return sorted((at for known, at in moments if known == phase and earliest <= at <= last), reverse=earliest == _LATE)
+    return sorted((at for name, at in moments if name == phase and earliest <= at <= last), reverse=earliest == _LATE)
 
 
 def _put(kills: list[Fault], launches: list[list[Fault]]) -> None:
     """Put the first of these that fits into a launch; if none does, into a new one."""
     for planned in launches:
         for kill in kills:
-            if all(abs((kill.step or 0) - (one.step or 0)) >= LEAST_GAP for one in planned):
+            if all(abs((kill.step or 0) - (other.step or 0)) >= LEAST_GAP for other in planned):
                 planned.append(kill)
                 return
     launches.append([kills[0]])

@@ -72,8 +72,8 @@ class WorkingCopy:
 
         def leave_out(directory: str, names: list[str]) -> set[str]:
             here = Path(directory)
-            left = {name for name in names if name in _LEFT_OUT or _is_special(here / name)}
-            return left | {name for name in names if _is_linked(source, here / name, linked)}
+            excluded = {name for name in names if name in _LEFT_OUT or _is_special(here / name)}
+            return excluded | {name for name in names if _is_linked(source, here / name, linked)}
 
         shutil.copytree(source, folder, symlinks=True, ignore=leave_out)
         for path in _linked_in(source, linked):
@@ -83,10 +83,10 @@ class WorkingCopy:
     @classmethod
     def none(cls, source: Path) -> WorkingCopy:
         """The user's folder itself: nothing is said of what is written there."""
-        found = cls.__new__(cls)
-        found.source = found.folder = source
-        found._before = {}
-        return found
+        copy = cls.__new__(cls)
+        copy.source = copy.folder = source
+        copy._before = {}
+        return copy
 
     @property
     def is_copy(self) -> bool:
@@ -134,9 +134,9 @@ def _is_linked(source: Path, path: Path, linked: Collection[str]) -> bool:
 def _linked_in(source: Path, linked: Collection[str]) -> Iterator[Path]:
     for directory, folders, files in os.walk(source):
         here = Path(directory)
-        found = [name for name in (*folders, *files) if _is_linked(source, here / name, linked)]
-        folders[:] = [name for name in folders if name not in found and name not in _LEFT_OUT]
-        yield from (here / name for name in found)
+        links = [name for name in (*folders, *files) if _is_linked(source, here / name, linked)]
+        folders[:] = [name for name in folders if name not in links and name not in _LEFT_OUT]
+        yield from (here / name for name in links)
 
 
 def _is_special(path: Path) -> bool:

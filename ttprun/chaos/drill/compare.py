@@ -47,10 +47,10 @@ def compare_runs(
     outputs   by rank, the lines that it printed; {}: they are not compared
     kinds     what both runs are called in a sentence
     """
-    found = [compare_files(name, *folders, kinds) for name in names]
+    comparisons = [compare_files(name, *folders, kinds) for name in names]
     for rank in sorted(outputs[0].keys() | outputs[1].keys()):
-        found.append(compare_lines(rank, outputs[0].get(rank, []), outputs[1].get(rank, []), kinds))
-    return found
+        comparisons.append(compare_lines(rank, outputs[0].get(rank, []), outputs[1].get(rank, []), kinds))
+    return comparisons
 
 
 def compare_files(name: str, disturbed: Path, undisturbed: Path, kinds: Kinds = TWINS) -> OutputComparison:
@@ -199,7 +199,7 @@ class Injection:
 def pair(events: Iterable[dict[str, Any]]) -> list[Injection]:
     """All injections of an event log, in their order, those that never struck at the end."""
     log = list(events)
-    found: list[Injection] = []
+    injections: list[Injection] = []
     armed: dict[int, dict[str, Any]] = {}
     for event in log:
         name = event["event"]
@@ -208,15 +208,15 @@ def pair(events: Iterable[dict[str, Any]]) -> list[Injection]:
         elif name == "fault_failed":
             armed.pop(event["number"], None)
             kind = event.get("kind") or str(event["fault"]).partition(":")[0]
-            found.append(Injection(event["number"], event["fault"], kind, event["rank"], failure=event["reason"]))
+            injections.append(Injection(event["number"], event["fault"], kind, event["rank"], failure=event["reason"]))
         elif name == "fault_injected":
             armed.pop(event["number"], None)
-            found.append(_follow(event, log))
+            injections.append(_follow(event, log))
     for event in armed.values():
         kind = str(event["fault"]).partition(":")[0]
         failure = "its moment never came"
-        found.append(Injection(event["number"], event["fault"], kind, event["rank"], failure=failure))
-    return found
+        injections.append(Injection(event["number"], event["fault"], kind, event["rank"], failure=failure))
+    return injections
 
 
 def _follow(event: dict[str, Any], log: list[dict[str, Any]]) -> Injection:

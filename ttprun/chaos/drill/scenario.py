@@ -77,14 +77,14 @@ def read_scenario(name: str) -> Scenario:
 
 
 def _check(name: str, values: dict[str, object]) -> Scenario:
-    known = list(Scenario.model_fields)
+    names = list(Scenario.model_fields)
     wrong = Complaints()
     for key in values:
-        if key not in known:
-            cure = suggestion(key, known, f"use one of {', '.join(known)}")
+        if key not in names:
+            cure = suggestion(key, names, f"use one of {', '.join(names)}")
             wrong.add(ConfigError(f"{name}: {key}: unknown", cure))
     with wrong.noted():
-        values_known = {key: value for key, value in values.items() if key in known}
+        values_known = {key: value for key, value in values.items() if key in names}
         scenario = validated(Scenario, values_known, lambda key: f"{name}: {key}", is_strict=True)
     wrong.raise_any()
     return scenario

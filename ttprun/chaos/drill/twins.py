@@ -190,11 +190,11 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float, is_hopeless: Callabl
 
 def _output(folder: Path) -> dict[int, list[str]]:
     """Local rank -> lines of <log dir>/<run>/attempt_<n>/<local rank>/stdout.log, attempts in their order."""
-    found: dict[int, list[str]] = {}
+    output: dict[int, list[str]] = {}
     for path in sorted(folder.glob("logs/*/attempt_*/*/stdout.log"), key=_attempt):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        found.setdefault(int(path.parent.name), []).extend(line for line in lines if not line.startswith(_ANNOUNCED))
-    return found
+        output.setdefault(int(path.parent.name), []).extend(line for line in lines if not line.startswith(_ANNOUNCED))
+    return output
 
 
 def _attempt(path: Path) -> tuple[int, int]:

@@ -28,7 +28,7 @@ class DrillReport:
     @property
     def is_identical(self) -> bool:
         """Whether all that was compared is the same."""
-        return bool(self.comparisons) and all(one.is_identical for one in self.comparisons)
+        return bool(self.comparisons) and all(comparison.is_identical for comparison in self.comparisons)
 
     @property
     def has_passed(self) -> bool:
@@ -42,9 +42,9 @@ class DrillReport:
             "passed": self.has_passed,
             "identical": self.is_identical,
             "problems": self.problems,
-            "injections": [asdict(one) for one in self.injections],
-            "comparisons": [asdict(one) for one in self.comparisons],
-            "incidents": [asdict(one) for one in self.disturbed.status.incidents] if self.disturbed.status else [],
+            "injections": [asdict(injection) for injection in self.injections],
+            "comparisons": [asdict(comparison) for comparison in self.comparisons],
+            "incidents": [asdict(past) for past in self.disturbed.status.incidents] if self.disturbed.status else [],
             **{
                 name: {"exit_code": twin.exit_code, "took_s": round(twin.took_s, 3), "folder": str(twin.folder)}
                 for name, twin in twins.items()
@@ -94,15 +94,15 @@ def problems_of(scenario: Scenario, disturbed: Twin, undisturbed: Twin, injectio
         problems.append(f"the disturbed run ended with exit code {both}; see {disturbed.folder / 'launcher.log'}")
     if not injections:
         problems.append("no fault was caused at all")
-    for one in injections:
-        if one.failure:
-            problems.append(f"{one.fault} was not caused: {one.failure}")
-        elif not one.is_accounted_for:
-            problems.append(f"{one.fault} struck, and ttprun did not notice")
-        elif one.incident is not None and one.outcome not in ("recovered", "restarted"):
-            problems.append(f"{one.fault}: incident {one.incident} ended as {one.outcome}")
-        elif one.incident is not None and scenario.rungs and one.rung not in scenario.rungs:
+    for injection in injections:
+        if injection.failure:
+            problems.append(f"{injection.fault} was not caused: {injection.failure}")
+        elif not injection.is_accounted_for:
+            problems.append(f"{injection.fault} struck, and ttprun did not notice")
+        elif injection.incident is not None and injection.outcome not in ("recovered", "restarted"):
+            problems.append(f"{injection.fault}: incident {injection.incident} ended as {injection.outcome}")
+        elif injection.incident is not None and scenario.rungs and injection.rung not in scenario.rungs:
             problems.append(
-                f"{one.fault}: recovered by {one.rung}, and only {', '.join(scenario.rungs)} is good enough"
+                f"{injection.fault}: recovered by {injection.rung}, and only {', '.join(scenario.rungs)} is good enough"
             )
     return problems

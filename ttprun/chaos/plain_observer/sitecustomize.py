@@ -168,13 +168,13 @@ def _values(optimizer: Any, name: str) -> Iterator[tuple[str, str]]:
 
 def _described(tensor: Any) -> str:
     """The form of a tensor, and the digest of its elements."""
-    held = getattr(tensor, "_local_tensor", tensor).detach()
-    if held.is_sparse:
-        held = held.to_dense()
-    held = held.resolve_conj().resolve_neg().cpu().contiguous()
-    content = ctypes.string_at(held.data_ptr(), held.nbytes) if held.nbytes else b""
+    elements = getattr(tensor, "_local_tensor", tensor).detach()
+    if elements.is_sparse:
+        elements = elements.to_dense()
+    elements = elements.resolve_conj().resolve_neg().cpu().contiguous()
+    content = ctypes.string_at(elements.data_ptr(), elements.nbytes) if elements.nbytes else b""
     digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-    return f"{str(held.dtype).removeprefix('torch.')} {list(tensor.shape)} {digest}"
+    return f"{str(elements.dtype).removeprefix('torch.')} {list(tensor.shape)} {digest}"
 
 
 def _random_states() -> Iterator[tuple[str, str]]:
@@ -201,10 +201,10 @@ def seed_what_the_system_seeds(rank: int) -> None:
 
 def leave() -> NoReturn:
     """End the process as a kill would, but with exit code 0 and nothing left in its files' buffers."""
-    for found in gc.get_objects():
-        if isinstance(found, io.IOBase) and not found.closed:
+    for file in gc.get_objects():
+        if isinstance(file, io.IOBase) and not file.closed:
             with contextlib.suppress(Exception):
-                found.flush()
+                file.flush()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
