@@ -144,6 +144,77 @@ def test_other_samples_in_the_replay_are_named(kind: str) -> None:
     assert carry({"rows": MADE[kind]()}, {"rows": own}) == ["rows is a long container with other items"]
 
 
+SHARED: dict[str, Callable[[Any], Any]] = {
+    "a view": lambda element: element[0],
+    "the same memory": lambda element: element.detach() if isinstance(element, torch.Tensor) else element.view(),
+    "as a tensor": lambda element: torch.as_tensor(element).view(-1),
+    "a part as a tensor": lambda element: torch.as_tensor(element[3:]),
+    "as an array": lambda element: numpy.asarray(element)[2],
+}
+
+
+# Not: a tensor in the memory of an array that is met after it, in a list or alone: it is written there.
+MEETINGS = [
+    pytest.param(kind, how, is_before, id=f"{how} of {kind}, met {'before' if is_before else 'after'} them")
+    for kind in ("tensors", "arrays", "pairs", "by name")
+    for how in SHARED
+    for is_before in (False, True)
+    if not (is_before and kind in ("arrays", "by name") and "tensor" in how)
+]
+
+
+@pytest.mark.parametrize(("kind", "how", "is_before"), MEETINGS)
+def test_what_shares_memory_with_a_sample_shares_it_again_and_no_sample_is_written(
+    kind: str, how: str, is_before: bool
+) -> None:
+    def scope(at: int) -> Scope:
+        rows = MADE[kind]()
+        x = SHARED[how](element(rows, at))
+        return {"x": x, "rows": rows} if is_before else {"rows": rows, "x": x}
+
+    lost, here = scope(70), scope(9)
+    kept = MADE[kind]()
+
+    assert carry(lost, here) == []
+
+    for at in range(ROWS):
+        assert numpy.array_equal(numpy.asarray(element(here["rows"], at)), numpy.asarray(element(kept, at)))
+    assert numpy.array_equal(numpy.asarray(here["x"]), numpy.asarray(lost["x"]))
+    here["x"][...] = -5.0
+    assert element(here["rows"], 70).min() == -5.0
+    assert element(here["rows"], 9).min() == 9.0
+
+
+def test_small_tensors_that_are_added_step_by_step_are_not_walked_over_again() -> None:
+    losses = [torch.tensor(float(number)) for number in range(400)]
+    counts = []
+    for number in range(20):
+        losses.append(torch.tensor(-float(number)))
+        values.begin_boundary()
+        walk = Snapshot({})
+        counts.append(calls_of(lambda walk=walk: walk.node(losses, 0)))  # type: ignore[misc]
+        here: Scope = {"losses": losses[:100]}
+        assert carry({"losses": losses}, here) == []
+        assert torch.equal(torch.stack(here["losses"]), torch.stack(losses))
+
+    assert max(counts[-5:]) < 1500 < counts[0]
+
+
+def test_a_small_tensor_that_was_added_shares_its_memory_with_the_variable_that_holds_it() -> None:
+    def scope(count: int) -> Scope:
+        losses = [torch.tensor(float(number)) for number in range(count)]
+        loss = torch.tensor(7.0)
+        losses.append(loss.detach())
+        return {"losses": losses, "loss": loss}
+
+    values.begin_boundary()
+    lost, here = scope(300), scope(20)
+    assert carry(lost, here) == []
+
+    here["loss"] += 1
+    assert here["losses"][-1] == 8.0
+
+
 def test_samples_that_were_restored_are_recorded_by_the_replacement_as_they_had_been_changed() -> None:
     rows = MADE["pairs"]()
     node_of(rows)

@@ -90,7 +90,9 @@ def _items(
     kept = kept_items(snapshot, value, items, which, may_be_data)
     if snapshot.is_separate:
         return kept or snapshot.items(list(items), depth)
-    if (kept is not None and kept.is_data) or len(items if kept is None else kept.trace.contents) > MANY_ROWS:
+    if (kept is not None and (kept.is_data or kept.data)) or len(
+        items if kept is None else kept.trace.contents
+    ) > MANY_ROWS:
         snapshot.trace.open += 1  # what is in it is looked at here
     elif kept is not None:
         snapshot.trace.add(kept.trace)

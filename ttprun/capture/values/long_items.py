@@ -22,17 +22,17 @@ import numpy
 import xxhash
 from torch import Tensor
 
-from ttprun.capture.records.nodes import Node, Number, WeightNode
+from ttprun.capture.records.nodes import Node, Number, RefusedNode, TensorNode, WeightNode
 from ttprun.capture.records.packing import pack
 from ttprun.capture.values.kept import Trace, lasting_numbers
 from ttprun.capture.values.large import SMALL_BYTES
 from ttprun.capture.values.objects import record_object, record_value_object
-from ttprun.capture.values.small_data import SmallData, may_follow
+from ttprun.capture.values.small_data import SmallData, is_alone, may_follow
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
 from ttprun.capture.values.type_names import SETTLED
 from ttprun.capture.values.unchanged import Clock, Remembered, Unchanged, begins_with
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
-from ttprun.introspect.looks import length_of
+from ttprun.introspect.looks import is_a, length_of
 from ttprun.introspect.whose import is_script_code
 
 MIN_ITEMS = 12  # for fewer items packing again is as fast
@@ -52,7 +52,7 @@ class _Walk(Snapshot):
     """A walk that assigns numbers of its own.
 
     is_relative   they begin at 0: equal items in two processes have equal nodes
-    data          the tensors and arrays met, if these are followed: in a walk with relative numbers
+    samples       the tensors and arrays met, if these are followed: in a walk with relative numbers
     """
 
     has_limit = False
@@ -60,13 +60,22 @@ class _Walk(Snapshot):
     def __init__(self, is_relative: bool) -> None:
         super().__init__({}, is_separate=True)
         self.is_relative = is_relative
-        self.data = SmallData()
+        self.samples = SmallData()
 
     def node(self, value: Any, depth: int) -> Any:
-        if self.is_relative and may_follow(value) and id(value) not in self.numbers:
-            self.number(value)
-            return self.data.add(value)
-        return super().node(value, depth)
+        if type(value) is Tensor and not value.is_cpu:
+            self.trace.open += 1
+            return RefusedNode("is on a device")  # a copy to the CPU would wait for it, and nothing would be kept
+        if id(value) in self.numbers or not may_follow(value):
+            return super().node(value, depth)
+        if self.is_relative:
+            return self.samples.add(value, self.number(value))
+        is_whole, n_open = is_alone(value), self.trace.open
+        node = super().node(value, depth)
+        if is_whole and type(node) is TensorNode:
+            self.trace.open = n_open
+            self.samples.add(value, node.number)
+        return node
 
     def number(self, value: Any) -> Number:
         number = len(self.alive) if self.is_relative else lasting_numbers(1)
@@ -83,6 +92,7 @@ class KeptItems:
     first     in a container of more than MAX_ITEMS, and in data, the lowest of these
     is_data   they are data, and only a digest of their nodes is kept
     may_be_data  they have not changed yet
+    data      the tensors and arrays in them, if these are followed
     objects   the same lists and dictionaries, in the order of their numbers
     trace     what the nodes depend on, besides the items themselves
     age       how many boundaries ago each of the items, and what is in them, was looked at, at most
@@ -90,7 +100,7 @@ class KeptItems:
 
     __slots__ = (
         *(
-            "_data",
+            "data",
             "_disjoint",
             "_digest",
             "_digest_of",
@@ -118,7 +128,7 @@ class KeptItems:
         self._memory: list[int] = []  # where each item lies, if they are what optimizers update
         self._stepped: Any = None
         self._walk: _Walk | None = None
-        self._data = SmallData()
+        self.data = SmallData()
         self.is_data = False
         self._whole: Unchanged | None = None
         self._inner = Unchanged()
@@ -169,7 +179,7 @@ class KeptItems:
 
     def _take_in(self, container: Any, items: Any, snapshot: Snapshot, may_be_data: bool) -> bool:
         if may_be_data and self.may_be_data and not self._items and MANY_ITEMS <= len(items) <= MAX_ITEMS:
-            is_known = self._take_up_data(container, items)
+            is_known = self._take_up_data(container, items, snapshot)
             if is_known is not None:
                 return is_known
         return self._add(container, items, snapshot)
@@ -196,9 +206,9 @@ class KeptItems:
         holds = self._inner.holds if snapshot.is_separate else self._inner.holds_in_turn
         if (self.objects or self.trace.contents) and not holds():
             return False
-        if self._data and not self._data.hold(snapshot.is_separate):
+        if self.data and not self.data.hold(snapshot.is_separate):
             return False
-        self.age = 0 if snapshot.is_separate else max(self._inner.age, self._data.age)
+        self.age = 0 if snapshot.is_separate else max(self._inner.age, self.data.age)
         if self._memory and not self._is_in_place(items, snapshot):
             return False
         if self._whole is not None and len(items) == count and self._whole.holds():
@@ -234,43 +244,52 @@ class KeptItems:
     def _add(self, container: Any, items: list[Any], snapshot: Snapshot) -> bool:
         """Add the items after those that are known."""
         nodes = added = [*items][len(self._items) :]
-        are_settled = set(map(type, added)) <= SETTLED
-        if not are_settled:
-            if issubclass(type(next(iter(items))), Tensor):
-                nodes = []
-                for item in added:
-                    if not item.is_cpu and type(item) is Tensor:  # its node would be a copy of its own to the CPU
-                        return False
-                    nodes.append(snapshot.separate_node(item, 1))
-                    if not isinstance(nodes[-1], WeightNode):
-                        return False
-                self._memory, self._stepped = _pointers([*items]), snapshot.stepped
-            elif (found := self._rows(container, added, len(items) > MAX_ITEMS)) is not None:
-                nodes = found
-            else:
+        if not set(map(type, added)) <= SETTLED:
+            first = next(iter(items))
+            if type(first) is Tensor and not first.is_cpu:  # its node would be a copy of its own to the CPU
                 return False
+            found = self._weights(added, snapshot) if isinstance(first, Tensor) and not self.data else None
+            if found is not None:
+                self._memory, self._stepped = _pointers([*items]), snapshot.stepped
+            else:
+                found = self._rows(container, added, len(items) > MAX_ITEMS)
+            if found is None:
+                return False
+            nodes = found
         self.packed += pack_all(nodes)
         self._items += added
         return True
 
-    def _take_up_data(self, container: Any, items: Any) -> bool | None:
+    @staticmethod
+    def _weights(added: list[Any], snapshot: Snapshot) -> list[Any] | None:
+        """Nodes of what optimizers update; None if something else is among them."""
+        nodes = []
+        for item in added:
+            node = snapshot.separate_node(item, 1) if not is_a(item, Tensor) or item.is_cpu else None
+            if not isinstance(node, WeightNode):
+                return None
+            nodes.append(node)
+        return nodes
+
+    def _take_up_data(self, container: Any, items: Any, snapshot: Snapshot) -> bool | None:
         """Know a digest of all items, if they are data; None if they are to be known otherwise, False if not at all."""
         held = [*items]
+        if type(held[0]) is Tensor and held[0].is_cpu and held[0].untyped_storage().data_ptr() in snapshot.stepped:
+            return None
         nodes = held if set(map(type, held)) <= SETTLED else self._rows(container, held, True)
         if nodes is None:
             return False
         packed = pack_all(nodes)
-        if self._data.size_bytes <= SMALL_BYTES and len(packed) <= DATA_BYTES:
-            had_data = bool(self._data)
+        if self.data.size_bytes <= SMALL_BYTES and len(packed) <= DATA_BYTES:
             self._forget()
-            return False if had_data else None
+            return None
         self.is_data, self._items = True, held
         self._digest = xxhash.xxh3_64_hexdigest(packed)
         return True
 
     def _rows(self, container: Any, added: list[Any], is_long: bool) -> list[Any] | None:
         walk = self._walk = self._walk or _Walk(is_long)
-        self._data = walk.data
+        self.data = walk.samples
         begin = len(walk.alive)
         if any(type(item) is FunctionType and is_script_code(item.__code__.co_filename) for item in added):
             return None  # one of the script's own may be given attributes
@@ -350,8 +369,12 @@ def kept_items(
     if kept.numbers:
         if (is_compared and not kept.is_data) or not kept.is_disjoint_from(snapshot):
             return None  # something in them has been met, and has another number
+        count = len(snapshot.numbers)
+        if kept.data:
+            if any(kept.data.owner_of(address) is not None for address in snapshot.storages):
+                return None  # the same of their memory
+            snapshot.data.append((kept.data, count if is_compared else kept.first))
         if is_compared:
-            count = len(snapshot.numbers)
             snapshot.numbers.update((key, count + number - kept.first) for key, number in kept.numbers.items())
         elif len(kept.numbers) > MANY_ROWS:
             snapshot.rows.append(kept.numbers)

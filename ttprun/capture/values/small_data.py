@@ -8,6 +8,7 @@ boundaries at which all were the same they are looked at in turns, as in large.p
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_left, bisect_right
 from typing import Any
 
 import numpy
@@ -15,7 +16,7 @@ import torch
 import xxhash
 
 from ttprun.capture.records.nodes import DataNode
-from ttprun.capture.values.large import TENSOR_BYTES, TURN_BYTES, WHOLE_BYTES, fingerprint_of_all
+from ttprun.capture.values.large import SMALL_BYTES, TENSOR_BYTES, TURN_BYTES, WHOLE_BYTES, fingerprint_of_all
 from ttprun.capture.values.large_data import form_of
 from ttprun.capture.values.unchanged import Clock
 
@@ -34,6 +35,14 @@ def may_follow(value: Any) -> bool:
     return not (value.requires_grad or value.is_quantized or value.is_inference() or value.is_meta)
 
 
+def is_alone(value: Any) -> bool:
+    """Whether a tensor that `may_follow` allows is all of its memory, which torch has given it."""
+    if type(value) is not torch.Tensor or not value.is_contiguous():
+        return False
+    storage = value.untyped_storage()
+    return 0 < storage.nbytes() == value.nbytes and storage.resizable()
+
+
 class SmallData:
     """Some tensors and arrays, which are kept alive, with their elements as they were when they were added.
 
@@ -41,10 +50,15 @@ class SmallData:
     age          how many boundaries ago each was looked at, at most, as of the newest `hold`
     """
 
-    __slots__ = ("_hashes", "_looked_at", "_looks", "_places", "_turn", "_values", "_whole_at", "age", "size_bytes")
+    __slots__ = (
+        *("_begins", "_hashes", "_looked_at", "_looks", "_memories", "_places", "_turn", "_values", "_whole_at"),
+        *("age", "size_bytes"),
+    )
 
     def __init__(self) -> None:
         self._values: list[Any] = []
+        self._memories: list[tuple[int, int, int]] = []  # (address, end, number) of small ones
+        self._begins: list[int] = []  # of these, in order; [] until it is asked for
         self._places: list[tuple[int, Any]] = []
         self._hashes: list[bytes] = []
         self.size_bytes = self.age = self._turn = self._looks = 0
@@ -53,15 +67,34 @@ class SmallData:
     def __len__(self) -> int:
         return len(self._values)
 
-    def add(self, value: Any) -> DataNode:
-        """Follow one more that `may_follow` allows; returns its node."""
+    def add(self, value: Any, number: int) -> DataNode:
+        """Follow one more that `may_follow` allows; returns a node for comparisons alone.
+
+        number   of the value, in its walk
+        """
         digest = _hash_of(value)
         self._values.append(value)
         self._places.append(_place_of(value))
         self._hashes.append(digest)
         self.size_bytes += value.nbytes
+        at, end = _memory_of(value)
+        if 0 < end - at <= SMALL_BYTES:
+            self._memories.append((at, end, number))
+            self._begins = []
         dtype, shape = form_of(value) or ("", [])
         return DataNode(dtype, shape, digest, 0)
+
+    def owner_of(self, address: int) -> tuple[int, int] | None:
+        """(number, bytes before the address) of the first one in whose memory an address lies, if that is small."""
+        if len(self._begins) != len(self._memories):
+            self._memories.sort()
+            self._begins = [begin for begin, *_ in self._memories]
+        at = bisect_right(self._begins, address) - 1
+        if at < 0 or address >= self._memories[at][1]:
+            return None
+        at = bisect_left(self._begins, self._begins[at])
+        begin, _, number = self._memories[at]
+        return number, address - begin
 
     def hold(self, is_whole: bool) -> bool:
         """Whether all are as they were, as far as a boundary has time to look.
@@ -99,6 +132,16 @@ def _hash_of(value: Any) -> bytes:
     elif size <= WHOLE_BYTES and value.flags.c_contiguous and value.dtype.kind in _PLAIN_KINDS:
         return xxhash.xxh3_64_digest(value)
     return fingerprint_of_all(value)
+
+
+def _memory_of(value: Any) -> tuple[int, int]:
+    """Begin and end of the memory that a tensor or array uses; of a tensor, of all its storage."""
+    if type(value) is torch.Tensor:
+        storage = value.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    at = value.__array_interface__["data"][0]
+    reach = [(length - 1) * by for length, by in zip(value.shape, value.strides, strict=True)] if value.size else [0]
+    return at + sum(min(0, one) for one in reach), at + sum(max(0, one) for one in reach) + value.itemsize
 
 
 def _place_of(value: Any) -> tuple[int, Any]:

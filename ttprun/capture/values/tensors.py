@@ -96,6 +96,8 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
         place = [_form(value), number - first_part, array is not None, is_held]
         return node(False, _contents(snapshot, value if device else plain(value)), place)
     first, further = snapshot.storages.get(at), 0
+    if first is None and snapshot.data:
+        first, further = snapshot.owner_of(at)
     if first is None and not is_resizable:
         first, further = _in_array(snapshot, at)
     if first is None and size == value.nbytes and value.is_contiguous():
@@ -345,6 +347,8 @@ def _fits(restore: Restore, live: torch.Tensor, number: int, layout: Any, raw: A
 def _storage(restore: Restore, number: int, raw: Any) -> torch.UntypedStorage | None:
     if isinstance(raw, int):
         owner = restore.object_of(raw)
+        if raw not in restore.storages and type(owner) is torch.Tensor:
+            restore.hold(raw, owner.untyped_storage())
         if raw not in restore.storages and isinstance(owner, numpy.ndarray):
             restore.hold(raw, torch.from_numpy(owner.reshape(-1, order="A").view("u1")).untyped_storage())
         return restore.storages.get(raw)
