@@ -19,9 +19,9 @@ def look_for_nan(entry: Entry) -> None:
         entry.nan = entry.held.count_nans()
         return
     for _, copy in entry.saved:
-        found = nans_in(copy)
-        if found:
-            entry.nan = f"{found} of {copy.numel()} elements"
+        nans = nans_in(copy)
+        if nans:
+            entry.nan = f"{nans} of {copy.numel()} elements"
             return
 
 

@@ -23,8 +23,8 @@ def keep_origin(recorder: Recorder, drawn: tuple[str, Any]) -> None:
 
 def origins_in(log: Iterable[bytes]) -> list[tuple[str, Any]]:
     """What `keep_origin` has kept, oldest first."""
-    found = map(msgpack.unpackb, log)
-    return [(place, value) for step, place, value in found if step == ORIGIN]
+    entries = map(msgpack.unpackb, log)
+    return [(place, value) for step, place, value in entries if step == ORIGIN]
 
 
 def keep_file_answer(recorder: Recorder, kept: tuple[int, Any]) -> int:
@@ -36,5 +36,5 @@ def keep_file_answer(recorder: Recorder, kept: tuple[int, Any]) -> int:
 
 def file_answers_in(log: Iterable[bytes]) -> list[tuple[int, Any]]:
     """What `keep_file_answer` has kept, oldest first."""
-    found = map(msgpack.unpackb, log)
-    return [(place, entry) for step, place, entry in found if step == FILE]
+    entries = map(msgpack.unpackb, log)
+    return [(place, entry) for step, place, entry in entries if step == FILE]

@@ -34,15 +34,15 @@ class Effects:
         """
         workers.keep_in(self._recorder)
         self._begin_origins(is_replay)
-        known = file_answers_in(self._recorder.read_log() if answered is None else answered)
-        file_answers.begin(known, partial(keep_file_answer, self._recorder))
+        answers = file_answers_in(self._recorder.read_log() if answered is None else answered)
+        file_answers.begin(answers, partial(keep_file_answer, self._recorder))
 
     def _begin_origins(self, is_replay: bool) -> None:
         """Give a replacement's setup the times, pids and entropy that the lost rank's had, and record what is new."""
-        known = self.drawn()
+        draws = self.drawn()
         keep = partial(keep_origin, self._recorder)
-        origins.begin(known, None if is_replay else keep)
-        states = next((value for place, value in known if place == _RANDOM), None)
+        origins.begin(draws, None if is_replay else keep)
+        states = next((value for place, value in draws if place == _RANDOM), None)
         if states is not None:
             random_state.restore(states)
         elif not is_replay:

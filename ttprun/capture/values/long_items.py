@@ -145,12 +145,12 @@ class KeptItems:
         if not snapshot.numbers.keys().isdisjoint(own.keys()):
             return False
         for rows in snapshot.rows:
-            known = (rows, len(own), len(rows))  # objects are only ever added to both
+            marks = (rows, len(own), len(rows))  # objects are only ever added to both
             before = self._disjoint.get(id(rows))
-            if before is None or before[0] is not rows or before[1:] != known[1:]:
+            if before is None or before[0] is not rows or before[1:] != marks[1:]:
                 if not rows.keys().isdisjoint(own.keys()):
                     return False
-                self._disjoint[id(rows)] = known
+                self._disjoint[id(rows)] = marks
         return True
 
     def _is_as_it_was(self, items: Any, snapshot: Snapshot) -> bool:
@@ -207,8 +207,8 @@ class KeptItems:
                     if not isinstance(nodes[-1], WeightNode):
                         return False
                 self._memory, self._stepped = _pointers([*items]), snapshot.stepped
-            elif (found := self._rows(container, added, len(items) > MAX_ITEMS)) is not None:
-                nodes = found
+            elif (rows := self._rows(container, added, len(items) > MAX_ITEMS)) is not None:
+                nodes = rows
             else:
                 return False
         self.packed += pack_all(nodes)
@@ -221,14 +221,14 @@ class KeptItems:
         if any(type(item) is FunctionType and is_script_code(item.__code__.co_filename) for item in added):
             return None  # one of the script's own may be given attributes
         self.trace = walk.trace
-        known = len(self.trace.contents), len(self.trace.objects), len(self.trace.typed)
+        lengths = len(self.trace.contents), len(self.trace.objects), len(self.trace.typed)
         nodes = walk.items(added, 0)
         trace = self.trace
         if id(container) in walk.numbers or trace.open:
             return None
         new = walk.alive[begin:]
-        self._inner.add(trace.contents[known[0] :])
-        self._inner.add_objects(trace.objects[known[1] :], trace.typed[known[2] :])
+        self._inner.add(trace.contents[lengths[0] :])
+        self._inner.add_objects(trace.objects[lengths[1] :], trace.typed[lengths[2] :])
         self.objects += new
         if is_long:
             self.first = lasting_numbers(len(new))
@@ -285,5 +285,5 @@ def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int 
 
 def objects_in(container: Any) -> list[Any]:
     """The lists and dictionaries in the items of a container for which `kept_items` has just been asked."""
-    found = (_kept.get((id(container), which)) for which in (0, 1))
-    return next((kept.objects for kept in found if kept is not None), [])
+    entries = (_kept.get((id(container), which)) for which in (0, 1))
+    return next((kept.objects for kept in entries if kept is not None), [])
