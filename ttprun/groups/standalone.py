@@ -328,8 +328,8 @@ class Groups:
         ranks = range(self.member.world_size)
         packed = [self._exchange.get(generation, f"known to {rank}", self._limit_s) for rank in ranks]
         of_all = [msgspec.msgpack.decode(answer, type=_Known) for answer in packed]
-        if {known_here.boundary for known_here in of_all} != {mine.boundary}:
-            raise NotRepairableError(f"the members are at boundaries {[known_here.boundary for known_here in of_all]}")
+        if {theirs.boundary for theirs in of_all} != {mine.boundary}:
+            raise NotRepairableError(f"the members are at boundaries {[theirs.boundary for theirs in of_all]}")
         self._journal.note_agreed(*Agreed.of(self.member.rank, {rank: of_all[rank].journal for rank in ranks}))
 
     def _begin_after(self, generation: int) -> None:

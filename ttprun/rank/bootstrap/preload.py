@@ -337,7 +337,7 @@ def _settings_of_torch() -> list[Any]:
         torch._C._len_torch_function_stack(),
         (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic, backends.mkldnn.enabled),
         torch.multiprocessing.get_sharing_strategy(),
-        [len(hook) for hook in hooks if isinstance(hook, dict)],
+        [len(table) for table in hooks if isinstance(table, dict)],
     ]
 
 
