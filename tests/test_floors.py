@@ -135,6 +135,26 @@ def test_the_session_of_a_rank_imports_none_of_the_folders_that_it_serves() -> N
     assert needs_of("rank")["ttprun.rank.context"] == set()
 
 
+# What a rank's session is called where it is written, and the files of its class and of the one that this is built on.
+_SESSIONS = {"session", "member", "_session", "_member", "found"}
+_OWN = {"groups/host.py", "rank/session.py"}
+
+
+def test_what_a_session_knows_is_written_in_one_file() -> None:
+    writers: defaultdict[str, set[str]] = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        file = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+                continue
+            owner = ast.unparse(node.value).rpartition(".")[2]
+            if owner in _SESSIONS or (owner == "self" and file in _OWN):
+                writers[node.attr].add("its own" if file in _OWN else file)
+
+    assert writers["applied"] == writers["mode"] == {"its own"}
+    assert {field: files for field, files in writers.items() if len(files) > 1} == {}
+
+
 def test_the_parts_of_the_agent_know_only_those_that_they_are_built_on() -> None:
     needs = needs_of("agent", "chaos", "elastic_resume")
 
@@ -184,6 +204,15 @@ def test_a_file_is_known_by_its_name_alone() -> None:
     named = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name not in shared)
 
     assert [name for name, count in named.items() if count > 1] == []
+
+
+MOST_LINES = 500
+
+
+def test_no_module_is_too_long_to_be_one_thought() -> None:
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
+
+    assert {path.name: count for path, count in lines.items() if count > MOST_LINES} == {}
 
 
 def test_no_wall_has_too_many_doors() -> None:

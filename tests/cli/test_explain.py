@@ -18,7 +18,8 @@ from ttprun.capture.position.judgement import (
 )
 from ttprun.capture.records.nodes import DataNode, EffectNode, ListNode, NotProvedNode, Number, RefusedNode, SameNode
 from ttprun.cli.main import main
-from ttprun.protocol.reasons import KINDS, WORDS
+from ttprun.protocol.reason import WORDS
+from ttprun.protocol.reasons import KINDS
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.chaos import strikes
 from ttprun.chaos.faults import parse_fault
-from ttprun.groups.buckets import TRUSTED_AFTER, Bucket
+from ttprun.groups.buckets import TRUSTED_AFTER, Bucket, BucketInput
 from ttprun.groups.journal import Journal
 from ttprun.introspect import moments
 from ttprun.introspect.fail_open import NotRepairableError
@@ -61,7 +61,9 @@ class Training:
 def held_entries() -> list[Any]:
     """What the journal holds without a copy of its input."""
     session = current()
-    return [] if session is None else [entry for entry in session[Journal].entries if entry.held is not None]
+    return (
+        [] if session is None else [entry for entry in session[Journal].entries if isinstance(entry.input, BucketInput)]
+    )
 
 
 def train(rank: int, **options: Any) -> tuple[list[int], float]:
@@ -353,13 +355,13 @@ def look_behind_a_backward_pass(rank: int) -> list[Any]:
     training.optimizer.zero_grad()
     training.backward()
     first, *_ = held_entries()
-    found: list[Any] = [first.is_done, first.held.is_kept]
+    found: list[Any] = [first.is_done, first.input.is_kept]
     try:
-        first.held.put_back()  # but the gradients are the result's by now
+        first.input.put_back(first.own_inputs)  # but the gradients are the result's by now
     except NotRepairableError as error:
         found.append(str(error))
     training.backward()
-    return [*found, first.held.is_kept]
+    return [*found, first.input.is_kept]
 
 
 def test_an_input_is_never_made_of_gradients_that_are_not_those_it_was_made_of() -> None:

@@ -200,7 +200,7 @@ def replacement() -> Iterator[Replacement]:
         for name, tensors in lost.items():
             for tensor in tensors:
                 older.note(step, INPUT, name, [tensor])
-        session.proof = proof.Proof.of(session, step)
+        proof.Proof.begin(session, step)
         return session, channel
 
     yield make
@@ -305,7 +305,7 @@ def replacement_of(session: Session, channel: FakeChannel) -> tuple[Session, Fak
     following.applied = session.applied
     following.parts[Recorder] = session[Recorder]
     session[Recorder].evidence._step = -1  # as a new process begins
-    following.proof = proof.Proof.of(following, session.applied)
+    proof.Proof.begin(following, session.applied)
     return following, channel
 
 
@@ -392,7 +392,7 @@ def test_a_rank_that_goes_back_has_caught_up_only_when_its_step_comes_to_the_sam
     session = make_session(channel=channel)
     session.applied = 4
     Evidence(session[Recorder].evidence._region).note(4, LOSS, "", [torch.ones(1)])
-    session.proof = proof.Proof.of(session, 4, is_of_all=True)
+    proof.Proof.begin(session, 4, is_of_all=True)
     session.expected = Expected(channel, 1, {}, is_proved=False)
 
     before = [message for message in channel.sent if isinstance(message, from_rank.RankReissued)]

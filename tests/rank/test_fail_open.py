@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.worlds import run_world
 from ttprun.groups import groups, journal, links, process_group
-from ttprun.rank.session import current
+from ttprun.rank.session import Session, current
 from ttprun.rank.step import record, step_hooks
 
 
@@ -67,8 +67,8 @@ BREAKS = {
     "the hook before a step": (step_hooks, "_begin_step", "all"),
     "the hook before a step in one rank": (step_hooks, "_begin_step", "one"),
     "the commit in one rank": (step_hooks, "commit", "one"),
-    "the hook after a step": (step_hooks, "pass_boundary", "all"),
-    "the hook after a step in one rank": (step_hooks, "pass_boundary", "one"),
+    "the hook after a step": (Session, "pass_boundary", "all"),
+    "the hook after a step in one rank": (Session, "pass_boundary", "one"),
     "the record of a step in one rank": (record, "describe", "one"),
 }
 

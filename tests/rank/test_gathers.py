@@ -21,6 +21,7 @@ from ttprun.capture.records.recorder import Recorder
 from ttprun.groups import gathers as gathers_of_groups
 from ttprun.groups.buckets import TRUSTED_AFTER
 from ttprun.groups.entry import Entry
+from ttprun.groups.gathers import GatheredInput
 from ttprun.groups.journal import Journal
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.protocol import from_rank
@@ -78,7 +79,7 @@ def count_copies(rank: int, is_half: bool) -> list[tuple[int, int]]:
     for step in range(TRUSTED_AFTER + 3):
         script.backward(step)
         entries = gathers()
-        found.append((len(entries), sum(copy.nbytes for entry in entries for _, copy in entry.saved)))
+        found.append((len(entries), sum(copy.nbytes for entry in entries for copy in entry.input.tensors)))
         script.optimizer.step()
     return found
 
@@ -106,9 +107,9 @@ def change_before_the_step(rank: int, how: str) -> list[Any]:
     for step in range(TRUSTED_AFTER + 1):
         script.step(step)
     script.backward(10)
-    before = gathers()[0].held
-    assert before is not None
-    same = before.made_again().clone()
+    before = gathers()[0].input
+    assert isinstance(before, GatheredInput)
+    (same,) = before.made_again()
     with torch.no_grad():
         WRITES[how](script.model[-1].weight)  # which the root gathers first
     try:
@@ -116,12 +117,12 @@ def change_before_the_step(rank: int, how: str) -> list[Any]:
         after = "made of the changed shards"
     except NotRepairableError as error:
         after = str(error)
-    others = [entry.held is not None and entry.held.made_again().numel() for entry in gathers()[1:2]]
+    others = [sum(one.numel() for one in entry.input.made_again()) for entry in gathers()[1:2]]
     script.optimizer.step()
     copied = []
     for step in range(3):
         script.backward(20 + step)
-        copied.append([len(entry.saved) for entry in gathers()])
+        copied.append([len(entry.input.tensors) for entry in gathers()])
         script.optimizer.step()
     return [same.numel(), after, others, copied]
 
@@ -141,7 +142,7 @@ def change_one_element_in_each_step(rank: int) -> list[int]:
     script, found = Script(), []
     for step in range(TRUSTED_AFTER + 2):
         script.backward(step)
-        found.append(sum(len(entry.saved) for entry in gathers()))
+        found.append(sum(len(entry.input.tensors) for entry in gathers()))
         with torch.no_grad():
             for block in script.model:
                 block.weight.to_local()[1, 4] += 1
@@ -162,7 +163,7 @@ def train_long(rank: int) -> list[int]:
     script, found = Script(), []
     for step in range(24):
         script.backward(step)
-        found.append(sum(len(entry.saved) for entry in gathers()))
+        found.append(sum(len(entry.input.tensors) for entry in gathers()))
         script.optimizer.step()
     return found[TRUSTED_AFTER:]
 
@@ -180,7 +181,7 @@ def lose_the_connections(rank: int, is_to_break: bool) -> list[Any]:
     for step in range(TRUSTED_AFTER + 2):
         loss = script.forward(step)
         if is_to_break and step == TRUSTED_AFTER + 1:
-            assert all(entry.held is not None and not entry.saved for entry in gathers())
+            assert all(isinstance(entry.input, GatheredInput) for entry in gathers())
             say("forward")
             wait_for("broken")
         script.optimizer.zero_grad()

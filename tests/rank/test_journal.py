@@ -103,7 +103,7 @@ def test_of_a_gathered_layer_that_has_completed_the_copy_of_the_input_is_left(op
 
     assert (entry.signature, entry.args[0].shape) == (before, (sizes[0],))
     assert [one() is None for one in held] == [op == "all_gather_single", True]
-    assert torch.equal(entry.saved[0][1], torch.ones(sizes[1]))
+    assert torch.equal(entry.input.tensors[0], torch.ones(sizes[1]))
     journal.clear()
     assert journal.save(entry, [torch.zeros(sizes[1])])  # its buffer is used again
 
@@ -115,7 +115,7 @@ def test_a_copy_made_while_a_script_validates_in_inference_mode_serves_its_train
         """As a group does it; returns the copy."""
         entry = Entry(FakeGroup(), "allreduce", ([tensor],), [tensor])  # type: ignore[arg-type]
         assert journal.save(entry, [tensor])
-        ((_, copy),) = entry.saved
+        (copy,) = entry.input.tensors
         journal.entries.append(entry)
         entry.is_done = True
         journal.clear()

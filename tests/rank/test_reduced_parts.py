@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ttprun.groups.entry import Entry
+from ttprun.groups.entry import Entry, Input
 from ttprun.groups.journal import Journal
 from ttprun.tensors.mirror_slots import ReducedParts
 
@@ -35,7 +35,9 @@ def issue(journal: Journal, group: FakeGroup, op: str, elements: int = 1024) -> 
     """As a group does it; the input of a reduce-scatter is borrowed."""
     output, given = torch.zeros(elements // 2), torch.ones(elements)
     entry = Entry(group, op, (output, given), [output])  # type: ignore[arg-type]
-    entry.is_passing, entry.is_borrowed = True, op.startswith("reduce")
+    entry.is_passing = True
+    if op.startswith("reduce"):
+        entry.input = Input([given.detach()], is_borrowed=True)
     assert journal.save(entry, [given])
     journal.entries.append(entry)
     journal.note_order(entry)
@@ -53,7 +55,7 @@ def train(journal: Journal, layers: int) -> int:
     group, most = FakeGroup(), 0
     for _ in range(layers):
         entry = issue(journal, group, "reduce_scatter_single")
-        most = max(most, sum(copy.nbytes for one in journal.entries for _, copy in one.saved))
+        most = max(most, sum(copy.nbytes for one in journal.entries for copy in one.input.tensors))
         complete(journal, entry)
     return most
 
@@ -85,12 +87,11 @@ def test_a_lent_input_is_not_copied_and_its_memory_is_not_used_again() -> None:
     journal = Journal(1 << 20)
     entry = issue(journal, FakeGroup(), "reduce_scatter_single")
     address = entry.args[1].data_ptr()
-    assert entry.saved[0][1].data_ptr() == address
+    assert entry.input.tensors[0].data_ptr() == address
     complete(journal, entry)
 
     journal.clear()
 
-    assert journal.save(entry, [torch.zeros(1024)])
     assert not journal._spare
 
 

@@ -12,7 +12,6 @@ from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.session import Session
-from ttprun.rank.step import step_hooks
 from ttprun.rank.step.commit_barrier import commit
 
 LIMIT_S = 60.0
@@ -36,7 +35,7 @@ def frozen_at(session: Session, order: to_rank.Freeze) -> int:
 
     def step() -> None:
         commit(session, 1)
-        step_hooks.pass_boundary(session)
+        session.pass_boundary()
 
     main = threading.Thread(target=step, daemon=True)
     main.start()

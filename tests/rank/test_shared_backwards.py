@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.tensors import open_boundaries
+from ttprun.tensors import gradients, open_boundaries
 from ttprun.tensors.open_boundaries import MOST_PUT_OFF
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
-    open_boundaries.forget_backwards()
+    gradients.forget()
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def step(optimizer: Any) -> bool:
     """Whether the boundary after the step is seen to be open."""
     is_open = open_boundaries.look(optimizer)
     optimizer.step()
-    open_boundaries.note_step(optimizer)
+    gradients.watch(optimizer)
     return is_open
 
 
 def go_backward(*optimizers: Any) -> None:
     """Through the parameters of these."""
-    open_boundaries.note_backward()
+    gradients.look_at_watched()
     torch.stack([one.param_groups[0]["params"][0].square().sum() for one in optimizers]).sum().backward()
 
 

@@ -20,7 +20,7 @@ from tests.rank.test_fail_open import free_port
 from tests.rank.worlds import run_world
 from ttprun.groups import groups, journal, process_group
 from ttprun.introspect import signal_handlers
-from ttprun.rank.session import current
+from ttprun.rank.session import Session, current
 from ttprun.rank.step import commit_barrier, record, step_hooks
 
 KEPT: list[Any] = []
@@ -85,7 +85,7 @@ SECTIONS = {
     "the record": (record, "describe", "step"),
     "the commit": (step_hooks, "commit", "step"),
     "waiting for the other ranks' records": (commit_barrier, "_is_past", "step"),
-    "the hook after a step": (step_hooks, "pass_boundary", "step"),
+    "the hook after a step": (Session, "pass_boundary", "step"),
     "the step itself": (torch.optim.SGD, "_init_group", "step"),
 }
 

@@ -106,7 +106,7 @@ def test_a_result_that_is_overwritten_while_it_is_sent_refuses_the_step(
     def outcome(stages: tuple[Any, ...]) -> list[str]:
         refused: list[str] = []
         held = SimpleNamespace(is_kept=True)
-        entry = SimpleNamespace(held=held, signature="allreduce")
+        entry = SimpleNamespace(input=held, result=None, signature="allreduce")
         session.parts[Journal] = Part(sources={"of": 0}, entries=[entry], source_of=lambda _: session.rank)
         monkeypatch.setattr(step_hooks.pending, "wait_for_all", lambda *_: setattr(held, "is_kept", False))
         monkeypatch.setattr(step_hooks, "report_mismatch", lambda line, generation, why: refused.append(why))
@@ -237,7 +237,7 @@ def test_what_is_kept_of_a_step_is_its_own_though_a_recovery_waits_for_its_end(
             Mirror: Part(begin=read.note),
             SnapshotPart: Part(is_due=lambda _: True, take=read.note),
         }
-        monkeypatch.setattr(step_hooks, "pass_boundary", lambda _: weights.insert(0, "loaded by a recovery"))
+        monkeypatch.setattr(session, "pass_boundary", lambda: weights.insert(0, "loaded by a recovery"))
         step = step_of(session)
         step.is_recorded = True
         run(stages, reader, "pass", known=step)

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel, make_session
-from ttprun.groups.entry import Entry
+from ttprun.groups.entry import Entry, Input
 from ttprun.groups.journal import Journal
-from ttprun.groups.nans import look_for_nan
 from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.rank.checks import verification
 from ttprun.rank.checks.reduced_gradients import find_nan
@@ -32,7 +31,7 @@ def journal_of(*steps_inputs: list[torch.Tensor]) -> Journal:
         entry: Any = Entry(None, "allreduce", (), [])  # type: ignore[arg-type]
         journal.save(entry, inputs)
         journal.entries.append(entry)
-        look_for_nan(entry)
+        entry.nan = entry.input.count_nans()
     return journal
 
 
@@ -68,7 +67,7 @@ def reduced(*results: torch.Tensor, copies: list[torch.Tensor] | None = None) ->
     for result in results:
         entry: Any = Entry(None, "allreduce", (), [result])  # type: ignore[arg-type]
         entry.is_done = True
-        entry.saved = [(result, copy) for copy in copies or []]
+        entry.input = Input(copies or [])
         journal.entries.append(entry)
     return journal
 

@@ -74,7 +74,8 @@ def what_is_held(rank: int, shapes: int = 1) -> dict[str, Any]:
     return {
         "tensors alive": sum(ref() is not None for ref in gone),
         "entries": len(journal.entries),
-        "copies": sum(len(spare) for spare in journal._spare.values()) + sum(len(e.saved) for e in journal.entries),
+        "copies": sum(len(spare) for spare in journal._spare.values())
+        + sum(len(e.input.tensors) for e in journal.entries),
         "results": len(session[Results]._newest),
     }
 

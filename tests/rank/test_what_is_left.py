@@ -280,15 +280,29 @@ def test_a_backward_that_adds_to_gradients_of_the_replay_is_refused_before_they_
     assert len(refused) == expected
 
 
-def test_what_a_dead_parameter_has_done_says_nothing_of_one_with_its_id() -> None:
+def test_a_gradient_that_was_begun_anew_after_an_earlier_replay_is_still_one_of_this_replay() -> None:
     weight = torch.nn.Parameter(torch.ones(4))
-    weight.grad = torch.ones(4)
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    gradients._begun_anew.add(id(weight))  # an older one, whose gradient a backward had begun anew
+    weight.sum().backward()
+    gradients.poison([optimizer])
+    optimizer.zero_grad()
+    weight.sum().backward()
 
     gradients.poison([optimizer])
 
     assert gradients.are_carried_over(optimizer)
+
+
+def test_two_optimizers_of_one_parameter_both_learn_that_its_gradient_was_begun_anew() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD([weight], lr=0.1) for _ in range(2)]
+    weight.sum().backward()
+    gradients.poison(optimizers)
+    optimizers[0].zero_grad()
+
+    (weight.sum() * float("nan")).backward()
+
+    assert [gradients.are_carried_over(one) for one in optimizers] == [False, False]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")

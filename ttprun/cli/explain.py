@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from ttprun.errors import ConfigError, suggestion
-from ttprun.protocol.reasons import KINDS, REASONS, WORDS, Reason, reason_of
+from ttprun.protocol.reason import WORDS, Reason
+from ttprun.protocol.reasons import KINDS, REASONS, reason_of
 
 MEANING = (
     "ttprun does not change your files: it wraps the functions below inside each rank's process, to record what a "

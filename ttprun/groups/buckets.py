@@ -24,13 +24,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ttprun.groups import nans
+from ttprun.groups.entry import Input
 from ttprun.groups.journal import Journal
 from ttprun.groups.operations import with_tensors_replaced
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ttprun.groups.entry import Entry
 
 # Smaller buckets are copied: that takes less time than to note their content.
@@ -45,9 +47,9 @@ _GRADIENT, _HOOKS, _VERSION = map(attrgetter, ("grad", "_post_accumulate_grad_ho
 Noted = tuple[list[int], bytes | torch.Tensor]
 
 
-@dataclass(slots=True)
-class BucketInput:
-    """An input that was not copied.
+@dataclass
+class BucketInput(Input):
+    """An input that DDP has made of gradients, in the memory in which the result comes.
 
     bucket    that held it
     flat      the bucket's tensor: input and result of the operation
@@ -70,13 +72,13 @@ class BucketInput:
         """Whether DDP reduces its bucket last."""
         return self.bucket.is_last
 
-    def put_back(self) -> None:
-        """Compute the input from the gradients again. Raises NotRepairableError if it differs from what was noted."""
+    def put_back(self, own: Sequence[torch.Tensor]) -> None:
+        """Compute it from the gradients again. Raises NotRepairableError if it differs from what was noted."""
         if not (self.bucket.fill(self.flat) and _are_same(self.bucket.note(self.flat), self.noted)):
             raise NotRepairableError("a gradient was changed after its all-reduce, whose input is therefore lost")
         self.version = self.flat._version
 
-    def made_again(self) -> torch.Tensor:
+    def made_again(self) -> Sequence[torch.Tensor]:
         """Raises NotRepairableError: gradients may have changed since."""
         raise NotRepairableError("no rank still has the input or the result of an all-reduce")
 
@@ -273,7 +275,7 @@ class Buckets:
             bucket.is_refused = True
             return False
         bucket.is_used = True
-        entry.held = held = BucketInput(bucket, flat, bucket.note(flat), flat._version)
+        entry.input = held = BucketInput(bucket, flat, bucket.note(flat), flat._version)
         self._held.append((entry, held))
         return True
 
@@ -290,9 +292,9 @@ class Buckets:
                 copy = held.flat.clone()
                 entry.args = with_tensors_replaced(entry.args, {id(held.flat): copy})
                 entry.outputs = [copy]
-                entry.held = replace(held, flat=copy, version=copy._version)
+                entry.input = replace(held, flat=copy, version=copy._version)
                 held.bucket.is_used = False
-        self._held = [(entry, held) for entry, held in self._held if entry.held is held]
+        self._held = [(entry, held) for entry, held in self._held if entry.input is held]
 
     def compare(self, entry: Entry) -> None:
         """The input of an operation has been copied: find out whether it is a bucket's."""
@@ -321,13 +323,11 @@ class Buckets:
         That of a bucket is postponed until the last one: before that all ranks wait for this thread's computation, and
         after it the thread is idle. The gradients do not change meanwhile.
         """
-        if entry.held is not None and not entry.held.is_last:
-            self._unseen.append(entry)
-            return
-        for unseen in self._unseen:
-            nans.look_for_nan(unseen)
-        self._unseen.clear()
-        nans.look_for_nan(entry)
+        self._unseen.append(entry)
+        if entry.input.is_last:
+            for unseen in self._unseen:
+                unseen.nan = unseen.input.count_nans()
+            self._unseen.clear()
 
     def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """As Bucket.parts; [] if `flat` is not a known bucket's."""

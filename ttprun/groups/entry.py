@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ttprun.groups.operations import REDUCING, signature_of
+from ttprun.groups.nans import nans_in
+from ttprun.groups.operations import OPERATIONS, REDUCING, signature_of, tensors_in
 
 if TYPE_CHECKING:
     from ttprun.groups.host import Group
@@ -17,20 +18,48 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-class HeldInput(Protocol):
-    """An input that is not copied: buckets.py, gathers.py.
+class Input:
+    """What this rank has given to an operation, in case it is issued again: here copies, or the tensors themselves.
 
-    is_kept   whether the result is still there, once the operation has completed
-    is_last   nothing is reduced after it in the backward pass
+    Without either it is made again, of the gradients in a bucket (buckets.py) or of shards (gathers.py).
+
+    tensors       as many as the operation's own
+    is_borrowed   they are the operation's own, to which nobody writes until they are freed
     """
 
+    tensors: Sequence[Tensor] = ()
+    is_borrowed = False
+
+    def __init__(self, tensors: Sequence[Tensor], is_borrowed: bool = False) -> None:
+        self.tensors = tensors
+        self.is_borrowed = is_borrowed
+
     @property
-    def is_kept(self) -> bool: ...
+    def is_kept(self) -> bool:
+        """Whether the result is still there, in the place of the input, once the operation has completed."""
+        return False
+
     @property
-    def is_last(self) -> bool: ...
-    def put_back(self) -> None: ...
-    def made_again(self) -> Tensor: ...
-    def count_nans(self) -> str: ...
+    def is_last(self) -> bool:
+        """Whether nothing is reduced after it in the backward pass: it can be looked through at once."""
+        return True
+
+    def put_back(self, own: Sequence[Tensor]) -> None:
+        """The operation's own tensors become what they were. Raises NotRepairableError if that is lost."""
+        for tensor, copy in zip(own, self.tensors, strict=bool(self.tensors)):
+            tensor.copy_(copy)
+
+    def made_again(self) -> Sequence[Tensor]:
+        """What was given; raises NotRepairableError if that is lost."""
+        return self.tensors
+
+    def count_nans(self) -> str:
+        """ "3 of 8 elements" if it has NaN, else ""."""
+        counts = ((nans_in(tensor), tensor.numel()) for tensor in self.made_again())
+        return next((f"{count} of {of} elements" for count, of in counts if count), "")
+
+
+NOTHING = Input(())
 
 
 class _Over:
@@ -53,8 +82,7 @@ class Entry:
 
     op, args    the backend's method and its arguments (the user's tensors)
     outputs     the tensors that the operation writes
-    saved       (user's tensor, copy made before the operation was issued)
-    held        its input if that needs no copy, else None
+    input       what this rank has given, in case it is issued again
     inner       the backend's work in the current generation; None while the rank is frozen
     error       without its traceback, whose frames would keep a dead backend until a garbage collection
     failed      the work whose future has failed with `error`
@@ -67,19 +95,19 @@ class Entry:
     given       what another rank is sending in place of the operation: bytes of all outputs
     nan         "3 of 8 elements" if an input has NaN, else ""
     is_passing  the caller drops its tensors soon: only the copies of the inputs are kept once it has completed
-    is_borrowed     nobody writes to its inputs until they are freed: they are kept themselves, instead of copies
     is_settled  all members have completed it: its inputs are dropped, and it is not issued again
     at          place in the order in which this rank has issued its collectives
     is_apart    another thread's own (apart.py)
     save        of a checkpoint, to which it belongs; None: to none
     number      since the boundary: in its sequence: of messages, or of borrowed entries
     digest      of what was received with a message
+    sends_copy  it is issued again with the copies alone: `send_copy`
     ready       event of the device after which its inputs are there, if another thread issues it
     """
 
     # Class attributes, as most entries never change these.
-    saved: Sequence[tuple[Tensor, Tensor]] = ()
-    held: HeldInput | None = None
+    input = NOTHING
+    sends_copy = False
     inner: Any = None
     future: torch.futures.Future[Any] | None = None
     promise: Any = None
@@ -93,7 +121,6 @@ class Entry:
     given: Tensor | None = None
     nan = ""
     is_passing = False
-    is_borrowed = False
     is_settled = False
     is_apart = False
     save: Any = None
@@ -138,28 +165,33 @@ class Entry:
         """The ranks between which they must agree."""
         return self.group.ranks
 
-    def note_copy(self) -> None:
-        """It has been issued, and its inputs are copied."""
+    @property
+    def own_inputs(self) -> list[Tensor]:
+        """The tensors that the operation reads."""
+        at, _ = OPERATIONS[self.op]
+        return [] if at is None else tensors_in(self.args[at])
+
+    def send_copy(self) -> None:
+        """It has been issued, and its inputs are copied: from now on, send these."""
 
     def note_result(self) -> None:
         """It has completed; the script does not know yet."""
 
     def release(self) -> None:
         """The script knows that it has completed."""
-        if self.is_passing and (self.saved or self.held is not None):
+        if self.is_passing and self.input is not NOTHING:
             self._drop_tensors()
 
     def settle_for_all(self) -> None:
         """All members have completed it."""
         self.is_settled = True
-        self.saved = ()
+        self.input = Input((), self.input.is_borrowed)
 
     def _drop_tensors(self) -> None:
         """Keep the form of its tensors alone, and the copies of its inputs."""
         output, given, *options = self.args
         form = _form(1, given.shape, given.stride(), given.dtype)
         self.args = (_form(0, output.shape, output.stride(), output.dtype), form, *options)
-        self.saved = [(form, copy) for _, copy in self.saved]
         self.inner = _OVER
         if self.op not in REDUCING:  # whose small results are looked through for NaN
             self.outputs = []

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ttprun.groups.buckets import TRUSTED_AFTER, words_of
-from ttprun.groups.nans import nans_in
+from ttprun.groups.entry import Input
 from ttprun.introspect.fail_open import NotRepairableError
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ class Shards:
         return given.shape == (size,) and torch.equal(self.joined(given.dtype), given)
 
 
-@dataclass(slots=True)
-class GatheredInput:
-    """An input that was not copied.
+@dataclass
+class GatheredInput(Input):
+    """An input that FSDP2 has made of shards. Its result is freed; gloo writes that when it has all of the input.
 
     dtype   of the input
     noted   samples of the shards when it was issued
@@ -85,30 +85,11 @@ class GatheredInput:
     dtype: torch.dtype
     noted: bytes
 
-    @property
-    def is_kept(self) -> bool:
-        """FSDP2 frees the result."""
-        return False
-
-    @property
-    def is_last(self) -> bool:
-        """It can be looked through at once."""
-        return True
-
-    def put_back(self) -> None:
-        """The input is what it was: gloo writes a result when it has all of it, and this part of it is the same."""
-
-    def made_again(self) -> torch.Tensor:
+    def made_again(self) -> Sequence[torch.Tensor]:
         """The input once more. Raises NotRepairableError if the script has changed the shards."""
         if self.shards.note() != self.noted:
             raise NotRepairableError("a parameter was changed after it was gathered: what it was is therefore lost")
-        return self.shards.joined(self.dtype)
-
-    def count_nans(self) -> str:
-        """ "3 of 8 elements" if the input has NaN, else ""."""
-        given = self.shards.joined(self.dtype)
-        nans = nans_in(given)
-        return f"{nans} of {given.numel()} elements" if nans else ""
+        return [self.shards.joined(self.dtype)]
 
 
 class Gathers:
@@ -137,15 +118,14 @@ class Gathers:
         shards.is_refused = not noted
         self._noted.append((entry, shards, noted))
         if not (shards.is_refused or shards.is_to_look_at):
-            entry.held = GatheredInput(shards, given.dtype, noted)
+            entry.input = GatheredInput(shards, given.dtype, noted)
 
     def end_step(self) -> None:
         """The step is committed, nothing of it will be issued again."""
         now = {shards: shards.note() for _, shards, _ in self._noted}
         for entry, shards, noted in self._noted:
             is_same = now[shards] == noted
-            if is_same and entry.held is None:
-                is_same = all(shards.are_in(copy) for _, copy in entry.saved)
+            is_same = is_same and all(map(shards.are_in, entry.input.tensors))
             shards.is_refused = shards.is_refused or not is_same
         for shards in now:
             shards.agreed += 1

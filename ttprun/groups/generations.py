@@ -100,7 +100,7 @@ def known(member: Member) -> dict[str, GroupJournal]:
                 group.settled.append(entry.number)
             if entry.digest and len(group.received) == len(group.issued):
                 group.received.append(entry.digest)
-            if entry.is_done and (entry.result is not None or (entry.held is not None and entry.held.is_kept)):
+            if entry.is_done and (entry.result is not None or entry.input.is_kept):
                 group.results.append(len(group.issued))
             elif entry.is_done and entry.op in SAME_FOR_ALL:
                 group.taken.append(len(group.issued))

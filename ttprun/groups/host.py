@@ -204,7 +204,7 @@ class Parts(dict[type[Any], Any]):
 
 @dataclass(kw_only=True)
 class Member(RankContext):
-    """This process as a member of process groups.
+    """This process as a member of process groups. Whoever changes what it knows calls a method.
 
     parts         objects by their class: a journal, results, an exchange at least
     generation    number of the communicator set; changed by the recovery thread alone
@@ -276,6 +276,43 @@ class Member(RankContext):
             self.trains_alone, self._is_joined = False, True
             self.channel.send(from_rank.RankJoined())
 
+    def take_part(self) -> None:
+        """What a replay has made of groups is this rank's: it trains with others in them, or alone."""
+        if self.made.living:
+            self.join()
+        else:
+            self.trains_alone = self.world_size > 1
+
+    def begin_generation(self, generation: int) -> None:
+        """The main thread waits for nothing of an older communicator set any more."""
+        with self.changed:
+            self.generation = generation
+            self.changed.notify_all()
+
+    def begin_update(self) -> None:
+        """Weights are about to change: a recovery waits for the end. The caller holds `lock`."""
+        self.is_applying = True
+
+    def pass_boundary(self) -> None:
+        """The step has run to its end, or begins, if it is a collective one."""
+        with self.lock:
+            self.applied += 1
+            self.made.pass_boundary()
+            self.is_applying = False
+            self.row[Field.APPLIED] = self.applied
+            self.row[Field.MEETINGS] = 0
+            if self.is_holding:  # a recovery waits for the end of the step
+                self.changed.notify_all()
+
+    def stand_at(self, boundary: int) -> None:
+        """This member is at a boundary that it has not reached step by step."""
+        with self.changed:
+            self.applied, self.is_applying = boundary, False
+            self.row[Field.APPLIED] = boundary
+            self.board.announce(self.rank, Field.RECORDED, boundary)
+            self.row[Field.MEETINGS] = 0
+            self.changed.notify_all()
+
     def share_row(self) -> None:
         """What this rank has just written to the board is waited for by ranks of other nodes, too."""
         if self.address:
@@ -331,9 +368,14 @@ class Member(RankContext):
             except RecursionError:
                 self.unprotected = ""
                 raise
-            self.stop_comparing()
-            with self.changed:
-                self.changed.notify_all()
+            self.note_unprotected(reason)
+
+    def note_unprotected(self, reason: str) -> None:
+        """Neither this rank nor another one is repaired from now on, for the first reason that is known."""
+        self.unprotected = self.unprotected or reason
+        self.stop_comparing()
+        with self.changed:
+            self.changed.notify_all()
 
 
 def current() -> Member | None:

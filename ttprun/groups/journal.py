@@ -19,7 +19,7 @@ import torch
 
 from ttprun.device.device_errors import DeviceErrors, Diagnosis
 from ttprun.groups import async_saves
-from ttprun.groups.entry import Entry
+from ttprun.groups.entry import NOTHING, Entry, Input
 from ttprun.groups.operations import OF_ALL_MEMBERS
 from ttprun.introspect import fail_open
 from ttprun.introspect.tensor_bytes import size_of
@@ -126,7 +126,7 @@ class Journal:
     def save(self, entry: Entry, inputs: list[Tensor]) -> bool:
         """Copy the inputs into spare buffers; False if the journal's limit is reached (nothing is copied then).
 
-        Inputs that are borrowed or held are not copied. The outputs count too: the entry keeps them alive.
+        An input that the entry has already is not copied. The outputs count too: the entry keeps them alive.
 
         inputs   any dtype, shape, layout and device; a copy is on the same device
         """
@@ -136,12 +136,8 @@ class Journal:
             size += sum(map(size_of, outputs))
         if not self.reserve(entry, size):
             return False
-        if entry.held is not None:
-            return True
-        if entry.is_borrowed:
-            entry.saved = [(tensor, tensor.detach()) for tensor in inputs]
-            return True
-        entry.saved = [self._copied(tensor.detach() if tensor.requires_grad else tensor) for tensor in inputs]
+        if inputs and entry.input is NOTHING:
+            entry.input = Input([self._copied(one.detach() if one.requires_grad else one) for one in inputs])
         return True
 
     def reserve(self, entry: Entry, size_bytes: int) -> bool:
@@ -152,9 +148,9 @@ class Journal:
         entry.size_bytes = size_bytes
         return True
 
-    def _copied(self, source: Tensor) -> tuple[Tensor, Tensor]:
+    def _copied(self, source: Tensor) -> Tensor:
         if source.layout is not torch.strided:  # another one each step holds as many elements as it likes
-            return source, source.clone()
+            return source.clone()
         kind = source.shape, source.dtype, source.device
         spare = self._spare[kind]
         self._shapes_used.add(kind)
@@ -163,7 +159,7 @@ class Journal:
         else:
             with torch.inference_mode(False):  # or nothing could write to it outside of one
                 copy = torch.empty(source.shape, dtype=source.dtype, device=source.device)
-        return source, copy.copy_(source)
+        return copy.copy_(source)
 
     def drop(self, entry: Entry) -> None:
         """Remove an entry whose operation the backend has refused (the script's own mistake)."""
@@ -173,16 +169,14 @@ class Journal:
                 self.held_bytes -= entry.size_bytes
                 self._unsettled = [borrowed for borrowed in self._unsettled if borrowed is not entry]
                 self._recycle(entry)
-                entry.held = None
                 entry.args = ()
 
     def clear(self) -> None:
         """Every rank has recorded the boundary: nothing older will be issued again."""
         with self.lock:
             for entry in self.entries:
-                if entry.saved and entry.is_done:  # a message may still be pending
+                if entry.is_done or not entry.input.tensors:  # a message may still be pending
                     self._recycle(entry)
-                entry.held = None
                 entry.args = ()
             self.entries.clear()
             self.sources.clear()
@@ -209,10 +203,10 @@ class Journal:
             self.entries = [entry for entry in self.entries if not _is_over(entry)]
 
     def _recycle(self, entry: Entry) -> None:
-        for _, copy in entry.saved:
-            if copy.layout is torch.strided and not entry.is_borrowed:
+        for copy in entry.input.tensors:
+            if copy.layout is torch.strided and not entry.input.is_borrowed:
                 self._spare[copy.shape, copy.dtype, copy.device].append(copy)
-        entry.saved = ()
+        entry.input = NOTHING
 
     def of_group(self, name: str) -> list[Entry]:
         """The collectives of one group, oldest first."""
@@ -247,7 +241,7 @@ class Journal:
         """A collective is about to be issued."""
         self._issued += 1
         entry.at = self._issued
-        if entry.is_borrowed:
+        if entry.input.is_borrowed:
             entry.number = self.number_of(entry)
             self._unsettled.append(entry)
 
@@ -267,7 +261,7 @@ class Journal:
 
     def is_settled(self, entry: Entry) -> bool:
         """Whether all members had completed this entry at the newest fault: it is not issued again."""
-        return entry.is_borrowed and entry.number < self.settled.get(entry.sequence, 0)
+        return entry.input.is_borrowed and entry.number < self.settled.get(entry.sequence, 0)
 
     def source_of(self, entry: Entry) -> int | None:
         """The rank that broadcasts an entry's result; None: the operation itself is issued (again)."""

@@ -34,6 +34,7 @@ class Message(Entry):
     members   global ranks: sender, receiver
     """
 
+    sends_copy = True
     sequence = ""
     signature = ""
     members: Sequence[int] = ()
@@ -54,12 +55,10 @@ class Message(Entry):
         """
         return f"{sampled((tensor.detach(),), self.number)[0]:016x}"
 
-    def note_copy(self) -> None:
-        """From now on, send the copy: the script may change its tensor."""
-        if self.saved:
-            copies = [copy for _, copy in self.saved]
-            self.saved = [(copy, copy) for copy in copies]
-            self.args = (copies, *self.args[1:])
+    def send_copy(self) -> None:
+        """As in Entry: the script may change its tensor."""
+        if self.input.tensors:
+            self.args = (self.input.tensors, *self.args[1:])
 
     def note_result(self) -> None:
         """It has completed; the script does not know yet."""

@@ -27,7 +27,7 @@ from ttprun.groups import methods
 from ttprun.groups.apart import Own
 from ttprun.groups.buckets import Buckets
 from ttprun.groups.connection import Exchange
-from ttprun.groups.entry import Entry
+from ttprun.groups.entry import Entry, Input
 from ttprun.groups.gathers import Gathers
 from ttprun.groups.host import Member
 from ttprun.groups.journal import SMALL_RESULT_BYTES, EndedError, Journal
@@ -236,7 +236,6 @@ class ManagedGroup(SeenByTorch):
         if op in GATHERING and outputs[0].is_cpu:
             caller, is_lent = distributed_tensors.fsdp_caller()
             entry.is_passing = caller is not None
-            entry.is_borrowed = is_lent and op in REDUCING
         if is_kept and not (is_apart or entry.is_passing) and _are_small(outputs):
             entry.place = place_of(op, outputs, location_key())
             if outputs and not outputs[0].is_cpu:
@@ -263,7 +262,9 @@ class ManagedGroup(SeenByTorch):
             name = f"{self._name} {with_options(op, args)}"
             is_weights = entry.is_passing and op not in REDUCING
             session.training.note_input(name, inputs, op, is_one_of_many=True, is_weights=is_weights)
-            if is_lent and is_kept and caller is not None and not entry.is_borrowed:
+            if is_lent and is_kept and op in REDUCING:
+                entry.input = Input([tensor.detach() for tensor in inputs], is_borrowed=True)
+            elif is_lent and is_kept and caller is not None:
                 self.gathers.hold(entry, inputs[0], distributed_tensors.gathered_by(caller))
         is_kept = self.enter(entry, inputs)
         if is_kept and session.training.has_a_look():
@@ -299,8 +300,8 @@ class ManagedGroup(SeenByTorch):
                     entry.inner = self._begin(entry)
                 elif journal.is_ended:
                     raise EndedError
-                if is_kept:
-                    entry.note_copy()
+                if is_kept and entry.sends_copy:
+                    entry.send_copy()
                 break
         if is_late:
             self.links.check_repairable()
@@ -395,7 +396,7 @@ class ManagedGroup(SeenByTorch):
             if entry.given is not None:
                 unpack_given(entry)
             entry.note_result()
-            if entry.is_borrowed:
+            if entry.input.is_borrowed:
                 self.session.training.keep_result(entry)
             entry.is_done = True
             if journal.may_settle:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from ttprun.groups.entry import Entry
 from ttprun.groups.host import Member
 from ttprun.groups.journal import SMALL_RESULT_BYTES, Journal
 from ttprun.groups.messages import Message
-from ttprun.groups.operations import OPERATIONS, tensors_in, with_tensors_replaced
+from ttprun.groups.operations import tensors_in, with_tensors_replaced
 from ttprun.groups.work import Delivered
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.tensor_bytes import bytes_of
@@ -40,12 +39,13 @@ def issue_again(session: Member, entry: Entry) -> Any:
     source = session[Journal].source_of(entry)
     if not entry.is_done:
         if source is None:
-            _put_back(entry)
+            entry.input.put_back(entry.own_inputs)
         return call_or_take(session, entry, entry.args)
     if source is not None:
         return call_or_take(session, entry, entry.args)
     scratch = {}
-    saved = {id(tensor): copy for tensor, copy in _saved_by_tensor(entry)}
+    again = entry.input.made_again()
+    saved = {id(tensor): copy for tensor, copy in zip(entry.own_inputs, again, strict=bool(again))}
     for tensor in tensors_in(entry.args):
         scratch[id(tensor)] = saved[id(tensor)].clone() if id(tensor) in saved else _empty_like(tensor)
     return call_or_take(session, entry, with_tensors_replaced(entry.args, scratch))
@@ -112,21 +112,6 @@ def unpack_given(entry: Entry) -> None:
     entry.given = None
 
 
-def _put_back(entry: Entry) -> None:
-    if entry.held is not None:
-        entry.held.put_back()
-    for tensor, copy in entry.saved:
-        tensor.copy_(copy)
-
-
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """Memory for a result that nobody reads; of a tensor that was dropped, on the CPU."""
     return torch.empty_like(tensor, device="cpu") if tensor.is_meta else torch.empty_like(tensor)
-
-
-def _saved_by_tensor(entry: Entry) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    inputs_at, _ = OPERATIONS[entry.op]
-    if inputs_at is not None and entry.held is not None:
-        yield from ((tensor, entry.held.made_again()) for tensor in tensors_in(entry.args[inputs_at]))
-    elif inputs_at is not None and entry.saved:
-        yield from zip(tensors_in(entry.args[inputs_at]), (copy for _, copy in entry.saved), strict=True)

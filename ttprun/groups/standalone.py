@@ -152,11 +152,13 @@ class Groups:
             training=training or Training(),
         )
         self._journal = Journal(1 << 40, diagnose=member.diagnose, report_broken=self._report_broken)
-        member.parts |= {
-            Journal: self._journal,
-            Results: Results(_NoLog()),
-            Exchange: self._exchange,
-        }
+        member.parts.update(
+            {
+                Journal: self._journal,
+                Results: Results(_NoLog()),
+                Exchange: self._exchange,
+            }
+        )
         self.state: Any = None
         self._orders: queue.Queue[int | None] = queue.Queue()
         self._is_ending = threading.Event()
@@ -223,8 +225,7 @@ class Groups:
             group.end_step()
         self._journal.clear()
         member[Results].begin_step(boundary)
-        member.applied = boundary
-        member.made.pass_boundary()
+        member.pass_boundary()
         self._journal.changed.notify_all()
 
     def close(self) -> None:
@@ -270,9 +271,7 @@ class Groups:
     def _survive(self, generation: int) -> None:
         """Another member is lost: stop, come to one boundary with the others, and issue again what is since then."""
         member, exchange = self.member, self._exchange
-        with member.changed:
-            member.generation = generation
-            member.changed.notify_all()
+        member.begin_generation(generation)
         generations.freeze(member)
         generations.break_connections(member, self._check_overtaken)
         self._hold(generation)
@@ -290,7 +289,8 @@ class Groups:
         """This process is new in the place of a lost one: begin at the boundary that the others are at."""
         member, exchange = self.member, self._exchange
         while True:
-            generation = member.generation = self._newest
+            generation = self._newest
+            member.begin_generation(generation)
             try:
                 self._hold(generation)
                 # Nobody has gone further than the boundary that the lost one has announced, and it not without them.
@@ -299,7 +299,7 @@ class Groups:
                     exchange.drop(_ALWAYS, _passing(boundary, member.rank))
                     boundary -= 1
                     self._note_announced(boundary)
-                member.applied = boundary
+                member.stand_at(boundary)
                 self._agree(generation, {})
                 break
             except GenerationOverError:

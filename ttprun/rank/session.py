@@ -32,7 +32,7 @@ class Session(Member):
 
     has_stepped: bool = False  # in this process
     hindrance: str = ""
-    settle_at: int = 0  # written by `hold`, `settle` and `go_on` alone, as `is_holding` is
+    settle_at: int = 0  # boundary up to which a held rank may still step
     is_over: bool = False
     is_over_budget: bool = False  # it was said that protection takes more than its budget
     mode: Mode = LIVE
@@ -58,9 +58,8 @@ class Session(Member):
     def hold(self, generation: int) -> None:
         """A recovery begins: the main thread passes no commit, and waits for nothing of an older generation."""
         with self.changed:
-            self.generation = generation
             self.is_holding, self.settle_at = True, 0
-            self.changed.notify_all()
+            self.begin_generation(generation)
 
     def settle(self, boundary: int) -> None:
         """Held as it is, it may step up to this boundary: another survivor already has."""
@@ -73,6 +72,18 @@ class Session(Member):
         with self.changed:
             self.is_holding, self.settle_at = False, 0
             self.changed.notify_all()
+
+    def stand_in(self, mode: Mode) -> None:
+        """This process repeats a lost one's way, by a replay or by a framework's, until it goes live."""
+        self.mode = mode
+
+    def go_live(self) -> None:
+        """The script runs as it is from here on."""
+        self.mode = LIVE
+
+    def end_run(self) -> None:
+        """This run of the script has ended with an exception."""
+        self.is_over = True
 
     def report_not_proved(self, names: list[str]) -> None:
         """Report what may change and is in no record: after the first step, and when the list changes."""

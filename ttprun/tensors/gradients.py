@@ -1,18 +1,24 @@
-"""Notice a script that carries gradients across a step.
+"""What is known of each optimizer's gradients, and what is kept of them.
 
-Gradients at a boundary are not recorded, since nearly every script zeroes them before it uses them again. In the first
-steps the gradients of each optimizer are watched, later one of them in turn: if the next backward adds to what the
-script has left of it, scaled or replaced by another tensor perhaps, its optimizer's gradients are kept from then on
-(kept_gradients.py), or the script is refused. After a replay those that are not kept are made NaN; if NaN is
-left when a backward adds to them, or when their optimizer steps for the first time, the script has added to gradients
-that are lost (`poison`).
+Gradients at a boundary are not recorded, since nearly every script zeroes them before it uses them again. In two kinds
+of scripts a backward adds to old ones: a GAN's generator learns through the discriminator, whose are zeroed afterwards;
+and some scripts never call zero_grad(). Others read them after the step, for a log of their norm: their code shows it.
+So the gradients of each optimizer are watched, in its first steps all of them, later one in turn: if the next backward
+adds to what the script has left, scaled or replaced by another tensor perhaps, they are carried. From then on they are
+copied after each step of their optimizer. For as long as nothing else has changed them, the copies belong to its state
+(`replicated.rows`), and reach mirrors, snapshots, checkpoints and replacements with it.
+
+After a replay those that are not kept are made NaN; if NaN is left when a backward adds to them, or when their
+optimizer steps for the first time, the script has added to gradients that are lost (`poison`).
+
+One table has a row for each optimizer: read `Gradients` first.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,21 +29,73 @@ from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.models import shown_to
 from ttprun.introspect.tensor_bytes import elements_of
 from ttprun.introspect.unseen import unseen
-from ttprun.tensors import open_boundaries
 from ttprun.tensors.optimizer_registry import parameters_of
 from ttprun.tensors.sharded import are_cut_alike
 
-# Gradients that a backward adds to after the step that has used them: they are state, and kept like it.
-#
-# Nearly every script zeroes gradients before it uses them again, so they are not recorded. In two kinds of scripts a
-# backward adds to old ones: a GAN's generator learns through the discriminator, whose are zeroed afterwards; and
-# some scripts never call zero_grad(). The first steps show whose gradients these are (`gradients.watch`). Others read
-# them after the step, for a log of their norm: their code shows it (`note_read`). They are copied after each step of
-# their optimizer. For as long as nothing else has changed them, the copies belong to the optimizer's state
-# (`replicated.rows`), and reach mirrors, snapshots, checkpoints and replacements with it.
-
-
 GRADIENT = "ttprun.gradient"  # name among a parameter's state
+CARRIED = (
+    "the script carries gradients across an optimizer step, and a replacement would not have them: call zero_grad() in "
+    "each step"
+)
+CARRIED_NOW = (
+    "the script has begun to carry gradients across an optimizer step, and a replacement would not have those of this "
+    "step; from the next step on they are kept"
+)
+_STEPS_WATCHED = 3  # in full, of each optimizer
+_LOOKS_ON_DEVICE = 16  # steps from one to the next
+_MOST_ELEMENTS = 4096  # of a gradient that are looked at
+
+
+class Gradients:
+    """What is known of one optimizer's gradients.
+
+    steps       after which they were watched
+    watched     since its newest step: what the script does to them; None: they are not watched
+    is_carried  a backward adds to what its step has used, or the script reads that: they are kept from its next step on
+    is_read     the script reads them between its step and the next backward
+    kept        those of the newest boundary, by the parameters' ids; None: they are not kept
+    awaited     after a replay, of the parameters (ids) that it has not stepped since: whether a backward has begun the
+                gradient anew, and NaN in it is the script's own
+    shared      what open_boundaries.py has seen of backward passes that it shares with others; None: nothing yet
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        key = id(optimizer)
+        self.optimizer = weakref.ref(optimizer, lambda _: _table.pop(key, None))
+        self.steps = 0
+        self.watched: _Watched | None = None
+        self.is_carried = self.is_read = False
+        self.kept: dict[int, _Kept] | None = None
+        self.awaited: dict[int, bool] = {}
+        self.shared: Any = None
+
+    def drop(self) -> None:
+        """The first backward after its step has found no gradients: nothing adds to them."""
+        if not self.is_read:
+            self.is_carried, self.kept = False, None
+
+    def begin_to_carry(self) -> bool:
+        """Backward passes have ended: if one has added to them, they are kept from the next step on.
+
+        returns   whether that is seen now for the first time, and not in one of the optimizer's first steps
+        """
+        if self.is_carried or self.watched is None or not self.watched.is_added_to():
+            return False
+        self.is_carried = True
+        return not self.watched.is_full
+
+
+_table: dict[int, Gradients] = {}  # by the optimizer's id; it leaves with the optimizer
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer) -> Gradients:
+    """Its row of the table, which is made if there is none."""
+    return _table.get(id(optimizer)) or _table.setdefault(id(optimizer), Gradients(optimizer))
+
+
+def forget() -> None:
+    """The run of the script is over."""
+    _table.clear()
 
 
 @dataclass
@@ -53,10 +111,9 @@ class _Kept:
     version: int
     copy: torch.Tensor
 
-
-_added_to: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_read: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_kept: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Kept]] = weakref.WeakKeyDictionary()
+    def has_changed(self) -> bool:
+        """Whether the gradient is not what the step has left."""
+        return self.gradient is None or local_of(self.gradient)._version != self.version
 
 
 class _ForNow(threading.local):
@@ -70,78 +127,48 @@ class _ForNow(threading.local):
 _for_now = _ForNow()
 
 
-def note_added_to(optimizer: torch.optim.Optimizer) -> None:
-    """A backward adds to what a step of this optimizer has used: keep its gradients from its next step on."""
-    _added_to.add(optimizer)
-
-
-def note_read(optimizer: torch.optim.Optimizer) -> None:
-    """The script reads this optimizer's gradients between its step and the next backward: they are kept as well."""
-    _read.add(optimizer)
-    _added_to.add(optimizer)
-
-
-def is_added_to(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it was noted."""
-    return optimizer in _added_to
-
-
-def is_kept(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its gradients of the newest boundary are kept."""
-    return optimizer in _kept
-
-
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """The optimizer has taken its step. Gradients of others that have changed since theirs are dropped."""
-    if not _added_to:
+    _keep(optimizer, of_optimizer(optimizer))
+
+
+def _keep(optimizer: torch.optim.Optimizer, mine: Gradients) -> None:
+    for row in (*_table.values(),):
+        if row is not mine and row.kept is not None and any(one.has_changed() for one in row.kept.values()):
+            row.kept = None
+    gradients = _gradients(optimizer) if mine.is_carried else None
+    if gradients is None:
+        mine.kept = None
         return
-    for other in list(_kept):
-        if other is not optimizer and any(map(_has_changed, _kept[other].values())):
-            del _kept[other]
-    if optimizer not in _added_to:
-        return
-    found = _gradients(optimizer)
-    if found is None:
-        _kept.pop(optimizer, None)
-        return
+    before, kept = mine.kept or {}, {}
     with torch.no_grad():
-        before = _kept.get(optimizer, {})
-        for key, gradient in found.items():
-            known = before.get(key)
-            if known is not None and known.copy.shape == gradient.shape and known.copy.dtype == gradient.dtype:
-                known.copy.copy_(gradient)
-                copy = known.copy
+        for key, gradient in gradients.items():
+            old = before.get(key)
+            if old is not None and old.copy.shape == gradient.shape and old.copy.dtype == gradient.dtype:
+                copy = old.copy.copy_(gradient)
             else:
                 copy = gradient.detach().clone()
-            found[key] = _Kept(gradient, local_of(gradient)._version, copy)
-    _kept[optimizer] = found
+            kept[key] = _Kept(gradient, local_of(gradient)._version, copy)
+    mine.kept = kept  # at once: the mirror's thread may look
 
 
 @contextmanager
 def kept_for_now(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within it, the gradients belong to the state for the calling thread, and are not copied."""
-    found = None if optimizer in _kept else _gradients(optimizer)
-    if found is None:
+    gradients = _gradients(optimizer) if of_optimizer(optimizer).kept is None else None
+    if gradients is None:
         yield
         return
-    _for_now.optimizer, _for_now.gradients = optimizer, {key: one.detach() for key, one in found.items()}
+    _for_now.optimizer, _for_now.gradients = optimizer, {key: one.detach() for key, one in gradients.items()}
     try:
         yield
     finally:
         _for_now.optimizer, _for_now.gradients = None, {}
 
 
-def note_dropped(optimizer: torch.optim.Optimizer) -> None:
-    """The first backward after its step has found no gradients: nothing adds to them."""
-    if optimizer in _read:
-        return
-    _added_to.discard(optimizer)
-    _kept.pop(optimizer, None)
-
-
 def _gradients(optimizer: torch.optim.Optimizer) -> dict[int, Any] | None:
     """Its gradients by the parameters' ids; None if one cannot be kept: it is sparse, or cut otherwise."""
-    found: dict[int, Any] = {}
+    gradients: dict[int, Any] = {}
     for parameter in parameters_of(optimizer):
         gradient = parameter.grad
         if gradient is None:
@@ -149,25 +176,21 @@ def _gradients(optimizer: torch.optim.Optimizer) -> dict[int, Any] | None:
         is_cut_alike = gradient.shape == parameter.shape and are_cut_alike(gradient, parameter)
         if gradient.layout is not torch.strided or not is_cut_alike:
             return None
-        found[id(parameter)] = gradient
-    return found
+        gradients[id(parameter)] = gradient
+    return gradients
 
 
-def _has_changed(kept: _Kept) -> bool:
-    return kept.gradient is None or local_of(kept.gradient)._version != kept.version
-
-
-def of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Any:
-    """The copy of one gradient; None if none is kept."""
+def kept_of(optimizer: torch.optim.Optimizer) -> Mapping[int, Any]:
+    """The copies of its gradients that are kept, by the parameters' ids."""
     if _for_now.optimizer is optimizer:
-        return _for_now.gradients.get(id(parameter))
-    known = _kept.get(optimizer, {}).get(id(parameter)) if _kept else None
-    return None if known is None else known.copy
+        return _for_now.gradients
+    return {key: one.copy for key, one in (of_optimizer(optimizer).kept or {}).items()}
 
 
 def begin_load() -> None:
     """All state is about to be loaded: what is kept is of another boundary."""
-    _kept.clear()
+    for row in (*_table.values(),):
+        row.kept = None
 
 
 def load(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -175,49 +198,27 @@ def load(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, gradient: to
 
     gradient  of the shape and dtype of the parameter; filled perhaps later
     """
-    _added_to.add(optimizer)
-    _kept.setdefault(optimizer, {})[id(parameter)] = _Kept(None, -1, gradient)
+    row = of_optimizer(optimizer)
+    row.is_carried, row.kept = True, row.kept or {}
+    row.kept[id(parameter)] = _Kept(None, -1, gradient)
 
 
 def put_back(optimizer: torch.optim.Optimizer) -> bool:
     """In a replacement: its gradients become those that are kept; returns whether any are."""
-    kept = _kept.get(optimizer)
+    kept = of_optimizer(optimizer).kept
     if kept is None:
         return False
     for parameter in parameters_of(optimizer):
-        known = kept.get(id(parameter))
-        if known is None:
+        mine = kept.get(id(parameter))
+        if mine is None:
             parameter.grad = None
-        elif parameter.grad is None:
-            parameter.grad = known.copy.clone()
+            continue
+        if parameter.grad is None:
+            parameter.grad = mine.copy.clone()
         else:
-            local_of(parameter.grad).detach().copy_(local_of(known.copy))
-        if known is not None:
-            known.gradient, known.version = parameter.grad, local_of(parameter.grad)._version
+            local_of(parameter.grad).detach().copy_(local_of(mine.copy))
+        mine.gradient, mine.version = parameter.grad, local_of(parameter.grad)._version
     return True
-
-
-def forget_kept() -> None:
-    """The run of the script is over."""
-    _added_to.clear()
-    _read.clear()
-    _kept.clear()
-
-
-CARRIED = (
-    "the script carries gradients across an optimizer step, and a replacement would not have them: call zero_grad() in "
-    "each step"
-)
-CARRIED_NOW = (
-    "the script has begun to carry gradients across an optimizer step, and a replacement would not have those of this "
-    "step; from the next step on they are kept"
-)
-_STEPS_WATCHED = 3  # in full, of each optimizer
-_LOOKS_ON_DEVICE = 16  # steps from one to the next
-_MOST_ELEMENTS = 4096  # of a gradient that are looked at
-# Of each optimizer, the parameters (ids) that it has not stepped since.
-_poisoned: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
-_begun_anew: set[int] = set()  # ids of parameters whose gradient a backward has begun anew: NaN in it is its own
 
 
 class _Found(NamedTuple):
@@ -239,51 +240,34 @@ class _Watched:
 
     is_full      all are watched, as in the first steps; else one, another one after each step
     is_new       whether nothing was known of its optimizer's gradients then
-    is_carried   whether a backward has found one that is not zero, and no later one has found all zeroed; None: none
+    is_left      whether a backward has found one that is not zero, and no later one has found all zeroed; None: none
                  has run yet
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self.is_carried: bool | None = None
-        self.is_new = not is_added_to(optimizer)
-        self.is_full = steps < _STEPS_WATCHED
-        shown = list(shown_to(optimizer)) if self.is_full else _in_turn(optimizer, steps)
+    def __init__(self, optimizer: torch.optim.Optimizer, row: Gradients) -> None:
+        self.is_left: bool | None = None
+        self.is_new = not row.is_carried
+        self.is_full = row.steps < _STEPS_WATCHED
+        shown = list(shown_to(optimizer)) if self.is_full else _in_turn(optimizer, row.steps)
         self.parameters = [one for one in shown if one.grad is not None]
         self._found: list[_Found] = []
 
-    def look(self) -> None:
+    def look(self, row: Gradients) -> None:
         """A backward is about to add gradients."""
-        if self.is_carried is False:
+        if self.is_left is False:
             return
-        was_unknown, self._found = self.is_carried is None, []
+        was_unknown, self._found = self.is_left is None, []
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is not None and (_is_any(gradient) or (was_unknown and _is_scaled_to_zero(gradient))):
                 self._found.append(_Found(parameter, weakref.ref(gradient), local_of(gradient)._version))
-        optimizer = self.optimizer()
-        if was_unknown and not self._found and self.is_full and self.parameters and optimizer is not None:
-            note_dropped(optimizer)
-        self.is_carried = bool(self._found)
-
-    def look_after_backward(self) -> bool:
-        """Backward passes have ended: if one has added to them, the optimizer's gradients are kept from its next step.
-
-        returns   whether that is seen now for the first time, and not in one of the optimizer's first steps
-        """
-        optimizer = self.optimizer()
-        if optimizer is None or is_added_to(optimizer) or not self.is_added_to():
-            return False
-        note_added_to(optimizer)
-        return not self.is_full
+        if was_unknown and not self._found and self.is_full and self.parameters:
+            row.drop()
+        self.is_left = bool(self._found)
 
     def is_added_to(self) -> bool:
         """Whether a backward has added to one of them."""
         return any(one.is_added_to() for one in self._found)
-
-
-_watched: list[_Watched] = []
-_steps_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def _in_turn(optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
@@ -320,29 +304,31 @@ def _is_scaled_to_zero(gradient: torch.Tensor) -> bool:
 
 
 def watch(optimizer: torch.optim.Optimizer, are_read: Callable[[], bool] = lambda: False) -> None:
-    """The optimizer has taken a step: in its first ones, watch what becomes of a gradient.
+    """The optimizer has taken a step: watch what becomes of its gradients.
 
     are_read   whether the script may read gradients before the next backward; asked at its first step
     """
-    if optimizer not in _steps_watched and are_read():
-        note_read(optimizer)
-    for one in _watched:
-        one.look_after_backward()
-    note_step(optimizer)
-    open_boundaries.note_step(optimizer)
-    steps = _steps_watched.get(optimizer, 0)
-    _steps_watched[optimizer] = steps + 1
-    _watched[:] = [one for one in _watched if one.optimizer() not in (None, optimizer)]
-    if steps < _STEPS_WATCHED or not is_added_to(optimizer):
-        _watched.append(_Watched(optimizer, steps))
+    row = of_optimizer(optimizer)
+    if not row.steps and are_read():
+        row.is_read = row.is_carried = True
+    for one in (*_table.values(),):
+        one.begin_to_carry()
+    _keep(optimizer, row)
+    if row.shared is not None:
+        row.shared.note_step(optimizer)
+    is_watched = row.steps < _STEPS_WATCHED or not row.is_carried
+    row.watched = _Watched(optimizer, row) if is_watched else None
+    row.steps += 1
 
 
 @unseen
 def look_at_watched() -> None:
     """A backward begins."""
-    open_boundaries.note_backward()
-    for one in _watched:
-        one.look()
+    for row in (*_table.values(),):
+        if row.shared is not None:
+            row.shared.note_backward()
+        if row.watched is not None:
+            row.watched.look(row)
 
 
 @unseen
@@ -351,24 +337,24 @@ def look_after_backward() -> str:
 
     That is so in one step alone: from the next one on, what it adds to is kept.
     """
-    is_new = [one.look_after_backward() for one in _watched]
+    is_new = [row.begin_to_carry() for row in (*_table.values(),)]
     return CARRIED_NOW if any(is_new) else ""
 
 
 def kept_if_unknown(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
     """A snapshot of its newest step has its gradients, if no backward has shown yet whether the script adds to them."""
-    is_unknown = any(one.is_carried is None and one.is_full for one in _watched if one.optimizer() is optimizer)
+    watched = of_optimizer(optimizer).watched
+    is_unknown = watched is not None and watched.is_left is None and watched.is_full
     return kept_for_now(optimizer) if is_unknown else nullcontext()
 
 
 def were_carried(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer that is about to step has gradients of its last step in those of this one, unkept."""
-    mine = [one for one in _watched if one.optimizer() is optimizer]
-    for one in mine:
-        one.look_after_backward()
-    if mine:
-        _watched[:] = [one for one in _watched if one not in mine]
-    return any(not one.is_new and one.is_added_to() for one in mine) and not is_kept(optimizer)
+    row = of_optimizer(optimizer)
+    row.begin_to_carry()
+    watched, row.watched = row.watched, None
+    is_carried = watched is not None and not watched.is_new and watched.is_added_to()
+    return is_carried and row.kept is None
 
 
 def poison(optimizers: list[torch.optim.Optimizer], refuse: Callable[[], None] = lambda: None) -> None:
@@ -380,35 +366,24 @@ def poison(optimizers: list[torch.optim.Optimizer], refuse: Callable[[], None] =
     for optimizer in optimizers:
         if put_back(optimizer):
             continue
+        awaited = of_optimizer(optimizer).awaited = dict.fromkeys(map(id, parameters_of(optimizer)), False)
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 elements_of(local_of(parameter.grad).detach()).fill_(float("nan"))
-                _begun_anew.discard(id(parameter))  # that of another parameter, which has died
-                _guard(parameter, refuse)
-        _poisoned[optimizer] = set(map(id, parameters_of(optimizer)))
+                _guard(parameter, awaited, refuse)
 
 
-def _guard(parameter: torch.Tensor, refuse: Callable[[], None]) -> None:
+def _guard(parameter: torch.Tensor, awaited: dict[int, bool], refuse: Callable[[], None]) -> None:
     def before_adding(_: Any) -> None:
         handle.remove()
-        held = parameter.grad
-        if held is not None and bool(torch.isnan(elements_of(local_of(held).detach())).all()):
+        gradient = parameter.grad
+        if gradient is not None and bool(torch.isnan(elements_of(local_of(gradient).detach())).all()):
             refuse()
         else:
-            _begun_anew.add(id(parameter))
+            awaited[id(parameter)] = True
 
     if parameter.requires_grad and parameter.is_leaf:  # no backward adds to the gradient of a view
         handle = parameter.register_hook(before_adding)  # type: ignore[no-untyped-call]
-
-
-def forget() -> None:
-    """The run of the script is over."""
-    _poisoned.clear()
-    _begun_anew.clear()
-    _watched.clear()
-    _steps_watched.clear()
-    forget_kept()
-    open_boundaries.forget_backwards()
 
 
 def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
@@ -417,18 +392,14 @@ def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
     NaN in a gradient that a backward has begun anew is the script's own.
     If gradients have overflowed, and it leaves the step out itself (fused=True with a GradScaler), the next one shows.
     """
-    left_over = _poisoned.get(optimizer)
-    if left_over is None:
-        return False
+    awaited = of_optimizer(optimizer).awaited
     found_inf = getattr(optimizer, "found_inf", None)
-    if isinstance(found_inf, torch.Tensor) and bool(found_inf):
+    if not awaited or (isinstance(found_inf, torch.Tensor) and bool(found_inf)):
         return False
-    shown = [one for one in shown_to(optimizer) if id(one) in left_over]
-    left_over.difference_update(map(id, shown))
-    if not left_over:
-        del _poisoned[optimizer]
-    left = [one.grad for one in shown if one.grad is not None and id(one) not in _begun_anew]
-    _begun_anew.difference_update(map(id, shown))
+    shown = [one for one in shown_to(optimizer) if id(one) in awaited]
+    left = [one.grad for one in shown if one.grad is not None and not awaited[id(one)]]
+    for one in shown:
+        awaited.pop(id(one), None)
     return any(bool(torch.isnan(elements_of(local_of(gradient))).any()) for gradient in left)
 
 
@@ -437,4 +408,5 @@ def are_of_replay(tensors: Sequence[torch.Tensor]) -> bool:
 
     tensors   dense, any dtype, shape and device; a NaN in one of them is what shows it
     """
-    return bool(_poisoned) and any(bool(torch.isnan(elements_of(tensor)).any()) for tensor in tensors)
+    is_awaited = any(row.awaited for row in (*_table.values(),))
+    return is_awaited and any(bool(torch.isnan(elements_of(tensor)).any()) for tensor in tensors)

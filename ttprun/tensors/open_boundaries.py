@@ -5,9 +5,9 @@ between the two steps, the graph of `fake` is needed, and is in no record. No ru
 or checkpoint of it; after the generator's step it can. So snapshots are postponed to the next boundary
 (`snapshot_shares.py`), and a job that is to end continues up to it (`ttprun.agent.checkpoints.quiesce_schedule`).
 
-The same holds between the steps of two optimizers that use the gradients of one backward (`shared_backwards.py`), and
-for a step that a hook takes inside a backward pass: the rest of the pass needs what the forward pass has computed with
-the weights before the step. A replay refuses such a boundary.
+The same holds between the steps of two optimizers that use the gradients of one backward (`look`), and for a step that
+a hook takes inside a backward pass: the rest of the pass needs what the forward pass has computed with the weights
+before the step. A replay refuses such a boundary.
 
 Whether another one is open is predicted from the existing graphs (`values/histories.py`) and gradients: if that is
 wrong, a resume is refused (`values/unrecorded.py`, `gradients.py`), or a snapshot is taken a few steps late.
@@ -23,6 +23,7 @@ import torch
 
 from ttprun.introspect.distributed_tensors import local_of
 from ttprun.protocol.board import LEADER, Field, Phase
+from ttprun.tensors.gradients import of_optimizer
 from ttprun.tensors.host import Host
 from ttprun.tensors.optimizer_registry import optimizers, parameters_of
 
@@ -116,8 +117,13 @@ class _Seen:
         self.awaited: _Mark | None = None
         self.shares: bool | None = None
 
+    def note_backward(self) -> None:
+        """A backward begins: what it leaves is of it, or was zeroed before."""
+        self.awaited = None
 
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has taken its step, which may have written to its gradients."""
+        self.used, self.awaited, self.passed = _mark(optimizer), None, 0
 
 
 def look(optimizer: torch.optim.Optimizer) -> bool:
@@ -130,7 +136,9 @@ def look(optimizer: torch.optim.Optimizer) -> bool:
         return False
     is_awaited = False
     for one in living:
-        seen, now = _seen.setdefault(one, _Seen()), _mark(one)
+        row, now = of_optimizer(one), _mark(one)
+        seen: _Seen = row.shared or _Seen()
+        row.shared = seen
         if one is optimizer:  # what unscales or clips its gradients has written to them
             seen.shares = now is not None and seen.awaited is not None and now.gradient() is seen.awaited.gradient()
         else:
@@ -139,18 +147,6 @@ def look(optimizer: torch.optim.Optimizer) -> bool:
             may_step_soon = seen.shares is not False and seen.passed <= MOST_PUT_OFF
             is_awaited = is_awaited or (may_step_soon and seen.awaited is not None)
     return is_awaited
-
-
-def note_backward() -> None:
-    """A backward begins: what it leaves is of it, or was zeroed before."""
-    for seen in _seen.values():
-        seen.awaited = None
-
-
-def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer has taken its step, which may have written to its gradients."""
-    if (seen := _seen.get(optimizer)) is not None:
-        seen.used, seen.awaited, seen.passed = _mark(optimizer), None, 0
 
 
 def _mark(optimizer: torch.optim.Optimizer) -> _Mark | None:
@@ -165,8 +161,3 @@ def _are_same(now: _Mark | None, before: _Mark | None) -> bool:
     if now is None or before is None:
         return now is before
     return now.gradient() is before.gradient() and now.version == before.version
-
-
-def forget_backwards() -> None:
-    """The run of the script is over."""
-    _seen.clear()

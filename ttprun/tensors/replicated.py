@@ -79,16 +79,16 @@ Row = tuple[str, torch.Tensor, dict[str, Any], dict[str, Any], torch.optim.Optim
 def rows() -> Iterator[Row]:
     """(key, parameter, its state, its group, its optimizer) of all parameters.
 
-    To the state belongs the gradient, if it is kept: the script adds to it (kept_gradients.py).
+    To the state belongs the gradient, if it is kept: the script adds to it (gradients.py).
     """
     for number, optimizer in enumerate(optimizer_registry.optimizers()):
+        kept = gradients.kept_of(optimizer)
         for group_number, group in enumerate(models.all_of(optimizer)):
             for index, parameter in enumerate(group.parameters):
                 key = key_of(number, group_number, index)
                 state = optimizer.state.get(parameter, {})
-                gradient = gradients.of(optimizer, parameter)
-                if gradient is not None:
-                    state = {**state, GRADIENT: gradient}
+                if id(parameter) in kept:
+                    state = {**state, GRADIENT: kept[id(parameter)]}
                 yield key, parameter, state, group.settings, optimizer
 
 

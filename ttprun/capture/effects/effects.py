@@ -6,12 +6,17 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import msgpack
+
 from ttprun.capture.data import workers
 from ttprun.capture.effects import append_dedup, file_answers, origins, output, script_files
-from ttprun.capture.effects.answer_log import file_answers_in, keep_file_answer, keep_origin, origins_in
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import random_state
 
+# What is kept in the recorder's log stands beside the results of collectives (groups/results.py); in the place of their
+# step it has one of these.
+_ORIGIN = -1  # the times, pids and entropy that the set-up has drawn (origins.py)
+_FILE = -2  # what the file system has answered (file_answers.py)
 _RANDOM = "random states"  # of this process when the run begins; a script without seeds draws from these
 
 
@@ -34,13 +39,13 @@ class Effects:
         """
         workers.keep_in(self._recorder)
         self._begin_origins(is_replay)
-        answers = file_answers_in(self._recorder.read_log() if answered is None else answered)
-        file_answers.begin(answers, partial(keep_file_answer, self._recorder))
+        answers = _kept_in(self._recorder.read_log() if answered is None else answered, _FILE)
+        file_answers.begin(answers, partial(self._keep, _FILE))
 
     def _begin_origins(self, is_replay: bool) -> None:
         """Give a replacement's setup the times, pids and entropy that the lost rank's had, and record what is new."""
         draws = self.drawn()
-        keep = partial(keep_origin, self._recorder)
+        keep = partial(self._keep, _ORIGIN)
         origins.begin(draws, None if is_replay else keep)
         states = next((value for place, value in draws if place == _RANDOM), None)
         if states is not None:
@@ -50,11 +55,17 @@ class Effects:
 
     def drawn(self) -> list[tuple[str, Any]]:
         """(place, value) of all that set-ups have drawn, oldest first."""
-        return origins_in(self._recorder.read_log())
+        return _kept_in(self._recorder.read_log(), _ORIGIN)
 
     def keep_origin(self, place: str, value: Any) -> None:
         """Keep a value for the set-ups that follow."""
-        keep_origin(self._recorder, (place, value))
+        self._keep(_ORIGIN, (place, value))
+
+    def _keep(self, kind: int, answer: tuple[Any, Any]) -> int:
+        """Keep (place, what was given there) for the next process; returns the size."""
+        packed: bytes = msgpack.packb((kind, *answer))
+        self._recorder.append_log(packed)
+        return len(packed)
 
     def resume_at(self, boundary: int, skip_lines: tuple[int, int]) -> None:
         """The run goes on at a boundary: what the lost process has written since is not written again.
@@ -67,3 +78,8 @@ class Effects:
     end_set_up = staticmethod(origins.end)
     why_not_counted = staticmethod(output.why_not_counted)
     close_files = staticmethod(script_files.forget)
+
+
+def _kept_in(log: Iterable[bytes], kind: int) -> list[tuple[Any, Any]]:
+    """(place, what was given there) of one kind, oldest first."""
+    return [(place, value) for step, place, value in map(msgpack.unpackb, log) if step == kind]

@@ -12,9 +12,8 @@ from ttprun.groups.journal import Journal
 from ttprun.introspect import moments
 from ttprun.introspect.host import begin, leave_in_children
 from ttprun.protocol import from_rank, mindio
-from ttprun.protocol.board import Phase
 from ttprun.rank.bootstrap import patches
-from ttprun.rank.bootstrap.hooks import make_session
+from ttprun.rank.bootstrap.hooks import listen, make_session
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.framework.callback_recovery import CallbackRecovery
 from ttprun.rank.framework.framework import Framework
@@ -48,11 +47,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     session.framework = framework
     session[Journal].admit = framework.admit
     begin(session)
-    session.recovery = recovery = CallbackRecovery(session, framework)
-    recovery.start()
-    presence.hand_over(strikes.taken_from(recovery.take, presence.channel), recovery.begin_in)
-    session.touch(Phase.SETUP)
-    presence.channel.send(from_rank.RankProtected())
+    listen(presence, session, CallbackRecovery(session, framework))
 
 
 def wrap_process_group_name(original: Any) -> Any:

@@ -27,7 +27,6 @@ from ttprun.rank.bootstrap import patches, reset
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.proof import Proof
-from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.replay import resuming
 from ttprun.rank.replay.recovery import Recovery
@@ -82,17 +81,17 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     effects.begin(is_replay, None if adapt is None else log_of(adapt, session.rank))
     match order:
         case to_rank.Replay(adapt=None):
-            session.mode = replay = _replay_of(session, order)
+            session.stand_in(replay := _replay_of(session, order))
             replay.begin()
         case to_rank.Replay(boundary=boundary, adapt=to_rank.Adapt() as adapt):
-            session.mode = replay = Adapted(session, boundary, adapt)
-            replay.begin()
-        case to_rank.Resume(boundary=boundary, expected=expected, skip_lines=skip_lines):
+            session.stand_in(adapted := Adapted(session, boundary, adapt))
+            adapted.begin()
+        case to_rank.Resume(boundary=boundary, skip_lines=skip_lines):
             effects.resume_at(boundary, skip_lines)
-            session.expected = Expected(session.channel, session.generation, expected)
+            resuming.expect(session, order)
             resuming.note_agreed(session, order)  # before it issues anything
-            session.proof = Proof.of(session, boundary)
-    _listen(presence, session)
+            Proof.begin(session, boundary)
+    listen(presence, session, Recovery(session))
 
 
 def _replay_of(session: Session, order: to_rank.Replay) -> ReplayRun:
@@ -104,9 +103,9 @@ def _replay_of(session: Session, order: to_rank.Replay) -> ReplayRun:
     return replay
 
 
-def _listen(presence: Presence, session: Session) -> None:
+def listen(presence: Presence, session: Session, recovery: Recovery) -> None:
     """The agent's messages are for this run from now on."""
-    session.recovery = recovery = Recovery(session)
+    session.recovery = recovery
     recovery.start()
     presence.hand_over(strikes.taken_from(recovery.take, presence.channel), recovery.begin_in)
     session.touch(Phase.SETUP)
@@ -142,26 +141,30 @@ def make_session(presence: Presence) -> Session:
             session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.links.device_fault_of(entry.error)
         ),
     )
-    session.parts |= {
-        Recorder: recorder,
-        Journal: journal,
-        Verifier: Verifier(
-            presence.channel,
-            journal,
-            options.verify_every,
-            options.nan_limit_s,
-            is_compared=welcome.world_size > 1 and not options.mindio,
-        ),
-        Alignment: Alignment(),
-        Holdings: Holdings(),
-        Rehearsal: Rehearsal(),
-        SnapshotPart: SnapshotPart(board, welcome.local_rank, options.buffers, options.snapshot_every_steps, recorder),
-        KeptWeights: KeptWeights(optimizer_registry.newest, note),
-        OwnState: OwnState(board, welcome.rank, options.own_state, recorder),
-        Mirror: Mirror(board, welcome.rank, options.mirror),
-        Results: Results(recorder),
-        Exchange: Exchange(presence.channel, welcome.address),
-    }
+    session.parts.update(
+        {
+            Recorder: recorder,
+            Journal: journal,
+            Verifier: Verifier(
+                presence.channel,
+                journal,
+                options.verify_every,
+                options.nan_limit_s,
+                is_compared=welcome.world_size > 1 and not options.mindio,
+            ),
+            Alignment: Alignment(),
+            Holdings: Holdings(),
+            Rehearsal: Rehearsal(),
+            SnapshotPart: SnapshotPart(
+                board, welcome.local_rank, options.buffers, options.snapshot_every_steps, recorder
+            ),
+            KeptWeights: KeptWeights(optimizer_registry.newest, note),
+            OwnState: OwnState(board, welcome.rank, options.own_state, recorder),
+            Mirror: Mirror(board, welcome.rank, options.mirror),
+            Results: Results(recorder),
+            Exchange: Exchange(presence.channel, welcome.address),
+        }
+    )
     session.training = Training(session)
     if welcome.address:
         session.parts[InterNodeCommit] = InterNodeCommit(session, presence.fds[3])

@@ -176,7 +176,7 @@ def report_before(previous: Any) -> Any:
         presence.has_script_failed = True
         session = session_now()
         if session is not None:
-            session.is_over = True
+            session.end_run()
         is_early = (session is None or session.applied == 0) and not presence.welcome.options.prints_traceback
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
         missed = session.mode.difference if session is not None else ""

@@ -204,7 +204,7 @@ def _leave(
     """
     recovery = session.recovery
     assert recovery is not None
-    session.is_over = True
+    session.end_run()
     session.board.set(session.rank, Field.LEAVING, 0)
     session.board.set(session.rank, Field.MEETINGS, 0)
     session.row[Field.PHASE] = Phase.REPAIRING

@@ -65,17 +65,17 @@ class Proof:
         self._not_proved: list[str] = []
 
     @classmethod
-    def of(cls, session: Session, step: int, is_of_all: bool = False) -> Proof | None:
-        """The comparison from this boundary on; None, which is reported, if the lost rank has left nothing.
+    def begin(cls, session: Session, step: int, is_of_all: bool = False) -> None:
+        """Compare from this boundary on, unless the lost rank has left nothing: that is reported.
 
         step        the boundary at which the replacement goes live
         is_of_all   as in the class
         """
         proof = cls(session, step, is_of_all)
         if proof._left:
-            return proof
-        proof.end()
-        return None
+            session.proof = proof
+        else:
+            proof.end()
 
     def compare(self, place: Place, noted: Noted, tensors: Sequence[torch.Tensor], what: str) -> bool:
         """Compare what this rank is about to use. Raises MismatchError, after reporting it to the agent.

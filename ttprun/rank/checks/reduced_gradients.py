@@ -113,9 +113,9 @@ def has_nan(tensor: torch.Tensor, boundary: int, is_whole: bool) -> bool:
 def _whose(journal: Journal, entry: Entry) -> Found:
     """See `find_nan`."""
     where = f"{entry.op} number {journal.entries.index(entry)} of the step"
-    if not entry.saved:
+    if not entry.input.tensors:
         return where, False
-    for _, copy in entry.saved:
+    for copy in entry.input.tensors:
         nans = int(elements_of(copy).isnan().sum())
         if nans:
             return f"{where}, {nans} of {copy.numel()} elements", True

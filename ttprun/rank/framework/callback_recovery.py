@@ -178,7 +178,7 @@ class CallbackRecovery(Recovery):
     def _prepare(self, order: mindio.Prepare) -> None:
         """Memory of this rank's device has failed, and all others are frozen."""
         session, framework = self._session, self._framework
-        session.generation = order.generation
+        session.begin_generation(order.generation)
         framework.repair_type = order.repair_type
         is_behind = session.applied != order.boundary or framework.is_torn
         with self._calling():

@@ -22,7 +22,7 @@ from ttprun.introspect import moments
 from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.protocol.patience import Patience
-from ttprun.rank.context import JOINING, LIVE
+from ttprun.rank.context import JOINING
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
 from ttprun.rank.framework.elastic import Elastic
@@ -67,7 +67,8 @@ class Framework:
     def __init__(self, session: Session, joins_at: int | None, reboot_type: str = "arf") -> None:
         self._session = session
         self.joins_at = joins_at
-        session.mode = LIVE if joins_at is None else JOINING
+        if joins_at is not None:
+            session.stand_in(JOINING)
         self.was_rebooted = self.is_joining
         self.reboot_type = reboot_type
         self.is_stopping = self.is_past_setup = self.was_cleaned = self.is_torn = self.has_uce = False
@@ -127,7 +128,7 @@ class Framework:
         """The repair is over: this rank is at `step`, and its main thread calls the train function again."""
         session = self._session
         with session.changed:
-            self._set_step(step)
+            session.stand_at(step)
             self.repair_step = step
             self.is_stopping = self.is_torn = False
             session.go_on()
@@ -137,14 +138,6 @@ class Framework:
             if self.place is MainThread.WAITING:
                 self.place = MainThread.TRAINING
             session.changed.notify_all()
-
-    def _set_step(self, step: int) -> None:
-        session = self._session
-        session.applied = step
-        session.is_applying = False
-        session.board.set(session.rank, Field.APPLIED, step)
-        session.board.announce(session.rank, Field.RECORDED, step)
-        session.board.set(session.rank, Field.MEETINGS, 0)
 
     def fail_memory(self) -> None:
         """A scheduler reports that memory of this rank's device has failed: `admit` raises that in the main thread."""
@@ -216,7 +209,6 @@ class Framework:
         session.board.announce(session.rank, Field.RECORDED, boundary)
         commit(session, boundary, self._leave_if_settled, _LOOK_AGAIN_S)
         self.is_torn = True
-        session.is_applying = True
         session.touch(Phase.STEPPING)
         moments.reached("in_step")
 
@@ -241,7 +233,7 @@ class Framework:
         if step != session.applied + 1:  # the framework has resumed from a checkpoint of its own
             randomness.keep(session, step)
         with session.changed:
-            self._set_step(step)
+            session.stand_at(step)
             self.is_torn = False
             session.changed.notify_all()
         session[Journal].forget_completed()
@@ -333,7 +325,7 @@ class Framework:
             case ReportState.RS_PREREPAIR_FINISH:
                 if not self.is_joining:
                     return False
-                self._session.mode = LIVE
+                session.go_live()
             case ReportState.RS_UCE if session.is_repairable():
                 pass
             case ReportState.RS_HCCL_FAILED if session.is_repairable():

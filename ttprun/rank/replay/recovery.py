@@ -75,7 +75,8 @@ class Recovery:
 
     def begin_in(self, generation: int) -> None:
         """Before the first message: a freeze may have been answered, and a generation begun, since this was made."""
-        self._session.generation = self._newest_generation = generation
+        self._newest_generation = generation
+        self._session.begin_generation(generation)
 
     def start(self) -> None:
         """Start the working thread, which may block; `take` is called from the reading thread."""
@@ -114,10 +115,7 @@ class Recovery:
             case from_rank.Put(generation=generation, key=key, value=value):
                 session[Exchange].deliver(generation, key, value)
             case from_rank.RankUnprotected(reason=reason):
-                with session.changed:
-                    session.unprotected = session.unprotected or reason
-                    session.changed.notify_all()
-                session.stop_comparing()
+                session.note_unprotected(reason)
             case to_rank.EndAsked():
                 session[Journal].end()
                 with session.changed:

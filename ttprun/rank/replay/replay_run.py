@@ -26,7 +26,7 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
-from ttprun.rank.context import LIVE, Mode
+from ttprun.rank.context import Mode
 from ttprun.rank.replay import loss_scaling
 from ttprun.rank.replay.step_proof import StepProof
 from ttprun.rank.session import Session
@@ -185,16 +185,10 @@ class ReplayRun(Replay, Mode):
         if not is_before_step:
             session.row[Field.STEPPED] = self.boundary
             session[KeptWeights].note(self.boundary)
-        session.mode = LIVE
-        if session.made.living:
-            session.join()
-        else:
-            session.trains_alone = session.world_size > 1
-        session.applied = self.boundary
+        session.go_live()
+        session.take_part()
         session.made.pass_boundary()
-        session.board.announce(session.rank, Field.APPLIED, self.boundary)
-        session.board.announce(session.rank, Field.RECORDED, self.boundary)
-        session.board.set(session.rank, Field.MEETINGS, 0)
+        session.stand_at(self.boundary)
         if not is_before_step:
             session[Mirror].begin(session, self.boundary)
         session.touch(Phase.COMPUTING)

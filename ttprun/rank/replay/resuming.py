@@ -47,11 +47,16 @@ def go_live(session: Session, replay: ReplayRun, order: to_rank.Resume) -> None:
     note_agreed(session, order)
     session[Verifier].prove_from(replay.boundary)
     if replay.is_alone:
-        session.proof = Proof.of(session, replay.boundary, is_of_all=not replay.is_joining)
+        Proof.begin(session, replay.boundary, is_of_all=not replay.is_joining)
     # Ranks that have all gone back have no journal of others to keep to, only what they have left themselves; and a
     # rank that was lost had perhaps gone further than the others.
-    session.expected = Expected(session.channel, session.generation, order.expected, session.proof is None)
+    expect(session, order)
     replay.live.set()
+
+
+def expect(session: Session, order: to_rank.Resume) -> None:
+    """This replacement must issue what the survivors have issued since the boundary."""
+    session.expected = Expected(session.channel, session.generation, order.expected, session.proof is None)
 
 
 def note_agreed(session: Session, order: to_rank.Resume) -> None:

@@ -37,7 +37,7 @@ def commit(
                 session.changed.wait(look_again_s)
                 continue
             if session.trains_alone or _is_past(session, boundary) or _is_free(session, boundary):
-                session.is_applying = True
+                session.begin_update()
                 return
         session.touch(Phase.COMMITTING)
         _wait_for_records(session, boundary, check_held, look_again_s)
@@ -47,7 +47,7 @@ def commit(
 
 def _is_past(session: Session, boundary: int) -> bool:
     """Whether all ranks have recorded the boundary."""
-    commit = session.get(InterNodeCommit)
+    commit = session.parts.get(InterNodeCommit)
     return min(session.recorded) >= boundary and (commit is None or commit.is_past(boundary))
 
 

@@ -215,7 +215,7 @@ def _check_given_results(step: _Step) -> None:
     if not journal.sources:
         return
     for entry in journal.entries:
-        if entry.held is not None and journal.source_of(entry) == session.rank and not entry.held.is_kept:
+        if entry.result is None and not entry.input.is_kept and journal.source_of(entry) == session.rank:
             reason = f"the result of {entry.signature} was overwritten while it was sent to the other ranks"
             report_mismatch(session.channel, session.generation, reason)
 
@@ -264,13 +264,13 @@ def _begin_applying(step: _Step) -> None:
     session = step.session
     if not session.is_applying:  # there was no commit
         with session.lock:
-            session.is_applying = True
+            session.begin_update()
     _boundary = session.applied + 1
 
 
 def _pass_before(step: _Step) -> None:
     if step.session.has_collective_steps:
-        pass_boundary(step.session)
+        step.session.pass_boundary()
 
 
 def _let_go(step: _Step) -> None:
@@ -422,7 +422,7 @@ def _take_snapshot(step: _Step) -> None:
 
 def _pass_after(step: _Step) -> None:
     if step.session.applied < step.boundary:
-        pass_boundary(step.session)
+        step.session.pass_boundary()
 
 
 def _end_step(step: _Step) -> None:
@@ -462,18 +462,6 @@ END: tuple[Stage[_Step], ...] = (
         "divergent", _stop_if_divergent, "last: a rank that is killed here is replaced from the boundary that is passed"
     ),
 )
-
-
-def pass_boundary(session: Session) -> None:
-    """The boundary is passed: the step has run to its end, or begins, if it is a collective one."""
-    with session.lock:
-        session.applied += 1
-        session.made.pass_boundary()
-        session.is_applying = False
-        session.row[Field.APPLIED] = session.applied
-        session.row[Field.MEETINGS] = 0
-        if session.is_holding:  # a recovery waits for the end of the step
-            session.changed.notify_all()
 
 
 def _look_at_state(session: Session) -> None:
