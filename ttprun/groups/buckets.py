@@ -275,8 +275,8 @@ class Buckets:
             bucket.is_refused = True
             return False
         bucket.is_used = True
-        entry.input = held = BucketInput(bucket, flat, bucket.note(flat), flat._version)
-        self._held.append((entry, held))
+        entry.input = given = BucketInput(bucket, flat, bucket.note(flat), flat._version)
+        self._held.append((entry, given))
         return True
 
     def keep_results(self) -> None:
@@ -287,14 +287,14 @@ class Buckets:
         group = self._group()
         if group is None:
             return
-        for entry, held in self._held:
-            if entry.is_done and held.is_kept and group.session[Journal].reserve(entry, held.flat.nbytes):
-                copy = held.flat.clone()
-                entry.args = with_tensors_replaced(entry.args, {id(held.flat): copy})
+        for entry, given in self._held:
+            if entry.is_done and given.is_kept and group.session[Journal].reserve(entry, given.flat.nbytes):
+                copy = given.flat.clone()
+                entry.args = with_tensors_replaced(entry.args, {id(given.flat): copy})
                 entry.outputs = [copy]
-                entry.input = replace(held, flat=copy, version=copy._version)
-                held.bucket.is_used = False
-        self._held = [(entry, held) for entry, held in self._held if entry.input is held]
+                entry.input = replace(given, flat=copy, version=copy._version)
+                given.bucket.is_used = False
+        self._held = [(entry, given) for entry, given in self._held if entry.input is given]
 
     def compare(self, entry: Entry) -> None:
         """The input of an operation has been copied: find out whether it is a bucket's."""
@@ -336,9 +336,9 @@ class Buckets:
 
     def end_step(self) -> None:
         """The step is committed, nothing of it will be issued again. Not called during a backward pass."""
-        for _, held in self._held:
-            if not held.is_kept:
-                held.bucket.is_refused = True
+        for _, given in self._held:
+            if not given.is_kept:
+                given.bucket.is_refused = True
         self._held.clear()
         self._unseen.clear()
         for bucket in self._buckets:

@@ -137,7 +137,9 @@ class Journal:
         if not self.reserve(entry, size):
             return False
         if inputs and entry.input is NOTHING:
-            entry.input = Input([self._copied(one.detach() if one.requires_grad else one) for one in inputs])
+            entry.input = Input(
+                [self._copied(tensor.detach() if tensor.requires_grad else tensor) for tensor in inputs]
+            )
         return True
 
     def reserve(self, entry: Entry, size_bytes: int) -> bool:
