@@ -18,9 +18,11 @@ from ttprun.capture.records.nodes import (
     DataNode,
     DictNode,
     FileNode,
+    LongNode,
     ModuleNode,
     Node,
     Number,
+    NumberedNode,
     NumpyRandomNode,
     Part,
     RandomNode,
@@ -31,7 +33,7 @@ from ttprun.capture.records.nodes import (
     WrapperNode,
 )
 from ttprun.capture.records.packing import listed
-from ttprun.capture.values.trees import LISTS, Tree, count_of_parts, number_of
+from ttprun.capture.values.trees import LISTS, Tree, number_of, numbers_inside
 from ttprun.capture.values.type_names import MISSING, CannotRestoreError
 
 MODULES = (ModuleNode, WrapperNode)
@@ -184,13 +186,17 @@ class Outcome:
             return
         if number not in self._mine_of and own not in self._last_of:
             self._mine_of[number], self._last_of[own] = own, number
+            if isinstance(last, LongNode) and isinstance(mine, LongNode):
+                self.pair_parts(last, mine)
 
-    def pair_parts(self, last: ModuleNode, mine: ModuleNode) -> None:
-        """Combine all parts and tensors of modules that have the same ones."""
-        for offset in range(1 + count_of_parts(mine)):
-            self._mine_of.setdefault(last.number + offset, mine.number + offset)
-            self._last_of.setdefault(mine.number + offset, last.number + offset)
+    def pair_parts(self, last: NumberedNode, mine: NumberedNode) -> None:
+        """Combine all parts and tensors of modules that have the same ones, or the rows of data."""
+        inside = zip(numbers_inside(last), numbers_inside(mine), strict=False)
+        for number, own in ((last.number, mine.number), *inside):
+            self._mine_of.setdefault(number, own)
+            self._last_of.setdefault(own, number)
 
-    def define(self, outcome: int, node: Node) -> None:
+    def define(self, outcome: int, node: NumberedNode) -> None:
         """An object, with all parts of a module, is defined in the outcome from now on."""
-        self.defined.update(range(outcome, outcome + 1 + count_of_parts(node)))
+        self.defined.add(outcome)
+        self.defined.update(number + outcome - node.number for number in numbers_inside(node))

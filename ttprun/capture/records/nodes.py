@@ -110,13 +110,13 @@ class DataNode(AnyNode, frozen=True, gc=False, tag="D"):
     age: Age = 0
 
 
-class LongNode(AnyNode, frozen=True, gc=False, tag="L"):
-    """A container too long to record; `first` is the number of the first object in it."""
+class LongNode(ObjectOfKind, frozen=True, gc=False, tag="L"):
+    """A container of data, or too long to record; `first` is the number of the first of the `objects` in it."""
 
-    kind: str
     length: int
     digest: str
     first: Number
+    objects: int
     age: Age = 0
 
 

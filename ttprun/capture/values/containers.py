@@ -31,7 +31,15 @@ from ttprun.capture.records.nodes import (
     WeightNode,
 )
 from ttprun.capture.records.packing import listed
-from ttprun.capture.values.long_items import MANY_ROWS, MAX_ITEMS, MIN_ITEMS, KeptItems, kept_items, objects_in
+from ttprun.capture.values.long_items import (
+    MANY_ROWS,
+    MAX_ITEMS,
+    MIN_ITEMS,
+    KeptItems,
+    kept_items,
+    note_changed,
+    objects_in,
+)
 from ttprun.capture.values.objects import restore_attributes
 from ttprun.capture.values.restore import Restore, has_no_state, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
@@ -70,12 +78,19 @@ def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> tupl
     return name_of(kind), attributes
 
 
-def _items(snapshot: Snapshot, value: Any, items: Any, depth: int, which: int = 0) -> list[Any] | KeptItems:
-    """Nodes of items; remembered ones if they are many and unchanged."""
+def _items(
+    snapshot: Snapshot, value: Any, items: Any, depth: int, which: int = 0, may_be_data: bool = False
+) -> list[Any] | KeptItems:
+    """Nodes of items; remembered ones if they are many and unchanged.
+
+    which, may_be_data   as for `kept_items`
+    """
     if len(items) < MIN_ITEMS:
         return snapshot.items(items, depth)
-    kept = kept_items(snapshot, value, items, which)
-    if len(items if kept is None else kept.trace.contents) > MANY_ROWS:
+    kept = kept_items(snapshot, value, items, which, may_be_data)
+    if snapshot.is_separate:
+        return kept or snapshot.items(list(items), depth)
+    if (kept is not None and kept.is_data) or len(items if kept is None else kept.trace.contents) > MANY_ROWS:
         snapshot.trace.open += 1  # what is in it is looked at here
     elif kept is not None:
         snapshot.trace.add(kept.trace)
@@ -89,15 +104,24 @@ def _packed(snapshot: Snapshot, nodes: list[Node] | KeptItems) -> Any:
     return bytes(nodes.packed) if snapshot.is_keeping else nodes.packed
 
 
-def _long(value: Any, length: int, *parts: list[Node] | KeptItems) -> LongNode | RefusedNode:
-    """Too long to be recorded: compared by a digest."""
-    digests, first, age = [], 0, _age(*parts)
+def _long(
+    snapshot: Snapshot, number: Number, value: Any, length: int, *parts: list[Node] | KeptItems
+) -> LongNode | RefusedNode:
+    """Data, or too long to be recorded: compared by a digest."""
+    digests, objects, first = [], 0, Number(0)
     for part in parts:
         if isinstance(part, list):
             return RefusedNode(f"is a container of {length} items that can change")
         digests.append(part.digest)
-        first = first or part.first
-    return LongNode(name_of(type(value)), length, " ".join(digests), Number(first), age)
+        if part.objects and not objects:
+            met = snapshot.numbers.get(id(part.objects[0]))
+            objects, first = len(part.objects), Number(part.first if met is None else met)
+    return LongNode(number, name_of(type(value)), length, " ".join(digests), first, objects, _age(*parts))
+
+
+def _is_long(length: int, recorded: list[Node] | KeptItems) -> bool:
+    """Whether what is to be recorded of a container is a digest of its items."""
+    return length > MAX_ITEMS or (type(recorded) is KeptItems and recorded.is_data)
 
 
 def _age(*parts: list[Node] | KeptItems) -> int:
@@ -118,6 +142,8 @@ def restore_long(restore: Restore, live: Any, node: LongNode, name: str) -> Any:
     if length_of(live) != node.length:
         restore.is_same(False, name, "is a long container of another length")
         return live
+    if not restore.claim_or_refuse(node.number, live, name):
+        return live
     mine = restore.snapshot(live)
     is_same = isinstance(mine, LongNode) and mine.digest == node.digest
     restore.is_same(is_same, name, "is a long container with other items")
@@ -135,9 +161,9 @@ def record_sequence(base: type) -> Handler:
         number = snapshot.number(value)
         snapshot.trace.contents.append(value)
         items = value if type(value) in (list, deque) else list(iterate(value))
-        recorded = _items(snapshot, value, items, depth)
-        if len(items) > MAX_ITEMS:
-            return _long(value, len(items), recorded)
+        recorded = _items(snapshot, value, items, depth, may_be_data=type(value) is list)
+        if _is_long(len(items), recorded):
+            return _long(snapshot, number, value, len(items), recorded)
         if type(value) is list and type(recorded) is list:
             return ListNode(number, recorded, None, {}, 0)
         nodes = _packed(snapshot, recorded)
@@ -179,6 +205,7 @@ def restore_list(restore: Restore, live: Any, node: ListNode | DequeNode, name: 
         deque.__init__(target, items, node.max_length)
     else:
         list.__setitem__(target, slice(None), items)
+        note_changed(target)
     if node.kind is not None:
         restore_attributes(restore, target, node.attributes, name)
     return target
@@ -358,9 +385,10 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
         keys, values = snapshot.items(all_keys, depth), snapshot.items(all_values, depth)
     else:
         of_keys = _items(snapshot, value, all_keys, depth)
-        of_values = _items(snapshot, value, all_values, depth, 1)
-        if len(all_keys) > MAX_ITEMS:
-            return _long(value, len(all_keys), of_keys, of_values)
+        are_keys_kept = type(of_keys) is KeptItems and not of_keys.numbers
+        of_values = _items(snapshot, value, all_values, depth, 1, are_keys_kept and type(value) is dict)
+        if _is_long(len(all_keys), of_values):
+            return _long(snapshot, number, value, len(all_keys), of_keys, of_values)
         keys, values, age = _packed(snapshot, of_keys), _packed(snapshot, of_values), _age(of_keys, of_values)
     kind, attributes = _PLAIN if type(value) is dict else _own(snapshot, value, dict, depth) or _PLAIN
     return DictNode(number, keys, values, kind, attributes, age)
@@ -391,6 +419,7 @@ def restore_dict(restore: Restore, live: Any, node: DictNode, name: str) -> Any:
         base.clear(target)
         for key, value in new.items():
             base.__setitem__(target, key, value)
+    note_changed(target)
     if node.kind is not None:
         attributes = dict(node.attributes)
         if issubclass(type(target), collections.defaultdict):

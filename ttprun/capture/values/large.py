@@ -211,6 +211,11 @@ def follow(value: Any) -> tuple[bytes, bool]:
     return digest, entry.is_changing
 
 
+def fingerprint_of_all(value: Any) -> bytes:
+    """A hash of the elements of a tensor or array, made anew; of a large one as `follow` makes it."""
+    return _digest(value)
+
+
 def age_of(value: Any) -> int:
     """How many boundaries ago all of a tensor or array that was followed was looked at, at most."""
     entry = _met.get(id(value))
@@ -236,6 +241,13 @@ def _version_of(value: Any) -> int:
     if is_a(value, torch.Tensor):
         return -1 if value.is_inference() else value._version
     return -1 if value.flags.writeable else 0
+
+
+def note_restored(value: Any) -> None:
+    """A tensor or array has got what it had been changed to: it is no data that a replay would make again."""
+    if not is_followed(value):
+        _keep(value)
+    _met[id(value)].is_changing = True
 
 
 def is_followed(value: Any) -> bool:

@@ -13,7 +13,7 @@ import numpy
 import torch
 
 from ttprun.capture.records.nodes import ChangedDataNode, DataNode, Number
-from ttprun.capture.values.large import address_of, age_of, follow
+from ttprun.capture.values.large import address_of, age_of, follow, note_restored
 from ttprun.capture.values.plain import dtype_of, dtype_text
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
@@ -42,7 +42,7 @@ def tensor_of(dtype: str, shape: list[int], raw: bytes | memoryview) -> torch.Te
     return torch.frombuffer(bytearray(raw), dtype=kind).reshape(shape)
 
 
-def _form(value: Any) -> tuple[str, list[int]] | None:
+def form_of(value: Any) -> tuple[str, list[int]] | None:
     """(dtype, shape) of a tensor or array; None of anything else."""
     if is_a(value, torch.Tensor):
         return dtype_name(value.dtype), list(value.shape)
@@ -55,7 +55,7 @@ def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool
     value                 any dtype, shape and device
     digest, is_changing   as `follow` returns them
     """
-    dtype, shape = _form(value) or ("", [])
+    dtype, shape = form_of(value) or ("", [])
     if not is_changing:
         return DataNode(dtype, shape, digest, age_of(value))
     is_tensor = is_a(value, torch.Tensor)
@@ -76,7 +76,7 @@ def compare_data(restore: Restore, live: Any, node: DataNode, name: str) -> Any:
         return live
     if node.age:
         restore.note_age(name, node.age)
-    form = _form(live)
+    form = form_of(live)
     if form is None:
         restore.is_same(False, name, "is large data in the lost rank and not in the replacement")
     elif form != (dtype, shape):
@@ -97,7 +97,7 @@ def restore_changed_data(restore: Restore, live: Any, node: ChangedDataNode, nam
     raw = restore.blob(node.blob)
     is_tensor = dtype[0].isalpha()
     recorded: Any = tensor_of(dtype, shape, raw) if is_tensor else numpy.frombuffer(raw, dtype_of(dtype)).reshape(shape)
-    is_alike = _form(live) == (dtype, shape)
+    is_alike = form_of(live) == (dtype, shape)
     if is_alike and not is_tensor and not live.flags.writeable:
         return restore.refuse(live, f"{name} is an array that can be written in the lost rank and not here")
     if is_alike and not (is_tensor and live.grad_fn is not None) and restore.claim(number, live):
@@ -111,6 +111,7 @@ def restore_changed_data(restore: Restore, live: Any, node: ChangedDataNode, nam
     else:
         made = recorded if is_tensor else recorded.copy()
         restore.claim(number, made)
+    note_restored(made)
     other = restore.object_of(node.first)
     if other is not MISSING and address_of(other) != address_of(made):
         return restore.refuse(live, f"{name} shares its memory with another variable in the lost rank, and not here")

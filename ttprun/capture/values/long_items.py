@@ -4,7 +4,10 @@ E.g. a vocabulary, a list of file names, the losses so far, rows of a JSON file:
 would take longer than a step. This is done for items that can never change, for lists and dictionaries whose changes
 are tracked (unchanged.py), and for tensors that optimizers update, by their addresses. Lists and dictionaries among the
 items may be referenced elsewhere too, such as a loop's current row: they have numbers of their own, the same at each
-boundary. Begin with `kept_items`.
+boundary.
+
+Of data (many samples that hold tensors or arrays, or very many other items) that has never changed only a digest is
+recorded: the replay has made it again, as it has a large array. Begin with `kept_items`.
 """
 
 from __future__ import annotations
@@ -15,34 +18,41 @@ from pathlib import PurePath
 from types import FunctionType
 from typing import Any
 
+import numpy
 import xxhash
 from torch import Tensor
 
 from ttprun.capture.records.nodes import Node, Number, WeightNode
 from ttprun.capture.records.packing import pack
 from ttprun.capture.values.kept import Trace, lasting_numbers
+from ttprun.capture.values.large import SMALL_BYTES
 from ttprun.capture.values.objects import record_object, record_value_object
+from ttprun.capture.values.small_data import SmallData, may_follow
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
 from ttprun.capture.values.type_names import SETTLED
 from ttprun.capture.values.unchanged import Clock, Remembered, Unchanged, begins_with
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
+from ttprun.introspect.looks import length_of
 from ttprun.introspect.whose import is_script_code
 
 MIN_ITEMS = 12  # for fewer items packing again is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
+MANY_ITEMS = 256  # from which on it is looked whether they are data
+DATA_BYTES = 4 << 20  # of packed items without tensors and arrays, above which they are
 MANY_ROWS = 512  # objects in a container, above which they are not added to those that a walk has met
 WALKS = 16  # boundaries for which a container that has changed, or cannot be kept, is walked over before another try
 _LOOKS = 3  # whole looks that have found nothing, before turns begin
 _MOST = {True: 1 << 16, False: 1 << 13}  # items that are compared at each boundary, of a list and of anything else
 _EACH = 64  # boundaries between two whole looks at what has no places
 _OF_OBJECTS = (record_object, record_value_object)
-_MAY_BE_KEPT = (bytes, tuple, list, dict, Tensor, PurePath, enum.Enum, FunctionType)
+_MAY_BE_KEPT = (bytes, tuple, list, dict, Tensor, numpy.ndarray, PurePath, enum.Enum, FunctionType)
 
 
 class _Walk(Snapshot):
     """A walk that assigns numbers of its own.
 
     is_relative   they begin at 0: equal items in two processes have equal nodes
+    data          the tensors and arrays met, if these are followed: in a walk with relative numbers
     """
 
     has_limit = False
@@ -50,6 +60,13 @@ class _Walk(Snapshot):
     def __init__(self, is_relative: bool) -> None:
         super().__init__({}, is_separate=True)
         self.is_relative = is_relative
+        self.data = SmallData()
+
+    def node(self, value: Any, depth: int) -> Any:
+        if self.is_relative and may_follow(value) and id(value) not in self.numbers:
+            self.number(value)
+            return self.data.add(value)
+        return super().node(value, depth)
 
     def number(self, value: Any) -> Number:
         number = len(self.alive) if self.is_relative else lasting_numbers(1)
@@ -63,7 +80,9 @@ class KeptItems:
 
     packed    their nodes, one after the other
     numbers   of the lists and dictionaries in them, by their ids
-    first     in a container of more than MAX_ITEMS, the lowest of these
+    first     in a container of more than MAX_ITEMS, and in data, the lowest of these
+    is_data   they are data, and only a digest of their nodes is kept
+    may_be_data  they have not changed yet
     objects   the same lists and dictionaries, in the order of their numbers
     trace     what the nodes depend on, besides the items themselves
     age       how many boundaries ago each of the items, and what is in them, was looked at, at most
@@ -71,6 +90,7 @@ class KeptItems:
 
     __slots__ = (
         *(
+            "_data",
             "_disjoint",
             "_digest",
             "_digest_of",
@@ -78,17 +98,19 @@ class KeptItems:
             "_failures",
             "_items",
             "_looks",
+            "may_be_data",
             "_memory",
             "_seen_at",
             "_stepped",
             "_walk",
             "_walks_left",
         ),
-        *("_whole", "first", "numbers", "objects", "packed", "trace", "age"),
+        *("_whole", "first", "is_data", "numbers", "objects", "packed", "trace", "age"),
     )
 
     def __init__(self) -> None:
         self._walks_left = self._failures = 0
+        self.may_be_data = True
         self._forget()
 
     def _forget(self) -> None:
@@ -96,6 +118,8 @@ class KeptItems:
         self._memory: list[int] = []  # where each item lies, if they are what optimizers update
         self._stepped: Any = None
         self._walk: _Walk | None = None
+        self._data = SmallData()
+        self.is_data = False
         self._whole: Unchanged | None = None
         self._inner = Unchanged()
         self.trace = Trace()
@@ -110,16 +134,17 @@ class KeptItems:
     @property
     def digest(self) -> str:
         """Of `packed`, to which things are only ever added."""
-        if self._digest_of != len(self.packed):
+        if not self.is_data and self._digest_of != len(self.packed):
             self._digest, self._digest_of = xxhash.xxh3_64_hexdigest(self.packed), len(self.packed)
         return self._digest
 
-    def take_up(self, container: Any, items: list[Any], snapshot: Snapshot) -> bool:
+    def take_up(self, container: Any, items: list[Any], snapshot: Snapshot, may_be_data: bool) -> bool:
         """Know the nodes of these items.
 
         container   whose items they are, or whose keys or values
         items       all of them now, at least MIN_ITEMS
         snapshot    the walk that has met the container
+        may_be_data a digest of the items is enough, if they are data
         returns     False if they cannot be kept, or change too often for it to be worth it
         """
         if self._walks_left and len(items) <= MAX_ITEMS:
@@ -127,10 +152,13 @@ class KeptItems:
             return False
         had_rows = bool(self.objects)
         is_as_it_was = self._is_as_it_was(items, snapshot)
+        if self.is_data and len(items) != len(self._items):
+            is_as_it_was = False
         if not is_as_it_was:
+            self.may_be_data = self.may_be_data and not self._items
             self._forget()
         if is_as_it_was or not had_rows or len(items) > MAX_ITEMS:
-            if len(self._items) == len(items) or self._add(container, items, snapshot):
+            if len(self._items) == len(items) or self._take_in(container, items, snapshot, may_be_data):
                 if self._whole is None and type(container) is dict:
                     self._whole = Unchanged((container,))
                 return True
@@ -138,6 +166,13 @@ class KeptItems:
         self._walks_left = WALKS << min(self._failures, 6)
         self._failures += 1
         return False
+
+    def _take_in(self, container: Any, items: Any, snapshot: Snapshot, may_be_data: bool) -> bool:
+        if may_be_data and self.may_be_data and not self._items and MANY_ITEMS <= len(items) <= MAX_ITEMS:
+            is_known = self._take_up_data(container, items)
+            if is_known is not None:
+                return is_known
+        return self._add(container, items, snapshot)
 
     def is_disjoint_from(self, snapshot: Snapshot) -> bool:
         """Whether nothing in the items has been met before in this walk."""
@@ -161,7 +196,9 @@ class KeptItems:
         holds = self._inner.holds if snapshot.is_separate else self._inner.holds_in_turn
         if (self.objects or self.trace.contents) and not holds():
             return False
-        self.age = 0 if snapshot.is_separate else self._inner.age
+        if self._data and not self._data.hold(snapshot.is_separate):
+            return False
+        self.age = 0 if snapshot.is_separate else max(self._inner.age, self._data.age)
         if self._memory and not self._is_in_place(items, snapshot):
             return False
         if self._whole is not None and len(items) == count and self._whole.holds():
@@ -197,7 +234,8 @@ class KeptItems:
     def _add(self, container: Any, items: list[Any], snapshot: Snapshot) -> bool:
         """Add the items after those that are known."""
         nodes = added = [*items][len(self._items) :]
-        if not set(map(type, added)) <= SETTLED:
+        are_settled = set(map(type, added)) <= SETTLED
+        if not are_settled:
             if issubclass(type(next(iter(items))), Tensor):
                 nodes = []
                 for item in added:
@@ -215,8 +253,24 @@ class KeptItems:
         self._items += added
         return True
 
+    def _take_up_data(self, container: Any, items: Any) -> bool | None:
+        """Know a digest of all items, if they are data; None if they are to be known otherwise, False if not at all."""
+        items_now = [*items]
+        nodes = items_now if set(map(type, items_now)) <= SETTLED else self._rows(container, items_now, True)
+        if nodes is None:
+            return False
+        packed = pack_all(nodes)
+        if self._data.size_bytes <= SMALL_BYTES and len(packed) <= DATA_BYTES:
+            had_data = bool(self._data)
+            self._forget()
+            return False if had_data else None
+        self.is_data, self._items = True, items_now
+        self._digest = xxhash.xxh3_64_hexdigest(packed)
+        return True
+
     def _rows(self, container: Any, added: list[Any], is_long: bool) -> list[Any] | None:
         walk = self._walk = self._walk or _Walk(is_long)
+        self._data = walk.data
         begin = len(walk.alive)
         if any(type(item) is FunctionType and is_script_code(item.__code__.co_filename) for item in added):
             return None  # one of the script's own may be given attributes
@@ -251,32 +305,55 @@ def pack_all(nodes: list[Node]) -> bytes:
 
 
 _kept: Remembered[KeptItems] = Remembered()
+_changed: dict[int, tuple[Any, int]] = {}  # by id: containers that were restored, and when
+_MET_WITHIN = 8  # boundaries
 
 
-def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int = 0) -> KeptItems | None:
+def note_changed(container: Any) -> None:
+    """A container was restored item by item: it is no data that a replay would make again."""
+    if length_of(container) >= MANY_ITEMS:
+        _changed[id(container)] = container, Clock.boundary
+
+
+def _has_changed(container: Any) -> bool:
+    """Whether it was restored; asked once, when it is first met."""
+    for key, (_, boundary) in list(_changed.items()):
+        if Clock.boundary > boundary + _MET_WITHIN:
+            del _changed[key]
+    return id(container) in _changed
+
+
+def kept_items(
+    snapshot: Snapshot, container: Any, items: list[Any], which: int = 0, may_be_data: bool = False
+) -> KeptItems | None:
     """What is known of a container's items, with the nodes of all of them; None if they are to be walked over.
 
-    items   a list, or a view of a dictionary
-    which   0, and 1 for the values of a dictionary
+    items         a list, or a view of a dictionary
+    which         0, and 1 for the values of a dictionary
+    may_be_data   as for `KeptItems.take_up`
     """
     first = type(next(iter(items)))
     if isinstance(snapshot, _Walk) or not (
-        first in SETTLED or issubclass(first, _MAY_BE_KEPT) or HANDLERS.get(first) in _OF_OBJECTS
+        first in SETTLED or issubclass(first, _MAY_BE_KEPT) or HANDLERS[first] in _OF_OBJECTS
     ):
         return None
     is_compared = snapshot.is_separate and len(items) <= MAX_ITEMS  # with another process, which gives other numbers
-    if is_compared and first in (list, dict):
+    if is_compared and first in (list, dict) and not (may_be_data and len(items) >= MANY_ITEMS):
         return None
     kept = _kept.get((id(container), which))
     if kept is None:
         kept = KeptItems()
+        kept.may_be_data = not (_changed and _has_changed(container))
         _kept.keep((id(container), which), kept)
-    if not kept.take_up(container, items, snapshot):
+    if not kept.take_up(container, items, snapshot, may_be_data):
         return None
     if kept.numbers:
-        if is_compared or not kept.is_disjoint_from(snapshot):
+        if (is_compared and not kept.is_data) or not kept.is_disjoint_from(snapshot):
             return None  # something in them has been met, and has another number
-        if len(kept.numbers) > MANY_ROWS:
+        if is_compared:
+            count = len(snapshot.numbers)
+            snapshot.numbers.update((key, count + number - kept.first) for key, number in kept.numbers.items())
+        elif len(kept.numbers) > MANY_ROWS:
             snapshot.rows.append(kept.numbers)
         else:
             snapshot.numbers.update(kept.numbers)
@@ -286,4 +363,4 @@ def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int 
 def objects_in(container: Any) -> list[Any]:
     """The lists and dictionaries in the items of a container for which `kept_items` has just been asked."""
     entries = (_kept.get((id(container), which)) for which in (0, 1))
-    return next((kept.objects for kept in entries if kept is not None), [])
+    return next((kept.objects for kept in entries if kept is not None and kept.objects), [])

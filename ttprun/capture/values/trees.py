@@ -20,6 +20,7 @@ from ttprun.capture.records.nodes import (
     ChangedDataNode,
     DataNode,
     DictNode,
+    LongNode,
     ModuleNode,
     Named,
     Node,
@@ -40,6 +41,16 @@ LISTS = (Part.NODES, Part.ITEMS, Part.UNORDERED)
 def number_of(node: Node) -> int | None:
     """The number of the object that a node defines; None if it defines none."""
     return node.number if isinstance(node, NumberedNode) else None
+
+
+def numbers_inside(node: Node) -> range:
+    """The numbers of the objects in a node that have no nodes of their own: a module's parts, rows of data."""
+    if isinstance(node, LongNode):
+        return range(node.first, node.first + node.objects)
+    if not isinstance(node, ModuleNode):
+        return range(0)
+    described = unpack_description(node.description)
+    return range(node.number + 1, node.number + len(described.modules) + len(described.tensors))
 
 
 def parts(node: AnyNode) -> Iterator[Node]:
@@ -117,8 +128,8 @@ class Tree:
             return
         number = number_of(node)
         if number is not None:
-            for at in range(number, number + 1 + count_of_parts(node)):
-                self.definitions.setdefault(at, node)
+            for defined in (number, *numbers_inside(node)):
+                self.definitions.setdefault(defined, node)
         for part in parts(node):
             self._index(part)
 
@@ -190,14 +201,6 @@ def _has_blob(node: AnyNode, index: int) -> bool:
     return isinstance(node, ChangedDataNode) and node.blob == index
 
 
-def count_of_parts(node: Node) -> int:
-    """How many further numbers a node takes: those of a module's parts and tensors."""
-    if not isinstance(node, ModuleNode):
-        return 0
-    described = unpack_description(node.description)
-    return len(described.modules) + len(described.tensors) - 1
-
-
 def all_attributes(node: ModuleNode, described: ModuleDescription) -> dict[str, Named]:
     """Of each part of a module, those that are settled and those that are not."""
     return {path: settled | node.attributes.get(path, {}) for path, settled in described.attributes.items()}
@@ -226,8 +229,9 @@ class Comparison:
         """Two nodes are at the same place."""
         number, other = number_of(first), number_of(last)
         if number is not None and other is not None:
-            for offset in range(1 + min(count_of_parts(first), count_of_parts(last))):
-                self.same.setdefault(number + offset, other + offset)
+            self.same.setdefault(number, other)
+            for here, there in zip(numbers_inside(first), numbers_inside(last), strict=False):
+                self.same.setdefault(here, there)
 
     def is_same(self, first: Node, last: Node) -> bool:
         """Whether nothing has changed."""
@@ -236,7 +240,9 @@ class Comparison:
         if not isinstance(first, AnyNode) or not isinstance(last, AnyNode):
             return is_same_scalar(first, last)
         first, last = self.first.resolve(first), self.last.resolve(last)
-        if isinstance(first, ReferenceNode) and isinstance(last, ReferenceNode):  # to a part of a module
+        if isinstance(first, ReferenceNode) and isinstance(last, ReferenceNode):  # to a part of a module, or a row
+            if first.number not in self.same:
+                self._look_around(first, last)
             return self.same.get(first.number) == last.number
         if type(first) is not type(last):
             return False
@@ -253,6 +259,12 @@ class Comparison:
             self._known[number, other] = self._are_same_parts(first, last)
             self._open.discard(number)
         return self._known[number, other]
+
+    def _look_around(self, first: ReferenceNode, last: ReferenceNode) -> None:
+        """A part was met before the whole: compare that, which binds its parts."""
+        here, there = self.first.definitions.get(first.number), self.last.definitions.get(last.number)
+        if here is not None and there is not None:
+            self.is_same(here, there)
 
     def _are_same_parts(self, first: Any, last: Any) -> bool:
         if isinstance(first, WeightNode):

@@ -1,0 +1,216 @@
+"""Samples in a list or dictionary: compared like one large array as long as none has changed, then recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from tests.rank.values.carrying import are_alike, carry, record
+from tests.rank.values.test_kept import calls_of
+from ttprun.capture import values
+from ttprun.capture.records.nodes import ChangedDataNode, DictNode, ListNode, LongNode
+from ttprun.capture.values import Snapshot, large, long_items, small_data
+
+ROWS = 640
+ROUND = 10  # boundaries until each has had its turn
+Scope = dict[str, Any]
+
+
+@dataclass
+class Sample:
+    """One of the user's."""
+
+    image: Any
+    label: int
+
+
+@pytest.fixture(autouse=True)
+def _few_at_a_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(small_data, "_TURN", ROWS // ROUND)
+    yield
+    values.forget()
+
+
+def tensor(number: int) -> torch.Tensor:
+    return torch.full((8, 8), float(number))
+
+
+def array(number: int) -> Any:
+    return numpy.full((8, 8), float(number))
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    "tensors": lambda: [tensor(number) for number in range(ROWS)],
+    "arrays": lambda: [array(number) for number in range(ROWS)],
+    "pairs": lambda: [(tensor(number), number % 10) for number in range(ROWS)],
+    "dictionaries": lambda: [{"x": array(number), "y": number} for number in range(ROWS)],
+    "objects": lambda: [Sample(tensor(number), number) for number in range(ROWS)],
+    "by number": lambda: {number: tensor(number) for number in range(ROWS)},
+    "by name": lambda: {f"a{number}": (array(number), 1) for number in range(ROWS)},
+    "views": lambda: list(torch.arange(ROWS * 64.0).view(ROWS, 8, 8)),
+}
+
+
+def element(rows: Any, at: int) -> Any:
+    """The tensor or array of a row."""
+    row = list(rows.values())[at] if isinstance(rows, dict) else rows[at]
+    row = row["x"] if isinstance(row, dict) else row.image if isinstance(row, Sample) else row
+    return row[0] if isinstance(row, tuple) else row
+
+
+def node_of(rows: Any) -> Any:
+    """Of the next boundary."""
+    values.begin_boundary()
+    return record({"rows": rows}, key="data")[0]["rows"]
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_samples_that_never_change_take_a_digest_and_few_calls(kind: str) -> None:
+    rows = MADE[kind]()
+    nodes, counts = [], []
+    for _ in range(8):
+        values.begin_boundary()
+        walk = Snapshot({})
+        counts.append(calls_of(lambda walk=walk: nodes.append(walk.node(rows, 0))))  # type: ignore[misc]
+
+    assert {type(node) for node in nodes} == {LongNode}
+    assert len({node.digest for node in nodes}) == 1
+    assert counts[-1] < ROWS // ROUND * 12 + 100
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("at", [0, ROWS // ROUND, ROWS - 1])
+@pytest.mark.parametrize("boundary", [1, 8])
+def test_a_written_sample_is_found_within_a_round_and_all_are_recorded_from_then_on(
+    kind: str, at: int, boundary: int
+) -> None:
+    rows = MADE[kind]()
+    for _ in range(boundary):
+        node_of(rows)
+
+    element(rows, at)[0] = -1.0
+    found = []
+    for _ in range(ROUND + 1):
+        node = node_of(rows)
+        found.append(node)
+        assert type(node) is not LongNode or 0 < node.age <= ROUND  # what is not seen yet is named
+
+    assert type(found[-1]) in (ListNode, DictNode)
+    assert type(found[0]) is not LongNode or boundary == 8
+    here = {"rows": MADE[kind]()}
+    assert carry({"rows": rows}, here) == []
+    assert element(here["rows"], at)[0].max() == -1.0
+
+
+@pytest.mark.parametrize("kind", ["pairs", "by number"])
+def test_added_and_exchanged_samples_are_seen_at_once(kind: str) -> None:
+    rows = MADE[kind]()
+    for _ in range(8):
+        node_of(rows)
+
+    if isinstance(rows, dict):
+        rows[ROWS] = tensor(5)
+    else:
+        rows[7] = (tensor(-1), 3)
+
+    assert type(node_of(rows)) is not LongNode
+    here = {"rows": MADE[kind]()}
+    assert carry({"rows": rows}, here) == []
+    assert are_alike(record({"rows": rows}), record(here))
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_the_replays_own_samples_stay_and_what_refers_to_them_refers_to_them_again(kind: str) -> None:
+    rows, own = MADE[kind](), MADE[kind]()
+    here: Scope = {"rows": own, "again": None, "current": None}
+
+    assert carry({"rows": rows, "again": rows, "current": element(rows, 70)}, here) == []
+
+    assert here["rows"] is own
+    assert here["again"] is own
+    assert here["current"] is element(own, 70)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_other_samples_in_the_replay_are_named(kind: str) -> None:
+    own = MADE[kind]()
+    element(own, 600)[3] += 1
+
+    assert carry({"rows": MADE[kind]()}, {"rows": own}) == ["rows is a long container with other items"]
+
+
+def test_samples_that_were_restored_are_recorded_by_the_replacement_as_they_had_been_changed() -> None:
+    rows = MADE["pairs"]()
+    node_of(rows)
+    element(rows, 5).add_(1.0)
+    node_of(rows)
+    here = {"rows": MADE["pairs"]()}
+    assert carry({"rows": rows}, here) == []
+
+    assert type(node_of(here["rows"])) is ListNode
+
+    second = {"rows": MADE["pairs"]()}
+    assert carry(here, second) == []
+    assert torch.equal(element(second["rows"], 5), element(rows, 5))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_a_large_array_that_was_restored_is_recorded_by_the_replacement_as_it_had_been_changed(kind: str) -> None:
+    def made() -> Any:
+        return torch.zeros(40_000) if kind == "tensor" else numpy.zeros(40_000)
+
+    data = made()
+    node_of(data)
+    data[7] = 1.0
+    assert type(node_of(data)) is ChangedDataNode
+    here = {"rows": made()}
+    assert carry({"rows": data}, here) == []
+
+    assert type(node_of(here["rows"])) is ChangedDataNode
+
+    second = {"rows": made()}
+    assert carry(here, second) == []
+    assert second["rows"][7] == 1.0
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [torch.zeros(64, requires_grad=True) for _ in range(ROWS)],
+        [torch.zeros(1) for _ in range(ROWS)],
+        [(tensor(1), [iter([])]) for _ in range(ROWS)],
+        [tensor(number) for number in range(long_items.MANY_ITEMS - 1)],
+    ],
+    ids=["with gradients", "little", "beside what cannot be seen", "few"],
+)
+def test_others_are_recorded_one_by_one(rows: Any) -> None:
+    assert [type(node_of(rows)) for _ in range(3)] == [ListNode] * 3
+
+
+def test_numbers_beyond_four_mib_are_data_too() -> None:
+    rows = [[number, *range(1000, 3000)] for number in range(1200)]
+    nodes = [node_of(rows) for _ in range(6)]
+    assert [type(node) for node in nodes] == [LongNode] * 6
+
+    rows[3][0] = -1
+
+    assert any(type(node_of(rows)) is ListNode for _ in range(40))
+    here = {"rows": [[number, *range(1000, 3000)] for number in range(1200)]}
+    assert carry({"rows": rows}, here) == []
+    assert here["rows"] == rows
+
+
+def test_two_processes_give_references_into_samples_the_same_numbers_if_they_are_compared() -> None:
+    def compared() -> Any:
+        rows = MADE["pairs"]()
+        holder = {"rows": rows, "current": element(rows, 9)}
+        return values.pack(Snapshot({}, is_separate=True).node(holder, 0))
+
+    first = compared()
+    large.fingerprint(tensor(1))
+    assert compared() == first

@@ -1,0 +1,108 @@
+"""Small tensors and arrays in large numbers, as a dataset in memory holds them: compared like one large array.
+
+A list of samples would otherwise be walked over and written at each boundary, tensor by tensor. That each of them is as
+it was is seen by its address, by its version counter if it has one, and by a hash of its elements; after some
+boundaries at which all were the same they are looked at in turns, as in large.py. Begin with `may_follow`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy
+import torch
+import xxhash
+
+from ttprun.capture.records.nodes import DataNode
+from ttprun.capture.values.large import TENSOR_BYTES, TURN_BYTES, WHOLE_BYTES, fingerprint_of_all
+from ttprun.capture.values.large_data import form_of
+from ttprun.capture.values.unchanged import Clock
+
+_TURN = 128  # that are looked at at a boundary, at most
+_LOOKS = 3  # whole looks that have found nothing, before turns begin
+_PLAIN_KINDS = "biufc"  # of dtypes whose elements are read as a buffer
+_version_of: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+def may_follow(value: Any) -> bool:
+    """Whether each change of a tensor or array can be seen, and nothing but its elements counts."""
+    if type(value) is numpy.ndarray:
+        return not value.dtype.hasobject
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or not value.is_cpu:
+        return False
+    return not (value.requires_grad or value.is_quantized or value.is_inference() or value.is_meta)
+
+
+class SmallData:
+    """Some tensors and arrays, which are kept alive, with their elements as they were when they were added.
+
+    size_bytes   of all
+    age          how many boundaries ago each was looked at, at most, as of the newest `hold`
+    """
+
+    __slots__ = ("_hashes", "_looked_at", "_looks", "_places", "_turn", "_values", "_whole_at", "age", "size_bytes")
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._places: list[tuple[int, Any]] = []
+        self._hashes: list[bytes] = []
+        self.size_bytes = self.age = self._turn = self._looks = 0
+        self._looked_at, self._whole_at = -1, Clock.boundary
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: Any) -> DataNode:
+        """Follow one more that `may_follow` allows; returns its node."""
+        digest = _hash_of(value)
+        self._values.append(value)
+        self._places.append(_place_of(value))
+        self._hashes.append(digest)
+        self.size_bytes += value.nbytes
+        dtype, shape = form_of(value) or ("", [])
+        return DataNode(dtype, shape, digest, 0)
+
+    def hold(self, is_whole: bool) -> bool:
+        """Whether all are as they were, as far as a boundary has time to look.
+
+        is_whole   nothing is left to its turn
+        """
+        count, turn = len(self._values), max(1, min(_TURN, TURN_BYTES * len(self._values) // max(1, self.size_bytes)))
+        if is_whole or Clock.is_whole or self._looks < _LOOKS or count <= turn:
+            if not self._are_same(0, count):
+                return False
+            self._looks += self._whole_at != Clock.boundary
+            self._whole_at, self.age = Clock.boundary, 0
+            return True
+        a_round = -(-count // turn)
+        self.age = min(Clock.boundary - self._whole_at, a_round)
+        if self._looked_at == Clock.boundary:
+            return True
+        self._looked_at = Clock.boundary
+        self._turn = (self._turn + 1) % a_round
+        return self._are_same(self._turn * turn, min(count, (self._turn + 1) * turn))
+
+    def _are_same(self, begin: int, end: int) -> bool:
+        values = self._values[begin:end]
+        if list(map(_place_of, values)) != self._places[begin:end]:
+            return False
+        return list(map(_hash_of, values)) == self._hashes[begin:end]
+
+
+def _hash_of(value: Any) -> bytes:
+    """Of the elements; without a detour for the common forms, as this is done for many at each boundary."""
+    size = value.nbytes
+    if type(value) is torch.Tensor:
+        if 0 < size <= TENSOR_BYTES and value.is_contiguous() and not (value.is_conj() or value.is_neg()):
+            return xxhash.xxh3_64_digest((ctypes.c_char * size).from_address(value.data_ptr()))
+    elif size <= WHOLE_BYTES and value.flags.c_contiguous and value.dtype.kind in _PLAIN_KINDS:
+        return xxhash.xxh3_64_digest(value)
+    return fingerprint_of_all(value)
+
+
+def _place_of(value: Any) -> tuple[int, Any]:
+    """(address, version) of a tensor, (address, shape) of an array, which has no version."""
+    if type(value) is torch.Tensor:
+        return value.data_ptr(), _version_of(value)
+    return value.__array_interface__["data"][0], value.shape
