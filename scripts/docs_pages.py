@@ -7,6 +7,7 @@ address of the repository is not known here.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import sys
@@ -89,4 +90,6 @@ def _target(link: re.Match[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="written anew")
+    sys.exit(main(parser.parse_args().folder))
