@@ -25,7 +25,8 @@ def test_what_is_counted(tmp_path: Path) -> None:
         ),
         "state/saves.py": (
             "from ttprun.device import errors\nfrom ttprun.device.errors import why\n\n"
-            "def save() -> str:\n    errors.why()\n    return why() + str(errors.LIMIT)\n"
+            "def save(known: str) -> str:\n    found = errors.why()\n    return why() + str(errors.LIMIT)\n\n\n"
+            "class Note:\n    held: int\n"
         ),
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -36,9 +37,10 @@ def test_what_is_counted(tmp_path: Path) -> None:
         "device signatures": 1,
         "device statements": 3,
         "state -> device": 2,
-        "state names": 1,
-        "state signatures": 1,
-        "state statements": 2,
+        "state names": 2,
+        "state placeholders": 2,
+        "state signatures": 2,
+        "state statements": 3,
     }
 
 

@@ -118,5 +118,5 @@ class Host(Protocol):
 
 def current() -> Host | None:
     """This process's host; None if it has none."""
-    found: Host | None = host.current()
-    return found
+    carrier: Host | None = host.current()
+    return carrier

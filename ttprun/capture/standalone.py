@@ -65,19 +65,19 @@ class Optimizers:
         return init
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [found for known in self._made if (found := known()) is not None]
+        return [optimizer for reference in self._made if (optimizer := reference()) is not None]
 
     def number_of(self, optimizer: Any) -> int | None:
-        return next((number for number, one in enumerate(self.optimizers()) if one is optimizer), None)
+        return next((number for number, other in enumerate(self.optimizers()) if other is optimizer), None)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        return (one for optimizer in self.optimizers() for one in _parameters_of(optimizer))
+        return (parameter for optimizer in self.optimizers() for parameter in _parameters_of(optimizer))
 
     def stepped_tensors(self) -> list[torch.Tensor]:
-        return [*self.parameters(), *(one for optimizer in self.optimizers() for one in _state_of(optimizer))]
+        return [*self.parameters(), *(value for optimizer in self.optimizers() for value in _state_of(optimizer))]
 
     def counts_now(self) -> list[list[int]]:
-        return [[len(_parameters_of(one)), len(_state_of(one))] for one in self.optimizers()]
+        return [[len(_parameters_of(optimizer)), len(_state_of(optimizer))] for optimizer in self.optimizers()]
 
     def steps(self, stepping: Any) -> recording.Steps:
         """All of it, before this optimizer's step."""
@@ -86,11 +86,11 @@ class Optimizers:
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [one for group in all_of(optimizer) for one in group.parameters]
+    return [parameter for group in all_of(optimizer) for parameter in group.parameters]
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [one for state in optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)]
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 class Live:
@@ -209,19 +209,19 @@ class Capture:
         self._run(script, arguments, path, every, lambda: Replay(self._host, optimizers, records[-1], before))
 
     @staticmethod
-    def compare(one: str, other: str) -> list[str]:
+    def compare(first: str, other: str) -> list[str]:
         """Names of what differs between two files: variables, and "optimizers" for what these update."""
-        files = [_read(path) for path in (one, other)]
+        files = [_read(path) for path in (first, other)]
         trees = [Tree(*Record.of(*kept["recorder"]["records"][-1][1:])) for kept in files]
         comparison = Comparison(*trees)
-        found = [] if trees[0].fields.place == trees[1].fields.place else ["place in the script"]
+        differing = [] if trees[0].fields.place == trees[1].fields.place else ["place in the script"]
         scopes = [*zip(*(tree.variables for tree in trees), strict=False)]
         scopes += [(trees[0].modules[name], trees[1].modules.get(name, {})) for name in trees[0].modules]
         for here, there in scopes:
             names = [name for name in here if name not in there or not comparison.is_same(here[name], there[name])]
-            found += names + [name for name in there if name not in here]
+            differing += names + [name for name in there if name not in here]
         is_same = all(files[0][part] == files[1][part] for part in ("tensors", "gradients"))
-        return found if is_same else [*found, "optimizers"]
+        return differing if is_same else [*differing, "optimizers"]
 
     def _run(
         self, script: str, arguments: Sequence[str], path: str, every: int, make: Callable[[], Replay | None]
@@ -277,7 +277,7 @@ class Capture:
             return  # a step inside another optimizer's
         self._is_going = optimizer
         host, frame = self._host, sys._getframe(1)
-        if any(callable(one) for one in (*args[1:], *kwargs.values())):
+        if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
             raise CannotRecordError("the optimizer's step is given a closure: call step() without one")
         if not host.mode.is_live:
             host.mode.before_step(frame, None, optimizer)
@@ -304,7 +304,7 @@ class Capture:
     def _load(self) -> None:
         optimizers, kept = self._host.optimizers, self._tensors
         tensors = optimizers.stepped_tensors()
-        if [_form(one) for one in tensors] != [form for form, _ in kept["tensors"]]:
+        if [_form(tensor) for tensor in tensors] != [form for form, _ in kept["tensors"]]:
             raise NotRepeatedError("the optimizers hold other tensors than in the recorded run")
         with torch.no_grad():
             for tensor, packed in zip(tensors, kept["tensors"], strict=True):
@@ -333,13 +333,13 @@ class Capture:
 
     def _write(self, boundary: int) -> None:
         optimizers = self._host.optimizers
-        gradients = [one.grad for one in optimizers.parameters()]
+        gradients = [parameter.grad for parameter in optimizers.parameters()]
         kept = {
             "version": _VERSION,
             "boundary": boundary,
             "recorder": self._recorder.export(boundary),
-            "tensors": [_packed(one) for one in optimizers.stepped_tensors()],
-            "gradients": [None if one is None else _packed(one) for one in gradients],
+            "tensors": [_packed(tensor) for tensor in optimizers.stepped_tensors()],
+            "gradients": [None if gradient is None else _packed(gradient) for gradient in gradients],
         }
         new = f"{self._path}.new"
         with open(new, "wb") as file:

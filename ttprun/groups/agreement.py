@@ -41,12 +41,14 @@ def expected_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[int, dict[s
     farthest: dict[tuple[str, tuple[int, ...]], list[GroupJournal]] = {}  # one for each membership
     for name, group in (item for journal in journals for item in journal.items()):
         glance = (len(group.ranks), *group.ranks[:1], *group.ranks[-1:])
-        known = farthest.setdefault((name, glance), [])
-        place = next((at for at, one in enumerate(known) if one.ranks is group.ranks or one.ranks == group.ranks), None)
+        alike = farthest.setdefault((name, glance), [])
+        place = next(
+            (at for at, member in enumerate(alike) if member.ranks is group.ranks or member.ranks == group.ranks), None
+        )
         if place is None:
-            known.append(group)
-        elif len(group.issued) > len(known[place].issued):
-            known[place] = group
+            alike.append(group)
+        elif len(group.issued) > len(alike[place].issued):
+            alike[place] = group
     expected: defaultdict[int, dict[str, list[str]]] = defaultdict(dict)
     for (name, _), groups in farthest.items():
         for rank, issued in ((rank, group.issued) for group in groups for rank in group.ranks):
@@ -66,11 +68,11 @@ def received_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[int, dict[s
 
 def settled_of(journals: Iterable[dict[str, GroupJournal]]) -> dict[str, int]:
     """By group, how many of FSDP2's reduce-scatters need not be issued again: one rank that knows it is enough."""
-    found: dict[str, int] = {}
+    settled: dict[str, int] = {}
     for name, group in (item for journal in journals for item in journal.items()):
         if group.settled:
-            found[name] = max(found.get(name, 0), group.settled[-1] + 1)
-    return found
+            settled[name] = max(settled.get(name, 0), group.settled[-1] + 1)
+    return settled
 
 
 def sources_of(journals: Journals) -> dict[Operation, int]:

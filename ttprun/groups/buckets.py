@@ -92,8 +92,8 @@ class BucketInput(Input):
         # The sum over infinities of both signs is NaN too, so count.
         if not cmath.isnan(sum([gradient.sum().item() for gradient in gradients])):
             return ""
-        found = sum([int(gradient.isnan().sum()) for gradient in gradients])
-        return f"{found} of {self.flat.numel()} elements" if found else ""
+        count = sum([int(gradient.isnan().sum()) for gradient in gradients])
+        return f"{count} of {self.flat.numel()} elements" if count else ""
 
 
 class Bucket:
@@ -148,14 +148,14 @@ class Bucket:
 
         flat   [n]  as for `set_tensor`; another dtype than a gradient's makes that unknown
         """
-        found, at = [], 0
+        parts, at = [], 0
         for parameter in self._parameters:
             gradient = parameter.grad
             if gradient is None or gradient.dtype != flat.dtype or not _is_dense(parameter, gradient):
                 return None
-            found.append((gradient.detach(), flat.as_strided(parameter.size(), parameter.stride(), at)))
+            parts.append((gradient.detach(), flat.as_strided(parameter.size(), parameter.stride(), at)))
             at += parameter.numel()
-        return found if self.is_alive else None
+        return parts if self.is_alive else None
 
     def fill(self, flat: torch.Tensor) -> bool:
         """Write all gradients as DDP does; False if one is unknown.
@@ -203,7 +203,7 @@ def words_of(flat: torch.Tensor, most: int) -> memoryview:
 
 def _are_same(here: Noted, there: Noted) -> bool:
     """Whether two notes are equal, bit for bit."""
-    samples = [bytes_of(one) if isinstance(one, torch.Tensor) else one for one in (here[1], there[1])]
+    samples = [bytes_of(note) if isinstance(note, torch.Tensor) else note for note in (here[1], there[1])]
     return here[0] == there[0] and samples[0] == samples[1]
 
 
@@ -243,10 +243,10 @@ def buckets_of(model: Any, world_size: int) -> list[Bucket]:
         rows = _layout_of(model)
     except (AttributeError, IndexError, TypeError, ValueError):  # another version of torch
         return []
-    found = [Bucket(model, row, world_size) for row in rows]
-    for bucket in found[:-1]:
+    buckets = [Bucket(model, row, world_size) for row in rows]
+    for bucket in buckets[:-1]:
         bucket.is_last = False
-    return [bucket for bucket in found if bucket.is_worth_it]
+    return [bucket for bucket in buckets if bucket.is_worth_it]
 
 
 class Buckets:
@@ -275,8 +275,8 @@ class Buckets:
             bucket.is_refused = True
             return False
         bucket.is_used = True
-        entry.input = held = BucketInput(bucket, flat, bucket.note(flat), flat._version)
-        self._held.append((entry, held))
+        entry.input = given = BucketInput(bucket, flat, bucket.note(flat), flat._version)
+        self._held.append((entry, given))
         return True
 
     def keep_results(self) -> None:
@@ -287,14 +287,14 @@ class Buckets:
         group = self._group()
         if group is None:
             return
-        for entry, held in self._held:
-            if entry.is_done and held.is_kept and group.session[Journal].reserve(entry, held.flat.nbytes):
-                copy = held.flat.clone()
-                entry.args = with_tensors_replaced(entry.args, {id(held.flat): copy})
+        for entry, given in self._held:
+            if entry.is_done and given.is_kept and group.session[Journal].reserve(entry, given.flat.nbytes):
+                copy = given.flat.clone()
+                entry.args = with_tensors_replaced(entry.args, {id(given.flat): copy})
                 entry.outputs = [copy]
-                entry.input = replace(held, flat=copy, version=copy._version)
-                held.bucket.is_used = False
-        self._held = [(entry, held) for entry, held in self._held if entry.input is held]
+                entry.input = replace(given, flat=copy, version=copy._version)
+                given.bucket.is_used = False
+        self._held = [(entry, given) for entry, given in self._held if entry.input is given]
 
     def compare(self, entry: Entry) -> None:
         """The input of an operation has been copied: find out whether it is a bucket's."""
@@ -302,20 +302,20 @@ class Buckets:
         if flat is None:
             return
         bucket = self._find(flat) if self._buckets else None
-        known = [bucket] if bucket is not None else [one for one in self._buckets if not one.pointer]
-        likely = [one for one in known if one.size_bytes == flat.nbytes and not one.is_refused]
+        candidates = [bucket] if bucket is not None else [bucket for bucket in self._buckets if not bucket.pointer]
+        likely = [bucket for bucket in candidates if bucket.size_bytes == flat.nbytes and not bucket.is_refused]
         self._is_to_look = self._is_to_look or not likely
         if not likely or bool(flat.isnan().any()):  # nothing equals NaN
             return
-        found = next((one for one in likely if one.is_in(flat)), None)
-        if found is None:
-            for one in likely:
-                one.is_refused = True
+        match = next((bucket for bucket in likely if bucket.is_in(flat)), None)
+        if match is None:
+            for bucket in likely:
+                bucket.is_refused = True
             return
-        found.set_tensor(flat)
-        found.is_refused = found.is_used or found.agreed >= TRUSTED_AFTER  # trusted, and yet `hold` has refused it
-        found.is_used = True
-        found.agreed += 1
+        match.set_tensor(flat)
+        match.is_refused = match.is_used or match.agreed >= TRUSTED_AFTER  # trusted, and yet `hold` has refused it
+        match.is_used = True
+        match.agreed += 1
 
     def look_for_nan(self, entry: Entry) -> None:
         """Note whether the input of an issued operation has a NaN.
@@ -336,9 +336,9 @@ class Buckets:
 
     def end_step(self) -> None:
         """The step is committed, nothing of it will be issued again. Not called during a backward pass."""
-        for _, held in self._held:
-            if not held.is_kept:
-                held.bucket.is_refused = True
+        for _, given in self._held:
+            if not given.is_kept:
+                given.bucket.is_refused = True
         self._held.clear()
         self._unseen.clear()
         for bucket in self._buckets:
@@ -353,9 +353,9 @@ class Buckets:
     def _look_at(self, model: Any) -> None:
         if not (is_plain(model) and (model._has_rebuilt_buckets or model.find_unused_parameters)):
             return
-        found = buckets_of(model, model.process_group.size())
-        self._buckets = [bucket for bucket in self._buckets if bucket.is_alive] + found
-        self._looks[model] = _LOOKS if found else self._looks.get(model, 0) + 1
+        buckets = buckets_of(model, model.process_group.size())
+        self._buckets = [bucket for bucket in self._buckets if bucket.is_alive] + buckets
+        self._looks[model] = _LOOKS if buckets else self._looks.get(model, 0) + 1
 
     def _find(self, flat: torch.Tensor) -> Bucket | None:
         pointer, size_bytes = flat.data_ptr(), flat.nbytes

@@ -87,7 +87,7 @@ class Exchange:
         """Generations before this one are over: waits in them raise GenerationOverError."""
         with self._changed:
             self._over_before = max(self._over_before, generation)
-            self._values = {known: value for known, value in self._values.items() if known[0] >= generation}
+            self._values = {key: value for key, value in self._values.items() if key[0] >= generation}
             self._changed.notify_all()
 
     def has(self, generation: int, key: str) -> bool:
@@ -110,10 +110,10 @@ class Exchange:
                     raise GenerationOverError(f"generation {generation} is over")
                 if self.is_given_up:
                     raise GivenUpError
-                left = end - time.monotonic()
-                if left <= 0:
+                remaining_s = end - time.monotonic()
+                if remaining_s <= 0:
                     raise TimeoutError(f"no rank has sent {key!r} within {limit_s:.0f} s")
-                self._changed.wait(left)
+                self._changed.wait(remaining_s)
             return self._values[generation, key]
 
 
@@ -182,8 +182,8 @@ class Connection:
         self._listeners = dict.fromkeys(ports, rank)
         # Wait for all members here, before entering C++ code that cannot be interrupted.
         for peer in range(size):
-            found = exchange.get(generation, f"{prefix}port {peer}", CONNECT_LIMIT.total_seconds())
-            theirs = {int(port) for port in found.split(b",") if port}
+            listed = exchange.get(generation, f"{prefix}port {peer}", CONNECT_LIMIT.total_seconds())
+            theirs = {int(port) for port in listed.split(b",") if port}
             self._ports |= theirs
             self._listeners |= dict.fromkeys(theirs, peer)
         gloo: Any = dist.ProcessGroupGloo
@@ -242,15 +242,15 @@ class Connection:
         gloo's callbacks hold a reference to the group, which the script may have destroyed meanwhile. The backend's
         destructor joins its threads: on one of them that aborts the process.
         """
-        if (known := self.__dict__.get("_p2p_channels")) is not None:
-            known.end()
+        if (channels := self.__dict__.get("_p2p_channels")) is not None:
+            channels.end()
         if not isinstance(threading.current_thread(), threading._DummyThread):
             return
-        held = [self.__dict__.pop(name, None) for name in ("backend", "native")]  # which the other thread drops
+        references = [self.__dict__.pop(name, None) for name in ("backend", "native")]  # which the other thread drops
         try:
-            threading.Thread(target=held.clear, name="ttprun-closing", daemon=True).start()
+            threading.Thread(target=references.clear, name="ttprun-closing", daemon=True).start()
         except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
-            _keep_for_ever(held)
+            _keep_for_ever(references)
 
     def is_busy(self) -> bool:
         """Not asked: its abort ends all operations."""
@@ -300,22 +300,22 @@ def _keep_for_ever(value: Any) -> None:
 
 
 def _socket_fds() -> list[int]:
-    found = []
+    fds = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found.append(int(name))
-    return found
+                fds.append(int(name))
+    return fds
 
 
 def _native_fds() -> set[int]:
     """Descriptors of the kinds that gloo opens (without close-on-exec, torch 2.13)."""
-    found = set()
+    fds = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith(("socket:", "pipe:", "anon_inode:[eventpoll]")):
-                found.add(int(name))
-    return found
+                fds.add(int(name))
+    return fds
 
 
 def _is_listening(sock: socket.socket) -> bool:

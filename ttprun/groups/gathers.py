@@ -39,14 +39,16 @@ class Shards:
     is_refused  inputs are made of something else, or the script changes the shards
     """
 
-    def __init__(self, held: list[torch.Tensor], offset: int) -> None:
-        self.held = held
+    def __init__(self, shards: list[torch.Tensor], offset: int) -> None:
+        self.held = shards
         self.agreed = 0
         self._offset = offset
         # Other classes may gather what they like.
-        self.is_refused = not all(type(one) is torch.Tensor and one.is_cpu and one.is_contiguous() for one in held)
-        self._pointers = list(map(_POINTER, held))
-        self._sampled = [] if self.is_refused else [words_of(one, _SAMPLES) for one in held]
+        self.is_refused = not all(
+            type(shard) is torch.Tensor and shard.is_cpu and shard.is_contiguous() for shard in shards
+        )
+        self._pointers = list(map(_POINTER, shards))
+        self._sampled = [] if self.is_refused else [words_of(shard, _SAMPLES) for shard in shards]
 
     @property
     def is_to_look_at(self) -> bool:
@@ -59,15 +61,15 @@ class Shards:
 
     def joined(self, dtype: torch.dtype) -> torch.Tensor:
         """[n] An input as FSDP2 makes it, on the CPU; n = elements of all shards."""
-        sizes = [one.numel() for one in self.held]
+        sizes = [shard.numel() for shard in self.held]
         with torch.inference_mode(False), torch.no_grad():
-            found = torch.empty(sum(sizes), dtype=dtype, device="cpu")
-            torch._foreach_copy_(torch.split_with_sizes(found, sizes), self.held)
-        return found
+            joined = torch.empty(sum(sizes), dtype=dtype, device="cpu")
+            torch._foreach_copy_(torch.split_with_sizes(joined, sizes), self.held)
+        return joined
 
     def are_in(self, given: torch.Tensor) -> bool:
         """Whether an input is made of these."""
-        size = sum(one.numel() for one in self.held)
+        size = sum(shard.numel() for shard in self.held)
         return given.shape == (size,) and torch.equal(self.joined(given.dtype), given)
 
 
@@ -104,10 +106,10 @@ class Gathers:
         parameters   of FSDP2's class for these, of whose shards it is to be made
         """
         try:
-            held = list(map(_SHARD, parameters))
+            own = list(map(_SHARD, parameters))
             shards = self._known.get(parameters[0])
-            if shards is None or len(held) != len(shards.held) or not all(map(is_, held, shards.held)):
-                shards = self._known[parameters[0]] = Shards(held, len(self._known))
+            if shards is None or len(own) != len(shards.held) or not all(map(is_, own, shards.held)):
+                shards = self._known[parameters[0]] = Shards(own, len(self._known))
         except (AttributeError, IndexError, TypeError):  # another version of torch
             return
         if shards.is_refused:

@@ -85,17 +85,17 @@ def break_connections(member: Member, check_overtaken: Callable[[], None] = lamb
 def all_groups(member: Member) -> list[ManagedGroup]:
     """All groups that exist, or did at the newest boundary, or that the journal needs, in the order of their making."""
     with member[Journal].lock:
-        found = {entry.group for entry in member[Journal].entries}
-    found |= {*member.made.living.values(), *member.made.left}
-    return sorted((one for one in found if isinstance(one, ManagedGroup)), key=lambda group: group.number)
+        groups = {entry.group for entry in member[Journal].entries}
+    groups |= {*member.made.living.values(), *member.made.left}
+    return sorted((group for group in groups if isinstance(group, ManagedGroup)), key=lambda group: group.number)
 
 
 def known(member: Member) -> dict[str, GroupJournal]:
     """By group and sequence: ranks, operations since the boundary, and what of them need not be issued again."""
-    found: dict[str, GroupJournal] = {}
+    journals: dict[str, GroupJournal] = {}
     with member[Journal].lock:
         for entry in member[Journal].entries:
-            group = found.setdefault(entry.sequence, GroupJournal(list(entry.members), []))
+            group = journals.setdefault(entry.sequence, GroupJournal(list(entry.members), []))
             if entry.is_settled:
                 group.settled.append(entry.number)
             if entry.digest and len(group.received) == len(group.issued):
@@ -105,7 +105,7 @@ def known(member: Member) -> dict[str, GroupJournal]:
             elif entry.is_done and entry.op in SAME_FOR_ALL:
                 group.taken.append(len(group.issued))
             group.issued.append(entry.signature)
-    return found
+    return journals
 
 
 def issue_again(member: Member, connected: Callable[[], None]) -> None:

@@ -198,7 +198,7 @@ def wrap_split_group(original: Any) -> Any:
         if mine is None:
             return None
         given = dict(zip(("timeout", "pg_options", "group_desc", "backend"), args, strict=False)) | kwargs
-        members = [parent.ranks[one] for one in sorted(mine)]
+        members = [parent.ranks[place] for place in sorted(mine)]
         return c10d.new_group(members, use_local_synchronization=True, **given)
 
     return split_group
@@ -271,11 +271,11 @@ def wrap_ddp_logging_data(original: Any) -> Any:
     """DistributedDataParallel._get_ddp_logging_data: the backend is the one that the script has asked for."""
 
     def get_ddp_logging_data(self: Any) -> Any:
-        found = original(self)
+        data = original(self)
         group = getattr(self, "process_group", None)
         if isinstance(group, ManagedGroup):
-            found["backend_name"] = group.backend_name
-        return found
+            data["backend_name"] = group.backend_name
+        return data
 
     return get_ddp_logging_data
 

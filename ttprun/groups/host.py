@@ -380,8 +380,8 @@ class Member(RankContext):
 
 def current() -> Member | None:
     """This process's member; None if it has none."""
-    found: Member | None = host.current()
-    return found
+    member: Member | None = host.current()
+    return member
 
 
 def _in_short(error: str) -> str:

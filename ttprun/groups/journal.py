@@ -137,7 +137,9 @@ class Journal:
         if not self.reserve(entry, size):
             return False
         if inputs and entry.input is NOTHING:
-            entry.input = Input([self._copied(one.detach() if one.requires_grad else one) for one in inputs])
+            entry.input = Input(
+                [self._copied(tensor.detach() if tensor.requires_grad else tensor) for tensor in inputs]
+            )
         return True
 
     def reserve(self, entry: Entry, size_bytes: int) -> bool:
@@ -194,7 +196,7 @@ class Journal:
     def forget_saves_before(self, boundary: int) -> None:
         """Remove the operations of saves that began before a boundary, and wake who waits for one."""
         with self.changed:
-            self.entries = [one for one in self.entries if one.save is None or one.save.began_at >= boundary]
+            self.entries = [entry for entry in self.entries if entry.save is None or entry.save.began_at >= boundary]
             self.changed.notify_all()
 
     def forget_completed(self) -> None:
@@ -268,7 +270,7 @@ class Journal:
         if not self.sources:
             return None
         name = entry.sequence
-        number = next((number for number, known in enumerate(self.of_group(name)) if known is entry), None)
+        number = next((number for number, other in enumerate(self.of_group(name)) if other is entry), None)
         return None if number is None else self.sources.get((name, number))
 
     def unfinished(self) -> list[Entry]:

@@ -35,9 +35,11 @@ def leave_together(session: Member) -> None:
     patience = OthersPatience(session, PATIENCE_S)
     for row in range(board.n_ranks):
         while (
-            (left := board.get(row, Field.LEAVING)) < times and not _has_ended(session, row) and not session.unprotected
+            (theirs := board.get(row, Field.LEAVING)) < times
+            and not _has_ended(session, row)
+            and not session.unprotected
         ):
-            board.wait_for_change(row, Field.LEAVING, left, _LOOK_AGAIN_S)
+            board.wait_for_change(row, Field.LEAVING, theirs, _LOOK_AGAIN_S)
             if patience.is_over([row]):
                 return
 
@@ -56,11 +58,11 @@ def stay(session: Member) -> None:
     session.touch(Phase.FINISHED)
     recorded = board.get(session.rank, Field.RECORDED)
     patience = OthersPatience(session, _STUCK_S)
-    while left := [row for row in range(board.n_ranks) if not _has_ended(session, row)]:
+    while rows := [row for row in range(board.n_ranks) if not _has_ended(session, row)]:
         is_let_go = session.unprotected or session.trains_alone or session[Journal].is_ended
-        if is_let_go or patience.is_over(left) or any(board.get(row, Field.RECORDED) > recorded for row in left):
+        if is_let_go or patience.is_over(rows) or any(board.get(row, Field.RECORDED) > recorded for row in rows):
             return
-        board.wait_for_change(left[0], Field.ENDED, 0, _LOOK_AGAIN_S)
+        board.wait_for_change(rows[0], Field.ENDED, 0, _LOOK_AGAIN_S)
     _finish_recovery(session)
 
 
@@ -97,9 +99,9 @@ class OthersPatience:
             done: tuple[int, ...] = (is_waiting, board.get(row, Field.COLLECTIVES), board.get(row, Field.APPLIED))
             if not is_waiting:
                 done += (board.get(row, Field.MAIN_BEATS),)  # while it waits, the bytecode is that of our loop
-            known = self._seen.get(row)
-            if known is None or known[0] != done:
+            seen = self._seen.get(row)
+            if seen is None or seen[0] != done:
                 self._seen[row] = done, Patience(self._stuck_s if is_waiting else _SILENT_S)
-            elif known[1].look():
+            elif seen[1].look():
                 return True
         return False

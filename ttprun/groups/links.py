@@ -146,9 +146,9 @@ class Links:
         run_together([link.close for link in late], CLOSE_LIMIT_S)
 
     def _taken(self) -> list[Link]:
-        found, self._by_type = self.all, {}
-        self._was_used = self._was_used or any(link.is_late and link.is_used for link in found)
-        return found
+        links, self._by_type = self.all, {}
+        self._was_used = self._was_used or any(link.is_late and link.is_used for link in links)
+        return links
 
     def abandon(self) -> None:
         """Leave the backends alone, as an operation on a broken connection does not end."""
@@ -240,12 +240,12 @@ def cut_all(of_groups: Iterable[Links]) -> None:
     abort_all([link for links in of_groups for link in links.all])
 
 
-def abort_all(found: Sequence[Link]) -> None:
+def abort_all(links: Sequence[Link]) -> None:
     """See `cut_all`."""
-    for link in found:
+    for link in links:
         if not link.is_late:
             link.abort()
-    late = [partial(_abort_late, link) for link in found if link.is_late]
+    late = [partial(_abort_late, link) for link in links if link.is_late]
     failed, n_left = run_together(late, ABORT_LIMIT_S)
     if failed:
         raise DeviceFailedError(f"a communicator cannot be aborted ({in_one_line(failed[0])})") from failed[0]

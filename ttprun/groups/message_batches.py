@@ -27,9 +27,9 @@ def wrap_batch_isend_irecv(original: Any) -> Any:
             return original(p2p_op_list)
         c10d._check_p2p_op_list(p2p_op_list)
         with c10d._coalescing_manager(group, device, async_ops=True) as manager:
-            for one in p2p_op_list:
-                call = group.send if one.op is dist.isend else group.recv
-                call([one.tensor], one.group_peer, one.tag)
+            for message in p2p_op_list:
+                call = group.send if message.op is dist.isend else group.recv
+                call([message.tensor], message.group_peer, message.tag)
         return manager.works
 
     return batch_isend_irecv

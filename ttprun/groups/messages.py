@@ -131,8 +131,8 @@ def _pass_on(session: Member, group: Group, op: str, args: tuple[Any, ...], tens
 
 def _compare_with_received(session: Member, message: Message, tensor: torch.Tensor) -> None:
     """A replacement repeats what the lost rank has sent: compare it with what has come of that."""
-    known = session[Journal].received.get(message.sequence, ())
-    if message.number >= len(known) or known[message.number] == message.digest_of(tensor):
+    digests = session[Journal].received.get(message.sequence, ())
+    if message.number >= len(digests) or digests[message.number] == message.digest_of(tensor):
         return
     difference = (
         f"the replacement sends something else to rank {message.members[1]} than what this has received from the lost "

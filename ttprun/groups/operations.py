@@ -66,8 +66,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if not isinstance(value, (list, tuple)):
         return []
     if len(value) == 1:  # most often
-        (one,) = value
-        return [one] if isinstance(one, torch.Tensor) else tensors_in(one)
+        (only,) = value
+        return [only] if isinstance(only, torch.Tensor) else tensors_in(only)
     return [tensor for item in value for tensor in tensors_in(item)]
 
 

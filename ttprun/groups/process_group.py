@@ -334,8 +334,8 @@ class ManagedGroup(SeenByTorch):
         )
         if (connection := self.links.by_gloo) is not None:
             connection.serve(device.type)
-        found: Work = self.call(op, args)
-        return found
+        work: Work = self.call(op, args)
+        return work
 
     def _is_late(self, args: tuple[Any, ...]) -> bool:
         return bool(self.links.all) and self.links.that_carries(args).is_late

@@ -28,7 +28,7 @@ _MOST_SPARE_BYTES = 64 << 20
 
 def is_for(op: str, args: tuple[Any, ...]) -> bool:
     """Whether it is such an operation, on the CPU."""
-    return op in OPERATIONS and all(one.is_cpu for one in _as_list(args[1]))
+    return op in OPERATIONS and all(tensor.is_cpu for tensor in _as_list(args[1]))
 
 
 class SpareMemory:
@@ -57,7 +57,7 @@ class SpareMemory:
         buffers   from `take`
         """
         with self._lock:
-            kept = [*self._spare, *(one for one in buffers if one.nbytes <= _MOST_SPARE_BYTES)]
+            kept = [*self._spare, *(buffer for buffer in buffers if buffer.nbytes <= _MOST_SPARE_BYTES)]
             self._spare = sorted(kept, key=size_of)[-_MOST_SPARE:]
 
 
@@ -87,13 +87,13 @@ class ReduceScatter:
             options.reduceOp, options.timeout = others[0].reduceOp, others[0].timeout
         inputs = _as_list(given)
         self._memory = memory
-        self._buffers = [memory.take(one.nbytes) for one in inputs]
-        reduced = [_copied_to(buffer, one) for buffer, one in zip(self._buffers, inputs, strict=True)]
+        self._buffers = [memory.take(tensor.nbytes) for tensor in inputs]
+        reduced = [_copied_to(buffer, tensor) for buffer, tensor in zip(self._buffers, inputs, strict=True)]
         self._outputs = _as_list(outputs)
-        self._parts = [one.chunk(size)[rank] for one in reduced]
+        self._parts = [tensor.chunk(size)[rank] for tensor in reduced]
         self._is_kept = False
         self._lock = threading.Lock()
-        self._inner = [native.allreduce([one], options) for one in reduced]
+        self._inner = [native.allreduce([tensor], options) for tensor in reduced]
 
     def wait(self, *limit: timedelta) -> bool:
         """Block until the outputs are written, `limit` for each at most. Raises what the backend raises."""
@@ -117,8 +117,8 @@ class ReduceScatter:
         """A future of the outputs."""
 
         def completed(finished: torch.futures.Future[Any]) -> list[torch.Tensor]:
-            for one in finished.value():
-                one.value()
+            for inner in finished.value():
+                inner.value()
             self._keep_parts()
             return self._outputs
 

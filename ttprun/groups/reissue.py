@@ -89,7 +89,7 @@ def _to_give_or_take(entry: Entry, is_source: bool) -> torch.Tensor:
         return torch.empty_like(output) if entry.is_done and not is_source else output
     device = entry.outputs[0].device
     if is_source:
-        parts = (one if isinstance(one, bytes) else bytes_of(one) for one in entry.result or ())
+        parts = (part if isinstance(part, bytes) else bytes_of(part) for part in entry.result or ())
         joined = bytearray(b"".join(parts))
         return torch.frombuffer(joined, dtype=torch.uint8).to(device) if joined else torch.empty(0, dtype=torch.uint8)
     given = torch.empty(size, dtype=torch.uint8, device=device)
@@ -103,9 +103,9 @@ def unpack_given(entry: Entry) -> None:
     """Another rank's result has come in place of an operation: it becomes this rank's."""
     if entry.given is None:
         return
-    left = entry.given
+    rest = entry.given
     for output in entry.outputs:
-        given, left = left[: output.nbytes], left[output.nbytes :]
+        given, rest = rest[: output.nbytes], rest[output.nbytes :]
         if not output.nbytes:
             continue
         output.copy_(torch.frombuffer(bytearray(bytes_of(given)), dtype=output.dtype).view(output.shape))

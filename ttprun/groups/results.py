@@ -90,16 +90,16 @@ class Results:
         with self._lock:
             ended, self._newest = self._newest, []
             self.step = step
-        found: list[Result] = []
+        results: list[Result] = []
         for at, place, outputs, ready, is_logged in ended:
-            result: Result = (at, place, [one for one in outputs if isinstance(one, bytes)])
-            found.append(result)
-            if tensors := [one for one in outputs if not isinstance(one, bytes)]:
+            result: Result = (at, place, [output for output in outputs if isinstance(output, bytes)])
+            results.append(result)
+            if tensors := [output for output in outputs if not isinstance(output, bytes)]:
                 host_copies.later(tensors, partial(self._add, result, is_logged), ready)
-        return found
+        return results
 
     def _add(self, result: Result, is_logged: bool, copies: list[torch.Tensor]) -> None:
-        result[2].extend(bytes_of(one).tobytes() for one in copies)
+        result[2].extend(bytes_of(copy).tobytes() for copy in copies)
         if is_logged:
             self._recorder.append_log(msgpack.packb(result))
 
@@ -126,7 +126,7 @@ class Answers:
         newest_step   later results are not used
         returns       False if there is none, or one of other sizes: then nothing is written
         """
-        steps = [step for step, left in self._by_place[place].items() if step <= newest_step and left]
+        steps = [step for step, results in self._by_place[place].items() if step <= newest_step and results]
         if not steps:
             return False
         kept = self._by_place[place][max(steps)].popleft()

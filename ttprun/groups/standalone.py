@@ -318,18 +318,18 @@ class Groups:
     def _hold(self, generation: int) -> None:
         """Wait until all members are frozen, or new."""
         self._exchange.put(generation, f"held {self.member.rank}", b"")
-        held = [f"held {rank}" for rank in range(self.member.world_size)]
-        self._exchange.wait(generation, held, self._limit_s)
+        keys = [f"held {rank}" for rank in range(self.member.world_size)]
+        self._exchange.wait(generation, keys, self._limit_s)
 
     def _agree(self, generation: int, journal: dict[str, GroupJournal]) -> None:
         """Note what all members know alike of the step. Raises NotRepairableError if they are not at one boundary."""
         mine = _Known(self.boundary, journal)
         self._exchange.put(generation, f"known to {self.member.rank}", msgspec.msgpack.encode(mine))
         ranks = range(self.member.world_size)
-        found = [self._exchange.get(generation, f"known to {rank}", self._limit_s) for rank in ranks]
-        of_all = [msgspec.msgpack.decode(one, type=_Known) for one in found]
-        if {one.boundary for one in of_all} != {mine.boundary}:
-            raise NotRepairableError(f"the members are at boundaries {[one.boundary for one in of_all]}")
+        packed = [self._exchange.get(generation, f"known to {rank}", self._limit_s) for rank in ranks]
+        of_all = [msgspec.msgpack.decode(answer, type=_Known) for answer in packed]
+        if {theirs.boundary for theirs in of_all} != {mine.boundary}:
+            raise NotRepairableError(f"the members are at boundaries {[theirs.boundary for theirs in of_all]}")
         self._journal.note_agreed(*Agreed.of(self.member.rank, {rank: of_all[rank].journal for rank in ranks}))
 
     def _begin_after(self, generation: int) -> None:
@@ -367,9 +367,9 @@ class _NoLog:
 
 
 def _packed(state: Any) -> bytes:
-    found = io.BytesIO()
-    torch.save(state, found)
-    return found.getvalue()
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
 
 
 def _check(packed: bytes) -> None:
@@ -398,11 +398,11 @@ def _begin(store: Store, generation: int) -> None:
     store.set(_generation(generation), "")
 
 
-def _newest(store: Store, known: int) -> int:
+def _newest(store: Store, generation: int) -> int:
     """The newest generation that has begun."""
-    while store.check([_generation(known + 1)]):
-        known += 1
-    return known
+    while store.check([_generation(generation + 1)]):
+        generation += 1
+    return generation
 
 
 def _generation(number: int) -> str:

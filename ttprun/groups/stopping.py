@@ -85,15 +85,15 @@ def _has_computed(journal: Journal, end_s: float) -> bool:
 def _threads() -> _Look:
     """The threads that give the device work: the script's, and autograd's."""
     me, main = threading.get_native_id(), threading.main_thread().native_id
-    found: _Look = {}
+    look: _Look = {}
     for folder in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
             number, status = int(folder.name), (folder / "status").read_text()
             fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
             if number != me and (number == main or fields["Name"].startswith("pt_autograd")):
                 switches = [fields[f"{kind}_ctxt_switches"].strip() for kind in ("voluntary", "nonvoluntary")]
-                found[number] = fields["State"][0], ",".join(switches)
-    return found
+                look[number] = fields["State"][0], ",".join(switches)
+    return look
 
 
 def _stand_still(before: _Look, gates: frozenset[CodeType]) -> bool:
@@ -115,9 +115,9 @@ def _at_gates(gates: frozenset[CodeType]) -> Iterable[int]:
 
 
 def _is_at_gate(frame: FrameType | None, gates: frozenset[CodeType]) -> bool:
-    found: Any = frame
-    while found is not None:
-        if found.f_code in gates:
+    caller: Any = frame
+    while caller is not None:
+        if caller.f_code in gates:
             return True
-        found = found.f_back
+        caller = caller.f_back
     return False

@@ -43,8 +43,8 @@ def _tables() -> list[Any]:
     """The dictionaries and lists of torch's `_World`, which vary by version."""
     kind = type(c10d._world)
     names = [name for name, member in vars(kind).items() if isinstance(member, property) and name != "pg_config_info"]
-    found = [getattr(c10d._world, name) for name in names]
-    return [table for table in found if isinstance(table, dict | list)]
+    tables = [getattr(c10d._world, name) for name in names]
+    return [table for table in tables if isinstance(table, dict | list)]
 
 
 def _copy(table: Any) -> Any:

@@ -111,7 +111,7 @@ def is_called_by_python(frame: FrameType, name: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def _calls(code: CodeType, at: int, name: str) -> bool:
     line, _, column, _ = next(itertools.islice(code.co_positions(), at // 2, None))
-    named = [one.positions for one in dis.get_instructions(code) if one.argval == name]
+    named = [instruction.positions for instruction in dis.get_instructions(code) if instruction.argval == name]
     return any(at is not None and (at.lineno, at.col_offset) == (line, column) for at in named)
 
 

@@ -273,14 +273,14 @@ def comparable(values: Iterable[Any]) -> list[torch.Tensor]:
     ]
 
 
-def is_close(one: bytes, other: bytes, dtype: torch.dtype) -> bool:
+def is_close(first: bytes, other: bytes, dtype: torch.dtype) -> bool:
     """Whether two samples differ by rounding alone, as sums of several threads do.
 
-    one, other   bytes of the same elements of both tensors
-    dtype        of both; only floating ones can be close
+    first, other   bytes of the same elements of both tensors
+    dtype          of both; only floating ones can be close
     """
-    if not (dtype.is_floating_point and one) or len(one) != len(other) or len(one) % dtype.itemsize:
+    if not (dtype.is_floating_point and first) or len(first) != len(other) or len(first) % dtype.itemsize:
         return False
-    here, there = (torch.frombuffer(bytearray(sample), dtype=dtype).double() for sample in (one, other))
+    here, there = (torch.frombuffer(bytearray(sample), dtype=dtype).double() for sample in (first, other))
     largest = max(here.abs().max().item(), there.abs().max().item())
     return bool(((here - there).abs() <= min(_ROUNDING * torch.finfo(dtype).eps, _MOST_ROUNDING) * largest).all())

@@ -33,9 +33,9 @@ class Channel:
     waits   `send` blocks until the message is sent; False: what cannot be sent at once is kept until `flush`
     """
 
-    def __init__(self, sock: socket.socket, known: Mapping[str, type] = KNOWN) -> None:
+    def __init__(self, sock: socket.socket, message_types: Mapping[str, type] = KNOWN) -> None:
         self.sock = sock
-        self._known = known
+        self._known = message_types
         self.waits = True
         self._sending = threading.Lock()
         self._unread = b""
@@ -99,10 +99,10 @@ class Channel:
         """Read one message and the descriptors that came with it. Raises EOFError if the other end is closed."""
         fds: list[int] = []
         while b"\n" not in self._unread:
-            data, found, _, _ = socket.recv_fds(self.sock, 1 << 16, MAX_FDS)
-            for fd in found:
+            data, received, _, _ = socket.recv_fds(self.sock, 1 << 16, MAX_FDS)
+            for fd in received:
                 os.set_inheritable(fd, False)  # Python 3.11's recv_fds ignores MSG_CMSG_CLOEXEC
-            fds += found
+            fds += received
             if not data:
                 raise EOFError("the agent has closed the channel")
             self._unread += data

@@ -58,10 +58,10 @@ def encode(message: Message) -> bytes:
     return _ENCODER.encode(fields_of(message)).encode() + b"\n"
 
 
-def decode(line: bytes, known: Mapping[str, type]) -> Any:
+def decode(line: bytes, message_types: Mapping[str, type]) -> Any:
     """The message of a line, or `Refused`.
 
-    known   classes by name
+    message_types   classes by name
     """
     try:
         values = json.loads(line)
@@ -71,15 +71,15 @@ def decode(line: bytes, known: Mapping[str, type]) -> Any:
         return Refused(f"nested too deeply: {line[:_SHOWN]!r}")
     if not isinstance(values, dict) or not isinstance(values.get("op"), str):
         return Refused(f'not an object with a str "op": {line[:_SHOWN]!r}')
-    return decode_fields(values, known)
+    return decode_fields(values, message_types)
 
 
-def decode_fields(values: dict[str, Any], known: Mapping[str, type]) -> Any:
+def decode_fields(values: dict[str, Any], message_types: Mapping[str, type]) -> Any:
     """As `decode`, from the line's JSON object, which is modified."""
     name = values.pop("op", None)
-    if not isinstance(name, str) or name not in known:
+    if not isinstance(name, str) or name not in message_types:
         return Refused(f"unknown message {str(name)[:_SHOWN]!r}: install the same version of ttprun on both sides")
-    kind = known[name]
+    kind = message_types[name]
     try:
         if kind in _met:
             return convert(values, kind, str_keys=True)

@@ -32,9 +32,9 @@ def send(sock: socket.socket, fd: int, at: int, size_bytes: int, has_changed: Ca
     digest = xxhash.xxh3_64()
     end, is_whole = at + size_bytes, True
     while at < end:
-        found = os.pread(fd, min(_CHUNK_BYTES, end - at), at)
-        is_whole = is_whole and bool(found)
-        chunk = found or bytes(min(_CHUNK_BYTES, end - at))
+        part = os.pread(fd, min(_CHUNK_BYTES, end - at), at)
+        is_whole = is_whole and bool(part)
+        chunk = part or bytes(min(_CHUNK_BYTES, end - at))
         digest.update(chunk)
         sock.sendall(chunk)
         at += len(chunk)
@@ -68,10 +68,10 @@ def receive(sock: socket.socket, fd: int, at: int, size_bytes: int) -> bool:
 
 def receive_exactly(sock: socket.socket, size_bytes: int) -> bytes:
     """So few bytes that they fit into memory. Raises ConnectionResetError if the connection ends before, OSError."""
-    found = bytearray()
-    while len(found) < size_bytes:
-        came = sock.recv(size_bytes - len(found))
+    received = bytearray()
+    while len(received) < size_bytes:
+        came = sock.recv(size_bytes - len(received))
         if not came:
             raise ConnectionResetError("the connection has ended before all had come")
-        found += came
-    return bytes(found)
+        received += came
+    return bytes(received)

@@ -45,9 +45,9 @@ def unpack(cell: int) -> Held:
     return Held(cell >> 2, bool(cell & _HAS_STATE), bool(cell & _HAS_STEP))
 
 
-def slot_that_gives(held: Sequence[Held], boundary: int, way: str) -> int | None:
+def slot_that_gives(slots: Sequence[Held], boundary: int, way: str) -> int | None:
     """The number of the slot, of these, that gives the state of a boundary in this way (`Held.gives`); None: none."""
-    return next((number for number, one in enumerate(held) if one.gives(boundary) == way), None)
+    return next((number for number, slot in enumerate(slots) if slot.gives(boundary) == way), None)
 
 
 def slot_of(boundary: int) -> int:

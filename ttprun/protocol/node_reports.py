@@ -20,7 +20,7 @@ from ttprun.protocol.rank_events import MismatchFound, RankExited, RankStarted, 
 _LARGEST = 1 << 63  # what a cell of the board cannot hold
 _LONGEST_S = 1e9
 _LATEST_NS = 1 << 62  # of a time, which is moved to the receiver's clock
-_TIMES = [SHARED.index(one) for one in (Field.SEEN_NS, Field.PULSE_NS)]
+_TIMES = [SHARED.index(column) for column in (Field.SEEN_NS, Field.PULSE_NS)]
 
 
 class BoardRow(Message, frozen=True):
@@ -141,7 +141,7 @@ def why_unfit(message: Any, world_size: int) -> str:
     rows = fields.get("rows", ())
     named = fields.get("ranks", ())
     named = named if isinstance(named, list | tuple) else ()  # of RankSlots it is their number
-    ranks = [one if isinstance(one, int) else one.rank for one in (*named, *rows)]
+    ranks = [row if isinstance(row, int) else row.rank for row in (*named, *rows)]
     ranks += [fields["rank"]] if "rank" in fields else []
     ranks += [rank for rank, _ in (*fields.get("to", ()), *fields.get("puts", ()))]
     odd = next((rank for rank in ranks if not 0 <= rank < world_size), None)

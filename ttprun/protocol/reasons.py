@@ -28,7 +28,7 @@ _FOUND = [(re.compile(row.found), row) for row in REASONS]
 @lru_cache(maxsize=1024)
 def reason_of(text: str) -> Reason | None:
     """The row of a message; None if it has none."""
-    return next((row for found, row in _FOUND if found.search(text)), None) if text else None
+    return next((row for pattern, row in _FOUND if pattern.search(text)), None) if text else None
 
 
 def kind_of(text: str) -> str:

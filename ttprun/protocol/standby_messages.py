@@ -101,5 +101,5 @@ class PreloadPlan(Message, frozen=True):
             parts = name.split(".")
             return any(".".join(parts[:length]) in refused for length in range(1, len(parts) + 1))
 
-        left = tuple((name, "" if is_refused(name) else file, changes) for name, file, changes in self.modules)
-        return replace(self, modules=left, left_out=tuple(sorted(refused)))
+        modules = tuple((name, "" if is_refused(name) else file, changes) for name, file, changes in self.modules)
+        return replace(self, modules=modules, left_out=tuple(sorted(refused)))

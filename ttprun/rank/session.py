@@ -117,5 +117,5 @@ class Session(Member):
 
 def current() -> Session | None:
     """This process's session; None in a process that is not a rank, and in a rank's forked children."""
-    found: Session | None = host.current()
-    return found
+    session: Session | None = host.current()
+    return session

@@ -134,7 +134,7 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _keep(optimizer: torch.optim.Optimizer, mine: Gradients) -> None:
     for row in (*_table.values(),):
-        if row is not mine and row.kept is not None and any(one.has_changed() for one in row.kept.values()):
+        if row is not mine and row.kept is not None and any(entry.has_changed() for entry in row.kept.values()):
             row.kept = None
     gradients = _gradients(optimizer) if mine.is_carried else None
     if gradients is None:
@@ -159,7 +159,7 @@ def kept_for_now(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if gradients is None:
         yield
         return
-    _for_now.optimizer, _for_now.gradients = optimizer, {key: one.detach() for key, one in gradients.items()}
+    _for_now.optimizer, _for_now.gradients = optimizer, {key: gradient.detach() for key, gradient in gradients.items()}
     try:
         yield
     finally:
@@ -184,7 +184,7 @@ def kept_of(optimizer: torch.optim.Optimizer) -> Mapping[int, Any]:
     """The copies of its gradients that are kept, by the parameters' ids."""
     if _for_now.optimizer is optimizer:
         return _for_now.gradients
-    return {key: one.copy for key, one in (of_optimizer(optimizer).kept or {}).items()}
+    return {key: entry.copy for key, entry in (of_optimizer(optimizer).kept or {}).items()}
 
 
 def begin_load() -> None:
@@ -249,7 +249,7 @@ class _Watched:
         self.is_new = not row.is_carried
         self.is_full = row.steps < _STEPS_WATCHED
         shown = list(shown_to(optimizer)) if self.is_full else _in_turn(optimizer, row.steps)
-        self.parameters = [one for one in shown if one.grad is not None]
+        self.parameters = [parameter for parameter in shown if parameter.grad is not None]
         self._found: list[_Found] = []
 
     def look(self, row: Gradients) -> None:
@@ -267,7 +267,7 @@ class _Watched:
 
     def is_added_to(self) -> bool:
         """Whether a backward has added to one of them."""
-        return any(one.is_added_to() for one in self._found)
+        return any(gradient.is_added_to() for gradient in self._found)
 
 
 def _in_turn(optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
@@ -280,16 +280,16 @@ def _in_turn(optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]
         if at < len(in_group):
             break
         at -= len(in_group)
-    found = in_group[at]
-    return [found] if found.is_cpu or steps % _LOOKS_ON_DEVICE == 0 else []
+    parameter = in_group[at]
+    return [parameter] if parameter.is_cpu or steps % _LOOKS_ON_DEVICE == 0 else []
 
 
 def _sampled(gradient: torch.Tensor) -> torch.Tensor:
     """Its elements, or some of a large one, from its beginning to its end."""
-    found = elements_of(local_of(gradient).detach())
-    if found.numel() <= _MOST_ELEMENTS or not found.is_contiguous():
-        return found
-    return found.view(-1)[:: -(-found.numel() // _MOST_ELEMENTS)]
+    elements = elements_of(local_of(gradient).detach())
+    if elements.numel() <= _MOST_ELEMENTS or not elements.is_contiguous():
+        return elements
+    return elements.view(-1)[:: -(-elements.numel() // _MOST_ELEMENTS)]
 
 
 def _is_any(gradient: torch.Tensor) -> bool:
@@ -299,8 +299,8 @@ def _is_any(gradient: torch.Tensor) -> bool:
 
 def _is_scaled_to_zero(gradient: torch.Tensor) -> bool:
     """Whether a gradient of zeros was multiplied by zero: of what is set to zero no element is negative."""
-    found = _sampled(gradient)
-    return found.is_floating_point() and bool(found.signbit().any())
+    sample = _sampled(gradient)
+    return sample.is_floating_point() and bool(sample.signbit().any())
 
 
 def watch(optimizer: torch.optim.Optimizer, are_read: Callable[[], bool] = lambda: False) -> None:
@@ -311,8 +311,8 @@ def watch(optimizer: torch.optim.Optimizer, are_read: Callable[[], bool] = lambd
     row = of_optimizer(optimizer)
     if not row.steps and are_read():
         row.is_read = row.is_carried = True
-    for one in (*_table.values(),):
-        one.begin_to_carry()
+    for other in (*_table.values(),):
+        other.begin_to_carry()
     _keep(optimizer, row)
     if row.shared is not None:
         row.shared.note_step(optimizer)
@@ -396,11 +396,11 @@ def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
     found_inf = getattr(optimizer, "found_inf", None)
     if not awaited or (isinstance(found_inf, torch.Tensor) and bool(found_inf)):
         return False
-    shown = [one for one in shown_to(optimizer) if id(one) in awaited]
-    left = [one.grad for one in shown if one.grad is not None and not awaited[id(one)]]
-    for one in shown:
-        awaited.pop(id(one), None)
-    return any(bool(torch.isnan(elements_of(local_of(gradient))).any()) for gradient in left)
+    shown = [parameter for parameter in shown_to(optimizer) if id(parameter) in awaited]
+    leftovers = [parameter.grad for parameter in shown if parameter.grad is not None and not awaited[id(parameter)]]
+    for parameter in shown:
+        awaited.pop(id(parameter), None)
+    return any(bool(torch.isnan(elements_of(local_of(gradient))).any()) for gradient in leftovers)
 
 
 def are_of_replay(tensors: Sequence[torch.Tensor]) -> bool:

@@ -135,11 +135,11 @@ def look(optimizer: torch.optim.Optimizer) -> bool:
     if len(living) < 2:
         return False
     is_awaited = False
-    for one in living:
-        row, now = of_optimizer(one), _mark(one)
+    for candidate in living:
+        row, now = of_optimizer(candidate), _mark(candidate)
         seen: _Seen = row.shared or _Seen()
         row.shared = seen
-        if one is optimizer:  # what unscales or clips its gradients has written to them
+        if candidate is optimizer:  # what unscales or clips its gradients has written to them
             seen.shares = now is not None and seen.awaited is not None and now.gradient() is seen.awaited.gradient()
         else:
             seen.passed += 1

@@ -188,13 +188,13 @@ def digests() -> dict[str, str]:
 
     Raises NotRepairableError.
     """
-    found: dict[str, Any] = {}
+    hashers: dict[str, Any] = {}
     for part in describe()[1]:
         if part.place is None and not part.is_gradient:
-            of_parameter = found.setdefault(parameter_of(part.key), xxhash.xxh3_64())
+            of_parameter = hashers.setdefault(parameter_of(part.key), xxhash.xxh3_64())
             of_parameter.update(f"{part.key} {part.tensor.dtype} {list(part.tensor.shape)}".encode())
             of_parameter.update(content_of(part.tensor))
-    return {key: of_parameter.hexdigest() for key, of_parameter in found.items()}
+    return {key: of_parameter.hexdigest() for key, of_parameter in hashers.items()}
 
 
 def keys() -> list[str]:
@@ -212,10 +212,10 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
     """
     device = registry.current()
     gradients.begin_load()
-    held = list(rows())
-    if len(held) != len(header):
-        raise NotRepairableError(f"this rank's optimizers have {len(held)} parameters, and the source {len(header)}")
-    for (name, parameter, _, _, optimizer), (dtype, shape, entries) in zip(held, header, strict=True):
+    own = list(rows())
+    if len(own) != len(header):
+        raise NotRepairableError(f"this rank's optimizers have {len(own)} parameters, and the source {len(header)}")
+    for (name, parameter, _, _, optimizer), (dtype, shape, entries) in zip(own, header, strict=True):
         if list(parameter.shape) != shape or str(parameter.dtype)[6:] != dtype:
             raise NotRepairableError(f"{name} has shape {list(parameter.shape)}, and the source's has {shape}")
         fill(f"{name}/{WEIGHT}", parameter.detach())
@@ -225,9 +225,9 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
             continue
         old = optimizer.state[parameter]
         new: dict[str, Any] = {}
-        left = iter(entries)
-        for entry in left:
-            new[entry[0]] = _take_over_state(name, parameter, old.get(entry[0]), entry, left, fill)
+        remaining = iter(entries)
+        for entry in remaining:
+            new[entry[0]] = _take_over_state(name, parameter, old.get(entry[0]), entry, remaining, fill)
         gradient = new.pop(GRADIENT, None)
         if gradient is not None:
             gradients.load(optimizer, parameter, gradient)
@@ -243,13 +243,13 @@ def _take_over_state(
     parameter: torch.Tensor,
     old: Any,
     entry: list[Any],
-    left: Iterator[list[Any]],
+    remaining: Iterator[list[Any]],
     fill: Callable[[str, torch.Tensor], None],
 ) -> Any:
     """One value of a parameter's state, as `entry` describes it.
 
-    old    the present value; a tensor of the right form is written to
-    left   the entries after it: a list's items are taken from there
+    old        the present value; a tensor of the right form is written to
+    remaining  the entries after it: a list's items are taken from there
     """
     key, is_tensor, value, shape = entry
     if is_tensor:
@@ -270,4 +270,4 @@ def _take_over_state(
     if type(value) is not list:
         return value
     items = [*(old if type(old) is list else []), *[None] * value[0]]
-    return [_take_over_state(name, parameter, items[at], next(left), left, fill) for at in range(value[0])]
+    return [_take_over_state(name, parameter, items[at], next(remaining), remaining, fill) for at in range(value[0])]

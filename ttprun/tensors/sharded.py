@@ -34,14 +34,14 @@ def place_of(tensor: torch.Tensor) -> str | None:
     return f"{list(whole.shape)}: {parts}"
 
 
-def are_cut_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def are_cut_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether this rank holds the same part of two tensors of one shape, such as a parameter and its gradient."""
-    if is_distributed(one) and is_distributed(other):
-        first: Any = one
+    if is_distributed(tensor) and is_distributed(other):
+        first: Any = tensor
         second: Any = other
         if first._spec is second._spec:  # FSDP2 gives a gradient that of its parameter
             return True
-    return place_of(one) == place_of(other)
+    return place_of(tensor) == place_of(other)
 
 
 def layout_of(tensor: torch.Tensor) -> str:

@@ -27,13 +27,13 @@ def fingerprints(batch: Any) -> list[bytes]:
         return []
     parts: Any = values_of(batch) if type(batch) is not list and is_a(batch, dict) else batch
     if type(parts) is list or is_a(parts, list | tuple):
-        found = []
+        hashes = []
         for part in parts[:_MOST_PARTS]:
             if (type(part) is torch.Tensor or is_a(part, torch.Tensor)) and part.layout is torch.strided:
-                found.append(fingerprint(part))
+                hashes.append(fingerprint(part))
             else:
-                found += fingerprints(part)
-        return found
+                hashes += fingerprints(part)
+        return hashes
     if is_a(batch, torch.Tensor) and batch.layout is torch.strided:
         return [fingerprint(batch)]
     node = Snapshot({}, is_separate=True).node(batch, 0)

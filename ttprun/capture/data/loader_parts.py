@@ -38,42 +38,42 @@ _held_by_parts: msgspec.msgpack.Decoder[list[dict[str, Node]]] = msgspec.msgpack
 
 def samplers(loader: DataLoader[Any]) -> list[Any]:
     """The sampler, the batch sampler, and the samplers inside them."""
-    found: list[Any] = []
+    distinct: list[Any] = []
     waiting = list(map(attributes_of(loader).get, ("sampler", "batch_sampler")))
     while waiting:
         sampler = waiting.pop(0)
-        if is_a(sampler, Sampler) and all(sampler is not known for known in found):
-            found.append(sampler)
+        if is_a(sampler, Sampler) and all(sampler is not other for other in distinct):
+            distinct.append(sampler)
             waiting[:0] = _samplers_in(sampler)
-    return found
+    return distinct
 
 
 def _samplers_in(sampler: Any) -> list[Any]:
     """Those that a sampler holds; a DistributedSampler that shares out another's indices has it in its "dataset"."""
-    held = list(attributes_of(sampler).values())
+    parts = list(attributes_of(sampler).values())
     if is_a(sampler, DistributedSampler):
-        held += attributes_of(attributes_of(sampler).get("dataset")).values()
-    return [item for item in held if is_a(item, Sampler)]
+        parts += attributes_of(attributes_of(sampler).get("dataset")).values()
+    return [item for item in parts if is_a(item, Sampler)]
 
 
 def generators(loader: DataLoader[Any]) -> list[Any]:
     """The torch.Generators of a loader and its samplers; `held_by` records other kinds."""
-    found: list[Any] = []
+    distinct: list[Any] = []
     for part in (loader, *samplers(loader)):
         generator = attributes_of(part).get("generator")
-        if is_a(generator, torch.Generator) and all(generator is not known for known in found):
-            found.append(generator)
-    return found
+        if is_a(generator, torch.Generator) and all(generator is not other for other in distinct):
+            distinct.append(generator)
+    return distinct
 
 
 def held_by(loader: DataLoader[Any]) -> bytes:
     """What samplers, and other parts of the user's own classes, hold that changes between epochs; b"" if nothing."""
     snapshot = values.Snapshot({}, is_separate=True)
-    found = [
+    nodes = [
         {name: snapshot.node(item, 0) for name, item in attributes_of(part).items() if _is_held(part, item)}
         for part in _parts(loader)
     ]
-    return values.pack(found) if any(found) else b""
+    return values.pack(nodes) if any(nodes) else b""
 
 
 def _is_held(part: Any, item: Any) -> bool:
@@ -83,12 +83,12 @@ def _is_held(part: Any, item: Any) -> bool:
     return is_a(item, _HELD)
 
 
-def hold_again(loader: DataLoader[Any], held: bytes) -> None:
+def hold_again(loader: DataLoader[Any], packed: bytes) -> None:
     """Restore what `held_by` has returned."""
-    if not held:
+    if not packed:
         return
     restore = values.Restore([], is_comparing=False)
-    recorded = unpack_as(_held_by_parts, held)
+    recorded = unpack_as(_held_by_parts, packed)
     for part, nodes in zip(_parts(loader), recorded, strict=False):
         restore_attributes(restore, part, nodes, type(part).__qualname__, keep=None)
 

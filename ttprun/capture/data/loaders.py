@@ -127,9 +127,9 @@ def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
 
 def _note_made(name: list[Any]) -> str:
     """Where in the script an iterator over the loader of this name is made; remembered up to the first step."""
-    place, known = location_key(), _earlier.setdefault(tuple(name), [])
-    if not _has_stepped and len(known) < _MOST_EARLIER:
-        known.append(place)
+    place, places = location_key(), _earlier.setdefault(tuple(name), [])
+    if not _has_stepped and len(places) < _MOST_EARLIER:
+        places.append(place)
     return place
 
 
@@ -172,7 +172,7 @@ def _register(iterator: Any, began: dict[str, Any]) -> None:
         streams.is_worker(worker)
     iterator._ttprun_at = None
     iterator._ttprun_recent = []
-    _iterators[:] = [known for known in _iterators if known() not in (None, iterator)]
+    _iterators[:] = [reference for reference in _iterators if reference() not in (None, iterator)]
     _iterators.append(weakref.ref(iterator))
 
 
@@ -297,15 +297,15 @@ def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | Non
     del recent[:-ahead]
     if [number for number, _ in recent] != list(range(yielded - ahead + 1, yielded + 1)):
         return None
-    known = [found for _, found in recent]
-    return None if None in known else [one for found in known for one in found]
+    batches = [hashes for _, hashes in recent]
+    return None if None in batches else [digest for hashes in batches for digest in hashes]
 
 
 def _alive() -> list[Any]:
     """The iterators that still exist, oldest first."""
     alive = []
-    for known in _iterators:  # faster than a comprehension
-        if (iterator := known()) is not None:
+    for reference in _iterators:  # faster than a comprehension
+        if (iterator := reference()) is not None:
             alive.append(iterator)
     return alive
 
@@ -346,8 +346,8 @@ def note_boundary() -> bool:
         _has_stepped = True
         alive = _alive()
         for began in (alive[number]._ttprun for number in range(len(alive)) if _is_under_way(alive, number)):
-            if began["place"] in (known := _earlier.get(tuple(began["name"]), [])):
-                known.remove(began["place"])
+            if began["place"] in (places := _earlier.get(tuple(began["name"]), [])):
+                places.remove(began["place"])
     if not _iterators:
         return is_draining
     for iterator in _alive():

@@ -44,10 +44,10 @@ def _killed_one(workers: Sequence[Any]) -> Any:
     from multiprocessing.connection import wait  # torch has imported it; a script that has no DataLoader need not
 
     ends_s = time.monotonic() + _DEATH_LIMIT_S
-    left = {worker.sentinel: worker for worker in workers}
-    while left and (ended := wait(list(left), max(0.0, ends_s - time.monotonic()))):
+    running = {worker.sentinel: worker for worker in workers}
+    while running and (ended := wait(list(running), max(0.0, ends_s - time.monotonic()))):
         for sentinel in ended:
-            worker = left.pop(sentinel)
+            worker = running.pop(sentinel)
             if (worker.exitcode or 0) < 0:
                 return worker
     return None

@@ -42,11 +42,11 @@ def source_of(loader: DataLoader[Any]) -> dict[str, Any]:
              replicas  ranks that share an order
              order     what a shared order depends on beside the epoch and the length
     """
-    found = {"kind": "", "length": 0, "drawn": 0, "batch": 1, "replicas": 1, "order": []}
+    source = {"kind": "", "length": 0, "drawn": 0, "batch": 1, "replicas": 1, "order": []}
     try:
-        return found | _source_of(loader)
+        return source | _source_of(loader)
     except Exception as error:  # of the script's own code
-        return found | {"kind": f"does not show what it reads ({error})"}
+        return source | {"kind": f"does not show what it reads ({error})"}
 
 
 def _source_of(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -57,13 +57,13 @@ def _source_of(loader: DataLoader[Any]) -> dict[str, Any]:
         return {"kind": "reads an iterable dataset, or has no batches"}
     if type(sampler) is not BatchSampler:
         return {"kind": f"has a batch sampler of its own ({type(sampler).__name__})"}
-    found: dict[str, Any] = {"length": len(dataset), "batch": sampler.batch_size}
+    source: dict[str, Any] = {"length": len(dataset), "batch": sampler.batch_size}
     if is_a(inner, DistributedSampler) and type(inner).__iter__ is DistributedSampler.__iter__:
         order = [inner.shuffle, inner.seed]
-        return found | {"kind": DISTRIBUTED, "replicas": inner.num_replicas, "order": order}
+        return source | {"kind": DISTRIBUTED, "replicas": inner.num_replicas, "order": order}
     if type(inner) in _OF_TORCH:
-        return found | {"kind": OWN, "drawn": len(inner)}
-    return found | {"kind": f"has a sampler of its own ({type(inner).__name__})"}
+        return source | {"kind": OWN, "drawn": len(inner)}
+    return source | {"kind": f"has a sampler of its own ({type(inner).__name__})"}
 
 
 def rest_of(iterator: dict[str, Any]) -> dict[str, int]:
@@ -121,7 +121,7 @@ def batches_of(loader: DataLoader[Any], rest: dict[str, int]) -> Iterator[list[i
             inner.dataset, num_replicas=1, rank=0, shuffle=inner.shuffle, seed=inner.seed
         )
         whole.set_epoch(inner.epoch)
-        left = share(list(whole), rest["before"], inner.rank, inner.num_replicas, inner.drop_last)
+        indices = share(list(whole), rest["before"], inner.rank, inner.num_replicas, inner.drop_last)
     else:
-        left = list(itertools.islice(inner, rest["before"], None))
-    yield from led_by_dummies(left, length, rest["dummies"], sampler.batch_size, sampler.drop_last)
+        indices = list(itertools.islice(inner, rest["before"], None))
+    yield from led_by_dummies(indices, length, rest["dummies"], sampler.batch_size, sampler.drop_last)

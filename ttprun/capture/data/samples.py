@@ -42,13 +42,13 @@ def share(order: Sequence[int], used: int, rank: int, replicas: int, drops_last:
     used        places of it that are used up; may be past the end because of padding
     drops_last  cut the rest to a multiple of `replicas`; else it is padded with the first samples of the order
     """
-    left = list(order[used:])
-    odd = len(left) % replicas
+    rest = list(order[used:])
+    odd = len(rest) % replicas
     if odd and drops_last:
-        left = left[: len(left) - odd]
+        rest = rest[: len(rest) - odd]
     elif odd:
-        left += itertools.islice(itertools.cycle(order), replicas - odd)
-    return left[rank::replicas]
+        rest += itertools.islice(itertools.cycle(order), replicas - odd)
+    return rest[rank::replicas]
 
 
 def batches(indices: Iterable[int], size: int, drops_last: bool) -> Iterator[list[int]]:
@@ -63,11 +63,11 @@ def batches(indices: Iterable[int], size: int, drops_last: bool) -> Iterator[lis
             yield batch
 
 
-def led_by_dummies(left: Iterable[int], length: int, dummies: int, size: int, drops_last: bool) -> Iterator[list[int]]:
+def led_by_dummies(rest: Iterable[int], length: int, dummies: int, size: int, drops_last: bool) -> Iterator[list[int]]:
     """Dummy batches of any samples, which are not trained on, then the batches of what is left.
 
     length   samples in the dataset
     """
     for number in range(dummies):
         yield [index % length for index in range(number * size, (number + 1) * size)]
-    yield from batches(left, size, drops_last)
+    yield from batches(rest, size, drops_last)

@@ -148,15 +148,15 @@ def _restore(recorder: Recorder, iterator: int, worker: int, when: tuple[int, in
     """
     states = recorder.worker_states(iterator, worker)
     _, number = when
-    found = states.get(when)
-    if found is None and number == 0:  # the lost worker had not begun this epoch
-        found = next((states[known] for known in sorted(states, reverse=True) if known < when), None)
-    elif found is None and states:
-        found = next(iter(states.values()))
-        if any(known != found for known in states.values()):
+    state = states.get(when)
+    if state is None and number == 0:  # the lost worker had not begun this epoch
+        state = next((states[earlier] for earlier in sorted(states, reverse=True) if earlier < when), None)
+    elif state is None and states:
+        state = next(iter(states.values()))
+        if any(other != state for other in states.values()):
             raise RuntimeError(
                 f"the random states of DataLoader worker {worker} before its batch {number} are not kept any more: it"
                 f" has prepared more than {WORKER_BATCHES - 1} further ones (prefetch_factor)"
             )
-    if found is not None:
-        random_state.restore(msgpack.unpackb(found))
+    if state is not None:
+        random_state.restore(msgpack.unpackb(state))

@@ -39,15 +39,15 @@ class Effects:
         """
         workers.keep_in(self._recorder)
         self._begin_origins(is_replay)
-        known = _kept_in(self._recorder.read_log() if answered is None else answered, _FILE)
-        file_answers.begin(known, partial(self._keep, _FILE))
+        answers = _kept_in(self._recorder.read_log() if answered is None else answered, _FILE)
+        file_answers.begin(answers, partial(self._keep, _FILE))
 
     def _begin_origins(self, is_replay: bool) -> None:
         """Give a replacement's setup the times, pids and entropy that the lost rank's had, and record what is new."""
-        known = self.drawn()
+        draws = self.drawn()
         keep = partial(self._keep, _ORIGIN)
-        origins.begin(known, None if is_replay else keep)
-        states = next((value for place, value in known if place == _RANDOM), None)
+        origins.begin(draws, None if is_replay else keep)
+        states = next((value for place, value in draws if place == _RANDOM), None)
         if states is not None:
             random_state.restore(states)
         elif not is_replay:

@@ -94,22 +94,22 @@ def listen() -> None:
     _log = _Log(is_on=True)
 
 
-def begin(known: Iterable[Kept], keep: Callable[[Kept], int]) -> None:
+def begin(answers: Iterable[Kept], keep: Callable[[Kept], int]) -> None:
     """A run of the script begins, or has just imported torch.
 
-    known   the answers of the lost process of this rank
-    keep    writes further ones to the recorder; returns their size
+    answers   the answers of the lost process of this rank
+    keep      writes further ones to the recorder; returns their size
     """
     early = _log.early
     listen()
-    _take(known)
+    _take(answers)
     _log.keep = keep
     for kept in early:
         _write(*kept)
 
 
-def _take(known: Iterable[Kept]) -> None:
-    for place, entry in known:
+def _take(answers: Iterable[Kept]) -> None:
+    for place, entry in answers:
         _log.lost[place].append(entry)
         _log.count += 1
     _log.runs_again.update(step for step, *_ in _log.lost.pop(_RUN_AGAIN, ()))

@@ -234,7 +234,7 @@ def _packed(result: Any, call: _Call) -> list[Any]:
     if call.name == "listdir":
         if len(result) > MOST_NAMES:
             return ["changed", os.stat(call.path).st_mtime_ns]
-        return ["names", [os.fsencode(one) for one in result]]
+        return ["names", [os.fsencode(name) for name in result]]
     if call.name == "scandir":
         with call.original(call.path) as listed:
             entries = [entry for entry, _ in zip(listed, range(MOST_NAMES + 1), strict=False)]
@@ -247,8 +247,8 @@ def _packed(result: Any, call: _Call) -> list[Any]:
     return ["value", result if isinstance(result, bool) else None]
 
 
-def _fields(found: os.stat_result) -> list[int]:
-    return [getattr(found, name) for name in (*_SIZES, *_TIMES)]
+def _fields(status: os.stat_result) -> list[int]:
+    return [getattr(status, name) for name in (*_SIZES, *_TIMES)]
 
 
 def _packed_entry(entry: Any, is_sized: bool) -> list[Any]:
@@ -260,9 +260,9 @@ def _packed_entry(entry: Any, is_sized: bool) -> list[Any]:
     return [os.fsencode(entry.name), entry.inode(), kinds, fields]
 
 
-def _again(known: list[Any], path: Any, original: Function) -> Any:
+def _again(answer: list[Any], path: Any, original: Function) -> Any:
     """An answer that was kept; raises an error that was."""
-    match known:
+    match answer:
         case [int(number)]:
             raise OSError(number, os.strerror(number), path)
         case ["kind", mode]:
@@ -277,9 +277,9 @@ def _again(known: list[Any], path: Any, original: Function) -> Any:
             if os.stat(path).st_mtime_ns != at_ns:
                 note_changed(path)
             return original(path)
-        case ["path", found]:
-            return os.fsdecode(found)
-    return known[-1]
+        case ["path", target]:
+            return os.fsdecode(target)
+    return answer[-1]
 
 
 def note_changed(path: Any) -> None:

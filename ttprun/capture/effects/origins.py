@@ -63,15 +63,15 @@ def listen() -> None:
     _patch_datetime()
 
 
-def begin(known: Iterable[Drawn], keep: Callable[[Drawn], Any] | None) -> None:
+def begin(draws: Iterable[Drawn], keep: Callable[[Drawn], Any] | None) -> None:
     """A run of the script begins, or has just imported torch.
 
-    known   the draws of the lost process of this rank
+    draws   the draws of the lost process of this rank
     keep    writes further draws to the recorder; None: a replay, which keeps none
     """
     if not _log.is_on:
         listen()
-    for place, value in known:
+    for place, value in draws:
         _log.left[place].append(value)
     early, _log.early = _log.early, []
     _log.keep = keep if keep is not None else _drop
@@ -99,9 +99,9 @@ def draw(kind: str, make: Callable[[], Any], caller: FrameType | None) -> Any:
     if caller is None or threading.current_thread() is not threading.main_thread() or not _is_followed(caller):
         return make()
     place = f"{kind}|{caller.f_globals.get('__name__')}:{caller.f_lineno}|{location_key()}"
-    left = _log.left.get(place)
-    if left:
-        return left.popleft()
+    queue = _log.left.get(place)
+    if queue:
+        return queue.popleft()
     value = make()
     _log.counts[place] += 1
     if _log.counts[place] <= MOST_AT_ONE_PLACE and _log.counts.total() <= MOST:
@@ -118,7 +118,7 @@ def is_on() -> bool:
 def _is_followed(caller: FrameType) -> bool:
     name = str(caller.f_globals.get("__name__"))
     return has_muted_effects(caller.f_code.co_filename) or any(
-        name == one or name.startswith(f"{one}.") for one in _NAMING
+        name == module or name.startswith(f"{module}.") for module in _NAMING
     )
 
 
@@ -194,10 +194,10 @@ _why_no_datetime = ""
 
 
 def _dictionary_of(kind: type) -> dict[str, Any]:
-    found: Any = gc.get_referents(kind.__dict__)[0]
-    if type(found) is not dict or found.get("now") is not kind.__dict__["now"]:
+    attributes: Any = gc.get_referents(kind.__dict__)[0]
+    if type(attributes) is not dict or attributes.get("now") is not kind.__dict__["now"]:
         raise TypeError(f"this Python stores the attributes of {kind} in another way")
-    return found
+    return attributes
 
 
 def _set_datetime(methods: dict[str, Any]) -> None:
@@ -212,13 +212,13 @@ def _patch_datetime() -> None:
     if _originals:
         return
     global _why_no_datetime
-    found = {name: datetime.datetime.__dict__[name] for name in ("now", "utcnow")}
+    functions = {name: datetime.datetime.__dict__[name] for name in ("now", "utcnow")}
     try:
         _set_datetime({"now": classmethod(_now), "utcnow": classmethod(_utcnow)})
     except Exception as error:
         _why_no_datetime = f"a replacement gets another datetime.now(), and so other names made from it: {error!r}"
         return
-    _originals.update(found)
+    _originals.update(functions)
 
 
 def why_not() -> str:
@@ -242,8 +242,8 @@ def _now(cls: Any, tz: Any = None) -> Any:
 def _utcnow(cls: Any) -> Any:
     """Return a new datetime representing UTC day and time."""
     nanoseconds = _now_ns("utcnow", sys._getframe(1)) if _log.is_on else _clock_ns()
-    found = cls.fromtimestamp(nanoseconds // 10**9, datetime.UTC)
-    return found.replace(microsecond=nanoseconds // 1000 % 10**6, tzinfo=None)
+    moment = cls.fromtimestamp(nanoseconds // 10**9, datetime.UTC)
+    return moment.replace(microsecond=nanoseconds // 1000 % 10**6, tzinfo=None)
 
 
 os.register_at_fork(after_in_child=end)

@@ -49,18 +49,18 @@ class _CountedRaw(io.RawIOBase):
 
     @signal_handlers.gate_from_c
     def write(self, data: Any) -> int:
-        raw = left = bytes(data)
+        raw = rest = bytes(data)
         session = current()
-        while self.skip_lines and left:
-            _line, end, left = left.partition(b"\n")
+        while self.skip_lines and rest:
+            _line, end, rest = rest.partition(b"\n")
             if not end:
                 return len(raw)
             self.skip_lines -= 1
         if session is not None and session.mode.is_live and not session.is_over:
             cell = session.rank
-            session.board.set(cell, self._field, session.board.get(cell, self._field) + left.count(b"\n"))
-        while left:
-            left = left[signal_handlers.call_through(os.write, (self._fd, left), {}) :]
+            session.board.set(cell, self._field, session.board.get(cell, self._field) + rest.count(b"\n"))
+        while rest:
+            rest = rest[signal_handlers.call_through(os.write, (self._fd, rest), {}) :]
         return len(raw)
 
 

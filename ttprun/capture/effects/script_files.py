@@ -42,12 +42,12 @@ _kept_bytes = 0  # of contents
 
 def user_modules() -> list[tuple[str, ModuleType]]:
     """The loaded modules that hold state, including the script as `__main__`."""
-    found = []
+    modules = []
     for name in (*ast_transform.loaded, *ast_transform.loaded_by_name):
         module = sys.modules.get(name)
         if module is not None:
-            found.append((name, module))
-    return found
+            modules.append((name, module))
+    return modules
 
 
 def wrap_open(original: Any) -> Any:
@@ -82,10 +82,10 @@ def _open_tracked(original: Any, caller: FrameType, file: Any, mode: Any = "r", 
 def _mode_again(original: Any, caller: FrameType, file: Any, mode: str) -> str:
     """The mode in which a file that must be new is opened: the lost rank may have made it."""
     place = file_answers.place_of("new file", file, caller)
-    known = file_answers.MISSING if place is None else file_answers.find(place)
-    if known is not file_answers.MISSING:
-        if known[0]:
-            raise fail_open.meant(FileExistsError(known[0], os.strerror(known[0]), file))
+    answer = file_answers.MISSING if place is None else file_answers.find(place)
+    if answer is not file_answers.MISSING:
+        if answer[0]:
+            raise fail_open.meant(FileExistsError(answer[0], os.strerror(answer[0]), file))
         return mode.replace("x", "w")
     if place is not None:
         file_answers.note(place, [errno.EEXIST if os.path.lexists(file) else 0])
@@ -109,14 +109,14 @@ def _open_for_reading(original: Any, caller: FrameType, file: Any, mode: str, *a
     if path in _unseen:
         return original(file, mode, *args, **kwargs, opener=_opener_of(_unseen[path]))
     place = file_answers.place_of("read", file, caller)
-    known = file_answers.MISSING if place is None else file_answers.find(place)
+    answer = file_answers.MISSING if place is None else file_answers.find(place)
     if place is None or kwargs.get("opener") is not None:
         return original(file, mode, *args, **kwargs)
-    if known is file_answers.MISSING:
+    if answer is file_answers.MISSING:
         return _note_read(original, place, file, mode, *args, **kwargs)
-    if len(known) == 1:
-        raise fail_open.meant(OSError(known[0], os.strerror(known[0]), file))
-    stamp, content = known
+    if len(answer) == 1:
+        raise fail_open.meant(OSError(answer[0], os.strerror(answer[0]), file))
+    stamp, content = answer
     if stamp == _stamp_of(path):
         return original(file, mode, *args, **kwargs)
     if content is None:
@@ -151,15 +151,15 @@ def _note_read(original: Any, place: file_answers.Question, file: Any, mode: str
 def _stamp_of(path: Any) -> list[int]:
     """What changes when a regular file is written or replaced; [] of others."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return []
-    return [found.st_size, found.st_mtime_ns, found.st_ino] if stat.S_ISREG(found.st_mode) else []
+    return [status.st_size, status.st_mtime_ns, status.st_ino] if stat.S_ISREG(status.st_mode) else []
 
 
 def _open_files() -> list[tuple[str, Any]]:
-    found = [(path, known()) for path, known in _tracked]
-    return [(path, opened) for path, opened in found if opened is not None and not opened.closed]
+    files = [(path, reference()) for path, reference in _tracked]
+    return [(path, opened) for path, opened in files if opened is not None and not opened.closed]
 
 
 class _FollowedFile(io.FileIO):
@@ -233,14 +233,14 @@ def forget() -> None:
 
 def positions() -> list[list[Any]]:
     """[path, bytes written] of each file that is open for writing; flushes them."""
-    found = []
+    rows = []
     for path, opened in _open_files():
         try:
             opened.flush()
-            found.append([path, os.lseek(opened.fileno(), 0, os.SEEK_CUR)])
+            rows.append([path, os.lseek(opened.fileno(), 0, os.SEEK_CUR)])
         except (OSError, ValueError):
             continue
-    return found
+    return rows
 
 
 def positions_again(recorded: list[list[Any]]) -> list[list[Any]]:

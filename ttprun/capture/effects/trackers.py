@@ -47,7 +47,7 @@ def wrap_add_event(original: Any) -> Any:
                 original(self, event)  # each new file must begin with its version
         else:
             key = append_dedup.key_of(f"{getattr(self, '_file_name', '')}#events")
-            append_dedup.write(session, key, b"+", lambda one: original(self, event) or len(one))
+            append_dedup.write(session, key, b"+", lambda data: original(self, event) or len(data))
 
     return add_event
 

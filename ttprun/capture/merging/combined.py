@@ -39,11 +39,11 @@ from ttprun.capture.values.type_names import MISSING, CannotRestoreError
 MODULES = (ModuleNode, WrapperNode)
 
 
-def are_of_a_kind(one: Node, other: Node) -> bool:
+def are_of_a_kind(node: Node, other: Node) -> bool:
     """Whether two nodes are of one type, or both of modules, wrapped or not."""
-    if not isinstance(one, AnyNode) or not isinstance(other, AnyNode):
+    if not isinstance(node, AnyNode) or not isinstance(other, AnyNode):
         return False
-    return type(one) is type(other) or (isinstance(one, MODULES) and isinstance(other, MODULES))
+    return type(node) is type(other) or (isinstance(node, MODULES) and isinstance(other, MODULES))
 
 
 def state_of(node: RandomNode | NumpyRandomNode) -> list[Any]:
@@ -76,10 +76,10 @@ class Outcome:
             return node
         if isinstance(node, ReferenceNode):
             outcome = self.outcome_of_last(node.number)
-            found = self._last.resolve(node)
-            if outcome in self.defined or found is node:
+            referent = self._last.resolve(node)
+            if outcome in self.defined or referent is node:
                 return ReferenceNode(outcome)
-            node = found
+            node = referent
         mine = self._mine.resolve(mine)
         number = number_of(node)
         if number is not None:
@@ -110,10 +110,10 @@ class Outcome:
         if not isinstance(node, AnyNode):
             return node
         if isinstance(node, ReferenceNode):
-            found = self._mine.resolve(node)
-            if self.outcome_of_mine(node.number) in self.defined or found is node:
+            referent = self._mine.resolve(node)
+            if self.outcome_of_mine(node.number) in self.defined or referent is node:
                 return ReferenceNode(self.outcome_of_mine(node.number))
-            node = found
+            node = referent
         number = number_of(node)
         if number is not None:
             outcome = self.outcome_of_mine(number)
@@ -135,23 +135,23 @@ class Outcome:
         def one(part: Node, counterpart: Node) -> Node:
             return self.of_mine(part) if is_mine else self.of_last(part, counterpart)
 
-        def some(found: list[Node], counterparts: list[Node]) -> list[Node]:
-            return [one(p, counterparts[i] if i < len(counterparts) else MISSING) for i, p in enumerate(found)]
+        def some(nodes: list[Node], counterparts: list[Node]) -> list[Node]:
+            return [one(p, counterparts[i] if i < len(counterparts) else MISSING) for i, p in enumerate(nodes)]
 
         made: dict[str, Any] = {}
         for name, part in PARTS[type(node)].items():
-            held, other = getattr(node, name), getattr(beside, name) if has_counterparts else None
+            value, other = getattr(node, name), getattr(beside, name) if has_counterparts else None
             if part is Part.NUMBER:
-                made[name] = outcome(held)
+                made[name] = outcome(value)
             elif part is Part.NODE:
-                made[name] = one(held, other if has_counterparts else MISSING)
+                made[name] = one(value, other if has_counterparts else MISSING)
             elif part in LISTS:
                 is_in_order = has_counterparts and part is not Part.UNORDERED
-                made[name] = some(listed(held), listed(other) if is_in_order and other is not None else [])
+                made[name] = some(listed(value), listed(other) if is_in_order and other is not None else [])
             elif part is Part.NAMED:
-                made[name] = {key: one(p, (other or {}).get(key, MISSING)) for key, p in held.items()}
+                made[name] = {key: one(p, (other or {}).get(key, MISSING)) for key, p in value.items()}
             elif part is Part.GROUPS:
-                made[name] = [{key: one(p, MISSING) for key, p in group.items()} for group in held]
+                made[name] = [{key: one(p, MISSING) for key, p in group.items()} for group in value]
         shift = len(self._last.blobs) if is_mine else 0
         if isinstance(node, ChangedDataNode):
             made["blob"] = node.blob + shift

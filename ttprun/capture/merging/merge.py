@@ -82,8 +82,8 @@ class Merge(Outcome):
             overs = [MISSING if i >= len(of_first) else of_first[i].over for i in range(len(of_last))]
             loops.append(
                 [
-                    replace(one, over=self.value(over, one.over, m.over))
-                    for over, one, m in zip(overs, of_last, of_mine, strict=True)
+                    replace(loop, over=self.value(over, loop.over, m.over))
+                    for over, loop, m in zip(overs, of_last, of_mine, strict=True)
                 ]
             )
         modules = {
@@ -104,13 +104,13 @@ class Merge(Outcome):
         first, last, mine   name -> node, of the same scope in each of the three records
         returns             the same for the outcome
         """
-        found = {
+        nodes = {
             name: self.value(first.get(name, MISSING), node, mine.get(name, MISSING)) for name, node in last.items()
         }
         for name, node in mine.items():
             if name not in last and name not in first:
-                found[name] = self.of_mine(node)
-        return found
+                nodes[name] = self.of_mine(node)
+        return nodes
 
     def value(self, first: Node, last: Node, mine: Node) -> Node:
         """The node to restore at one place in the script, of which each record has a node.
@@ -122,33 +122,33 @@ class Merge(Outcome):
         if not isinstance(last, AnyNode):
             is_left = first is not MISSING and not isinstance(first, AnyNode) and is_same_scalar(first, last)
             return self.of_mine(mine) if is_left and mine is not MISSING else last
-        first, last, found = self._first.resolve(first), self._last.resolve(last), self._mine.resolve(mine)
+        first, last, ours = self._first.resolve(first), self._last.resolve(last), self._mine.resolve(mine)
         if isinstance(last, ActivationNode):
             return last
         if isinstance(last, ShardedNode) and self._is_resized:
             return ActivationNode(last.layout[0])  # other ranks cannot use a part of it
-        if isinstance(last, DataNode) and isinstance(found, DataNode) and replace(found, age=last.age) == last:
-            return found  # made again, e.g. by a loop that has jumped
+        if isinstance(last, DataNode) and isinstance(ours, DataNode) and replace(ours, age=last.age) == last:
+            return ours  # made again, e.g. by a loop that has jumped
         if self._is_ahead(last):
             if mine is MISSING:
                 raise CannotRestoreError("prefetched data is in a variable that the new run has not set")
-            self.pair(last, found)
+            self.pair(last, ours)
             return self.of_mine(mine)
         number = number_of(last)
         is_again = number is not None and self.outcome_of_last(number) in self.defined
-        own = number_of(found)
+        own = number_of(ours)
         # Two names of one object in one run may be two objects in the other.
         is_again = is_again or (own is not None and self.outcome_of_mine(own) in self.defined)
-        if is_again or not self._are_alike(first, last, found):
+        if is_again or not self._are_alike(first, last, ours):
             if mine is not MISSING and self._compared.is_same(first, last):
-                self.pair(last, found)
+                self.pair(last, ours)
                 return self.of_mine(mine)
-            if not is_again and self._are_views(first, last, found):
-                return self._moved(last, found)
-            return self.of_last(last, found)
+            if not is_again and self._are_views(first, last, ours):
+                return self._moved(last, ours)
+            return self.of_last(last, ours)
         self._compared.bind(first, last)
-        self.pair(last, found)
-        return self._merged(first, last, found)
+        self.pair(last, ours)
+        return self._merged(first, last, ours)
 
     def _are_alike(self, first: Any, last: Any, mine: Any) -> bool:
         """Whether three nodes can be merged part by part."""
@@ -177,7 +177,7 @@ class Merge(Outcome):
         if not all(isinstance(node, TensorNode) and isinstance(node.layout, list) for node in nodes):
             return False
         contents = [tree.contents(n) for tree, n in zip((self._first, self._last, self._mine), nodes, strict=True)]
-        return contents[0] == contents[1] and all(isinstance(one, bytes) for one in contents)
+        return contents[0] == contents[1] and all(isinstance(content, bytes) for content in contents)
 
     def _moved(self, last: TensorNode, mine: TensorNode) -> Node:
         """Another part of the new run's memory, which must not be overwritten by the old run's."""
@@ -261,7 +261,7 @@ class Merge(Outcome):
     def _merged_parts(self, first: ModuleNode, last: ModuleNode, mine: ModuleNode) -> Node:
         nodes = (first, last, mine)
         described = [unpack_description(node.description) for node in nodes]
-        names = [[one.modules, [path for path, _ in one.tensors]] for one in described]
+        names = [[module.modules, [path for path, _ in module.tensors]] for module in described]
         if not names[0] == names[1] == names[2]:
             if self._compared.is_same(first, last):
                 return self.copied(mine, is_mine=True)
@@ -269,19 +269,19 @@ class Merge(Outcome):
         self.pair_parts(last, mine)
         begin = len(self.blobs)
         for offset, (path, _) in enumerate(described[2].tensors):
-            one, other, own = (
+            before, after, own = (
                 tree.blobs[node.first_blob + offset]
                 for tree, node in zip((self._first, self._last, self._mine), nodes, strict=True)
             )
             is_sharded = path in described[2].sharded
-            if one != other and (is_sharded or len(other) != len(own)):
+            if before != after and (is_sharded or len(after) != len(own)):
                 what = "is sharded over the ranks, and was changed" if is_sharded else "has another shape than"
                 raise CannotRestoreError(f"{path} of a module {what} in the old run")
             # Buffers in a state_dict are taken from the old run, as from a checkpoint; others are the constructor's.
-            is_left = one == other and (is_sharded or path in described[2].passing or len(other) != len(own))
-            self.blobs.append(own if is_left else other)
+            is_left = before == after and (is_sharded or path in described[2].passing or len(after) != len(own))
+            self.blobs.append(own if is_left else after)
         is_changed = described[1].frozen != described[0].frozen
-        scopes = [all_attributes(node, one) for node, one in zip(nodes, described, strict=True)]
+        scopes = [all_attributes(node, module) for node, module in zip(nodes, described, strict=True)]
         attributes = {path: self.named(*(scope.get(path, {}) for scope in scopes)) for path in described[2].attributes}
         description = replace(
             described[2],
@@ -300,10 +300,10 @@ class Merge(Outcome):
         if isinstance(node, ListNode | TupleNode | DictNode):
             shape = PARTS[type(node)]
             lists = [getattr(node, name) for name, part in shape.items() if part in _IN_ORDER]
-            nodes += [self._last.resolve(part) for held in lists for part in listed(held)]
-        found = {self._last.digest(part) for part in nodes} & self._ahead
-        self.left |= {digest for digest in found if digest is not None}
-        return bool(found)
+            nodes += [self._last.resolve(part) for items in lists for part in listed(items)]
+        digests = {self._last.digest(part) for part in nodes} & self._ahead
+        self.left |= {digest for digest in digests if digest is not None}
+        return bool(digests)
 
 
 def _without_positions(node: Any) -> Any:

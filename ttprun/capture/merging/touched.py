@@ -86,11 +86,11 @@ class _Walk:
 
     def _are_of_one_length(self, parts: Sequence[tuple[str, Part]], nodes: list[Any]) -> bool:
         lists = [[getattr(node, name) for node in nodes] for name, part in parts if part in _IN_ORDER]
-        if not all(isinstance(one, list) for found in lists for one in found):
+        if not all(isinstance(items, list) for row in lists for items in row):
             return False  # packed: compared as a whole
-        if isinstance(nodes[0], DictNode) and not all(found == lists[0][0] for found in lists[0]):
+        if isinstance(nodes[0], DictNode) and not all(row == lists[0][0] for row in lists[0]):
             return False
-        return all(len(set(map(len, found))) == 1 for found in lists)
+        return all(len(set(map(len, row))) == 1 for row in lists)
 
     def _module(self, first: Any, before: Any, mine: Any) -> None:
         """Attributes only, as the tensors come from the old run anyhow."""
@@ -101,8 +101,8 @@ class _Walk:
         settled = [unpack_description(node.description).attributes for node in (first, before, mine)]
         for path in settled[0].keys() & settled[1].keys() & settled[2].keys():
             scopes = [
-                found[path] | node.attributes.get(path, {})
-                for found, node in zip(settled, (first, before, mine), strict=True)
+                attributes[path] | node.attributes.get(path, {})
+                for attributes, node in zip(settled, (first, before, mine), strict=True)
             ]
             self.named(*scopes)
             first.attributes[path] = scopes[0]

@@ -52,13 +52,13 @@ def _follow(statements: list[ast.stmt], filename: str, is_generator: bool = Fals
 
 def _yields(function: ast.FunctionDef) -> bool:
     """Whether it is a generator."""
-    left: list[ast.AST] = [*function.body]
-    while left:
-        node = left.pop()
+    pending: list[ast.AST] = [*function.body]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.Yield | ast.YieldFrom):
             return True
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            left += ast.iter_child_nodes(node)
+            pending += ast.iter_child_nodes(node)
     return False
 
 
@@ -73,7 +73,7 @@ def _wrap(node: ast.For, filename: str, is_generator: bool) -> None:
 
 def _place_of(node: ast.For) -> loop_sites.Extent:
     first, last = node.body[0], node.body[-1]
-    begin = min([first, *getattr(first, "decorator_list", ())], key=lambda one: (one.lineno, one.col_offset))
+    begin = min([first, *getattr(first, "decorator_list", ())], key=lambda part: (part.lineno, part.col_offset))
     return loop_sites.Extent(
         start=(node.lineno, node.col_offset),
         over=(node.iter.lineno, node.iter.col_offset),
@@ -92,9 +92,9 @@ def compile_followed(source: bytes, filename: str, is_script: bool = False) -> C
     Raises SyntaxError as compile() does.
     """
     followed[filename] = source
-    known = _prepared.get(filename)
-    if known is not None and known[0] == source and not is_script:
-        return known[1]
+    prepared = _prepared.get(filename)
+    if prepared is not None and prepared[0] == source and not is_script:
+        return prepared[1]
     return _compile(source, filename, is_script)
 
 
@@ -102,9 +102,9 @@ def compile_named(source: bytes, filename: str) -> CodeType:
     """Compile a module that is followed by its name: it is large, and equal in each run, so kept on disk."""
     followed[filename] = source
     kept = compiled_cache.KeptCode(source, filename, how=__file__)
-    known = kept.read()
-    if known is not None:
-        code, places = known
+    compiled = kept.read()
+    if compiled is not None:
+        code, places = compiled
         for place in places:
             loop_sites.new_site(filename, loop_sites.Extent(*place))
         return code
@@ -200,7 +200,7 @@ class _Finder:
         imported.note_environment(fullname)
         is_named = whose.is_named(fullname)
         later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
-        finders = [one for one in later if is_named or one not in _OF_PYTHON]
+        finders = [finder for finder in later if is_named or finder not in _OF_PYTHON]
         if not is_named:  # the others are those of editable installations, say
             finders.insert(0, importlib.machinery.PathFinder)
         spec = next(filter(None, (_ask(finder, fullname, path, target) for finder in finders)), None)
@@ -234,8 +234,8 @@ _OF_PYTHON: tuple[Any, ...] = (
 
 def _ask(finder: Any, *asked: Any) -> importlib.machinery.ModuleSpec | None:
     find = getattr(finder, "find_spec", None)
-    found: importlib.machinery.ModuleSpec | None = None if find is None else find(*asked)
-    return found
+    spec: importlib.machinery.ModuleSpec | None = None if find is None else find(*asked)
+    return spec
 
 
 class _ScriptFinder:

@@ -135,10 +135,10 @@ def look(frame: FrameType | None) -> Whereabouts:
         stack += (frame,)
         key += id(frame.f_code), frame.f_lasti
         frame = frame.f_back
-    known = tuple(key)
-    way = _ways.get(known)
+    path = tuple(key)
+    way = _ways.get(path)
     if way is None:
         if len(_ways) >= _MOST_WAYS:
             _ways.clear()
-        way = _ways[known] = _Way(stack)
+        way = _ways[path] = _Way(stack)
     return Whereabouts(way, stack)

@@ -106,8 +106,8 @@ def _opened_folder() -> Iterator[int]:
         os.close(fd)
 
 
-def _refuse_others(found: os.stat_result, is_right: Any) -> None:
-    if not is_right(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+def _refuse_others(status: os.stat_result, is_right: Any) -> None:
+    if not is_right(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError("somebody else could have written it")
 
 

@@ -95,9 +95,9 @@ def is_within_another(code: CodeType, key: str) -> bool:
 
 
 def _reached(following: Mapping[int, Iterable[int]], start: int) -> set[int]:
-    found, left = {start}, [start]
-    while left:
-        new = set(following[left.pop()]) - found
-        found |= new
-        left += new
-    return found
+    reached, pending = {start}, [start]
+    while pending:
+        new = set(following[pending.pop()]) - reached
+        reached |= new
+        pending += new
+    return reached

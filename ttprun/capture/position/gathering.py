@@ -45,7 +45,7 @@ class _Loops:
 
     def hold(self, at: Span) -> bool:
         """Whether the code at a place is evaluated in these loops, or may be, if only its line is known."""
-        is_excluded = _has_columns(at) and any(_is_within(at, one) for one in self.excluded)
+        is_excluded = _has_columns(at) and any(_is_within(at, part) for part in self.excluded)
         return not is_excluded and any(_is_within(at, part) for part in self.parts)
 
 
@@ -87,8 +87,8 @@ def _stands_in_loop(frame: FrameType) -> bool:
 
 def _span_of(code: CodeType, instruction: int) -> Span:
     """The place of an instruction in the source; _UNKNOWN if it has none."""
-    found = next(itertools.islice(code.co_positions(), instruction // 2, None))
-    line, last_line, column, last_column = (_UNKNOWN if place is None else place for place in found)
+    span = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    line, last_line, column, last_column = (_UNKNOWN if place is None else place for place in span)
     return line, column, last_line, last_column
 
 

@@ -57,14 +57,14 @@ def modules() -> list[tuple[str, str, dict[str, str | None]]]:
     The file is "" for what a standby must not import: the user's own, what has no name of its own, and what draws
     other random numbers than it would at the start of a rank.
     """
-    found = []
+    rows = []
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("torch", "ttprun"):
             file = "" if name in _drawing_later else _file_of(name, module)
-            found.append((name, file, _changes.get(name, {})))
+            rows.append((name, file, _changes.get(name, {})))
     names = set(sys.modules)
     lost = [change for name, change in _changes.items() if name not in names]  # of imports that have failed
-    return [("", "", change) for change in lost] + found
+    return [("", "", change) for change in lost] + rows
 
 
 def _file_of(name: str, module: Any) -> str:

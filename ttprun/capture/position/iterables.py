@@ -38,21 +38,21 @@ def over(loop: Loop) -> Any:
         return None
     if loop.over is not None and (_is_of_user(loop.over) or not is_a(loop.over, GeneratorType)):
         return loop.over
-    found = list(_iterators_in(loop.items()))
-    loop.determines_all = bool(found) and all(is_a(one, _LASTING) for one in found)
-    return _not_asked(found) or None
+    iterators = list(_iterators_in(loop.items()))
+    loop.determines_all = bool(iterators) and all(is_a(iterator, _LASTING) for iterator in iterators)
+    return _not_asked(iterators) or None
 
 
 def followed(loops: Iterable[Loop]) -> set[int]:
     """Ids of the iterators and files whose position is known from the loop that uses them."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for loop in loops:
         value = over(loop)
         if value is not None and type(value) is not tuple:
-            found |= {id(value), *map(id, _below(value))}
+            ids |= {id(value), *map(id, _below(value))}
         elif not loop.determines_all:
-            found |= ids_of_generators(_iterators_in(loop.items()))
-    return found
+            ids |= ids_of_generators(_iterators_in(loop.items()))
+    return ids
 
 
 def inside_library(items: Any) -> tuple[Any, ...] | None:
@@ -60,13 +60,13 @@ def inside_library(items: Any) -> tuple[Any, ...] | None:
 
     None if no generator of a library is in it, so that it can be recorded itself.
     """
-    found = list(_iterators_in(items))
-    has_hidden = any(is_a(one, GeneratorType) and not _is_of_user(one) for one in found)
-    return _not_asked(found) if has_hidden else None
+    iterators = list(_iterators_in(items))
+    has_hidden = any(is_a(iterator, GeneratorType) and not _is_of_user(iterator) for iterator in iterators)
+    return _not_asked(iterators) if has_hidden else None
 
 
-def _not_asked(found: list[Any]) -> tuple[Any, ...]:
-    return tuple(one for one in found if _is_of_user(one) or _is_first_round(one))
+def _not_asked(iterators: list[Any]) -> tuple[Any, ...]:
+    return tuple(iterator for iterator in iterators if _is_of_user(iterator) or _is_first_round(iterator))
 
 
 def _below(table: Any) -> list[Any]:
@@ -86,9 +86,9 @@ def ids_of_generators(values: Iterable[Any]) -> set[int]:
 def _iterators_in(items: Any) -> Iterator[Any]:
     """An iterator and those inside it; what is inside one of the user's is recorded with that."""
     seen: set[int] = set()
-    left = [items]
-    while left and len(seen) <= _MOST:
-        value = left.pop()
+    pending = [items]
+    while pending and len(seen) <= _MOST:
+        value = pending.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -98,7 +98,7 @@ def _iterators_in(items: Any) -> Iterator[Any]:
         is_plain = is_a(value, _PLAIN) or (is_iterator and _is_of_user(value))
         is_long = is_a(value, tuple | list | dict) and length_of(value) > _MOST
         if not (is_plain or is_long) and (is_iterator or is_a(value, _LOOKED_INTO)):
-            left += gc.get_referents(value)
+            pending += gc.get_referents(value)
 
 
 def _is_of_user(items: Any) -> bool:
@@ -110,5 +110,5 @@ def _is_of_user(items: Any) -> bool:
 def _is_first_round(items: Any) -> bool:
     """Whether it is a cycle in its first round, which would collect placeholders in a replay."""
     return is_a(items, itertools.cycle) and any(
-        is_a(one, (GeneratorType, _BaseDataLoaderIter)) or _is_of_user(one) for one in _iterators_in(items)
+        is_a(inner, (GeneratorType, _BaseDataLoaderIter)) or _is_of_user(inner) for inner in _iterators_in(items)
     )

@@ -72,4 +72,4 @@ def judge(node: Node, is_dead: bool = False) -> Judgement:
     """How a value is judged, by its node; a scalar is its own node."""
     if not isinstance(node, AnyNode):
         return DEAD if is_dead else RECORDED
-    return next(one for one in ORDER if one.holds(node, is_dead))
+    return next(judgement for judgement in ORDER if judgement.holds(node, is_dead))

@@ -87,17 +87,17 @@ def loop_around(frame: FrameType | None) -> tuple[str, dict[str, str]]:
     returns   its function and file, "" if there is none; and the modules to follow with their files, outermost first:
               those of frames on the stack that are in a package with such a loop
     """
-    found, packages, modules = "", set(), []
+    description, packages, modules = "", set(), []
     while frame is not None:
         code = frame.f_code
         if _is_foreign(frame):
             module = str(frame.f_globals.get("__name__"))
             modules.append((module, code.co_filename))
             if _is_in_loop(frame):
-                found = f"{code.co_qualname} ({code.co_filename})"
+                description = f"{code.co_qualname} ({code.co_filename})"
                 packages.add(_package_of(module))
         frame = frame.f_back
-    return found, {one: filename for one, filename in reversed(modules) if _package_of(one) in packages}
+    return description, {name: filename for name, filename in reversed(modules) if _package_of(name) in packages}
 
 
 def is_called_in_a_loop(frame: FrameType, outer: FrameType) -> bool:
@@ -128,8 +128,8 @@ def keeper_of_a_loss(frame: FrameType | None) -> dict[str, str]:
 
 
 def _holds_loss(frame: FrameType) -> bool:
-    held = (value for value in variables_of(frame).values() if is_a(value, torch.Tensor))
-    return any(value.grad_fn is not None and value.numel() == 1 for value in held)
+    tensors = (value for value in variables_of(frame).values() if is_a(value, torch.Tensor))
+    return any(value.grad_fn is not None and value.numel() == 1 for value in tensors)
 
 
 def _package_of(module: str) -> str:

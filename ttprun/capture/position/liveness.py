@@ -48,11 +48,11 @@ def dead_in(frame: FrameType) -> frozenset[str]:
     """The names of a running function's variables that are dead when it goes on; of a module or class body, none."""
     code = frame.f_code
     key = (id(code), frame.f_lasti)
-    known = _known.get(key)
-    if known is None:
+    entry = _known.get(key)
+    if entry is None:
         at = control_flow.instruction_at(code, frame.f_lasti)
-        known = _known[key] = (_dead_after(code, at), code)
-    return known[0]
+        entry = _known[key] = (_dead_after(code, at), code)
+    return entry[0]
 
 
 def _dead_after(code: CodeType, offset: int) -> frozenset[str]:
@@ -63,15 +63,15 @@ def _dead_after(code: CodeType, offset: int) -> frozenset[str]:
     uses = {step.offset: _uses(step) for step in flow.steps}
     live: dict[int, set[str]] = {at: set() for at in uses}
     leading = control_flow.leading_of(flow.following)
-    left = set(uses)
-    while left:
-        at = left.pop()
+    pending = set(uses)
+    while pending:
+        at = pending.pop()
         read, written = uses[at]
         after = set[str]().union(*(live[then] for then in flow.following[at]))
         now = read | (after - written)
         if now != live[at]:
             live[at] = now
-            left |= leading[at]
+            pending |= leading[at]
     after = set[str]().union(*(live[then] for then in flow.following[offset]))
     return frozenset(own - after)
 

@@ -190,9 +190,9 @@ class Jump(Loop):
     def _random_states(self) -> random_state.RngState:
         if self._first_rng is None:
             return random_state.capture()
-        found, self._first_rng = self._first_rng, None
-        random_state.restore(found)
-        return found
+        states, self._first_rng = self._first_rng, None
+        random_state.restore(states)
+        return states
 
     def _rest(self, iterable: range, skip: int, bounds: list[int]) -> range:
         """What is left of a range.
@@ -323,11 +323,11 @@ _sites: dict[int, tuple[CodeType, list[Site]]] = {}
 
 def _sites_of(code: CodeType) -> list[Site]:
     """The loops of a code, in their order: an outer one comes before those inside."""
-    known = _sites.get(id(code))
-    if known is None:
-        found = [sites[one] for one in code.co_consts if type(one) is str and one in sites]
-        known = _sites[id(code)] = (code, sorted(found, key=lambda site: site.place.start))
-    return known[1]
+    entry = _sites.get(id(code))
+    if entry is None:
+        own = [sites[constant] for constant in code.co_consts if type(constant) is str and constant in sites]
+        entry = _sites[id(code)] = (code, sorted(own, key=lambda site: site.place.start))
+    return entry[1]
 
 
 def around(frame: FrameType) -> list[Site]:
@@ -340,12 +340,12 @@ def around(frame: FrameType) -> list[Site]:
 
 def of_frame(frame: FrameType) -> list[Loop]:
     """The active followed loops of a frame, outermost first."""
-    found, key = [], id(frame)
+    loops, key = [], id(frame)
     for site in _sites_of(frame.f_code):  # plain lines, as at each boundary
         loop = _running.get((key, site.key))
         if loop is not None and loop.is_running():
-            found.append(loop)
-    return found
+            loops.append(loop)
+    return loops
 
 
 def note_steps(active: list[Loop], not_followed: list[Site]) -> None:

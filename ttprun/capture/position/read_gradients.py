@@ -31,40 +31,40 @@ def _reads(frame: FrameType) -> bool:
     """One function, from where it stands to where the next backward begins, or to its end."""
     flow = flow_of(frame.f_code)
     steps = {step.offset: step for step in flow.steps}
-    known = frame.f_globals | variables_of(frame)
-    left = list(flow.following.get(instruction_at(frame.f_code, frame.f_lasti), ()))
+    variables = frame.f_globals | variables_of(frame)
+    pending = list(flow.following.get(instruction_at(frame.f_code, frame.f_lasti), ()))
     seen: set[int] = set()
-    while left:
-        at = left.pop()
+    while pending:
+        at = pending.pop()
         if at in seen:
             continue
         seen.add(at)
         step = steps[at]
-        names = _names_at(known, step.opname, step.argval)
+        names = _names_at(variables, step.opname, step.argval)
         if names & _ENDING:
             continue
         if names & _READING:
             return True
-        left += flow.following[at]
+        pending += flow.following[at]
     return False
 
 
-def _names_at(known: Mapping[str, Any], operation: str, value: Any) -> frozenset[str]:
+def _names_at(variables: Mapping[str, Any], operation: str, value: Any) -> frozenset[str]:
     """What an instruction names: an attribute; and all that a function names that it makes, or takes to call it.
 
-    known   the variables of its function
+    variables   the variables of its function
     """
     if isinstance(value, CodeType):
         return _names_in(value)
     if operation in _OF_OBJECT:
-        return frozenset({value}) | _names_of(_method_of(type(known.get("self")), value))
+        return frozenset({value}) | _names_of(_method_of(type(variables.get("self")), value))
     if operation in _BY_NAME:
-        return _names_of(known.get(value))
+        return _names_of(variables.get(value))
     return frozenset()
 
 
 def _method_of(kind: type, name: str) -> Any:
-    return next((found[name] for base in bases_of(kind) if name in (found := dictionary_of_class(base))), None)
+    return next((own[name] for base in bases_of(kind) if name in (own := dictionary_of_class(base))), None)
 
 
 def _names_of(function: Any) -> frozenset[str]:
@@ -82,6 +82,6 @@ def _names_in(code: CodeType) -> frozenset[str]:
 def _all_names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     inner: Iterable[Any] = code.co_consts
-    for one in inner:
-        if isinstance(one, CodeType):
-            yield from _all_names(one)
+    for constant in inner:
+        if isinstance(constant, CodeType):
+            yield from _all_names(constant)

@@ -25,20 +25,20 @@ def note(filename: str) -> bool:
 
 def files() -> list[str]:
     """The files that earlier runs have noted, and that are still the same."""
-    found = []
+    filenames = []
     for name in compiled_cache.names():
         content = compiled_cache.read(name) if name.endswith(_ENDING) else None
         if content is not None and (filename := _file_in(content)) and content == _entry_of(filename):
-            found.append(filename)
-    return found
+            filenames.append(filename)
+    return filenames
 
 
 def _file_in(content: bytes) -> str:
     try:
-        found = json.loads(content)
+        fields = json.loads(content)
     except ValueError:
         return ""
-    filename = found.get("file") if isinstance(found, dict) else None
+    filename = fields.get("file") if isinstance(fields, dict) else None
     return filename if isinstance(filename, str) else ""
 
 

@@ -158,11 +158,11 @@ class Record(NamedTuple):
         Raises MalformedRecordError.
         """
         fields = read_head(head)
-        found, at = [], 0
+        parts, at = [], 0
         for size in fields.blobs:
-            found.append(memoryview(blobs)[at : at + size])
+            parts.append(memoryview(blobs)[at : at + size])
             at += size
-        return cls(fields, found)
+        return cls(fields, parts)
 
 
 _decoder = msgspec.msgpack.Decoder(BoundaryRecord)

@@ -191,9 +191,9 @@ class Evidence:
         self._at = self._at_of(step)
         self._counts.clear()
         self._places = set()
-        known, count = _HEAD.unpack_from(self._region, self._at)
-        self._count = count if known == step else 0
-        if known != step:
+        noted_step, count = _HEAD.unpack_from(self._region, self._at)
+        self._count = count if noted_step == step else 0
+        if noted_step != step:
             _HEAD.pack_into(self._region, self._at, step, 0)
         elif count:
             self._places.update(self.left(step))
@@ -201,16 +201,16 @@ class Evidence:
     def left(self, step: int) -> dict[Place, Noted]:
         """What this rank's processes have noted of a step."""
         at = self._at_of(step)
-        known, count = _HEAD.unpack_from(self._region, at)
-        found = {}
-        for entry in range(count if known == step else 0):
+        noted_step, count = _HEAD.unpack_from(self._region, at)
+        notes = {}
+        for entry in range(count if noted_step == step else 0):
             start = at + _HEAD.size + entry * _ENTRY_BYTES
             kind, size, number, key, digest = _ENTRY.unpack_from(self._region, start)
             if kind == _NOT_YET:
                 continue
             sample = bytes(self._region[start + _ENTRY.size : start + _ENTRY.size + size])
-            found[kind, key, number] = Noted(digest, sample)
-        return found
+            notes[kind, key, number] = Noted(digest, sample)
+        return notes
 
     # What replacements have come to.
 
@@ -221,15 +221,15 @@ class Evidence:
 
     def tried(self, step: int, place: Place) -> list[int]:
         """The digests of what older replacements have come to at a place, where that was not the lost rank's."""
-        _, known, count = _TRIED_HEAD.unpack_from(self._region, _TRIED_AT)
+        _, tried_step, count = _TRIED_HEAD.unpack_from(self._region, _TRIED_AT)
         start = _TRIED_AT + _TRIED_HEAD.size
         entries = (_TRIED.unpack_from(self._region, start + at * _TRIED.size) for at in range(count))
-        return [digest for kind, number, key, digest in entries if (known, kind, key, number) == (step, *place)]
+        return [digest for kind, number, key, digest in entries if (tried_step, kind, key, number) == (step, *place)]
 
     def note_tried(self, step: int, place: Place, noted: Noted) -> bool:
         """A replacement has come to something else than the lost rank; False if there is no room for more."""
-        noisy, known, count = _TRIED_HEAD.unpack_from(self._region, _TRIED_AT)
-        count = count if known == step else 0
+        noisy, tried_step, count = _TRIED_HEAD.unpack_from(self._region, _TRIED_AT)
+        count = count if tried_step == step else 0
         if count == MOST_TRIED:
             return False
         kind, key, number = place

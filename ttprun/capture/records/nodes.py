@@ -392,7 +392,7 @@ class OptimizerNode(ObjectOfKind, frozen=True, gc=False, tag="O"):
 
 
 def _kinds(base: type[AnyNode]) -> list[type[AnyNode]]:
-    return [kind for one in base.__subclasses__() for kind in _kinds(one) or [one]]
+    return [kind for derived in base.__subclasses__() for kind in _kinds(derived) or [derived]]
 
 
 # msgspec allows one type like a str in a union: bytes are a `PlainNode`.

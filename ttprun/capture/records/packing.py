@@ -49,8 +49,8 @@ def unpack_as(decoder: msgspec.msgpack.Decoder[_T], packed: bytes | bytearray | 
         try:
             return decoder.decode(packed)
         except UnicodeDecodeError:
-            found = msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
-            return msgspec.convert(found, decoder.type, builtin_types=(bytes,))
+            unpacked = msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
+            return msgspec.convert(unpacked, decoder.type, builtin_types=(bytes,))
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise MalformedRecordError(f"a record is not what ttprun writes: {error}") from None
 

@@ -130,14 +130,14 @@ class Recorder:
 
     def read(self, boundary: int) -> tuple[bytes, bytes] | None:
         """Copies of (head, blobs) of a boundary's record, None if it is not there."""
-        found = self._read(boundary % SLOTS)
-        return found[1:] if found is not None and found[0] == boundary else None
+        record = self._read(boundary % SLOTS)
+        return record[1:] if record is not None and record[0] == boundary else None
 
     def read_head(self, boundary: int) -> bytes:
         """A copy of a record's packed part. Raises KeyError if it is not there."""
         cell = boundary % SLOTS * _SLOT_CELLS
-        known, head_bytes, *_ = self._cells[cell : cell + _SLOT_CELLS]
-        if known != boundary or not 0 <= head_bytes <= self.slot_bytes:
+        recorded, head_bytes, *_ = self._cells[cell : cell + _SLOT_CELLS]
+        if recorded != boundary or not 0 <= head_bytes <= self.slot_bytes:
             raise KeyError(boundary)
         at = HEADER_BYTES + boundary % SLOTS * self.slot_bytes
         return bytes(self._view[at : at + head_bytes])
@@ -160,14 +160,14 @@ class Recorder:
     def _digest(self, start: int, end: int, boundary: int) -> int:
         """Of a part of the memory, as a signed cell; of each boundary another one."""
         seed = boundary & 0xFFFFFFFF
-        found: int = xxhash.xxh3_64_intdigest(self._view[start:end], seed)
-        return found - (1 << 63)
+        digest: int = xxhash.xxh3_64_intdigest(self._view[start:end], seed)
+        return digest - (1 << 63)
 
     def export(self, boundary: int) -> dict[str, Any]:
         """All that a replay up to `boundary` needs, for `restore`. Raises KeyError if it is not recorded."""
         start = self.size_bytes(self.slot_bytes) - APPENDED_BYTES
         records = [
-            [number, *found] for number in range(boundary - SLOTS + 1, boundary + 1) if (found := self.read(number))
+            [number, *record] for number in range(boundary - SLOTS + 1, boundary + 1) if (record := self.read(number))
         ]
         if not records or records[-1][0] != boundary:
             raise KeyError(boundary)
@@ -182,8 +182,8 @@ class Recorder:
     @property
     def newest(self) -> int:
         """The newest boundary of which there is a record; NO_BOUNDARY if there is none."""
-        known = [self._cells[slot * _SLOT_CELLS] for slot in range(SLOTS)]
-        return max((one for slot, one in enumerate(known) if one % SLOTS == slot and one >= 0), default=NO_BOUNDARY)
+        boundaries = [self._cells[slot * _SLOT_CELLS] for slot in range(SLOTS)]
+        return max((at for slot, at in enumerate(boundaries) if at % SLOTS == slot and at >= 0), default=NO_BOUNDARY)
 
     def take_changes(self, all_of_it: bool) -> list[tuple[int, bytes]]:
         """(offset, bytes) of what was written since the last call, but for the evidence.
@@ -297,18 +297,16 @@ class Recorder:
     def read_worker(self, place: tuple[int, int, int, int]) -> bytes | None:
         """The states kept for this place, None if they were overwritten."""
         at = self._worker_at(place)
-        *found, size = _WORKER.unpack_from(self._map, at)
-        return (
-            bytes(self._view[at + _WORKER.size : at + _WORKER.size + size]) if tuple(found) == place and size else None
-        )
+        *key, size = _WORKER.unpack_from(self._map, at)
+        return bytes(self._view[at + _WORKER.size : at + _WORKER.size + size]) if tuple(key) == place and size else None
 
     def worker_states(self, iterator: int, worker: int) -> dict[tuple[int, int], bytes]:
         """All that is kept of one worker: the states by (epoch, batch of this worker), oldest first."""
         at = self._worker_at((iterator, 0, worker, 0))
         heads = [_WORKER.unpack_from(self._map, at + number * WORKER_ENTRY_BYTES) for number in range(WORKER_BATCHES)]
         places = [tuple(head[:4]) for head in heads if head[0] == iterator and head[2] == worker]
-        found = {(place[1], place[3]): self.read_worker(place) for place in sorted(places)}
-        return {when: states for when, states in found.items() if states is not None}
+        by_time = {(place[1], place[3]): self.read_worker(place) for place in sorted(places)}
+        return {when: states for when, states in by_time.items() if states is not None}
 
     def _appended_at(self, key: int) -> int | None:
         """The offset of a path's entry, or of a free one; None if the table is full."""
@@ -336,5 +334,5 @@ class Recorder:
     def appended_keys(self) -> list[int]:
         """The paths that have counts."""
         start = self.size_bytes(self.slot_bytes) - APPENDED_BYTES
-        found = (_APPENDED.unpack_from(self._map, start + n * _APPENDED.size)[0] for n in range(APPENDED_FILES))
-        return [key for key in found if key]
+        keys = (_APPENDED.unpack_from(self._map, start + n * _APPENDED.size)[0] for n in range(APPENDED_FILES))
+        return [key for key in keys if key]

@@ -14,10 +14,10 @@ from ttprun.capture.records.recorder import SLOTS, Recorder
 
 def read_record(recorder: Recorder, number: int) -> Record:
     """A boundary's record. Raises KeyError if the recorder does not hold it, MalformedRecordError."""
-    found = recorder.read(number)
-    if found is None:
+    parts = recorder.read(number)
+    if parts is None:
         raise KeyError(number)
-    return Record.of(*found)
+    return Record.of(*parts)
 
 
 def records_up_to(recorder: Recorder, number: int) -> list[Record]:
@@ -25,7 +25,7 @@ def records_up_to(recorder: Recorder, number: int) -> list[Record]:
     target = read_record(recorder, number)
     before = _record_to_begin_at(recorder, target)
     first = before.fields.boundary if before else number
-    return [read_record(recorder, known) for known in range(first, number)] + [target]
+    return [read_record(recorder, earlier) for earlier in range(first, number)] + [target]
 
 
 def _record_to_begin_at(recorder: Recorder, target: Record) -> Record | None:

@@ -59,7 +59,7 @@ def difference_of_batches(record: BoundaryRecord, before: BoundaryRecord | None,
     if len(mine) > len(lost):
         gc.collect()  # one that the script has dropped may be part of a cycle, which the lost rank had collected
         mine = _by_name(loaders.records())
-    yielded, expected = ([[it["name"], it["yielded"]] for it in known] for known in (mine, lost))
+    yielded, expected = ([[it["name"], it["yielded"]] for it in records] for records in (mine, lost))
     if [count for _, count in yielded] != [count for _, count in expected]:
         return f"its DataLoaders have yielded {yielded}, the lost rank's {expected}"
     used = {tuple(it["name"]): it["yielded"] for it in before.loaders} if before else {}
@@ -73,11 +73,11 @@ def difference_of_batches(record: BoundaryRecord, before: BoundaryRecord | None,
 
 def difference_of_optimizers(record: BoundaryRecord, optimizers: Optimizers) -> str:
     """How the script's optimizers differ from a record's in their parameters, "" if they do not."""
-    found = [parameters for parameters, _ in optimizers.counts_now()]
+    counts = [parameters for parameters, _ in optimizers.counts_now()]
     before = [parameters for parameters, _ in record.stepped]
-    if len(found) != len(before):
-        return f"the script has made {len(found)} optimizers in the replay, {len(before)} before"
-    for index, (here, lost) in enumerate(zip(found, before, strict=True)):
+    if len(counts) != len(before):
+        return f"the script has made {len(counts)} optimizers in the replay, {len(before)} before"
+    for index, (here, lost) in enumerate(zip(counts, before, strict=True)):
         if here != lost:
             return (
                 f"optimizer {index} has {lost} parameters in the lost rank and {here} in the replay, which skips "

@@ -39,7 +39,7 @@ class Findings:
         loops_ = sum(map(len, record.fields.loops))
         batches = [it for it in record.fields.loaders if it["batch"]]
         counted = [(loops_, "loop", "loops"), (len(batches), "batch of a DataLoader", "batches of DataLoaders")]
-        parts = [f"{count} {many if count != 1 else one}" for count, one, many in counted if count]
+        parts = [f"{count} {plural if count != 1 else singular}" for count, singular, plural in counted if count]
         self.equal.append(f"{', '.join(['place in the script', *parts])} at boundary {record.fields.boundary}")
 
     def compare_random_states(self, record: Record) -> None:

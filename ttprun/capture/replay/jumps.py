@@ -116,19 +116,19 @@ class Jumps:
 
     def iterator_to_make(self, name: list[Any]) -> dict[str, Any] | None:
         """The record of the lost rank's iterator over the loader of this name, None if it had none."""
-        left = [(i, it) for i, it in enumerate(self._before.fields.loaders) if i not in self._iterators_used]
-        same_name = [(i, it) for i, it in left if it["name"] == name]
+        unused = [(i, it) for i, it in enumerate(self._before.fields.loaders) if i not in self._iterators_used]
+        same_name = [(i, it) for i, it in unused if it["name"] == name]
         # A loader that each epoch makes anew has another number here. One that was made here is not this one, but made
         # beside it (training and validation in one call), and is iterated over later.
         made_here = loaders.made().get(name[0], 0)
-        same_place = [(i, it) for i, it in left if it["name"][0] == name[0] and it["name"][1] > made_here]
+        same_place = [(i, it) for i, it in unused if it["name"][0] == name[0] and it["name"][1] > made_here]
         chosen = same_name[-1:] or (same_place if len(same_place) == 1 else [])
         for index, iterator in chosen:
             if self._is_of_set_up(iterator):
                 return None
             self._iterators_used.add(index)
-            found: dict[str, Any] = iterator
-            return found
+            record: dict[str, Any] = iterator
+            return record
         return None
 
     def _is_of_set_up(self, recorded: dict[str, Any]) -> bool:
@@ -149,4 +149,4 @@ def sites_of(record: Record) -> frozenset[str]:
 def _are_early(recorded: list[LoopRecord], frame: FrameType) -> bool:
     """Whether one of these loops has still to take items, before the one in which the lost rank has first stepped."""
     active = {loop.site.key: loop.position for loop in loops.of_frame(frame)}
-    return any(one.lead > 1 and active.get(one.site, one.position) < one.position for one in recorded)
+    return any(loop.lead > 1 and active.get(loop.site, loop.position) < loop.position for loop in recorded)

@@ -297,14 +297,14 @@ class Replay:
 
     def _import_modules(self, names: Iterable[str], is_comparing: bool) -> dict[str, ModuleType]:
         """Import the user's modules of these names, also those that the replay has not imported yet."""
-        found = {}
+        modules = {}
         for name in names:
             try:
-                found[name] = importlib.import_module(name)
+                modules[name] = importlib.import_module(name)
             except Exception as error:  # whatever the module does
                 if is_comparing:
                     self.refuse(f"the lost rank had imported the module {name}, which fails in the replay: {error!r}")
-        return found
+        return modules
 
     def unmute(self, skip_lines: tuple[int, int]) -> None:
         """The boundary is reached, and all is loaded: the script writes again.

@@ -100,12 +100,12 @@ class _Configuration:
     """omegaconf's configurations: the values that have been set in them, which only the set-up does."""
 
     def record(self, value: Any) -> Any:
-        held = vars(value)["_content"] if "_content" in vars(value) else vars(value)["_val"]
-        if type(held) is dict:
-            return {key: self.record(one) for key, one in held.items()}
-        if type(held) is list:
-            return [self.record(one) for one in held]
-        return self.record(held) if "_metadata" in getattr(held, "__dict__", ()) else held
+        content = vars(value)["_content"] if "_content" in vars(value) else vars(value)["_val"]
+        if type(content) is dict:
+            return {key: self.record(item) for key, item in content.items()}
+        if type(content) is list:
+            return [self.record(item) for item in content]
+        return self.record(content) if "_metadata" in getattr(content, "__dict__", ()) else content
 
     def restore(self, value: Any, state: Any) -> None:
         if self.record(value) != state:
@@ -131,8 +131,8 @@ def adapter_for(kind: type) -> Adapter | None:
         entry = _entry_points().get(name)
         if entry is not None:
             try:
-                found: Adapter = entry.load()
-                return found() if isinstance(found, type) else found
+                adapter: Adapter = entry.load()
+                return adapter() if isinstance(adapter, type) else adapter
             except Exception as error:  # of foreign code
                 logger.warning("the adapter for %s cannot be used: %r", name, error)
         if name in TABLE:
@@ -144,8 +144,10 @@ def _entry_points() -> dict[str, Any]:
     """Registered adapters by the full name of their type, with a colon or a dot before the type's own name."""
     global _registered
     if _registered is None:
-        found = importlib.metadata.entry_points(group=GROUP)
-        _registered = {one.name if ":" in one.name else ":".join(one.name.rsplit(".", 1)): one for one in found}
+        entries = importlib.metadata.entry_points(group=GROUP)
+        _registered = {
+            entry.name if ":" in entry.name else ":".join(entry.name.rsplit(".", 1)): entry for entry in entries
+        }
     return _registered
 
 
@@ -179,7 +181,7 @@ def is_plain_state(node: Node) -> bool:
     if isinstance(node, _CONTAINERS):
         return isinstance(node.items, bytes) or all(map(is_plain_state, node.items))
     if isinstance(node, DictNode):
-        return all(isinstance(held, bytes) or all(map(is_plain_state, held)) for held in (node.keys, node.values))
+        return all(isinstance(items, bytes) or all(map(is_plain_state, items)) for items in (node.keys, node.values))
     return not isinstance(node, AnyNode) or isinstance(node, _SMALL)
 
 

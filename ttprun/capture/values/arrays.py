@@ -70,10 +70,10 @@ def is_changing(snapshot: Snapshot, value: numpy.ndarray[Any, Any]) -> bool:
 
 
 def _followed(snapshot: Snapshot, value: numpy.ndarray[Any, Any]) -> tuple[bytes, bool]:
-    found = snapshot.arrays.get(id(value))
-    if found is None:
-        found = snapshot.arrays[id(value)] = follow(value)
-    return found
+    entry = snapshot.arrays.get(id(value))
+    if entry is None:
+        entry = snapshot.arrays[id(value)] = follow(value)
+    return entry
 
 
 def _is_recorded_with_it(snapshot: Snapshot, base: Any) -> bool:
@@ -146,18 +146,18 @@ def restore_array(restore: Restore, live: Any, node: ArrayNode, name: str) -> An
             return restore.refuse(live, f"{name} is a view of what cannot be looked at so: {error}")
         restore.claim(number, made)
         return made
-    found = numpy.frombuffer(raw, dtype=dtype).reshape(shape, order=order).copy(order)
+    whole = numpy.frombuffer(raw, dtype=dtype).reshape(shape, order=order).copy(order)
     if is_alike and _place(live, old) == place and restore.claim(number, live):
         if live.tobytes(order) == raw:
             return live
         # Of a large array that does not change it is the same part of another one.
         if live.flags.writeable and not isinstance(old, numpy.ndarray):
-            live[...] = found
+            live[...] = whole
             return live
     if place is not None and place[3]:
         return restore.refuse(live, f"{name} is a part of memory that others hold too, and lies elsewhere here")
-    restore.claim(number, found)
-    return found
+    restore.claim(number, whole)
+    return whole
 
 
 def restore_object_array(restore: Restore, live: Any, node: ObjectArrayNode, name: str) -> Any:

@@ -39,12 +39,12 @@ def record_named(snapshot: Snapshot, value: Any, depth: int) -> Any:
         return node[1]
     try:
         name = name_of(value)
-        found = PlainNode("global", [name]) if look_up(name) is value else SameNode(name_of(type(value)), name)
+        made = PlainNode("global", [name]) if look_up(name) is value else SameNode(name_of(type(value)), name)
     except (AttributeError, TypeError):
         return SameNode(name_of(type(value)), str(getattr(value, "__name__", "")))
-    if isinstance(found, PlainNode):
-        _named.keep(id(value), (value, found))
-    return found
+    if isinstance(made, PlainNode):
+        _named.keep(id(value), (value, made))
+    return made
 
 
 @traces
@@ -138,9 +138,9 @@ def restore_method(restore: Restore, live: Any, node: MethodNode, name: str) -> 
     owner = restore.value(old, node.owner, f"{name}.__self__")
     if owner is old and getattr(live, "__name__", "") == node.name:
         return live
-    found = getattr(owner, node.name, MISSING) if owner is not MISSING else MISSING
-    if isinstance(found, types.MethodType | types.BuiltinMethodType):
-        return found
+    method = getattr(owner, node.name, MISSING) if owner is not MISSING else MISSING
+    if isinstance(method, types.MethodType | types.BuiltinMethodType):
+        return method
     return restore.refuse(live, unlike(name, "builtins:method", live, f"the method {node.name}"))
 
 
@@ -208,16 +208,16 @@ def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
         return record_named(snapshot, value, depth)
     scope: dict[str, Any] = gc.get_referents(dictionary_of_class(value))[0]
     snapshot.trace.contents.append(scope)
-    held = [*scope, *scope.values()]
-    known = _classes.get(value)
-    if known is None or len(known[0]) != len(held) or not all(map(is_, held, known[0])):
-        known = (held, class_attributes(value))
-        _classes.keep(value, known)
-    found = known[1]
-    if not found:
+    content = [*scope, *scope.values()]
+    entry = _classes.get(value)
+    if entry is None or len(entry[0]) != len(content) or not all(map(is_, content, entry[0])):
+        entry = (content, class_attributes(value))
+        _classes.keep(value, entry)
+    attributes = entry[1]
+    if not attributes:
         return _without_attributes(snapshot, value, depth)
-    names = snapshot.names_of(found)
-    return ClassNode(snapshot.number(value), name_of(value), snapshot.lasting_attributes(names, found, depth))
+    names = snapshot.names_of(attributes)
+    return ClassNode(snapshot.number(value), name_of(value), snapshot.lasting_attributes(names, attributes, depth))
 
 
 def _without_attributes(snapshot: Snapshot, value: type, depth: int) -> Any:

@@ -57,10 +57,10 @@ def hides_state(kind: type) -> bool:
 
 def _own_bytes(kind: Any) -> int:
     """Bytes that a class adds to its base's objects, without slots, dictionary and weak references."""
-    held = dictionary_of_class(kind)
-    names = held.get("__slots__", ())
-    slots = [one for one in held.values() if type(one).__name__ == "member_descriptor"] if names else []
+    attributes = dictionary_of_class(kind)
+    names = attributes.get("__slots__", ())
+    slots = [slot for slot in attributes.values() if type(slot).__name__ == "member_descriptor"] if names else []
     # A name that is there twice has two places.
     repeated = len(names) - len(set(names)) if isinstance(names, list | tuple) else 0
-    expected = len(slots) + repeated + ("__dict__" in held) + ("__weakref__" in held)
+    expected = len(slots) + repeated + ("__dict__" in attributes) + ("__weakref__" in attributes)
     return int(size_of_objects(kind) - size_of_objects(base_of_class(kind)) - _POINTER * expected)

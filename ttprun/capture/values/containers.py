@@ -100,10 +100,10 @@ def _items(
     return kept or snapshot.items(list(items), depth)
 
 
-def _packed(snapshot: Snapshot, found: list[Node] | KeptItems) -> Any:
-    if isinstance(found, list):
-        return found
-    return bytes(found.packed) if snapshot.is_keeping else found.packed
+def _packed(snapshot: Snapshot, nodes: list[Node] | KeptItems) -> Any:
+    if isinstance(nodes, list):
+        return nodes
+    return bytes(nodes.packed) if snapshot.is_keeping else nodes.packed
 
 
 def _long(
@@ -121,9 +121,9 @@ def _long(
     return LongNode(number, name_of(type(value)), length, " ".join(digests), first, objects, _age(*parts))
 
 
-def _is_long(length: int, found: list[Node] | KeptItems) -> bool:
+def _is_long(length: int, recorded: list[Node] | KeptItems) -> bool:
     """Whether what is to be recorded of a container is a digest of its items."""
-    return length > MAX_ITEMS or (type(found) is KeptItems and found.is_data)
+    return length > MAX_ITEMS or (type(recorded) is KeptItems and recorded.is_data)
 
 
 def _age(*parts: list[Node] | KeptItems) -> int:
@@ -163,17 +163,17 @@ def record_sequence(base: type) -> Handler:
         number = snapshot.number(value)
         snapshot.trace.contents.append(value)
         items = value if type(value) in (list, deque) else list(iterate(value))
-        found = _items(snapshot, value, items, depth, may_be_data=type(value) is list)
-        if _is_long(len(items), found):
-            return _long(snapshot, number, value, len(items), found)
-        if type(value) is list and type(found) is list:
-            return ListNode(number, found, None, {}, 0)
-        nodes = _packed(snapshot, found)
+        recorded = _items(snapshot, value, items, depth, may_be_data=type(value) is list)
+        if _is_long(len(items), recorded):
+            return _long(snapshot, number, value, len(items), recorded)
+        if type(value) is list and type(recorded) is list:
+            return ListNode(number, recorded, None, {}, 0)
+        nodes = _packed(snapshot, recorded)
         if base is list:
             kind, attributes = _own(snapshot, value, list, depth) or _PLAIN
-            return ListNode(number, nodes, kind, attributes, _age(found))
+            return ListNode(number, nodes, kind, attributes, _age(recorded))
         kind, attributes = _own(snapshot, value, None, depth)
-        return DequeNode(number, nodes, kind, attributes, _max_length_of(value), _age(found))
+        return DequeNode(number, nodes, kind, attributes, _max_length_of(value), _age(recorded))
 
     return traces(handle)
 
@@ -252,7 +252,7 @@ def _ids(snapshot: Snapshot, items: Iterable[Any], depth: int) -> list[Node] | N
         return None
     snapshot.trace.open += 1
     carrier = host.current()
-    weights = {id(one): one for one in ([] if carrier is None else carrier.training.weights())}
+    weights = {id(weight): weight for weight in ([] if carrier is None else carrier.training.weights())}
 
     def node_of(item: Any) -> Node:
         if type(item) is int and (number := snapshot.numbers.get(item)) is not None:
@@ -281,9 +281,9 @@ def record_set(exact: Any) -> Handler:
         first = next(exact.__iter__(value), None)
         is_long = type(value) is set and len(value) >= MIN_ITEMS and not snapshot.is_separate
         if is_long and not (type(first) is int and first >= _LOWEST_ID):
-            found = _items(snapshot, value, value, depth)
-            if isinstance(found, KeptItems) and not found.numbers:
-                return SetNode(number, _packed(snapshot, found), None, {}, _age(found))
+            recorded = _items(snapshot, value, value, depth)
+            if isinstance(recorded, KeptItems) and not recorded.numbers:
+                return SetNode(number, _packed(snapshot, recorded), None, {}, _age(recorded))
         items = list(exact.__iter__(value))
         if all(type(item) is types.FunctionType or is_a(item, type) for item in items) and not all(
             map(_has_name, items)
@@ -332,7 +332,7 @@ def restore_set(restore: Restore, live: Any, node: SetNode, name: str) -> Any:
         return live
     items = restore.items([], node.items, name)
     is_as_recorded = _is_as_recorded
-    if any(type(one) is IdNode for one in listed(node.items)):  # its order is another one in each process
+    if any(type(item) is IdNode for item in listed(node.items)):  # its order is another one in each process
         is_as_recorded = _has_the_same
     if not is_as_recorded(_held(target, set), items):
         set.clear(target)

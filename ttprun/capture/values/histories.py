@@ -66,9 +66,9 @@ def _keeps(node: Any) -> bool | None:
             value = getattr(node, name)
         except Exception:  # a torch.autograd.Function raises if it is freed; other kinds are unknown
             return False
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if one is not None:
-                held = torch_versions.still_holds(node, name, one, _has_hooks)
-                if held is not None:
-                    return held
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if part is not None:
+                is_kept = torch_versions.still_holds(node, name, part, _has_hooks)
+                if is_kept is not None:
+                    return is_kept
     return None

@@ -110,13 +110,13 @@ class Kept:
             return None
         made.objects = list({id(pair[0]): pair for pair in trace.objects[marks[1] :]}.values())
         made.objects += [
-            (one, held)
-            for one in made.contents
-            if type(one) not in _WITHOUT_ATTRIBUTES and (held := dictionary_of(one)) is not None
+            (container, attributes)
+            for container in made.contents
+            if type(container) not in _WITHOUT_ATTRIBUTES and (attributes := dictionary_of(container)) is not None
         ]
         made.typed = trace.typed[marks[2] :]
-        made.alive = [one for one in snapshot.alive[marks[4] :] if numbers.get(id(one)) is not None]
-        made.numbers = {id(one): number for one in made.alive if (number := numbers[id(one)]) is not None}
+        made.alive = [item for item in snapshot.alive[marks[4] :] if numbers.get(id(item)) is not None]
+        made.numbers = {id(item): number for item in made.alive if (number := numbers[id(item)]) is not None}
         made.elsewhere = {key: number for key, number in trace.referred[marks[3] :] if key not in made.numbers}
         made._unchanged = Unchanged(made.contents)
         made._unchanged.add_objects(made.objects, made.typed)
@@ -201,13 +201,17 @@ class Kept:
         return _fitting(fine, snapshot.numbers)
 
 
-def _may_be_followed(one: Any) -> bool:
+def _may_be_followed(container: Any) -> bool:
     """Whether each change of a container can be seen, and soon enough."""
-    kind = type(one)
+    kind = type(container)
     if kind in _FOLLOWED:
-        return len(one) <= _FOLLOWED[kind]
+        return len(container) <= _FOLLOWED[kind]
     base = next((base for base in BASES if issubclass(kind, base)), None)
-    return base is not None and not slots_of(kind) and base.__len__(one) <= min(_FOLLOWED[base], _FOLLOWED[OrderedDict])
+    return (
+        base is not None
+        and not slots_of(kind)
+        and base.__len__(container) <= min(_FOLLOWED[base], _FOLLOWED[OrderedDict])
+    )
 
 
 def marks_in(snapshot: Snapshot) -> tuple[int, ...]:
@@ -221,16 +225,16 @@ def _fitting(parts: list[Kept], met: Mapping[int, int | None] | None = None) -> 
 
     met   the numbers of what is elsewhere; None: they are not looked at
     """
-    found, own = [], {key for part in parts for key in part.numbers}
+    fitting, own = [], {key for part in parts for key in part.numbers}
     seen: dict[int, int] = {}
     for part in parts:
         if all(
             seen.get(key) == number if key in own else met is None or met.get(key) == number
             for key, number in part.elsewhere.items()
         ):
-            found.append(part)
+            fitting.append(part)
             seen.update(part.numbers)
-    return found
+    return fitting
 
 
 class Names:
@@ -280,10 +284,10 @@ class Names:
             if self.kept is not None:
                 self.kept.enter(snapshot)
         self.entered = self.kept
-        found = self._walk(snapshot, scope, depth, self.rest) if self.rest else {}
+        nodes = self._walk(snapshot, scope, depth, self.rest) if self.rest else {}
         if self.late is not None:
-            found |= self._nodes_of_late(self.late, snapshot, scope, depth)
-        return found
+            nodes |= self._nodes_of_late(self.late, snapshot, scope, depth)
+        return nodes
 
     def _look_at(self, scope: dict[str, Any]) -> None:
         """Find the names that are new, gone, or have another value."""
@@ -304,7 +308,7 @@ class Names:
             return kept
         other = {name for name, value in zip(kept.names, kept.values, strict=True) if scope.get(name) is not value}
         self._strikes.update(dict.fromkeys(other, _STRIKES))
-        return Kept.joined([one for one in kept.parts if one.names[0] in scope and one.names[0] not in other])
+        return Kept.joined([part for part in kept.parts if part.names[0] in scope and part.names[0] not in other])
 
     def _set(self, kept: Kept | None, late: Kept | None) -> None:
         self.kept, self.late = kept, late
@@ -325,14 +329,14 @@ class Names:
             late.enter(snapshot)
             return late.nodes
         holding = Kept.joined(late.holding(snapshot))
-        found: dict[str, Any] = {}
+        nodes: dict[str, Any] = {}
         if holding is not None:
             holding.enter(snapshot)
-            found |= holding.nodes
-        lost = [name for name in late.names if name not in found]
+            nodes |= holding.nodes
+        lost = [name for name in late.names if name not in nodes]
         self._strikes.update(lost)
         self._set(self.kept, holding)
-        return found | self._walk(snapshot, scope, depth, lost)
+        return nodes | self._walk(snapshot, scope, depth, lost)
 
     def _try_again(self) -> None:
         """A script's first boundaries change what is never changed later."""
@@ -342,7 +346,7 @@ class Names:
             self._strikes[name] = min(self._strikes[name], _STRIKES - 1)
 
     def _walk(self, snapshot: Snapshot, scope: dict[str, Any], depth: int, names: list[str]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        nodes: dict[str, Any] = {}
         new: list[Kept] = []
         trace, strikes, hints = snapshot.trace, self._strikes, self._hints
         if Clock.boundary >= self._again and strikes:
@@ -351,27 +355,27 @@ class Names:
         for name in names:
             value = scope[name]
             if type(value) in SETTLED and not (name in settled and settled[name] is value):
-                found[name] = settled[name] = value
+                nodes[name] = settled[name] = value
                 continue
             if name in settled and settled[name] is not value:
                 del settled[name]
             if snapshot.is_keeping or (name in strikes and strikes[name] >= _STRIKES):
-                found[name] = value if type(value) in SETTLED else snapshot.node(value, depth)
+                nodes[name] = value if type(value) in SETTLED else snapshot.node(value, depth)
                 continue
             before, key = trace.open, id(value)
             if type(value) in SETTLED or (name in hints and hints[name] == key):
                 marks = marks_in(snapshot)
-                found[name] = node = snapshot.kept_node(value, depth)
+                nodes[name] = node = snapshot.kept_node(value, depth)
                 if trace.open == before:
                     made = Kept.of(name, value, node, marks, snapshot)
                     new += [made] if made is not None else []
                     strikes[name] += _STRIKES if made is None else 0
             else:
-                found[name] = snapshot.node(value, depth)
+                nodes[name] = snapshot.node(value, depth)
             if trace.open == before:
                 hints[name] = key
             elif name in hints:
                 del hints[name]
         if new:
             self._set(Kept.joined([*(self.kept.parts if self.kept is not None else ()), *new]), self.late)
-        return found
+        return nodes

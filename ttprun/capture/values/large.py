@@ -65,8 +65,8 @@ class _Met:
 
     def read_probe(self) -> bytes:
         """The sampled elements; only valid while its address is known."""
-        found: bytes = self.probe.tobytes() if self.probe is not None else b""
-        return found
+        sample: bytes = self.probe.tobytes() if self.probe is not None else b""
+        return sample
 
     def is_as_it_was(self, at: int, size: int, version: int) -> bool:
         """Whether it is known to be unwritten, as far as a boundary has time to look."""
@@ -136,28 +136,28 @@ def _take_turns() -> None:
     """Look at what has been looked at least recently; to be called once at each boundary."""
     global _turned_at
     _turned_at = Clock.boundary
-    left = TURN_BYTES
+    bytes_left = TURN_BYTES
     for _ in range(len(_turns)):
-        known, parts, which = _turns[0]
-        value = known.reference()
-        size = min(TURN_BYTES, known.end - known.at)
-        if known.parts is not parts:
+        entry, parts, which = _turns[0]
+        value = entry.reference()
+        size = min(TURN_BYTES, entry.end - entry.at)
+        if entry.parts is not parts:
             size = 0
         elif (
             value is None
-            or known.asked < Clock.boundary - 1
-            or (at := address_of(value)) != known.at
-            or at + value.nbytes != known.end
+            or entry.asked < Clock.boundary - 1
+            or (at := address_of(value)) != entry.at
+            or at + value.nbytes != entry.end
         ):
-            known.end_turns()
+            entry.end_turns()
             size = 0
-        if size > left:
+        if size > bytes_left:
             return
-        left -= size
+        bytes_left -= size
         _turns.popleft()
         if size:
-            known.look(which)
-            _turns.append((known, parts, which))
+            entry.look(which)
+            _turns.append((entry, parts, which))
 
 
 def digest_of(view: memoryview) -> bytes:
@@ -188,27 +188,27 @@ def follow(value: Any) -> tuple[bytes, bool]:
         return _digest(value), False
     at = address_of(value)
     version = _version_of(value)
-    known = _met.get(id(value))
-    is_known = known is not None and known.reference() is value
-    if known is None or not is_known:
-        known = _keep(value)
-    known.asked = Clock.boundary
-    if is_known and known.is_as_it_was(at, size, version):
+    entry = _met.get(id(value))
+    is_known = entry is not None and entry.reference() is value
+    if entry is None or not is_known:
+        entry = _keep(value)
+    entry.asked = Clock.boundary
+    if is_known and entry.is_as_it_was(at, size, version):
         if _has_turns(value, is_tensor):
-            known.note_same(value)
-        if known.version != _UNKNOWN:
-            return known.digest, known.is_changing
-    if known.begin_look(at, size) and is_tensor:
-        known.probe = _probe(value)
+            entry.note_same(value)
+        if entry.version != _UNKNOWN:
+            return entry.digest, entry.is_changing
+    if entry.begin_look(at, size) and is_tensor:
+        entry.probe = _probe(value)
     digest = _digest(value)
     # Only blocks of a larger one were hashed, and something was written to it.
-    has_changed = digest != known.digest or (is_tensor and size > TENSOR_BYTES)
-    known.version, known.digest, known.values = version, digest, known.read_probe()
+    has_changed = digest != entry.digest or (is_tensor and size > TENSOR_BYTES)
+    entry.version, entry.digest, entry.values = version, digest, entry.read_probe()
     if is_known:
-        known.note_change(has_changed)
+        entry.note_change(has_changed)
         if not (has_changed or is_tensor) and _has_turns(value, is_tensor):
-            known.note_same(value)
-    return digest, known.is_changing
+            entry.note_same(value)
+    return digest, entry.is_changing
 
 
 def fingerprint_of_all(value: Any) -> bytes:
@@ -218,8 +218,8 @@ def fingerprint_of_all(value: Any) -> bytes:
 
 def age_of(value: Any) -> int:
     """How many boundaries ago all of a tensor or array that was followed was looked at, at most."""
-    known = _met.get(id(value))
-    return Clock.boundary - min(known.seen) if known is not None and known.seen and not Clock.is_whole else 0
+    entry = _met.get(id(value))
+    return Clock.boundary - min(entry.seen) if entry is not None and entry.seen and not Clock.is_whole else 0
 
 
 def _has_turns(value: Any, is_tensor: bool) -> bool:
@@ -252,14 +252,14 @@ def note_restored(value: Any) -> None:
 
 def is_followed(value: Any) -> bool:
     """Whether a tensor or array was met before."""
-    known = _met.get(id(value))
-    return known is not None and known.reference() is value
+    entry = _met.get(id(value))
+    return entry is not None and entry.reference() is value
 
 
 def array_around(address: int) -> Any:
     """The numpy array, of those that are followed, in whose memory an address lies; None if there is none."""
-    around = (known.reference() for known in _met.values() if known.at <= address < known.end)
-    return next((one for one in around if isinstance(one, numpy.ndarray)), None)
+    around = (entry.reference() for entry in _met.values() if entry.at <= address < entry.end)
+    return next((value for value in around if isinstance(value, numpy.ndarray)), None)
 
 
 def forget() -> None:
@@ -269,16 +269,16 @@ def forget() -> None:
 
 
 def _keep(value: Any) -> _Met:
-    known = _Met()
+    entry = _Met()
     key = id(value)
 
     def forget(reference: Any) -> None:
-        if _met.get(key) is known:
+        if _met.get(key) is entry:
             del _met[key]
 
-    known.reference = weakref.ref(value, forget)
-    _met[key] = known
-    return known
+    entry.reference = weakref.ref(value, forget)
+    _met[key] = entry
+    return entry
 
 
 def _digest(value: Any) -> bytes:

@@ -96,20 +96,20 @@ def restore_changed_data(restore: Restore, live: Any, node: ChangedDataNode, nam
     number, dtype, shape = node.number, node.dtype, node.shape
     raw = restore.blob(node.blob)
     is_tensor = dtype[0].isalpha()
-    found: Any = tensor_of(dtype, shape, raw) if is_tensor else numpy.frombuffer(raw, dtype_of(dtype)).reshape(shape)
+    recorded: Any = tensor_of(dtype, shape, raw) if is_tensor else numpy.frombuffer(raw, dtype_of(dtype)).reshape(shape)
     is_alike = form_of(live) == (dtype, shape)
     if is_alike and not is_tensor and not live.flags.writeable:
         return restore.refuse(live, f"{name} is an array that can be written in the lost rank and not here")
     if is_alike and not (is_tensor and live.grad_fn is not None) and restore.claim(number, live):
         if is_tensor:
-            live.data.copy_(found)
+            live.data.copy_(recorded)
             if restore.is_comparing:
                 forget_gradient(live)
         else:
-            live[...] = found
+            live[...] = recorded
         made = live
     else:
-        made = found if is_tensor else found.copy()
+        made = recorded if is_tensor else recorded.copy()
         restore.claim(number, made)
     note_restored(made)
     other = restore.object_of(node.first)

@@ -190,12 +190,12 @@ class KeptItems:
         if not snapshot.numbers.keys().isdisjoint(own.keys()):
             return False
         for rows in snapshot.rows:
-            known = (rows, len(own), len(rows))  # objects are only ever added to both
+            marks = (rows, len(own), len(rows))  # objects are only ever added to both
             before = self._disjoint.get(id(rows))
-            if before is None or before[0] is not rows or before[1:] != known[1:]:
+            if before is None or before[0] is not rows or before[1:] != marks[1:]:
                 if not rows.keys().isdisjoint(own.keys()):
                     return False
-                self._disjoint[id(rows)] = known
+                self._disjoint[id(rows)] = marks
         return True
 
     def _is_as_it_was(self, items: Any, snapshot: Snapshot) -> bool:
@@ -243,19 +243,19 @@ class KeptItems:
 
     def _add(self, container: Any, items: list[Any], snapshot: Snapshot) -> bool:
         """Add the items after those that are known."""
-        nodes = added = [*items][len(self._items) :]
+        added = [*items][len(self._items) :]
+        nodes: list[Any] | None = added
         if not set(map(type, added)) <= SETTLED:
             first = next(iter(items))
             if type(first) is Tensor and not first.is_cpu:  # its node would be a copy of its own to the CPU
                 return False
-            found = self._weights(added, snapshot) if isinstance(first, Tensor) and not self.data else None
-            if found is not None:
+            nodes = self._weights(added, snapshot) if issubclass(type(first), Tensor) and not self.data else None
+            if nodes is not None:
                 self._memory, self._stepped = _pointers([*items]), snapshot.stepped
             else:
-                found = self._rows(container, added, len(items) > MAX_ITEMS)
-            if found is None:
-                return False
-            nodes = found
+                nodes = self._rows(container, added, len(items) > MAX_ITEMS)
+        if nodes is None:
+            return False
         self.packed += pack_all(nodes)
         self._items += added
         return True
@@ -273,17 +273,18 @@ class KeptItems:
 
     def _take_up_data(self, container: Any, items: Any, snapshot: Snapshot) -> bool | None:
         """Know a digest of all items, if they are data; None if they are to be known otherwise, False if not at all."""
-        held = [*items]
-        if type(held[0]) is Tensor and held[0].is_cpu and held[0].untyped_storage().data_ptr() in snapshot.stepped:
+        items_now = [*items]
+        first = items_now[0]
+        if type(first) is Tensor and first.is_cpu and first.untyped_storage().data_ptr() in snapshot.stepped:
             return None
-        nodes = held if set(map(type, held)) <= SETTLED else self._rows(container, held, True)
+        nodes = items_now if set(map(type, items_now)) <= SETTLED else self._rows(container, items_now, True)
         if nodes is None:
             return False
         packed = pack_all(nodes)
         if self.data.size_bytes <= SMALL_BYTES and len(packed) <= DATA_BYTES:
             self._forget()
             return None
-        self.is_data, self._items = True, held
+        self.is_data, self._items = True, items_now
         self._digest = xxhash.xxh3_64_hexdigest(packed)
         return True
 
@@ -294,14 +295,14 @@ class KeptItems:
         if any(type(item) is FunctionType and is_script_code(item.__code__.co_filename) for item in added):
             return None  # one of the script's own may be given attributes
         self.trace = walk.trace
-        known = len(self.trace.contents), len(self.trace.objects), len(self.trace.typed)
+        lengths = len(self.trace.contents), len(self.trace.objects), len(self.trace.typed)
         nodes = walk.items(added, 0)
         trace = self.trace
         if id(container) in walk.numbers or trace.open:
             return None
         new = walk.alive[begin:]
-        self._inner.add(trace.contents[known[0] :])
-        self._inner.add_objects(trace.objects[known[1] :], trace.typed[known[2] :])
+        self._inner.add(trace.contents[lengths[0] :])
+        self._inner.add_objects(trace.objects[lengths[1] :], trace.typed[lengths[2] :])
         self.objects += new
         if is_long:
             self.first = lasting_numbers(len(new))
@@ -385,5 +386,5 @@ def kept_items(
 
 def objects_in(container: Any) -> list[Any]:
     """The lists and dictionaries in the items of a container for which `kept_items` has just been asked."""
-    found = (_kept.get((id(container), which)) for which in (0, 1))
-    return next((kept.objects for kept in found if kept is not None and kept.objects), [])
+    entries = (_kept.get((id(container), which)) for which in (0, 1))
+    return next((kept.objects for kept in entries if kept is not None and kept.objects), [])

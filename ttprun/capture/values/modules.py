@@ -125,7 +125,7 @@ class _Layout:
         self.versions, self.lengths = list(map(version_of, self.scopes)), list(map(len, self.scopes))
         described = ModuleDescription(
             modules=[[path, name_of(type(part))] for path, part in self.modules],
-            tensors=[found for path, part in self.modules for found in self._tensors(path, part, snapshot)],
+            tensors=[row for path, part in self.modules for row in self._tensors(path, part, snapshot)],
             sharded=self.sharded,
             frozen=[parameter.requires_grad for parameter in self.parameters],
             hooks=_count_hooks(hook_tables, self.parameters),
@@ -145,11 +145,11 @@ class _Layout:
         self.packed = pack(described)
 
     def _tensors(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> list[tuple[str, list[int]]]:
-        found = []
-        held = tables_of(part)
-        self.parameters += [item for item in held["_parameters"].values() if item is not None]
+        rows = []
+        tables = tables_of(part)
+        self.parameters += [item for item in tables["_parameters"].values() if item is not None]
         for where in ("_buffers", "_parameters"):
-            for name, tensor in held[where].items():
+            for name, tensor in tables[where].items():
                 if tensor is None or _is_stepped(tensor, snapshot):
                     continue
                 if id(tensor) in snapshot.numbers:
@@ -159,10 +159,10 @@ class _Layout:
                     self._met.add(id(tensor))
                     self.tensors.append(tensor)
                     full_name = _dotted(path, name)
-                    found.append((full_name, list(tensor.shape)))
+                    rows.append((full_name, list(tensor.shape)))
                     if is_distributed(tensor):
                         self.sharded.append(full_name)
-        return found
+        return rows
 
     def _attributes(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> dict[str, Any]:
         """Nodes of the settled attributes; notes where they and the others are."""
@@ -176,19 +176,19 @@ class _Layout:
         names = [name for name in own if name not in without]
         made = _made_by_itself(type(part)) if _is_of(part, _CONSTANT) else ()
         lively = self.lively.get(path, set())
-        found, moving = {}, []
+        nodes, moving = {}, []
         for name in names:
             value = part.__dict__[name]
             node = self._separate_node(value, snapshot) if is_a(value, _CAN_SETTLE) else RefusedNode()
             if name not in lively and is_settled(node):
-                found[name] = node
+                nodes[name] = node
             elif name in lively or name not in made or is_a(value, torch.Tensor):
                 moving.append(name)
-        if found:
-            self.settled.append((part.__dict__, itemgetter(*found)))
+        if nodes:
+            self.settled.append((part.__dict__, itemgetter(*nodes)))
         if moving:
             self.moving.append((path, part.__dict__, moving))
-        return found
+        return nodes
 
     def _separate_node(self, value: Any, snapshot: Snapshot) -> Any:
         """As `Snapshot.separate_node`; a function may hold the very module that is being described."""
@@ -228,19 +228,19 @@ class _Layout:
         for attributes, take in self.settled:
             if not _are_the_same(take(attributes), before[id(attributes)]):
                 path = paths[id(attributes)]
-                known = unpack_description(self.packed).attributes[path]
-                for name, node in known.items():
+                nodes = unpack_description(self.packed).attributes[path]
+                for name, node in nodes.items():
                     if name != "training" and (isinstance(node, AnyNode) or not _are_the_same(attributes[name], node)):
                         self.lively.setdefault(path, set()).add(name)
 
 
-def _are_the_same(one: Any, other: Any) -> bool:
+def _are_the_same(value: Any, other: Any) -> bool:
     """Whether two settled attributes are; what is of another kind by now is not asked."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if type(one) is tuple:
-        return len(one) == len(other) and (all(map(is_, one, other)) or all(map(_are_the_same, one, other)))
-    return type(one) in SETTLED and bool(one == other)
+    if value is other or type(value) is not type(other):
+        return value is other
+    if type(value) is tuple:
+        return len(value) == len(other) and (all(map(is_, value, other)) or all(map(_are_the_same, value, other)))
+    return type(value) in SETTLED and bool(value == other)
 
 
 def _hook_tables(parts: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
@@ -253,8 +253,10 @@ def _hook_tables(parts: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
 
 def _count_hooks(tables: Iterable[dict[int, Any]], parameters: list[torch.nn.Parameter]) -> list[int]:
     """How many hooks there are on each part, by kind, and on each parameter (but for ours, which a replay leaves)."""
-    of_parameters = [sum(not _is_ours(hook) for hook in (one._backward_hooks or {}).values()) for one in parameters]
-    of_gradients = [len(getattr(one, "_post_accumulate_grad_hooks", None) or ()) for one in parameters]
+    of_parameters = [
+        sum(not _is_ours(hook) for hook in (parameter._backward_hooks or {}).values()) for parameter in parameters
+    ]
+    of_gradients = [len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) for parameter in parameters]
     return [*map(_count_in, tables), *of_parameters, *of_gradients]
 
 
@@ -263,9 +265,9 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _count_in(table: dict[int, Any]) -> int:
-    names = [f"{getattr(one, '__module__', '')}:{getattr(one, '__qualname__', '')}" for one in table.values()]
+    names = [f"{getattr(hook, '__module__', '')}:{getattr(hook, '__qualname__', '')}" for hook in table.values()]
     repeated = frameworks.HOOKS_THAT_REPEAT.intersection(names)
-    return len(repeated) + sum(one not in repeated and one not in frameworks.HOOKS_WHEN_NEEDED for one in names)
+    return len(repeated) + sum(name not in repeated and name not in frameworks.HOOKS_WHEN_NEEDED for name in names)
 
 
 def _first_other(described: ModuleDescription, hooks: list[int]) -> str:
@@ -306,7 +308,7 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
     snapshot.numbers.update(zip(layout.ids, range(first_number, first_number + len(layout.ids)), strict=True))
     snapshot.alive.append(layout)
     first = len(snapshot.blobs)
-    snapshot.blobs += [plain(one) if one.is_cpu else one for one in layout.held]
+    snapshot.blobs += [plain(tensor) if tensor.is_cpu else tensor for tensor in layout.held]
     attributes = {
         path: snapshot.lasting_attributes(snapshot.names_of(scope, only=names), scope, depth)
         if type(scope) is dict
@@ -393,12 +395,12 @@ def _dotted(*names: str) -> str:
 def _tensor_at(parts: dict[str, torch.nn.Module], path: str) -> torch.Tensor | None:
     prefix, _, leaf = path.rpartition(".")
     owner = parts.get(prefix)
-    held = tables_of(owner) if owner is not None else {"_buffers": {}, "_parameters": {}}
-    found: torch.Tensor | None = held["_buffers"].get(leaf, held["_parameters"].get(leaf))
-    return found
+    tables = tables_of(owner) if owner is not None else {"_buffers": {}, "_parameters": {}}
+    tensor: torch.Tensor | None = tables["_buffers"].get(leaf, tables["_parameters"].get(leaf))
+    return tensor
 
 
 def _fill(tensor: torch.Tensor, raw: memoryview) -> None:
     if len(raw):
-        held = local_of(tensor)
-        held.data.copy_(torch.frombuffer(bytearray(raw), dtype=held.dtype).reshape(held.shape))
+        local = local_of(tensor)
+        local.data.copy_(torch.frombuffer(bytearray(raw), dtype=local.dtype).reshape(local.shape))

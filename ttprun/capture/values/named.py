@@ -29,18 +29,18 @@ def names_of(snapshot: Snapshot, scopes: Mapping[str, Mapping[str, Node]]) -> li
     if not snapshot.not_proved:
         return []
     if snapshot.not_proved != _known[0]:
-        found = [
+        names = [
             shown
             for where, scope in scopes.items()
             for name, node in scope.items()
             for shown in _named(node, f"{where}: {name}" if where else name)
         ]
-        _known = (snapshot.not_proved, list(dict.fromkeys(found))[:_MOST_NAMES])
+        _known = (snapshot.not_proved, list(dict.fromkeys(names))[:_MOST_NAMES])
     return _known[1]
 
 
 def _named(node: Node, name: str) -> Iterable[str]:
-    for found, where in walk(node, name):
-        if isinstance(found, NotProvedNode):
+    for inner, where in walk(node, name):
+        if isinstance(inner, NotProvedNode):
             where = where if len(where) <= _MOST_LETTERS else f"{where[:40]}...{where[-40:]}"
-            yield f"{where} ({found.kind.removeprefix('builtins:').replace(':', '.')}): {found.why}"
+            yield f"{where} ({inner.kind.removeprefix('builtins:').replace(':', '.')}): {inner.why}"

@@ -65,7 +65,7 @@ def leave_out(base: type, names: str) -> None:
 @of_types
 def left_out(kind: type) -> frozenset[str]:
     """Names of the attributes that are left to the replay."""
-    names = [found for base, found in _LEFT_OUT if issubclass(kind, base)]
+    names = [attributes for base, attributes in _LEFT_OUT if issubclass(kind, base)]
     return frozenset().union(*names, left_out_by_framework(kind), () if is_of_user(kind) else PROCESS_LOCAL)
 
 
@@ -102,14 +102,14 @@ def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if getter is None:
         snapshot.trace.open += 1
         return ObjectNode(snapshot.number(value), name, snapshot.attributes(attributes_of(value), depth, without))
-    held = getter(value)
+    own = getter(value)
     if has_end:  # it is not kept alive
         snapshot.trace.open += 1
-    snapshot.trace.objects.append((value, held))
+    snapshot.trace.objects.append((value, own))
     if snapshot.is_separate:
-        return ObjectNode(snapshot.number(value), name, snapshot.attributes(held, depth, without))
+        return ObjectNode(snapshot.number(value), name, snapshot.attributes(own, depth, without))
     number = snapshot.number(value)
-    return ObjectNode(number, name, snapshot.lasting_attributes(snapshot.names_of(held, without), held, depth))
+    return ObjectNode(number, name, snapshot.lasting_attributes(snapshot.names_of(own, without), own, depth))
 
 
 @traces
@@ -145,8 +145,8 @@ def restore_object(restore: Restore, live: Any, node: ObjectNode, name: str) -> 
     kind, attributes = node.kind, node.attributes
     if name_of(type(live)) != kind and (made := made_when_needed(kind, attributes)) is not MISSING:
         live = made
-    if (live is MISSING or live is None) and (found := look_up_type(kind, object)) and _is_made_by_pickle(found):
-        return _made_again(restore, live, found, node, name)
+    if (live is MISSING or live is None) and (own_type := look_up_type(kind, object)) and _is_made_by_pickle(own_type):
+        return _made_again(restore, live, own_type, node, name)
     if name_of(type(live)) != kind or issubclass(type(live), type):
         return restore.refuse(live, unlike(name, kind, live))
     if restore.claim_or_refuse(node.number, live, name):
@@ -184,38 +184,38 @@ def restore_attributes(
     """
     scope = attributes_of(live)
     slots = slots_of(type(live))
-    held = dictionary_of(live)
+    own = dictionary_of(live)
     for key, node in nodes.items():
         old = scope.get(key, MISSING)
         value = restore.value(old, node, f"{name}.{key}")
         if value is not old and value is not MISSING:
             if key in slots:
                 slots[key].__set__(live, value)
-            elif held is not None:
-                held[key] = value
+            elif own is not None:
+                own[key] = value
     if keep is None:
         return
     for key in [key for key in scope if key not in nodes and key not in keep]:
         if key in slots:
             slots[key].__delete__(live)
-        elif held is not None:
-            del held[key]
+        elif own is not None:
+            del own[key]
 
 
 def is_frozen(kind: type) -> bool:
     """Whether a class is a frozen dataclass."""
-    found = (dictionary_of_class(base).get("__dataclass_params__") for base in bases_of(kind))
-    return bool(getattr(next(filter(None, found), None), "frozen", False))
+    parameters = (dictionary_of_class(base).get("__dataclass_params__") for base in bases_of(kind))
+    return bool(getattr(next(filter(None, parameters), None), "frozen", False))
 
 
 @traces
 def record_value_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A frozen dataclass: it has no identity worth keeping."""
-    held = dictionary_of(value)
-    if held is None or slots_of(type(value)):
+    attributes = dictionary_of(value)
+    if attributes is None or slots_of(type(value)):
         snapshot.trace.open += 1
     else:
-        snapshot.trace.objects.append((value, held))
+        snapshot.trace.objects.append((value, attributes))
     return ValueObjectNode(name_of(type(value)), snapshot.attributes(attributes_of(value), depth))
 
 

@@ -32,7 +32,7 @@ def record_optimizer(snapshot: Snapshot, value: torch.optim.Optimizer, depth: in
     names = snapshot.names_of(scope, _INTERNALS)
     number = snapshot.number(value)
     settings = [group.settings for group in all_of(value)]
-    groups = [snapshot.lasting_attributes(snapshot.names_of(one, _PARAMS), one, depth) for one in settings]
+    groups = [snapshot.lasting_attributes(snapshot.names_of(group, _PARAMS), group, depth) for group in settings]
     own = snapshot.lasting_attributes(names, scope, depth)
     return OptimizerNode(number, name_of(type(value)), groups, how_many_shown(value), own)
 

@@ -62,18 +62,18 @@ def _enum_parts(value: enum.Enum) -> tuple[Any, ...]:
 
 
 def _enum_of(kind: str, name: str | None, value: Any) -> enum.Enum:
-    found = look_up_type(kind, enum.Enum)
-    if found is None:
+    enum_type = look_up_type(kind, enum.Enum)
+    if enum_type is None:
         raise CannotRestoreError(f"{kind} is not in the replacement")
-    member: enum.Enum = getattr(found, name) if name is not None else found(value)
+    member: enum.Enum = getattr(enum_type, name) if name is not None else enum_type(value)
     return member
 
 
 def _path_of(kind: str, text: str) -> Any:
-    found = look_up_type(kind, pathlib.PurePath)
-    if found is None:
+    path_type = look_up_type(kind, pathlib.PurePath)
+    if path_type is None:
         raise CannotRestoreError(f"{kind} is not in the replacement")
-    return found(text)
+    return path_type(text)
 
 
 def dtype_text(dtype: Any) -> str:
@@ -84,17 +84,17 @@ def dtype_text(dtype: Any) -> str:
 
 def dtype_of(text: str) -> numpy.dtype[Any]:
     """The dtype of a `dtype_text`."""
-    found: numpy.dtype[Any] = (
+    dtype: numpy.dtype[Any] = (
         numpy.lib.format.descr_to_dtype(ast.literal_eval(text)) if text[0] in "[(" else numpy.dtype(text)
     )
-    return found
+    return dtype
 
 
 def _found(name: str) -> Any:
-    found = look_up(name)
-    if found is MISSING:
+    value = look_up(name)
+    if value is MISSING:
         raise CannotRestoreError(f"{name} is not in the replacement")
-    return found
+    return value
 
 
 def _timezone_of(offset: datetime.timedelta, name: str | None) -> datetime.timezone:
@@ -114,10 +114,10 @@ def _scalar_parts(value: Any) -> tuple[Any, ...]:
 
 
 def _scalar_of(kind: str, value: Any) -> Any:
-    found = look_up_type(kind, type(value))
-    if found is None:
+    scalar_type = look_up_type(kind, type(value))
+    if scalar_type is None:
         raise CannotRestoreError(f"{kind} is not in the replacement")
-    return type(value).__new__(found, value)
+    return type(value).__new__(scalar_type, value)
 
 
 # Made by calling the type with what the value gives to pickle. A datetime is a date, too.

@@ -36,11 +36,11 @@ def record_future(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Work that another thread or process was given: compared with what it gives, once that is known."""
     if save_futures.is_save(value):
         return save_futures.record(value)
-    held = attributes_of(value)
-    if held["_state"] not in _DONE:
+    attributes = attributes_of(value)
+    if attributes["_state"] not in _DONE:
         return RefusedNode("is work of another thread or process that is not done, and what it will give is not known")
-    error, result = held["_exception"], held["_result"]
-    if held["_state"] != FINISHED or error is not None:
+    error, result = attributes["_exception"], attributes["_result"]
+    if attributes["_state"] != FINISHED or error is not None:
         what = "cancelled" if error is None else f"{type(error).__qualname__} {_text_of(error)}"
         return SameNode(name_of(type(value)), what)
     node = snapshot.separate_node(result, depth + 1)
@@ -80,7 +80,7 @@ def record_exception(snapshot: Snapshot, value: BaseException, depth: int) -> An
 def _text_of(error: BaseException) -> str:
     """What an exception says, as far as that is not up to the script's own objects."""
     arguments = BaseException.args.__get__(error)  # type: ignore[attr-defined]
-    return " ".join(str(plain_of(one)) for one in arguments if is_a(one, (int, float, str, bytes)))
+    return " ".join(str(plain_of(argument)) for argument in arguments if is_a(argument, (int, float, str, bytes)))
 
 
 def restore_closed(restore: Restore, live: Any, node: ClosedNode, name: str) -> Any:
@@ -115,4 +115,4 @@ def record_file_in_memory(snapshot: Snapshot, value: io.StringIO | io.BytesIO, d
 
 
 def _is_untold(node: Node) -> bool:
-    return any(isinstance(one, RefusedNode | NotProvedNode) for one, _ in walk(node, ""))
+    return any(isinstance(part, RefusedNode | NotProvedNode) for part, _ in walk(node, ""))

@@ -31,5 +31,5 @@ def refusals(record: BoundaryRecord) -> Iterator[tuple[str, bool]]:
 
 
 def _below(node: Node, name: str, is_needed: bool) -> Iterator[tuple[str, bool]]:
-    for found, where in walk(node, name):
-        yield (not_recorded(where, found.why) if isinstance(found, RefusedNode) else ""), is_needed
+    for part, where in walk(node, name):
+        yield (not_recorded(where, part.why) if isinstance(part, RefusedNode) else ""), is_needed

@@ -45,14 +45,14 @@ def restore_sharded(restore: Restore, live: Any, node: ShardedNode, name: str) -
         )
     # What the replay has computed such a one from is not what the lost rank had; on the way to the boundary it will do.
     is_lost = node.is_computed and (restore.is_comparing or live.grad_fn is None)
-    held: Any = without_history(live.detach(), name) if is_lost else live
-    if not restore.claim_or_refuse(node.number, held, name):
+    tensor: Any = without_history(live.detach(), name) if is_lost else live
+    if not restore.claim_or_refuse(node.number, tensor, name):
         return live
-    found = restore.value(held._local_tensor, node.local, name)
-    if found is MISSING or not isinstance(found, torch.Tensor) or found.shape != held._local_tensor.shape:
+    local = restore.value(tensor._local_tensor, node.local, name)
+    if local is MISSING or not isinstance(local, torch.Tensor) or local.shape != tensor._local_tensor.shape:
         return restore.refuse(live, f"{name}: what the lost rank held of it has another shape")
-    held._local_tensor = found
-    return held
+    tensor._local_tensor = local
+    return tensor
 
 
 def _layout(value: Any) -> list[Any]:

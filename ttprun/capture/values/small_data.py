@@ -141,7 +141,7 @@ def _memory_of(value: Any) -> tuple[int, int]:
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     at = value.__array_interface__["data"][0]
     reach = [(length - 1) * by for length, by in zip(value.shape, value.strides, strict=True)] if value.size else [0]
-    return at + sum(min(0, one) for one in reach), at + sum(max(0, one) for one in reach) + value.itemsize
+    return at + sum(min(0, span) for span in reach), at + sum(max(0, span) for span in reach) + value.itemsize
 
 
 def _place_of(value: Any) -> tuple[int, Any]:

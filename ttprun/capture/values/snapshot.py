@@ -165,13 +165,13 @@ class Snapshot:
         """
         if key is None:
             return {name: self.node(value, 0) for name, value in scope.items() if not is_hidden(name)}
-        known = _scopes.get(key)
-        if known is None or known[0] is not self.stepped:
-            known = (self.stepped, Names(_shown))
-            _scopes.keep(key, known)
-        names = known[1]
-        found = names.nodes(self, scope, 0, is_lasting)
-        return {FIXED: names.entered.packed} | found if names.entered is not None else found
+        entry = _scopes.get(key)
+        if entry is None or entry[0] is not self.stepped:
+            entry = (self.stepped, Names(_shown))
+            _scopes.keep(key, entry)
+        names = entry[1]
+        nodes = names.nodes(self, scope, 0, is_lasting)
+        return {FIXED: names.entered.packed} | nodes if names.entered is not None else nodes
 
     def loop(self, loop: loops.Loop) -> LoopRecord:
         """An active loop, with what it iterates over if its position does not determine that."""
@@ -225,12 +225,12 @@ class Snapshot:
         if kind in SETTLED:
             return value
         handler = HANDLERS[kind]
-        known = self.numbers.get(id(value))
-        if known is None and self.rows:
-            known = next((numbers[id(value)] for numbers in self.rows if id(value) in numbers), None)
-        if known is not None:
-            self.trace.referred.append((id(value), known))
-            return ReferenceNode(known)
+        number = self.numbers.get(id(value))
+        if number is None and self.rows:
+            number = next((numbers[id(value)] for numbers in self.rows if id(value) in numbers), None)
+        if number is not None:
+            self.trace.referred.append((id(value), number))
+            return ReferenceNode(number)
         if len(self.alive) > MAX_OBJECTS and self.has_limit:
             return self._not_proved(kind, f"it comes after the {MAX_OBJECTS:,} objects that are recorded at each step")
         if depth > MAX_DEPTH:
@@ -289,19 +289,19 @@ class Snapshot:
         only      the names that count, the same each time; None: all
         """
         key, now = id(scope), _attributes.now  # and no call: this is done for each object at each boundary
-        known = _attributes.before.get(key) or now.get(key)
+        entry = _attributes.before.get(key) or now.get(key)
         left_out = without if only is None else only
-        if known is not None and known[0] is left_out:
-            now[key] = known
+        if entry is not None and entry[0] is left_out:
+            now[key] = entry
         else:
 
             def choose(names: dict[str, Any]) -> list[str]:
                 own = names if only is None else filter(names.__contains__, only)
-                return [one for one in own if type(one) is str and one not in without]
+                return [name for name in own if type(name) is str and name not in without]
 
-            known = (left_out, Names(choose))
-            now[key] = known
-        return known[1]
+            entry = (left_out, Names(choose))
+            now[key] = entry
+        return entry[1]
 
     def lasting_attributes(self, names: Names, scope: dict[str, Any], depth: int) -> dict[str, Any]:
         """Nodes of an object's own dictionary; what of it has not changed is not walked over again.
@@ -314,9 +314,9 @@ class Snapshot:
                 name: value if type(value := scope[name]) in SETTLED else self.node(value, depth + 1)
                 for name in names.choose(scope)
             }
-        found = names.nodes(self, scope, depth + 1, True)
+        nodes = names.nodes(self, scope, depth + 1, True)
         kept = names.entered
-        return found if kept is None else kept.nodes | found if found else kept.nodes
+        return nodes if kept is None else kept.nodes | nodes if nodes else kept.nodes
 
 
 @contextlib.contextmanager

@@ -83,12 +83,12 @@ _users: dict[int, _Users] = {}  # by the queue's id
 
 
 def _users_of(value: Any) -> _Users:
-    found = _users.get(id(value))
-    if found is None or found.reference() is not value:
-        for key in [key for key, known in list(_users.items()) if known.reference() is None]:
+    users = _users.get(id(value))
+    if users is None or users.reference() is not value:
+        for key in [key for key, other in list(_users.items()) if other.reference() is None]:
             _users.pop(key, None)
-        found = _users[id(value)] = _Users(value)
-    return found
+        users = _users[id(value)] = _Users(value)
+    return users
 
 
 def wrap_get(original: Any) -> Any:
@@ -130,7 +130,7 @@ def record_thread(snapshot: Snapshot, value: threading.Thread, depth: int) -> An
 
 def _only_writes(thread: threading.Thread) -> bool:
     queues = [users.reference() for users in list(_users.values()) if thread.ident in users.consumers | users.producers]
-    return bool(queues) and all(one is None or goes_out(one) for one in queues)
+    return bool(queues) and all(queue is None or goes_out(queue) for queue in queues)
 
 
 def record_line(snapshot: Snapshot, value: Any, depth: int) -> Any:

@@ -124,8 +124,8 @@ def _record_result(snapshot: Snapshot, value: torch.Tensor, result: torch.Tensor
 
 def _in_array(snapshot: Snapshot, at: int) -> tuple[int | None, int]:
     """(number, bytes before the address) of the recorded array in whose memory an address lies."""
-    found = ((number, at - begin) for begin, end, number in snapshot.memories if begin <= at < end)
-    return next(found, (None, 0))
+    places = ((number, at - begin) for begin, end, number in snapshot.memories if begin <= at < end)
+    return next(places, (None, 0))
 
 
 def weight_node(value: torch.Tensor, index: int, offset: int | torch.SymInt | None) -> WeightNode:
@@ -230,11 +230,11 @@ def restore_tensor(restore: Restore, live: Any, node: TensorNode, name: str) -> 
 
     live   anything; written if its dtype, shape and device are the recorded ones
     """
-    found = _restored(restore, live, node, name)
+    tensor = _restored(restore, live, node, name)
     if node.flags & _LEAF and restore.is_comparing:
         raw = node.gradient
-        _restore_gradient(found, tensor_of(node.dtype, node.shape, raw) if isinstance(raw, bytes) else raw)
-    return found
+        _restore_gradient(tensor, tensor_of(node.dtype, node.shape, raw) if isinstance(raw, bytes) else raw)
+    return tensor
 
 
 def _restore_gradient(leaf: torch.Tensor, gradient: Any) -> None:
@@ -313,10 +313,10 @@ def _lies_there(restore: Restore, live: torch.Tensor, first: int, form: list[Any
     if _form(live) != form:
         return False
     storage = live.untyped_storage()
-    known = restore.storages.get(first)
-    if known is None and not _is_taken(restore, storage):
-        known = restore.hold(first, storage)
-    return known is not None and known.data_ptr() == storage.data_ptr()
+    counterpart = restore.storages.get(first)
+    if counterpart is None and not _is_taken(restore, storage):
+        counterpart = restore.hold(first, storage)
+    return counterpart is not None and counterpart.data_ptr() == storage.data_ptr()
 
 
 def _is_taken(restore: Restore, storage: torch.UntypedStorage) -> bool:
@@ -332,8 +332,8 @@ def _fits(restore: Restore, live: torch.Tensor, number: int, layout: Any, raw: A
     elif [list(live.stride()), live.storage_offset(), storage.nbytes()] != layout:
         return False
     if isinstance(raw, int):
-        known = _storage(restore, number, raw)
-        return known is not None and known.data_ptr() == storage.data_ptr()
+        counterpart = _storage(restore, number, raw)
+        return counterpart is not None and counterpart.data_ptr() == storage.data_ptr()
     if storage.nbytes() != len(raw):
         return False
     if len(raw) and _is_taken(restore, storage):
@@ -378,12 +378,12 @@ def restore_weight(restore: Restore, live: Any, node: WeightNode, name: str) -> 
             return live
         return restore.refuse(live, unlike(name, "torch:Tensor", live, "a weight"))
     whole = restore.stepped[index]
-    owner, held = local_of(whole), local_of(live) if is_alike else None
+    owner, local = local_of(whole), local_of(live) if is_alike else None
     offset = owner.storage_offset() if node.offset is None else node.offset
     if (
-        held is not None
-        and held.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
-        and held.storage_offset() == offset
+        local is not None
+        and local.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
+        and local.storage_offset() == offset
     ):
         return live
     if node.is_itself and isinstance(whole, torch.nn.Parameter) and list(whole.shape) == shape:

@@ -56,15 +56,15 @@ def numbers_inside(node: Node) -> range:
 def parts(node: AnyNode) -> Iterator[Node]:
     """The nodes right below a node."""
     for name, part in PARTS[type(node)].items():
-        held = getattr(node, name)
+        value = getattr(node, name)
         if part is Part.NODE:
-            yield held
+            yield value
         elif part in LISTS:
-            yield from listed(held)
+            yield from listed(value)
         elif part is Part.NAMED:
-            yield from held.values()
+            yield from value.values()
         elif part is Part.GROUPS:
-            yield from (item for group in held for item in group.values())
+            yield from (item for group in value for item in group.values())
 
 
 def walk(node: Node, name: str) -> Iterator[tuple[AnyNode, str]]:
@@ -83,24 +83,24 @@ def walk(node: Node, name: str) -> Iterator[tuple[AnyNode, str]]:
 def _named_parts(node: AnyNode, name: str) -> Iterator[tuple[Node, str]]:
     if isinstance(node, ModuleNode):
         for path, nodes in node.attributes.items():
-            yield from ((one, f"{name}.{path}.{key}" if path else f"{name}.{key}") for key, one in nodes.items())
+            yield from ((child, f"{name}.{path}.{key}" if path else f"{name}.{key}") for key, child in nodes.items())
     for field, part in PARTS[type(node)].items():
-        held = getattr(node, field)
+        content = getattr(node, field)
         if part is Part.NODE:
-            yield held, name
+            yield content, name
         elif part is Part.NAMED:
-            yield from ((one, f"{name}.{key}") for key, one in held.items())
+            yield from ((child, f"{name}.{key}") for key, child in content.items())
         elif part is Part.GROUPS:
-            yield from ((one, f"{name}.{key}") for group in held for key, one in group.items())
-        elif part in (Part.NUMBER, Part.AGE) or isinstance(held, bytes | bytearray):
+            yield from ((child, f"{name}.{key}") for group in content for key, child in group.items())
+        elif part in (Part.NUMBER, Part.AGE) or isinstance(content, bytes | bytearray):
             continue
         elif isinstance(node, DictNode) and field == "keys":
-            yield from ((key, f"a key of {name}") for key in held)
+            yield from ((key, f"a key of {name}") for key in content)
         elif isinstance(node, DictNode):
             keys = ("..." if isinstance(key, AnyNode) else repr(key) for key in listed(node.keys))
-            yield from ((value, f"{name}[{key}]") for key, value in zip(keys, held, strict=True))
+            yield from ((value, f"{name}[{key}]") for key, value in zip(keys, content, strict=True))
         else:
-            yield from ((one, f"{name}[{index}]") for index, one in enumerate(held))
+            yield from ((child, f"{name}[{index}]") for index, child in enumerate(content))
 
 
 class Tree:
@@ -128,17 +128,17 @@ class Tree:
             return
         number = number_of(node)
         if number is not None:
-            for one in (number, *numbers_inside(node)):
-                self.definitions.setdefault(one, node)
+            for defined in (number, *numbers_inside(node)):
+                self.definitions.setdefault(defined, node)
         for part in parts(node):
             self._index(part)
 
     def resolve(self, node: Node) -> Node:
         """The node that a reference refers to; the node itself if it is not a reference to a whole object."""
         if isinstance(node, ReferenceNode):
-            found = self.definitions.get(node.number)
-            if found is not None and found.number == node.number:
-                return found
+            definition = self.definitions.get(node.number)
+            if definition is not None and definition.number == node.number:
+                return definition
         return node
 
     def contents(self, node: TensorNode | ChangedDataNode) -> bytes | int:
@@ -187,8 +187,8 @@ def name_of_blob(fields: ScriptState, index: int) -> str:
     """The user's name of the variable, or of its part, whose contents a blob of a record is; "" if there is none."""
     for scope in (*fields.variables, *fields.modules.values()):
         for variable, node in with_fixed(scope).items():
-            for found, name in walk(node, variable):
-                if _has_blob(found, index):
+            for part, name in walk(node, variable):
+                if _has_blob(part, index):
                     return name
     return ""
 
@@ -206,11 +206,11 @@ def all_attributes(node: ModuleNode, described: ModuleDescription) -> dict[str, 
     return {path: settled | node.attributes.get(path, {}) for path, settled in described.attributes.items()}
 
 
-def is_same_scalar(one: Any, other: Any) -> bool:
+def is_same_scalar(value: Any, other: Any) -> bool:
     """Whether two scalars are equal, in type too."""
-    if one.__class__ is not other.__class__:
+    if value.__class__ is not other.__class__:
         return False
-    return bool(one == other) or (one.__class__ is float and math.isnan(one) and math.isnan(other))
+    return bool(value == other) or (value.__class__ is float and math.isnan(value) and math.isnan(other))
 
 
 class Comparison:
@@ -227,9 +227,9 @@ class Comparison:
 
     def bind(self, first: Node, last: Node) -> None:
         """Two nodes are at the same place."""
-        one, other = number_of(first), number_of(last)
-        if one is not None and other is not None:
-            self.same.setdefault(one, other)
+        number, other = number_of(first), number_of(last)
+        if number is not None and other is not None:
+            self.same.setdefault(number, other)
             for here, there in zip(numbers_inside(first), numbers_inside(last), strict=False):
                 self.same.setdefault(here, there)
 
@@ -246,19 +246,19 @@ class Comparison:
             return self.same.get(first.number) == last.number
         if type(first) is not type(last):
             return False
-        one, other = number_of(first), number_of(last)
-        if one is None or other is None:
-            return one is other and self._are_same_parts(first, last)
-        if self.same.get(one, other) != other:
+        number, other = number_of(first), number_of(last)
+        if number is None or other is None:
+            return number is other and self._are_same_parts(first, last)
+        if self.same.get(number, other) != other:
             return False
         self.bind(first, last)
-        if one in self._open:
+        if number in self._open:
             return True
-        if (one, other) not in self._known:
-            self._open.add(one)
-            self._known[one, other] = self._are_same_parts(first, last)
-            self._open.discard(one)
-        return self._known[one, other]
+        if (number, other) not in self._known:
+            self._open.add(number)
+            self._known[number, other] = self._are_same_parts(first, last)
+            self._open.discard(number)
+        return self._known[number, other]
 
     def _look_around(self, first: ReferenceNode, last: ReferenceNode) -> None:
         """A part was met before the whole: compare that, which binds its parts."""
@@ -306,21 +306,21 @@ class Comparison:
         skip = ("number", "contents", "blob")
         if any(getattr(first, name) != getattr(last, name) for name in first.__struct_fields__ if name not in skip):
             return False
-        one, other = self.first.contents(first), self.last.contents(last)
-        if isinstance(one, int) and isinstance(other, int):
-            return self.same.get(one) == other
-        return bool(one == other)
+        content, other = self.first.contents(first), self.last.contents(last)
+        if isinstance(content, int) and isinstance(other, int):
+            return self.same.get(content) == other
+        return bool(content == other)
 
     def _is_same_module(self, first: ModuleNode, last: ModuleNode) -> bool:
-        one, other = unpack_description(first.description), unpack_description(last.description)
-        if first.kind != last.kind or replace(one, attributes={}) != replace(other, attributes={}):
+        description, other = unpack_description(first.description), unpack_description(last.description)
+        if first.kind != last.kind or replace(description, attributes={}) != replace(other, attributes={}):
             return False
-        count = len(one.tensors)
+        count = len(description.tensors)
         blobs = zip(
             self.first.blobs[first.first_blob :][:count], self.last.blobs[last.first_blob :][:count], strict=True
         )
         if any(mine != theirs for mine, theirs in blobs):
             return False
         # Whether an attribute was seen to change, and so is recorded apart, differs between processes.
-        here, there = all_attributes(first, one), all_attributes(last, other)
+        here, there = all_attributes(first, description), all_attributes(last, other)
         return here.keys() == there.keys() and all(self.are_same_named(here[path], there[path]) for path in here)

@@ -53,30 +53,34 @@ def short_name(name: str) -> str:
 def look_up(name: str) -> Any:
     """The object of a name from `name_of` in this process, MISSING if it is not loaded."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module, MISSING)
+    value: Any = sys.modules.get(module, MISSING)
     for part in path.split("."):
-        if is_a(found, type):
-            found = dictionary_of_class(found).get(part, MISSING)
+        if is_a(value, type):
+            value = dictionary_of_class(value).get(part, MISSING)
         else:
-            found = (dictionary_of(found) or {}).get(part, MISSING)
-        if found is MISSING:
+            value = (dictionary_of(value) or {}).get(part, MISSING)
+        if value is MISSING:
             return MISSING
-        if isinstance(found, staticmethod | classmethod):
-            found = found.__func__
-    return found
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+    return value
 
 
 def _look_up_in_classes(name: str) -> Any:
     """A type that a class made in its body and that does not know it: `Item = NamedTuple("Item", ...)`."""
     module, _, own = name.partition(":")
-    held = list(vars(sys.modules[module]).values()) if module in sys.modules else []
-    found = (dictionary_of_class(one).get(own) for one in held if is_a(one, type) and module_of_class(one) == module)
-    return next((one for one in found if is_a(one, type) and name_of(one) == name), MISSING)
+    values = list(vars(sys.modules[module]).values()) if module in sys.modules else []
+    matches = (
+        dictionary_of_class(value).get(own)
+        for value in values
+        if is_a(value, type) and module_of_class(value) == module
+    )
+    return next((value for value in matches if is_a(value, type) and name_of(value) == name), MISSING)
 
 
 def look_up_type(name: str, base: type) -> type | None:
     """A type that this process has loaded, if it is a subclass of `base`."""
-    found = look_up(name)
-    if found is MISSING:
-        found = _look_up_in_classes(name)
-    return found if isinstance(found, type) and issubclass(found, base) else None
+    value = look_up(name)
+    if value is MISSING:
+        value = _look_up_in_classes(name)
+    return value if isinstance(value, type) and issubclass(value, base) else None

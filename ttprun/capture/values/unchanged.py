@@ -57,9 +57,9 @@ _compare: Any = ctypes.PyDLL(None).memcmp
 _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
-def _address_of(one: list[Any]) -> int:
+def _address_of(items: list[Any]) -> int:
     """Where a list keeps the addresses of its items, one after the other; 0 if it has none."""
-    return ctypes.c_void_p.from_address(id(one) + _ADDRESS_AT).value or 0
+    return ctypes.c_void_p.from_address(id(items) + _ADDRESS_AT).value or 0
 
 
 def _are_addresses_known() -> bool:
@@ -67,8 +67,8 @@ def _are_addresses_known() -> bool:
     if list.__basicsize__ != 5 * _POINTER_BYTES:
         return False
     for probe in ([object()], [object() for _ in range(100)]):
-        found = (ctypes.c_void_p * len(probe)).from_address(_address_of(probe))
-        if list(found) != list(map(id, probe)):
+        addresses = (ctypes.c_void_p * len(probe)).from_address(_address_of(probe))
+        if list(addresses) != list(map(id, probe)):
             return False
     return True
 
@@ -158,19 +158,19 @@ class Unchanged:
 
     def add(self, containers: Iterable[Any]) -> None:
         """Add lists, dictionaries, sets or deques with their current contents."""
-        for one in containers:
-            if issubclass(type(one), dict):
-                self._dictionaries.append(one)
-                self._versions.append(version_of(one))
-                self._contents.append(_contents_of(one))
-                if issubclass(type(one), OrderedDict | defaultdict):  # order and factory are not counted
-                    self._add_items(one if type(one) is OrderedDict else _Items(one))
-            elif type(one) is list and len(one) >= _LONG and HAVE_ADDRESSES:
-                self._long.append(one)
-                self._held.append(one.copy())
-                self._lengths_of_long.append(len(one))
+        for container in containers:
+            if issubclass(type(container), dict):
+                self._dictionaries.append(container)
+                self._versions.append(version_of(container))
+                self._contents.append(_contents_of(container))
+                if issubclass(type(container), OrderedDict | defaultdict):  # order and factory are not counted
+                    self._add_items(container if type(container) is OrderedDict else _Items(container))
+            elif type(container) is list and len(container) >= _LONG and HAVE_ADDRESSES:
+                self._long.append(container)
+                self._held.append(container.copy())
+                self._lengths_of_long.append(len(container))
             else:
-                self._add_items(one if type(one) in BASES else _Items(one))
+                self._add_items(container if type(container) in BASES else _Items(container))
 
     def add_objects(self, objects: Iterable[tuple[Any, dict[str, Any]]], typed: Iterable[Any] = ()) -> None:
         """Add objects.
@@ -178,20 +178,20 @@ class Unchanged:
         objects   each with the dictionary of all its attributes
         typed     those of which only the type counts
         """
-        for one, held in objects:
-            self._objects.append(one)
-            self._of_objects.append(held)
-            self._getters.append(looks.dictionary_getter(type(one)) or looks.attributes_of)
-            self.add((held,))
-            self._typed.append(one)
+        for value, attributes in objects:
+            self._objects.append(value)
+            self._of_objects.append(attributes)
+            self._getters.append(looks.dictionary_getter(type(value)) or looks.attributes_of)
+            self.add((attributes,))
+            self._typed.append(value)
         self._typed += typed
         self._types = list(map(type, self._typed))
 
-    def _add_items(self, one: Any) -> None:
-        self._lists.append(one)
-        self._lengths.append(len(one))
+    def _add_items(self, items: Any) -> None:
+        self._lists.append(items)
+        self._lengths.append(len(items))
         self._starts.append(len(self._items))
-        self._items += one
+        self._items += items
 
     def _counts(self) -> tuple[int, ...]:
         return len(self._long), len(self._dictionaries), len(self._lists), len(self._typed)
@@ -238,11 +238,11 @@ class Unchanged:
             return False
         if not all(map(begins_with, long, self._held[of_long])):
             return False
-        found = self._dictionaries[of_dictionaries]
-        if not ARE_COUNTED or list(map(version_of, found)) != self._versions[of_dictionaries]:
-            if not all(map(_are_the_same, map(_contents_of, found), self._contents[of_dictionaries])):
+        dictionaries = self._dictionaries[of_dictionaries]
+        if not ARE_COUNTED or list(map(version_of, dictionaries)) != self._versions[of_dictionaries]:
+            if not all(map(_are_the_same, map(_contents_of, dictionaries), self._contents[of_dictionaries])):
                 return False
-            self._versions[of_dictionaries] = map(version_of, found)
+            self._versions[of_dictionaries] = map(version_of, dictionaries)
         lists, lengths = self._lists[of_lists], self._lengths[of_lists]
         if not lists:
             return True
@@ -282,10 +282,10 @@ class Unchanged:
 class _Items:
     """What a container holds whose class may have methods of its own: items, or keys and the factory of others."""
 
-    def __init__(self, one: Any) -> None:
-        self._one = one
-        self._base: Any = next(base for base in BASES if issubclass(type(one), base))
-        self._has_factory = issubclass(type(one), defaultdict)
+    def __init__(self, container: Any) -> None:
+        self._one = container
+        self._base: Any = next(base for base in BASES if issubclass(type(container), base))
+        self._has_factory = issubclass(type(container), defaultdict)
 
     def __len__(self) -> int:
         return int(self._base.__len__(self._one)) + self._has_factory
@@ -295,12 +295,12 @@ class _Items:
         return chain((_factory_of(self._one),), items) if self._has_factory else items
 
 
-def _contents_of(one: dict[Any, Any]) -> list[Any]:
+def _contents_of(dictionary: dict[Any, Any]) -> list[Any]:
     """Keys and values of a dictionary, without its class's own methods."""
-    if type(one) in (dict, OrderedDict):
-        return [*one, *one.values()]
-    base = looks.base_of(one)
-    return [*base.__iter__(one), *base.values(one)]
+    if type(dictionary) in (dict, OrderedDict):
+        return [*dictionary, *dictionary.values()]
+    base = looks.base_of(dictionary)
+    return [*base.__iter__(dictionary), *base.values(dictionary)]
 
 
 def _are_the_same(items: list[Any], others: list[Any]) -> bool:
@@ -320,12 +320,12 @@ class Remembered(Generic[V]):
 
     def get(self, key: Hashable) -> V | None:
         """The result of a key, or None."""
-        found = self.now.get(key)
-        if found is None:
-            found = self.before.get(key)
-            if found is not None:
-                self.now[key] = found
-        return found
+        result = self.now.get(key)
+        if result is None:
+            result = self.before.get(key)
+            if result is not None:
+                self.now[key] = result
+        return result
 
     def keep(self, key: Hashable, made: V) -> None:
         """Keep a result for the next boundary."""
@@ -338,8 +338,8 @@ _all: list[Remembered[Any]] = []
 def begin_boundary() -> None:
     """Begin a boundary: forget the results that were not used since the last one."""
     Clock.boundary += 1
-    for one in _all:
-        one.before, one.now = one.now, {}
+    for results in _all:
+        results.before, results.now = results.now, {}
 
 
 def forget() -> None:

@@ -72,14 +72,14 @@ class Unrecorded:
 
 def description_of(value: Unrecorded) -> str:
     """Its variable and shape."""
-    found: str = object.__getattribute__(value, "_description")
-    return found
+    description: str = object.__getattribute__(value, "_description")
+    return description
 
 
 def shape_of(value: Unrecorded) -> list[int]:
     """The shape of the tensor that it stands for."""
-    found: list[int] = object.__getattribute__(value, "_shape")
-    return found
+    shape: list[int] = object.__getattribute__(value, "_shape")
+    return shape
 
 
 def _refuse(self: Unrecorded, *args: Any, **kwargs: Any) -> Any:

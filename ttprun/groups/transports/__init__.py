@@ -14,8 +14,8 @@ from ttprun.groups.transports.link import GroupMember, Link, Transport
 __all__ = ["TRANSPORTS", "GroupMember", "Link", "Transport"]
 
 TRANSPORTS: dict[str, Transport] = {
-    found.name: found
-    for found in (
+    transport.name: transport
+    for transport in (
         Transport("gloo", frozenset({"cpu"}), make_gloo),
         Transport("nccl", frozenset({"cuda"}), make_nccl, is_late=True, gives_works=gives_works),
         Transport("hccl", frozenset({"npu"}), make_hccl, is_late=True),

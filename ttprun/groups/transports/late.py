@@ -140,8 +140,8 @@ class LateLink:
         """The device that carries out a collective; a barrier has no tensors."""
         tensors = tensors_in(args)
         if tensors:
-            found: torch.device = tensors[0].device
-            return found
+            of_tensor: torch.device = tensors[0].device
+            return of_tensor
         if self._device_type == "cpu":
             return torch.device("cpu")
         options: Any = args[-1] if args else None
@@ -236,15 +236,15 @@ class LateLink:
 
     def drop(self) -> None:
         """Forget the backend, without waiting for its destructor: that joins the backend's threads, which may wait."""
-        held = [self.__dict__.pop(name, None) for name in ("backend", "_group")]
+        references = [self.__dict__.pop(name, None) for name in ("backend", "_group")]
         self.backend = self._group = self._newest = None
         if self._communicators.is_left:
-            leak(held)
-        elif held[0] is not None:
+            leak(references)
+        elif references[0] is not None:
             try:
-                threading.Thread(target=held.clear, name="ttprun-closing", daemon=True).start()
+                threading.Thread(target=references.clear, name="ttprun-closing", daemon=True).start()
             except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
-                leak(held)
+                leak(references)
 
     def __del__(self) -> None:
         if self.__dict__.get("backend") is not None:
@@ -263,12 +263,12 @@ def _abort_of(backend: Any) -> Callable[[], Any] | None:
     if hccl is not None:
         return partial(hccl, "its generation is over")
     for name in ("abort", "_abort"):
-        found = getattr(backend, name, None)
+        abort = getattr(backend, name, None)
         is_own = type(backend) is dist.Backend or getattr(type(backend), name, None) is not getattr(
             ProcessGroup, name, None
         )
-        if found is not None and is_own:
-            return found  # type: ignore[no-any-return]
+        if abort is not None and is_own:
+            return abort  # type: ignore[no-any-return]
     return None
 
 
@@ -402,13 +402,13 @@ def _complete_promises() -> None:
             while not _watched:
                 _changed.wait()
                 pause_s = _FIRST_PAUSE_S
-            found = list(_watched)
-        completed = [one for one in found if one[0].is_completed()]
-        for one in completed:
-            one[1].set_result(None)
+            promises = list(_watched)
+        completed = [promise for promise in promises if promise[0].is_completed()]
+        for promise in completed:
+            promise[1].set_result(None)
         with _changed:
-            for one in completed:
-                _watched.remove(one)
+            for promise in completed:
+                _watched.remove(promise)
             if not _watched:
                 _changed.notify_all()
         if completed:

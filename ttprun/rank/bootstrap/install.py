@@ -174,24 +174,24 @@ def report_before(previous: Any) -> Any:
             _wait_for_room(presence)
         kind, trace = type(error), error.__traceback__
         presence.has_script_failed = True
-        found = session_now()
-        if found is not None:
-            found.end_run()
-        is_early = (found is None or found.applied == 0) and not presence.welcome.options.prints_traceback
+        session = session_now()
+        if session is not None:
+            session.end_run()
+        is_early = (session is None or session.applied == 0) and not presence.welcome.options.prints_traceback
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
-        missed = found.mode.difference if found is not None else ""
+        missed = session.mode.difference if session is not None else ""
         what = " ".join(filter(None, (in_one_line(error), _place_of(trace))))
-        if found is not None:
-            found.mode.end_by_error(what)
+        if session is not None:
+            session.mode.end_by_error(what)
         why = "; ".join(filter(None, (what, lost_worker(error))))
         why = f"{why}; the replay did not reach its boundary: {missed}" if missed else why
         presence.channel.send(from_rank.ScriptError(why, text if is_early else "", text, diagnosis.name))
-        if diagnosis.rung == "restart" and found is not None:
-            found.give_up_protection(f"{diagnosis.name}: the other ranks' state may be wrong too")
+        if diagnosis.rung == "restart" and session is not None:
+            session.give_up_protection(f"{diagnosis.name}: the other ranks' state may be wrong too")
         if not is_early and diagnosis.fault is not DeviceFault.DEVICE_BUSY:
             signal_handlers.call_through(previous, (kind, error, trace), {})
-        is_live = found is not None and found.applied > 0 and found.is_repairable()
-        is_replaying = presence.is_rerun and (found is None or not found.mode.is_live)
+        is_live = session is not None and session.applied > 0 and session.is_repairable()
+        is_replaying = presence.is_rerun and (session is None or not session.mode.is_live)
         if (is_live or is_replaying) and presence.welcome.options.is_replaced:
             _leave_at_once(presence.welcome.rank)
 

@@ -118,9 +118,9 @@ class Preloading:
             try:
                 module = original(spec)
                 self._again.after_import(spec.name, random_before)
-                known = self._files.get(spec.name, "")
-                if spec.name.partition(".")[0] != "torch" and known != _file_of(spec):
-                    self.refuse(self._why_not(spec.name, known, _file_of(spec)))
+                expected = self._files.get(spec.name, "")
+                if spec.name.partition(".")[0] != "torch" and expected != _file_of(spec):
+                    self.refuse(self._why_not(spec.name, expected, _file_of(spec)))
             finally:
                 self.compare(before)
                 self._running.pop()
@@ -129,10 +129,10 @@ class Preloading:
 
         return load_unlocked
 
-    def _why_not(self, name: str, known: str, file: str) -> str:
+    def _why_not(self, name: str, expected: str, file: str) -> str:
         if name in self._left_out or name.partition(".")[0] in self._left_out:
             return f"it imports {name}"
-        return f"it comes from {file}" if known else f"it imports {name}, which not all ranks have"
+        return f"it comes from {file}" if expected else f"it imports {name}, which not all ranks have"
 
     def _note(self) -> None:
         noted = "\n".join(self._running).encode()
@@ -281,7 +281,7 @@ def _within(package: str, names: Any) -> list[str]:
 
 def _state() -> dict[str, Any]:
     """What an import must not change: a script may have set it before."""
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         _VARIABLES: dict(dict.items(_environment._data)),
         "the working directory": os.getcwd(),
         "the threads": _threads(),
@@ -296,13 +296,13 @@ def _state() -> dict[str, Any]:
         "whether denormal numbers are flushed to zero": sys.float_info.min / 2 != 0.0,
     }
     for name, state in random_state.capture().items():
-        found[f"the random state of {name}"] = state
-    found["settings of torch"] = _settings_of_torch()
-    found["settings of numpy"] = _settings_of_numpy()
+        settings[f"the random state of {name}"] = state
+    settings["settings of torch"] = _settings_of_torch()
+    settings["settings of numpy"] = _settings_of_numpy()
     context = sys.modules.get("multiprocessing.context")
     if context is not None:
-        found["multiprocessing's start method"] = context._default_context._actual_context
-    return found
+        settings["multiprocessing's start method"] = context._default_context._actual_context
+    return settings
 
 
 def _threads() -> int:
@@ -322,7 +322,7 @@ def _settings_of_torch() -> list[Any]:
     if torch is None:
         return []
     modules, optimizers = sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"]
-    hooks = [held for of in (modules, optimizers) for name, held in vars(of).items() if name.startswith("_global_")]
+    hooks = [value for of in (modules, optimizers) for name, value in vars(of).items() if name.startswith("_global_")]
     backends = torch.backends
     return [
         torch.get_default_dtype(),
@@ -337,7 +337,7 @@ def _settings_of_torch() -> list[Any]:
         torch._C._len_torch_function_stack(),
         (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic, backends.mkldnn.enabled),
         torch.multiprocessing.get_sharing_strategy(),
-        [len(held) for held in hooks if isinstance(held, dict)],
+        [len(table) for table in hooks if isinstance(table, dict)],
     ]
 
 

@@ -140,16 +140,16 @@ def _leave_process_groups() -> None:
 
 def _clear_frames(error: BaseException) -> None:
     """Drop the script's variables, also those held by the errors that caused this one."""
-    left: list[BaseException | None] = [error]
+    pending: list[BaseException | None] = [error]
     seen: set[int] = set()
-    while left:
-        found = left.pop()
-        if found is None or id(found) in seen:
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(found))
-        left += [found.__cause__, found.__context__]
-        _clear_frames_of(found.__traceback__)
-        found.__traceback__ = None
+        seen.add(id(current))
+        pending += [current.__cause__, current.__context__]
+        _clear_frames_of(current.__traceback__)
+        current.__traceback__ = None
 
 
 def _clear_frames_of(trace: TracebackType | None) -> None:
@@ -169,11 +169,11 @@ def _empty_shared_states() -> None:
     """Empty what a framework's objects share, by which the next run would take all as set up."""
     for name in frameworks.SHARED:
         module, _, path = name.partition(":")
-        found: Any = sys.modules.get(module)
+        state: Any = sys.modules.get(module)
         for part in path.split("."):
-            found = getattr(found, part, None)
-        if isinstance(found, dict):
-            found.clear()
+            state = getattr(state, part, None)
+        if isinstance(state, dict):
+            state.clear()
 
 
 def _forget_modules() -> None:
@@ -204,11 +204,11 @@ def _end_children() -> None:
 
 
 def _children() -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children", encoding="ascii") as children:
-            found += map(int, children.read().split())
-    return found
+            pids += map(int, children.read().split())
+    return pids
 
 
 def _restore(beginning: Beginning) -> None:
@@ -241,8 +241,8 @@ def _signals() -> list[int]:
 
 
 def _loggers() -> dict[str, logging.Logger]:
-    known = logging.Logger.manager.loggerDict
-    named = {name: logger for name, logger in known.items() if isinstance(logger, logging.Logger)}
+    loggers = logging.Logger.manager.loggerDict
+    named = {name: logger for name, logger in loggers.items() if isinstance(logger, logging.Logger)}
     return {"": logging.getLogger(), **named}
 
 

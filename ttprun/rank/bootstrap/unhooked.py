@@ -49,7 +49,7 @@ def why_in_ranks_of_its_own(pid: int) -> str:
     if has_connection(pid):
         return ""
     inherited = _sockets(pid)
-    child = next((one for one in descendants(pid) if has_torch(one) and _listens(one, inherited)), None)
+    child = next((other for other in descendants(pid) if has_torch(other) and _listens(other, inherited)), None)
     if child is None:
         return ""
     return (
@@ -74,24 +74,24 @@ def seems_to_train(pid: int) -> bool:
 
 def has_connection(pid: int) -> bool:
     """Whether a process holds a TCP socket, as each rank of a process group does."""
-    held = _sockets(pid)
-    return any(inode in held for _, inode in _tcp(pid))
+    sockets = _sockets(pid)
+    return any(inode in sockets for _, inode in _tcp(pid))
 
 
 def _listens(pid: int, inherited: Set[str]) -> bool:
     """Whether a process listens on a TCP socket that is not one of these."""
-    held = _sockets(pid) - inherited
-    return any(state == _LISTENING and inode in held for state, inode in _tcp(pid))
+    sockets = _sockets(pid) - inherited
+    return any(state == _LISTENING and inode in sockets for state, inode in _tcp(pid))
 
 
 def _sockets(pid: int) -> set[str]:
     """What a process holds open, as /proc names it."""
-    held = set()
+    sockets = set()
     with contextlib.suppress(OSError):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                held.add(os.readlink(fd))
-    return held
+                sockets.add(os.readlink(fd))
+    return sockets
 
 
 def _tcp(pid: int) -> Iterator[tuple[str, str]]:

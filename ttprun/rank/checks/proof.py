@@ -155,10 +155,10 @@ class Proof:
         self._session.proof = None
         if self._session.expected is not None:
             self._session.expected.note_proved()
-        found = self._equal + self._close
+        compared = self._equal + self._close
         at = f"in step {self._step}"
-        equal = [f"{_counted(kind, self._equal[kind])} {at}{self._near(kind)}" for kind in sorted(found)]
-        if self._step and not (found[LOSS] or found[INPUT]):
+        equal = [f"{_counted(kind, self._equal[kind])} {at}{self._near(kind)}" for kind in sorted(compared)]
+        if self._step and not (compared[LOSS] or compared[INPUT]):
             self._not_proved.append(f"the lost rank had left no loss and no input of a collective of step {self._step}")
         report(self._session, equal, self._not_proved)
 

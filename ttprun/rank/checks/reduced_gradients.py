@@ -62,8 +62,10 @@ def find_nan(journal: Journal, boundary: int, later: Callable[[Found], None] | N
     answer = later
 
     def look(sums: list[torch.Tensor]) -> None:
-        with_nan = {id(entry) for (entry, _), found in zip(on_device, sums, strict=True) if math.isnan(found)}
-        suspects = [one for one in entries if id(one) in with_nan or all(output.is_cpu for output in one.outputs)]
+        with_nan = {id(entry) for (entry, _), total in zip(on_device, sums, strict=True) if math.isnan(total)}
+        suspects = [
+            entry for entry in entries if id(entry) in with_nan or all(output.is_cpu for output in entry.outputs)
+        ]
         answer(_first(journal, suspects, boundary, is_whole))
 
     host_copies.later([_sampled(output, boundary, is_whole).sum().float() for _, output in on_device], look)
@@ -80,11 +82,11 @@ def _first(journal: Journal, entries: list[Entry], boundary: int, is_whole: bool
 
 def _sampled(tensor: torch.Tensor, boundary: int, is_whole: bool) -> torch.Tensor:
     """The elements that are checked."""
-    found = elements_of(tensor.detach())
-    stride = found.numel() // SAMPLE
+    elements = elements_of(tensor.detach())
+    stride = elements.numel() // SAMPLE
     if stride > 1 and not is_whole:
-        return found.reshape(-1)[boundary % stride :: stride] if found.is_contiguous() else found[:1]
-    return found
+        return elements.reshape(-1)[boundary % stride :: stride] if elements.is_contiguous() else elements[:1]
+    return elements
 
 
 def has_nan(tensor: torch.Tensor, boundary: int, is_whole: bool) -> bool:
@@ -103,9 +105,9 @@ def has_nan(tensor: torch.Tensor, boundary: int, is_whole: bool) -> bool:
         elements = numpy.frombuffer(bytes_of(tensor), dtype)
         stride = max(len(elements) // SAMPLE, 1)
         return bool(numpy.isnan(elements[boundary % stride :: stride]).any())
-    found = _sampled(tensor, boundary, is_whole)
+    sample = _sampled(tensor, boundary, is_whole)
     # The sum over infinities of both signs is NaN too, hence the second check.
-    return math.isnan(found.sum().item()) and bool(found.isnan().any())
+    return math.isnan(sample.sum().item()) and bool(sample.isnan().any())
 
 
 def _whose(journal: Journal, entry: Entry) -> Found:
@@ -114,7 +116,7 @@ def _whose(journal: Journal, entry: Entry) -> Found:
     if not entry.input.tensors:
         return where, False
     for copy in entry.input.tensors:
-        found = int(elements_of(copy).isnan().sum())
-        if found:
-            return f"{where}, {found} of {copy.numel()} elements", True
+        nans = int(elements_of(copy).isnan().sum())
+        if nans:
+            return f"{where}, {nans} of {copy.numel()} elements", True
     return "", False

@@ -41,17 +41,17 @@ class Expected:
 
     def check(self, entry: Entry) -> None:
         """Compare a collective that is about to be issued. Raises MismatchError, after reporting it to the agent."""
-        left = self._left.get(entry.sequence)
-        if not left:
+        awaited = self._left.get(entry.sequence)
+        if not awaited:
             return
-        expected = left.pop()
+        expected = awaited.pop()
         if expected != entry.signature:
             report_mismatch(
                 self._channel,
                 self._generation,
                 f"the replacement issues '{entry.signature.strip()}' where the survivors have '{expected.strip()}'",
             )
-        if not left:
+        if not awaited:
             del self._left[entry.sequence]
             self._report_if_done()
 

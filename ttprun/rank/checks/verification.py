@@ -86,11 +86,11 @@ class Verifier:
         ranks wait for this rank's record meanwhile, so none takes the step. Raises RuntimeError after nan_limit_s.
         """
         if self.looks_before:
-            found: Found | None = (nan_in(self._journal), True)
+            finding: Found | None = (nan_in(self._journal), True)
         else:
-            found = find_nan(self._journal, boundary, partial(self._judge, boundary, optimizer))
-        if found is not None:
-            self._judge(boundary, optimizer, found)
+            finding = find_nan(self._journal, boundary, partial(self._judge, boundary, optimizer))
+        if finding is not None:
+            self._judge(boundary, optimizer, finding)
         if not self._is_compared:
             return
         is_proof = boundary <= self._prove_until
@@ -101,13 +101,13 @@ class Verifier:
         elif self._every and boundary % self._every == 0 and self._is_idle.is_set() and not self._why_off:
             self._begin_hash(boundary, optimizer)
 
-    def _judge(self, boundary: int, optimizer: torch.optim.Optimizer, found: Found) -> None:
+    def _judge(self, boundary: int, optimizer: torch.optim.Optimizer, finding: Found) -> None:
         """Report a NaN that was not there at the boundary before. Blocks, and raises, as `look` says."""
-        where, is_own = found
+        where, is_own = finding
         if where and not self._had_nan:
             if not self.looks_before:
-                held = (local_of(weight) for weight in optimizer_registry.parameters_of(optimizer))
-                if any(has_nan(weight, boundary, True) for weight in held):
+                weights = (local_of(weight) for weight in optimizer_registry.parameters_of(optimizer))
+                if any(has_nan(weight, boundary, True) for weight in weights):
                     where, is_own = f"{where}; the weights held it before this step", False
             self._channel.send(from_rank.NanFound(boundary - 1, where, is_own))
             if self._nan_limit_s is not None:
@@ -122,7 +122,7 @@ class Verifier:
     def _look_in_full(self, boundary: int, optimizer: torch.optim.Optimizer, frame: FrameType | None) -> None:
         """Report the hashes of all trained tensors before the commit, so that the agent knows them at a fault."""
         try:
-            held, names = holdings.in_full(optimizer), holdings.names(frame)
+            digests, names = holdings.in_full(optimizer), holdings.names(frame)
             shards, why_not_stored = holdings.shards()
         except Exception as error:
             fail_open.raise_if_meant(error)
@@ -134,7 +134,7 @@ class Verifier:
         size = optimizer_registry.weights_bytes()
         self._is_answered.clear()
         self._asked_at = boundary
-        self._channel.send(from_rank.Held(boundary, True, held, names, shards, groups, why_not_stored, size))
+        self._channel.send(from_rank.Held(boundary, True, digests, names, shards, groups, why_not_stored, size))
 
     def look_again(self, boundary: int) -> None:
         """This rank's gradients have changed since it has reported the hashes before the step to this boundary."""
@@ -200,13 +200,15 @@ class Verifier:
     def _begin_hash(self, boundary: int, optimizer: torch.optim.Optimizer) -> None:
         """Copy the weights, and have the copies hashed while training continues."""
         try:
-            found = holdings.to_verify(optimizer)
-            self._rows = [(key, is_gradient) for key, is_gradient, _ in found]
-            weights = [tensor.detach() for _, _, tensor in found]
-            if all(one.is_cpu for one in weights):
+            rows = holdings.to_verify(optimizer)
+            self._rows = [(key, is_gradient) for key, is_gradient, _ in rows]
+            weights = [tensor.detach() for _, _, tensor in rows]
+            if all(weight.is_cpu for weight in weights):
                 self._hash_later(boundary, weights)
             else:  # of what is on a device, the sums
-                weights = [one if one.is_cpu or one.nbytes < FOLDED_FROM else folded(one) for one in weights]
+                weights = [
+                    weight if weight.is_cpu or weight.nbytes < FOLDED_FROM else folded(weight) for weight in weights
+                ]
                 host_copies.later(weights, partial(self._hash_later, boundary))
         except Exception as error:  # e.g. no memory: training continues
             fail_open.raise_if_meant(error)
@@ -214,10 +216,10 @@ class Verifier:
 
     def _hash_later(self, boundary: int, weights: list[torch.Tensor]) -> None:
         """Copy into the buffers of the previous comparison, whose hashing is done, and begin the next one."""
-        if [(copy.shape, copy.dtype) for copy in self._copies] != [(one.shape, one.dtype) for one in weights]:
-            self._copies = [torch.empty_like(one, device="cpu", requires_grad=False) for one in weights]
-        for copy, one in zip(self._copies, weights, strict=True):
-            copy.copy_(one)
+        if [(copy.shape, copy.dtype) for copy in self._copies] != [(weight.shape, weight.dtype) for weight in weights]:
+            self._copies = [torch.empty_like(weight, device="cpu", requires_grad=False) for weight in weights]
+        for copy, weight in zip(self._copies, weights, strict=True):
+            copy.copy_(weight)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work_off, name="ttprun-verification", daemon=True)
             self._thread.start()
@@ -238,12 +240,12 @@ class Verifier:
             self._is_idle.set()
 
     def _hash(self, boundary: int) -> None:
-        held: dict[str, tuple[str, str]] = {}
+        digests: dict[str, tuple[str, str]] = {}
         for (key, is_gradient), copy in zip(self._rows, self._copies, strict=True):
-            weights, gradient = held.get(key, ("", ""))
+            weights, gradient = digests.get(key, ("", ""))
             digest = xxhash.xxh3_64_hexdigest(bytes_of(copy))
-            held[key] = (weights, digest) if is_gradient else (digest, gradient)
-        self._channel.send(from_rank.Held(boundary, False, held, {}, {}, [], ""))
+            digests[key] = (weights, digest) if is_gradient else (digest, gradient)
+        self._channel.send(from_rank.Held(boundary, False, digests, {}, {}, [], ""))
 
 
 def nan_in(journal: Journal) -> str:

@@ -295,8 +295,8 @@ class Framework:
         board.announce(session.rank, Field.LEAVING, 1)
         session.touch(Phase.FINISHED)
         for row in range(board.n_ranks):
-            while not (left := board.get(row, Field.LEAVING)) and board.get(row, Field.RECORDED) != FINISHED:
-                board.wait_for_change(row, Field.LEAVING, left, _LOOK_AGAIN_S)
+            while not (leaving := board.get(row, Field.LEAVING)) and board.get(row, Field.RECORDED) != FINISHED:
+                board.wait_for_change(row, Field.LEAVING, leaving, _LOOK_AGAIN_S)
                 self.admit()
 
     # Reports.

@@ -107,13 +107,13 @@ class Handlers:
 
     def _clean_device(self, is_uce: bool) -> int:
         device = registry.current()
-        found = device.check_memory() if is_uce else MemoryCheck.NONE
-        if found is MemoryCheck.OUTSIDE_POOL:
+        check = device.check_memory() if is_uce else MemoryCheck.NONE
+        if check is MemoryCheck.OUTSIDE_POOL:
             return RET_ERROR
         device.clean()
         device.restart()
         device.rebuild_communicators()
-        return RET_NO_REBUILD if found is MemoryCheck.TEMPORARY else RET_OK
+        return RET_NO_REBUILD if check is MemoryCheck.TEMPORARY else RET_OK
 
     def rebuild_group(self, fault_ranks: list[int], size: Size = UNCHANGED) -> None:
         """Rebuild the framework's own communication; our process groups are connected already.
@@ -127,8 +127,8 @@ class Handlers:
             function(list(size.data_parallel), list(size.ranks), self.args, size.params)
         elif size.is_smaller:
             raise CallbackFailedError("no zit_downgrade_rebuild handler is registered")
-        elif (found := self._of_upgrade(UPGRADE_REBUILD, REBUILD, size)) is not None:
-            function, last = found
+        elif (handler := self._of_upgrade(UPGRADE_REBUILD, REBUILD, size)) is not None:
+            function, last = handler
             function(fault_ranks, self.args, last)
 
     def repair(
@@ -143,18 +143,18 @@ class Handlers:
         size            of the group, if that changes
         returns         False if the framework has no handler
         """
-        found = self._of_upgrade(UPGRADE_REPAIR, REPAIR, size)
-        if found is None:
+        handler = self._of_upgrade(UPGRADE_REPAIR, REPAIR, size)
+        if handler is None:
             return False
-        function, last = found
+        function, last = handler
         function(step, needs_rebuild, error_ranks, info, self.args, last)
         return True
 
     def rollback(self, step: int, size: Size = UNCHANGED) -> None:
         """Reset what depends on the step: learning rate, data position, weights from the optimizer's copy."""
-        found = self._of_upgrade(UPGRADE_ROLLBACK, ROLLBACK, size)
-        if found is not None:
-            function, last = found
+        handler = self._of_upgrade(UPGRADE_ROLLBACK, ROLLBACK, size)
+        if handler is not None:
+            function, last = handler
             function(step, self.args, last)
 
     def _of_upgrade(self, name: str, otherwise: str, size: Size) -> tuple[Callable[..., Any], Any] | None:

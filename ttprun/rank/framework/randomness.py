@@ -23,10 +23,10 @@ def keep(session: Session, step: int) -> None:
 
 def restore(session: Session, step: int) -> bool:
     """Restore the states kept for `step`; False if there are none."""
-    found = session[Recorder].read(step)
-    if found is None:
+    stored = session[Recorder].read(step)
+    if stored is None:
         return False
-    record = msgpack.unpackb(found[0])
+    record = msgpack.unpackb(stored[0])
     random_state.restore(record["generators"])
     if record["device"]:  # empty if the process had not used its device yet
         registry.current().restore_rng_state(record["device"])

@@ -168,7 +168,7 @@ def _is_ending() -> bool:
 
 def _watch(read_fd: int) -> None:
     global _came
-    held = 0
+    number_held = 0
     moment: Patience | None = None  # after which it is checked whether the launcher has got one too
     written = select.poll()  # select() refuses the high descriptors of a process that has many files open
     written.register(read_fd, select.POLLIN)
@@ -176,11 +176,11 @@ def _watch(read_fd: int) -> None:
         written.poll(None if moment is None else 1000 * _LOOK_AGAIN_S)
         with contextlib.suppress(BlockingIOError):
             for number in os.read(read_fd, 256):
-                if number in HELD and not held and _handler_of(number) is _stay:
-                    held, moment, _came = number, Patience(MOMENT_S, _is_agent_awake), True
+                if number in HELD and not number_held and _handler_of(number) is _stay:
+                    number_held, moment, _came = number, Patience(MOMENT_S, _is_agent_awake), True
         is_late = moment is not None and moment.look()
-        if held and (_may_end.is_set() or (is_late and not _is_end_asked())):
-            _die_of(held)
+        if number_held and (_may_end.is_set() or (is_late and not _is_end_asked())):
+            _die_of(number_held)
         if is_late:
             moment = None
 

@@ -28,9 +28,9 @@ def freeze(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[]
 
     check_overtaken   called now and then; its exception ends the order
     """
-    known = _Freeze(session, order, check_overtaken)
+    state = _Freeze(session, order, check_overtaken)
     for _, act, _ in STAGES:
-        act(known)
+        act(state)
 
 
 class _Freeze(NamedTuple):
@@ -160,8 +160,8 @@ def settle(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[]
     board.announce(session.rank, Field.HELD, session.generation)
     session.share_row()
     for row in order.ranks:
-        while (held := board.get(row, Field.HELD)) < session.generation:
-            board.wait_for_change(row, Field.HELD, held, LOOK_AGAIN_S)
+        while (generation := board.get(row, Field.HELD)) < session.generation:
+            board.wait_for_change(row, Field.HELD, generation, LOOK_AGAIN_S)
             check_overtaken()
     boundary = max(order.committed, *(board.get(row, Field.APPLIED) for row in order.ranks))
     session.settle(boundary)

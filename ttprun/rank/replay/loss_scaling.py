@@ -42,8 +42,8 @@ def wrap_maybe_opt_step(original: Any) -> Any:
         session = current()
         if session is not None and not session.mode.is_live:
             is_left_out = session.mode.leaves_step_out(fail_open.caller())
-            for found in state["found_inf_per_device"].values():
-                found.fill_(float(is_left_out))
+            for flag in state["found_inf_per_device"].values():
+                flag.fill_(float(is_left_out))
         before = None if session is None else session.applied
         returned = original(self, optimizer, state, *args, **kwargs)
         if session is not None and session.applied == before:
@@ -60,7 +60,7 @@ def wrap_update(original: Any) -> Any:
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = current()
         is_in_replay = session is not None and not session.mode.is_live and self.is_enabled()
-        if is_in_replay and not any(one["found_inf_per_device"] for one in self._per_optimizer_states.values()):
+        if is_in_replay and not any(state["found_inf_per_device"] for state in self._per_optimizer_states.values()):
             return None
         return original(self, *args, **kwargs)
 
@@ -69,9 +69,9 @@ def wrap_update(original: Any) -> Any:
 
 def take_over(optimizer: torch.optim.Optimizer) -> None:
     """A record is restored, and with it the optimizer's `found_inf`: the running scaler has found the same."""
-    found = getattr(optimizer, "found_inf", None)
-    if not _stepping or not isinstance(found, torch.Tensor):
+    found_inf = getattr(optimizer, "found_inf", None)
+    if not _stepping or not isinstance(found_inf, torch.Tensor):
         return
-    known = getattr(_stepping[-1], "_per_optimizer_states", {}).get(id(optimizer), {})
-    for held in known.get("found_inf_per_device", {}).values():
-        held.copy_(found.reshape(held.shape))
+    state = getattr(_stepping[-1], "_per_optimizer_states", {}).get(id(optimizer), {})
+    for flag in state.get("found_inf_per_device", {}).values():
+        flag.copy_(found_inf.reshape(flag.shape))

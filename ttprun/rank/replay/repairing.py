@@ -129,7 +129,7 @@ def dump(session: Session, order: to_rank.Dump) -> None:
             raise fail_open.NotRepairableError(IN_STEP)
         differing = checkpoint_shards.Differing(order.owners, session.rank, order.writers)
         share = checkpoint_shards.write(order.path, order.share, order.of, main, differing)
-        mirrored = {one.rank: mirror_slots.write(one, order.owners, order.writers) for one in order.mirrors}
+        mirrored = {lost.rank: mirror_slots.write(lost, order.owners, order.writers) for lost in order.mirrors}
     except (fail_open.NotRepairableError, ValueError) as error:  # only the checkpoint is lost
         why_not = f"rank {session.rank}: {error}"
     except OSError as error:

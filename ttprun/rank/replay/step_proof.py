@@ -81,7 +81,7 @@ TO_ROUNDING = "to rounding"
 
 def _difference(stored: Stored) -> str:
     """Which tensor is other than in a slot; TO_ROUNDING if all that differ do so by rounding, "" if none differs."""
-    found = ""
+    difference = ""
     parts = [part for part in replicated.describe()[1] if not part.is_gradient]
     places = {key: at for key, at in zip(stored.keys, stored.state, strict=True) if not key.endswith(f"/{GRADIENT}")}
     if [part.key for part in parts] != list(places):
@@ -92,13 +92,13 @@ def _difference(stored: Stored) -> str:
             continue
         if not _is_close(part.tensor, theirs):
             return part.key
-        found = TO_ROUNDING
-    return found
+        difference = TO_ROUNDING
+    return difference
 
 
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not one.dtype.is_floating_point:
+def _is_close(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if not tensor.dtype.is_floating_point:
         return False
-    here, there = one.detach().double().cpu(), other.double()
+    here, there = tensor.detach().double().cpu(), other.double()
     largest = float(torch.maximum(here.abs().max(), there.abs().max()))
-    return bool(((here - there).abs() <= _ROUNDING * torch.finfo(one.dtype).eps * largest).all())
+    return bool(((here - there).abs() <= _ROUNDING * torch.finfo(tensor.dtype).eps * largest).all())

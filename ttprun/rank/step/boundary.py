@@ -41,9 +41,9 @@ def describe(
         kept.compare(stepped, sample)
     else:
 
-        def note(found: bytes) -> None:
+        def note(mark: bytes) -> None:
             nonlocal sample
-            sample = found
+            sample = mark
 
         kept.compare_later(stepped, boundary, note)
     results = session.parts[Results].begin_step(boundary)
@@ -60,8 +60,8 @@ def describe(
         )
 
     number = None
-    for at, one in enumerate(living):  # as optimizer_registry.number_of, without asking for them again
-        if one is optimizer:
+    for at, other in enumerate(living):  # as optimizer_registry.number_of, without asking for them again
+        if other is optimizer:
             number = at
             break
     steps = recording.Steps(living, stepped.storages, stepped.counts, number)

@@ -64,7 +64,7 @@ def watch(
 def _is_closure(optimizer: torch.optim.Optimizer, value: Any) -> bool:
     """Whether the first parameter of `step` is a closure; a script's own optimizer may take a model there."""
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())
-    first = next((one for one in parameters[1:] or parameters), None)
+    first = next((parameter for parameter in parameters[1:] or parameters), None)
     if first is None or first.kind is inspect.Parameter.VAR_POSITIONAL:  # it is passed on
         return not isinstance(value, torch.nn.Module)
     return first.name == _NAME

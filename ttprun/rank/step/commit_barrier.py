@@ -16,11 +16,11 @@ _LOOK_AGAIN_S = 1.0
 
 @measured(COMMIT)
 def commit(
-    session: Session, boundary: int, held: Callable[[], None] = lambda: None, look_again_s: float = _LOOK_AGAIN_S
+    session: Session, boundary: int, check_held: Callable[[], None] = lambda: None, look_again_s: float = _LOOK_AGAIN_S
 ) -> None:
     """Wait until every rank of the job has recorded the boundary; a rank that trains alone waits for none.
 
-    held   called now and then while a recovery holds this rank; its exception ends the wait
+    check_held   called now and then while a recovery holds this rank; its exception ends the wait
 
     Raises EndedError if this process is ordered to end meanwhile.
 
@@ -31,7 +31,7 @@ def commit(
         with session.lock:
             if session.is_holding and session.settle_at < boundary and not session.unprotected:
                 session.touch(Phase.COMMITTING)
-                held()
+                check_held()
                 if session[Journal].is_ended:
                     raise EndedError
                 session.changed.wait(look_again_s)
@@ -40,9 +40,9 @@ def commit(
                 session.begin_update()
                 return
         session.touch(Phase.COMMITTING)
-        _wait_for_records(session, boundary, held, look_again_s)
+        _wait_for_records(session, boundary, check_held, look_again_s)
         if (commit := session.get(InterNodeCommit)) is not None:
-            _commit_over_nodes(session, commit, boundary, held, look_again_s)
+            _commit_over_nodes(session, commit, boundary, check_held, look_again_s)
 
 
 def _is_past(session: Session, boundary: int) -> bool:
@@ -52,7 +52,7 @@ def _is_past(session: Session, boundary: int) -> bool:
 
 
 def _commit_over_nodes(
-    session: Session, commit: InterNodeCommit, boundary: int, held: Callable[[], None], look_again_s: float
+    session: Session, commit: InterNodeCommit, boundary: int, check_held: Callable[[], None], look_again_s: float
 ) -> None:
     """All ranks of this node have recorded the boundary: wait for the other nodes."""
     awaited = Awaited(session, boundary)
@@ -61,7 +61,7 @@ def _commit_over_nodes(
 
     def may_stop() -> bool:
         if session.is_holding:
-            held()
+            check_held()
         late = next((row for row in others if board.get(row, Field.RECORDED) < boundary), None)
         if late is not None:
             awaited.look(late)
@@ -71,7 +71,7 @@ def _commit_over_nodes(
         commit.wait(boundary, may_stop, look_again_s)
 
 
-def _wait_for_records(session: Session, boundary: int, held: Callable[[], None], look_again_s: float) -> None:
+def _wait_for_records(session: Session, boundary: int, check_held: Callable[[], None], look_again_s: float) -> None:
     board = session.board
     awaited = Awaited(session, boundary)
     for row in session.rows_here:
@@ -79,7 +79,7 @@ def _wait_for_records(session: Session, boundary: int, held: Callable[[], None],
             if _is_free(session, boundary):
                 return
             if session.is_holding:
-                held()
+                check_held()
             awaited.look(row)
             board.wait_for_change(row, Field.RECORDED, recorded, look_again_s)
 

@@ -85,9 +85,9 @@ class Copies:
                 if may_stop():
                     return None
                 with contextlib.suppress(TimeoutError):
-                    found = exchange.get(generation, f"{_NAME}: {self._next}", look_again_s)
+                    announced = exchange.get(generation, f"{_NAME}: {self._next}", look_again_s)
                     break
-            address, port, theirs = found.decode().split()
+            address, port, theirs = announced.decode().split()
             to, from_before = dict[bytes, socket.socket](), dict[bytes, socket.socket]()
             for kind in self._kinds:
                 to[kind] = opened.enter_context(socket.create_connection((address, int(port)), _CONNECT_LIMIT_S))

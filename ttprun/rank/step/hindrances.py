@@ -57,8 +57,8 @@ def _why_not_alone() -> str:
             "its process group was made by a reference to torch's function that is older than ttprun's hooks: call "
             "torch.distributed.init_process_group by that name"
         )
-    if (found := next(filter(sys.modules.__contains__, _OTHER_WAYS), None)) is not None:
-        return f"it communicates by {_OTHER_WAYS[found]}, which is not repaired: use torch.distributed"
+    if (module := next(filter(sys.modules.__contains__, _OTHER_WAYS), None)) is not None:
+        return f"it communicates by {_OTHER_WAYS[module]}, which is not repaired: use torch.distributed"
     rpc = sys.modules.get("torch.distributed.rpc")
     if rpc is not None and rpc.is_available() and rpc.api._is_current_rpc_agent_set():
         return "it communicates by torch.distributed.rpc, which is not repaired: use collectives"

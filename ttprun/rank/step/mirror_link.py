@@ -98,13 +98,13 @@ class _Sender:
         return bool(ready.poll(0))
 
     def _send(self, part: Part) -> None:
-        held, cell = part.held, (Field.MIRROR_0, Field.MIRROR_1)[slot_of(part.held.boundary)]
+        content, cell = part.held, (Field.MIRROR_0, Field.MIRROR_1)[slot_of(part.held.boundary)]
         fd = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._sock.sendall(_HEAD.pack(held.pack(), part.at, part.size, part.whole))
+            self._sock.sendall(_HEAD.pack(content.pack(), part.at, part.size, part.whole))
             file_stream.send(
                 *(self._sock, fd, part.at, part.size),
-                lambda: not unpack(self._board.get(self._rank, cell)).has_all_of(held),
+                lambda: not unpack(self._board.get(self._rank, cell)).has_all_of(content),
             )
         finally:
             os.close(fd)
@@ -139,10 +139,10 @@ class _Receiver:
     def _is_settled(self, wanted: Held) -> bool:
         return wanted == NOTHING or self._is_refused or self._came[slot_of(wanted.boundary)].has_all_of(wanted)
 
-    def _set(self, number: int, held: Held) -> None:
+    def _set(self, number: int, content: Held) -> None:
         with self._changed:
-            self._came[number] = held
-            self._session.board.set(self._session.rank, _CELLS[number], held.pack())
+            self._came[number] = content
+            self._session.board.set(self._session.rank, _CELLS[number], content.pack())
             self._changed.notify_all()
 
     def cut(self) -> None:
@@ -160,31 +160,31 @@ class _Receiver:
 
     def _take(self) -> None:
         cell, at, size, whole = _HEAD.unpack(file_stream.receive_exactly(self._sock, _HEAD.size))
-        held = unpack(cell)
-        if held.boundary <= 0 or not 0 <= at <= at + size <= whole:
+        content = unpack(cell)
+        if content.boundary <= 0 or not 0 <= at <= at + size <= whole:
             raise file_stream.DamagedError("what has come is no part of a mirror")
-        if self._is_awaited(held, whole):
-            with _opened(self._paths[slot_of(held.boundary)]) as fd:
+        if self._is_awaited(content, whole):
+            with _opened(self._paths[slot_of(content.boundary)]) as fd:
                 is_valid = file_stream.receive(self._sock, fd, at, size)
             if is_valid:
-                self._keep(held, whole)
+                self._keep(content, whole)
         else:
             file_stream.receive(self._sock, -1, at, size)
 
-    def _is_awaited(self, held: Held, whole: int) -> bool:
+    def _is_awaited(self, content: Held, whole: int) -> bool:
         """Whether a part is to be kept; if so, its slot is ready for it."""
-        number = slot_of(held.boundary)
+        number = slot_of(content.boundary)
         if self._is_refused:
             return False
-        if held.has_step:
-            return self._came[number] == held._replace(has_step=False)
+        if content.has_step:
+            return self._came[number] == content._replace(has_step=False)
         self._set(number, NOTHING)
         try:
             self._make_room(number, whole)
         except OSError as error:
-            self._refuse(held.boundary, whole, error.strerror or str(error))
+            self._refuse(content.boundary, whole, error.strerror or str(error))
         except _NoRoomError as error:
-            self._refuse(held.boundary, whole, str(error))
+            self._refuse(content.boundary, whole, str(error))
         return not self._is_refused
 
     def _make_room(self, number: int, whole: int) -> None:
@@ -202,11 +202,11 @@ class _Receiver:
     def _limit_bytes(self) -> int:
         return self._session.options.mirror_copies_bytes
 
-    def _keep(self, held: Held, whole: int) -> None:
-        self._set(slot_of(held.boundary), held)
+    def _keep(self, content: Held, whole: int) -> None:
+        self._set(slot_of(content.boundary), content)
         if not self._has_reported:
             self._has_reported = True
-            self._report(held.boundary, whole)
+            self._report(content.boundary, whole)
 
     def _refuse(self, boundary: int, whole: int, why: str) -> None:
         """Keep nothing of what comes on this connection, and let the sender know."""
