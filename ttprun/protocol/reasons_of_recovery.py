@@ -202,7 +202,8 @@ OF_RECOVERY = (
         "handler-missing",
         REFUSED,
         r"no \S+ handler is registered",
-        "The framework recovers through handlers of its own, and has registered none for this.",
+        "The framework recovers and saves through handlers of its own, and has registered none for this. Without one "
+        "that saves, a job that ends has no newer state than its last checkpoint.",
         "register one (MindIO's `tft_register_*_handler`), as `ttprun guide mindio` says",
         "mindio#The mindio interface",
     ),
