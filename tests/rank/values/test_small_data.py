@@ -32,6 +32,7 @@ class Sample:
 @pytest.fixture(autouse=True)
 def _few_at_a_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(small_data, "_TURN", ROWS // ROUND)
+    values.forget()
     yield
     values.forget()
 
@@ -247,6 +248,20 @@ def test_a_large_array_that_was_restored_is_recorded_by_the_replacement_as_it_ha
     second = {"rows": made()}
     assert carry(here, second) == []
     assert second["rows"][7] == 1.0
+
+
+@pytest.mark.parametrize("count", [20, ROWS])
+def test_samples_that_a_step_has_made_or_added_are_recorded_one_by_one(count: int) -> None:
+    """A replay would not make them again: what an environment has answered, say."""
+    rows = [tensor(number) for number in range(count)]
+    node_of(rows if count < ROWS else [])
+    node_of(rows if count < ROWS else [])
+    rows += [tensor(-number) for number in range(ROWS)]
+
+    assert type(node_of(rows)) is ListNode
+    here: Scope = {"rows": [tensor(number) for number in range(20)]}
+    assert carry({"rows": rows}, here) == []
+    assert torch.equal(torch.stack(here["rows"]), torch.stack(rows))
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,15 @@ __all__ = [
 
 
 def begin_boundary() -> None:
-    """Forget what was remembered about values that were not met at the previous boundary."""
+    """Begin a record: forget what was remembered about values that were not met at the previous boundary."""
     unchanged.begin_boundary()
+    unchanged.Clock.records += 1
 
 
 def let_go() -> None:
     """Keep nothing alive that the script has dropped."""
-    begin_boundary()
-    begin_boundary()
+    unchanged.begin_boundary()
+    unchanged.begin_boundary()
 
 
 def forget() -> None:

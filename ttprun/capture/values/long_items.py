@@ -91,7 +91,7 @@ class KeptItems:
     numbers   of the lists and dictionaries in them, by their ids
     first     in a container of more than MAX_ITEMS, and in data, the lowest of these
     is_data   they are data, and only a digest of their nodes is kept
-    may_be_data  they have not changed yet
+    may_be_data  it is not known yet whether they are
     data      the tensors and arrays in them, if these are followed
     objects   the same lists and dictionaries, in the order of their numbers
     trace     what the nodes depend on, besides the items themselves
@@ -165,7 +165,6 @@ class KeptItems:
         if self.is_data and len(items) != len(self._items):
             is_as_it_was = False
         if not is_as_it_was:
-            self.may_be_data = self.may_be_data and not self._items
             self._forget()
         if is_as_it_was or not had_rows or len(items) > MAX_ITEMS:
             if len(self._items) == len(items) or self._take_in(container, items, snapshot, may_be_data):
@@ -178,7 +177,9 @@ class KeptItems:
         return False
 
     def _take_in(self, container: Any, items: Any, snapshot: Snapshot, may_be_data: bool) -> bool:
-        if may_be_data and self.may_be_data and not self._items and MANY_ITEMS <= len(items) <= MAX_ITEMS:
+        may_be_data = may_be_data and self.may_be_data
+        self.may_be_data = False  # decided once: what grows or is filled in a step is none
+        if may_be_data and MANY_ITEMS <= len(items) <= MAX_ITEMS:
             is_known = self._take_up_data(container, items, snapshot)
             if is_known is not None:
                 return is_known
@@ -363,7 +364,8 @@ def kept_items(
     kept = _kept.get((id(container), which))
     if kept is None:
         kept = KeptItems()
-        kept.may_be_data = not (_changed and _has_changed(container))
+        is_of_set_up = Clock.records <= 1  # what a step has made, no replay might make again
+        kept.may_be_data = is_of_set_up and not (_changed and _has_changed(container))
         _kept.keep((id(container), which), kept)
     if not kept.take_up(container, items, snapshot, may_be_data):
         return None

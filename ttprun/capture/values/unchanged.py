@@ -106,10 +106,11 @@ class Clock:
     """What all that is looked at in turns follows.
 
     boundary   number of the boundary, of all in this process
+    records    that this run of the script has begun
     is_whole   nothing is left to its turn: what is recorded now is needed for more than evidence covers
     """
 
-    boundary = 0
+    boundary = records = 0
     is_whole = False
 
 
@@ -346,4 +347,5 @@ def forget() -> None:
     """Forget everything."""
     begin_boundary()
     begin_boundary()
+    Clock.records = 0
     looks.forget()
