@@ -94,6 +94,21 @@ def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(
     run.release()
 
 
+def test_a_run_that_has_lost_its_protection_since_the_last_status_says_so_at_its_end(tmp_path: Path) -> None:
+    run = RunDirectory.create("r1", tmp_path / "run")
+    job = recovery.new_job(recovery.Settings(world_size=2))
+    node = Node(Config(), run, True, job)
+    node.begin_group([(0, 0), (1, 1)])
+    publisher = StatusPublisher(node, Incidents(node), *PARTS)
+    publisher.publish()
+
+    node.job = replace(job, unprotected_reason="rank 0 reports: it has started the ranks itself")
+    publisher.end(0, "")
+
+    assert read_status(run.status).protection.startswith("off: rank 0 reports")
+    run.release()
+
+
 def test_nothing_is_promised_before_the_ranks_have_been_started(tmp_path: Path) -> None:
     run = RunDirectory.create("r1", tmp_path / "run")
     node = Node(Config(), run, True, recovery.new_job(recovery.Settings(world_size=2)))

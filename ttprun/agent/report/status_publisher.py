@@ -144,7 +144,9 @@ class StatusPublisher:
         reason                  why it has not come to its end, a sentence
         """
         status = self._compose(state_at_end(exit_code, is_stopped), exit_code, reason)
-        if exit_code == 0 and self._protection_in_run:  # what ranks mirror and snapshots hold ends with them
+        job = self._node.job
+        is_unprotected = job.unprotected_reason or any(own.unprotected_reason for own in job.alone.values())
+        if exit_code == 0 and self._protection_in_run and not is_unprotected:  # what ranks hold ends with them
             status = replace(status, protection=self._protection_in_run)
         write_status(self._node.run.status, status)
         self._history.note(status.step, is_last=True)
