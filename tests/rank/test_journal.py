@@ -121,9 +121,30 @@ def test_a_copy_made_while_a_script_validates_in_inference_mode_serves_its_train
         journal.clear()
         return copy
 
+    all_reduce(torch.ones(4))  # what the first step has copied is freed with it
     with torch.inference_mode():
         first = all_reduce(torch.ones(4))
     second = all_reduce(torch.full((4,), 2.0))
 
     assert second is first
     assert second.tolist() == [2.0] * 4
+
+
+def test_copies_of_what_comes_once_are_freed_with_the_first_steps() -> None:
+    """Weights that DDP sends when it is made; gradients in the buckets of its first pass; buckets once they are held."""
+    journal = Journal(limit_bytes=1 << 30)
+
+    def step(*shapes: int) -> set[int]:
+        for shape in shapes:
+            tensor = torch.zeros(shape)
+            entry = Entry(FakeGroup(), "allreduce", ([tensor],), [tensor])  # type: ignore[arg-type]
+            assert journal.save(entry, [tensor])
+            journal.entries.append(entry)
+            entry.is_done = True
+        journal.clear()
+        return {shape[0] for shape, _, _ in journal._spare}
+
+    assert step(100, 20) == set()
+    assert step(30, 40) == {30, 40}
+    assert step(30) == {30}
+    assert step() == set()

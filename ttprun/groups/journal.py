@@ -33,8 +33,10 @@ PATIENCE_S = 15.0
 REPORT_AFTER_S = 1.0
 # How often a waiting rank checks whether its operation was issued again: one that was cut may never end by itself.
 _LOOK_AGAIN = timedelta(seconds=0.25)
-# Steps after which unused spare buffers are freed.
+# Steps after which unused spare buffers are freed; in the first ones after each. What DDP sends when it is made, and
+# in the buckets of its first backward pass, comes once, and takes as much as all weights and gradients: freed at once.
 _TRIM_EVERY = 16
+_FIRST_STEPS = 32
 _Kind = tuple[torch.Size, torch.dtype, torch.device]  # of a copy
 
 
@@ -188,7 +190,9 @@ class Journal:
             self._numbers.clear()
             self.held_bytes = 0
             self._steps += 1
-            if self._steps % _TRIM_EVERY == 0:
+            if self._steps == 1:
+                self._spare.clear()
+            if self._steps <= _FIRST_STEPS or self._steps % _TRIM_EVERY == 0:
                 for shape in self._spare.keys() - self._shapes_used:
                     del self._spare[shape]
                 self._shapes_used.clear()
