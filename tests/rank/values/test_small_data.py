@@ -145,6 +145,19 @@ def test_other_samples_in_the_replay_are_named(kind: str) -> None:
     assert carry({"rows": MADE[kind]()}, {"rows": own}) == ["rows is a long container with other items"]
 
 
+def test_a_sample_that_gets_gradients_is_recorded_with_its_flag() -> None:
+    rows = MADE["tensors"]()
+    for _ in range(3):
+        node_of(rows)
+
+    rows[5].requires_grad_(True)
+
+    assert type(node_of(rows)) is ListNode
+    here = {"rows": MADE["tensors"]()}
+    assert carry({"rows": rows}, here) == []
+    assert here["rows"][5].requires_grad
+
+
 SHARED: dict[str, Callable[[Any], Any]] = {
     "a view": lambda element: element[0],
     "the same memory": lambda element: element.detach() if isinstance(element, torch.Tensor) else element.view(),

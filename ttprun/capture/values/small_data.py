@@ -145,7 +145,7 @@ def _memory_of(value: Any) -> tuple[int, int]:
 
 
 def _place_of(value: Any) -> tuple[int, Any]:
-    """(address, version) of a tensor, (address, shape) of an array, which has no version."""
+    """Where it is, and what else is seen at once: version and flag of a tensor, the shape of an array."""
     if type(value) is torch.Tensor:
-        return value.data_ptr(), _version_of(value)
+        return value.data_ptr(), (_version_of(value), value.requires_grad)
     return value.__array_interface__["data"][0], value.shape
