@@ -68,6 +68,7 @@ class HangDetector:
         self._is_repairing = False
         self._reported: set[tuple[int, int]] = set()  # what has been reported already
         self._reported_pids: set[int] = set()  # whose stacks have been reported
+        self._asked_pids: set[int] = set()  # whose stacks are being taken: it may last, if a thread holds the GIL
         self._broken: dict[int, tuple[int, float, Broken]] = {}  # rank -> pid, since when, what broke as one left
 
     @property
@@ -277,8 +278,8 @@ class HangDetector:
     def _report(self, hung: Hung) -> None:
         node, observation = self._node, hung.observation
         slot = node.slots[observation.rank]
-        if slot.is_lost or slot.pid != observation.pid:
-            return  # what was done about another rank has ended this process
+        if slot.is_lost or slot.pid != observation.pid or slot.pid in self._asked_pids:
+            return  # what was done about another rank has ended this process, or it has been reported
         is_only_reported = self._limit_s is None and self._is_unrepairable(observation.rank)
         is_only_reported = is_only_reported or recovery.is_last_survivor(node.job, observation.rank)
         is_known = (observation.rank, observation.boundary) in self._reported
@@ -299,15 +300,18 @@ class HangDetector:
                 return taken, stack_reports.flight_records([stack.rank for stack in taken], time.time() - hung.for_s)
 
             def conclude(result: tuple[tuple[RankStack, ...], list[str]]) -> None:
+                self._asked_pids.discard(observation.pid)
                 taken, records = result
                 groups = [asdict(group) for group in groups_of(taken)]
                 node.log("stacks", because_of=observation.rank, groups=groups, flight_records=records)
                 self._conclude(hung, taken[0].all_threads, is_only_reported)
 
             def without_stacks(error: Exception) -> None:
+                self._asked_pids.discard(observation.pid)
                 node.domains.note("stacks", error)
                 self._conclude(hung, "", is_only_reported)
 
+            self._asked_pids.add(observation.pid)
             node.in_background(take, conclude, without_stacks)
         else:
             self._conclude(hung, "", is_only_reported)
