@@ -474,3 +474,18 @@ def test_the_last_rank_with_the_state_is_left_alone_though_it_was_not_the_last_w
         conclude()
 
     assert [(event.rank, event.pid) for event in node.reported] == [(0, ranks[0].proc.pid)]
+
+
+def test_a_hang_is_reported_once_while_its_stack_is_being_taken(started: Callable[..., RankHandler]) -> None:
+    """That lasts if a thread of the rank holds the GIL, and each look meanwhile finds the same hang."""
+    node: Any = NodeThatLooksAtStacks(
+        [started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)]
+    )
+    hang_detector = hang_detector_of(node)
+    slot = node.slots[0]
+    stands = Observation(rank=slot.rank, pid=slot.pid, boundary=7, meetings=0, doing=Doing.COMPUTING)
+
+    for _ in range(3):
+        hang_detector._act(Hung(observation=stands, way=Way.STOPPED, for_s=3.0, limit_s=2.0, awaited=None))
+
+    assert len(node.later) == 1

@@ -19,6 +19,7 @@ class FakeStandbys:
 
     def __init__(self) -> None:
         self.may_start = self.is_complete = False
+        self.ready = 0
         self.refills = 0
 
     def refill(self, watch: Any, environment: Any) -> None:
@@ -116,6 +117,19 @@ def test_while_none_is_ready_for_long_the_user_is_told_what_a_lost_rank_costs(
     assert late.startswith("no standby is ready yet: ")
     assert "imports torch first (4 s at the start of this job)" in late
     assert ready.startswith("a standby is ready")
+
+
+def test_one_that_has_not_imported_all_for_long_is_ready_all_the_same(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LATE_S", 0.0)
+    ranks.standbys.ready = 1
+    ranks.watch.start()
+
+    for _ in range(3):
+        ranks.watch.look()
+
+    assert caplog.messages == ["a standby is ready, with torch; a lost rank's process is made from it"]
 
 
 @pytest.mark.parametrize("what", ["another node", "none wanted"])

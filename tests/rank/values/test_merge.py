@@ -449,3 +449,22 @@ def test_what_the_first_step_has_added_to_a_list_is_not_kept() -> None:
     found = after_a_first_step({"seen": [5]}, {"seen": [5]}, before={"seen": []}, mine={"seen": [0]})
 
     assert found == {"seen": [5]}
+
+
+def test_samples_in_memory_are_the_new_runs_own_and_what_refers_to_one_refers_to_that() -> None:
+    def samples(share: int) -> list[Any]:
+        return [(torch.full((8, 8), float(share + number)), number) for number in range(400)]
+
+    values.forget()
+    rows = samples(0)
+    first = recorded({"rows": rows, "again": rows, "current": rows[3][0]})
+    last = recorded({"rows": rows, "again": rows, "current": rows[9][0]})
+    values.forget()  # the new run is another process
+    own = samples(1000)
+
+    made = go_on(first, last, {"rows": own, "again": own, "current": own[3][0]})
+
+    assert made["rows"] is made["again"] is own
+    assert own[9][0].max() == 1009.0
+    assert made["current"] is own[9][0]
+    values.forget()

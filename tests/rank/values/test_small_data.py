@@ -145,6 +145,20 @@ def test_other_samples_in_the_replay_are_named(kind: str) -> None:
     assert carry({"rows": MADE[kind]()}, {"rows": own}) == ["rows is a long container with other items"]
 
 
+def test_a_part_of_a_sample_that_is_a_sample_too_hides_nothing_of_it() -> None:
+    def scope(at: int) -> Scope:
+        rows = [array(number) for number in range(ROWS)]
+        rows.append(rows[70][3:4])
+        return {"rows": rows, "x": torch.as_tensor(rows[at][4:])}
+
+    lost, here = scope(70), scope(9)
+    assert carry(lost, here) == []
+
+    here["x"][...] = -5.0
+    assert here["rows"][70].min() == -5.0
+    assert here["rows"][9].min() == 9.0
+
+
 def test_a_sample_that_gets_gradients_is_recorded_with_its_flag() -> None:
     rows = MADE["tensors"]()
     for _ in range(3):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import selectors
 import time
 from collections.abc import Callable
@@ -32,8 +31,8 @@ class StandbyWatch:
         self._standbys = standbys
         self._protected_at_s = 0.0
         self._is_due = False  # all were ended, for something of them had failed
-        self._late_at_s = 0.0  # the user is told that none is ready by then
-        self._is_told = False
+        self._late_at_s = 0.0  # a line says what there is by then
+        self._is_announced = self._is_absence_said = False
 
     def refill(self) -> None:
         """Start the standbys that are missing; without one a lost rank gets a new process."""
@@ -83,7 +82,7 @@ class StandbyWatch:
                 self._is_due = False
                 self.refill()
             self._standbys.look(self._watch_preloaded)
-            self._tell()
+            self._announce()
         if self._standbys.may_start or not all(slot.is_protected for slot in self._node.here):
             return
         if self._protected_at_s == 0.0:
@@ -91,19 +90,21 @@ class StandbyWatch:
         elif time.monotonic() - self._protected_at_s > STEPLESS_S:
             self.start()
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         """Say once that a standby is ready, and before it, if that takes long, what a lost rank costs meanwhile."""
-        if self._is_told or not (self._standbys.may_start and self._standbys.is_wanted):
+        if self._is_announced or not (self._standbys.may_start and self._standbys.is_wanted):
             return
+        now = time.monotonic()
+        is_late = 0.0 < self._late_at_s < now
         if self._node.peers.node:  # each node has its own; the first one speaks
-            self._is_told = True
-        elif self._standbys.is_complete:
-            self._is_told = True
+            self._is_announced = True
+        elif self._standbys.is_complete or (is_late and self._standbys.ready):
+            self._is_announced = True
             logger.warning("a standby is %s; a lost rank's process is made from it", self._standbys.state)
         elif not self._late_at_s:
-            self._late_at_s = time.monotonic() + LATE_S
-        elif time.monotonic() > self._late_at_s:
-            self._late_at_s = math.inf
+            self._late_at_s = now + LATE_S
+        elif is_late and not self._is_absence_said:
+            self._is_absence_said = True
             import_s = max(slot.import_s for slot in self._node.here)
             logger.warning(
                 "no standby is ready yet: until one is, a lost rank's new process imports torch first (%.0f s at the "

@@ -344,6 +344,11 @@ def _has_changed(container: Any) -> bool:
     return id(container) in _changed
 
 
+def forget() -> None:
+    """The run of the script is over."""
+    _changed.clear()
+
+
 def kept_items(
     snapshot: Snapshot, container: Any, items: list[Any], which: int = 0, may_be_data: bool = False
 ) -> KeptItems | None:

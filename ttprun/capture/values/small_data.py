@@ -8,7 +8,7 @@ boundaries at which all were the same they are looked at in turns, as in large.p
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from typing import Any
 
 import numpy
@@ -85,14 +85,13 @@ class SmallData:
         return DataNode(dtype, shape, digest, 0)
 
     def owner_of(self, address: int) -> tuple[int, int] | None:
-        """(number, bytes before the address) of the first one in whose memory an address lies, if that is small."""
-        if len(self._begins) != len(self._memories):
-            self._memories.sort()
+        """(number, bytes before the address) of one in whose memory an address lies, if that is small."""
+        if not self._begins:
+            self._memories = _without_inner(self._memories)
             self._begins = [begin for begin, *_ in self._memories]
         at = bisect_right(self._begins, address) - 1
         if at < 0 or address >= self._memories[at][1]:
             return None
-        at = bisect_left(self._begins, self._begins[at])
         begin, _, number = self._memories[at]
         return number, address - begin
 
@@ -142,6 +141,15 @@ def _memory_of(value: Any) -> tuple[int, int]:
     at = value.__array_interface__["data"][0]
     reach = [(length - 1) * by for length, by in zip(value.shape, value.strides, strict=True)] if value.size else [0]
     return at + sum(min(0, span) for span in reach), at + sum(max(0, span) for span in reach) + value.itemsize
+
+
+def _without_inner(memories: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Ranges in order, without those inside another one: so the last that begins before an address reaches furthest."""
+    outer: list[tuple[int, int, int]] = []
+    for memory in sorted(memories, key=lambda memory: (memory[0], -memory[1], memory[2])):
+        if not outer or memory[1] > outer[-1][1]:
+            outer.append(memory)
+    return outer
 
 
 def _place_of(value: Any) -> tuple[int, Any]:
