@@ -30,7 +30,7 @@ from ttprun.capture.script import run
 from ttprun.capture.values import Tree, refusals, room_to_walk
 from ttprun.capture.values.large_data import dtype_name, tensor_of
 from ttprun.capture.values.trees import Comparison
-from ttprun.capture.values.unchanged import Clock
+from ttprun.capture.values.turns import Clock
 from ttprun.device.device_errors import DeviceErrors, Diagnosis
 from ttprun.introspect import fail_open, patching, whose
 from ttprun.introspect.costs import Costs

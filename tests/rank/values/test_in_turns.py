@@ -14,7 +14,7 @@ from tests.rank.values.test_kept import calls_of
 from ttprun.capture import values
 from ttprun.capture.records.nodes import ListNode
 from ttprun.capture.records.packing import listed
-from ttprun.capture.values import Restore, Snapshot, long_items, unchanged
+from ttprun.capture.values import Restore, Snapshot, long_items, turns, unchanged
 
 NOTHING: dict[int, int] = {}
 ROWS = 640
@@ -25,7 +25,7 @@ ROUND = 10  # boundaries until each has had its turn
 def _few_at_a_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(unchanged, "_TURNS", (64, 64, 64, 64))
     yield
-    unchanged.Clock.is_whole = False
+    turns.Clock.is_whole = False
     values.forget()
 
 
@@ -56,7 +56,7 @@ def node_of(rows: Any) -> ListNode:
 def test_a_boundary_looks_at_as_many_rows_as_its_budget_allows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     look = unchanged.Unchanged._look
-    monkeypatch.setattr(unchanged.Unchanged, "_look", lambda self: (looked.append(1), look(self))[1])
+    monkeypatch.setattr(unchanged.Unchanged, "_look", lambda self, part: (looked.append(1), look(self, part))[1])
     rows = MADE[kind]()
     counts = []
     for _ in range(20):
@@ -111,7 +111,7 @@ def test_where_a_record_is_needed_for_more_all_are_looked_at() -> None:
         node_of(rows)
     set_item(rows[ROWS - 1])
 
-    unchanged.Clock.is_whole = True
+    turns.Clock.is_whole = True
 
     assert node_of(rows).age == 0
     assert listed(listed(node_of(rows).items)[-1].values)[0] == -1
@@ -182,3 +182,35 @@ def test_another_item_in_a_large_container_is_recorded_within_one_round(
         assert seen[-1] or node.age > 0
 
     assert seen[-1]
+
+
+def test_many_things_share_the_time_of_a_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    look = unchanged.Unchanged._look
+    monkeypatch.setattr(unchanged.Unchanged, "_look", lambda self, part: (looked.append(1), look(self, part))[1])
+    things = 5 * turns.PARTS
+    scope = {f"rows{number}": MADE["dictionaries"]() for number in range(things)}
+
+    def nodes() -> dict[str, Any]:
+        values.begin_boundary()
+        return record(scope, key="many")[0]
+
+    for _ in range(8):
+        nodes()
+    looks = []
+    for _ in range(2 * things):
+        looked.clear()
+        nodes()
+        looks.append(len(looked))
+    assert set(looks) == {turns.PARTS}
+
+    set_item(scope["rows7"][ROWS - 1])
+    ages = []
+    for _ in range(5 * ROUND):
+        node = nodes()["rows7"]
+        if listed(listed(node.items)[-1].values)[0] == -1:
+            break
+        ages.append(node.age)
+    else:
+        pytest.fail("the change was never recorded")
+    assert all(0 < age <= 5 * ROUND for age in ages)  # one of five boundaries is its turn

@@ -7,7 +7,7 @@ the variable's name.
 """
 
 from ttprun.capture.records.packing import pack, unpack_named
-from ttprun.capture.values import kinds, large, long_items, named, unchanged
+from ttprun.capture.values import kinds, large, long_items, named, turns, unchanged
 from ttprun.capture.values.histories import is_awaited
 from ttprun.capture.values.large import fingerprint
 from ttprun.capture.values.named import names_of as names_not_proved
@@ -30,7 +30,7 @@ __all__ = [
 def begin_boundary() -> None:
     """Begin a record: forget what was remembered about values that were not met at the previous boundary."""
     unchanged.begin_boundary()
-    unchanged.Clock.records += 1
+    turns.Clock.records += 1
 
 
 def let_go() -> None:

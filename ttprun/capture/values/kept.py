@@ -19,8 +19,9 @@ from typing import Any
 
 from ttprun.capture.records.nodes import FixedNode
 from ttprun.capture.records.packing import pack
+from ttprun.capture.values.turns import Clock
 from ttprun.capture.values.type_names import SETTLED
-from ttprun.capture.values.unchanged import ARE_COUNTED, BASES, Clock, Unchanged, version_of
+from ttprun.capture.values.unchanged import ARE_COUNTED, BASES, Unchanged, version_of
 from ttprun.introspect.looks import dictionary_of, slots_of
 
 Snapshot = Any  # snapshot.py imports this module

@@ -21,7 +21,7 @@ import numpy
 import torch
 import xxhash
 
-from ttprun.capture.values.unchanged import Clock
+from ttprun.capture.values.turns import Clock
 from ttprun.introspect.looks import is_a
 from ttprun.introspect.tensor_bytes import bytes_of
 

@@ -29,8 +29,9 @@ from ttprun.capture.values.large import SMALL_BYTES
 from ttprun.capture.values.objects import record_object, record_value_object
 from ttprun.capture.values.small_data import SmallData, is_alone, may_follow
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
+from ttprun.capture.values.turns import ALL, NOTHING, Clock, Turns
 from ttprun.capture.values.type_names import SETTLED
-from ttprun.capture.values.unchanged import Clock, Remembered, Unchanged, begins_with
+from ttprun.capture.values.unchanged import Remembered, Unchanged, begins_with
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
 from ttprun.introspect.looks import is_a, length_of
 from ttprun.introspect.whose import is_script_code
@@ -41,9 +42,8 @@ MANY_ITEMS = 256  # from which on it is looked whether they are data
 DATA_BYTES = 4 << 20  # of packed items without tensors and arrays, above which they are
 MANY_ROWS = 512  # objects in a container, above which they are not added to those that a walk has met
 WALKS = 16  # boundaries for which a container that has changed, or cannot be kept, is walked over before another try
-_LOOKS = 3  # whole looks that have found nothing, before turns begin
 _MOST = {True: 1 << 16, False: 1 << 13}  # items that are compared at each boundary, of a list and of anything else
-_EACH = 64  # boundaries between two whole looks at what has no places
+_EACH = 64  # turns between two whole looks at what has no places
 _OF_OBJECTS = (record_object, record_value_object)
 _MAY_BE_KEPT = (bytes, tuple, list, dict, Tensor, numpy.ndarray, PurePath, enum.Enum, FunctionType)
 
@@ -107,10 +107,9 @@ class KeptItems:
             "_inner",
             "_failures",
             "_items",
-            "_looks",
             "may_be_data",
             "_memory",
-            "_seen_at",
+            "_order",
             "_stepped",
             "_walk",
             "_walks_left",
@@ -134,7 +133,8 @@ class KeptItems:
         self._inner = Unchanged()
         self.trace = Trace()
         self._digest, self._digest_of = "", -1
-        self._looks, self._seen_at, self.age = 0, Clock.boundary, 0
+        self._order = Turns()  # of the items themselves
+        self.age = 0
         self.packed = bytearray()
         self.numbers: dict[int, int] = {}
         self._disjoint: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
@@ -209,32 +209,35 @@ class KeptItems:
             return False
         if self.data and not self.data.hold(snapshot.is_separate):
             return False
-        self.age = 0 if snapshot.is_separate else max(self._inner.age, self.data.age)
         if self._memory and not self._is_in_place(items, snapshot):
             return False
         if self._whole is not None and len(items) == count and self._whole.holds():
-            self._seen_at = Clock.boundary
-            return True
-        self._whole = None
-        if self._looks >= _LOOKS and len(items) == count > _MOST[type(items) is list] and not snapshot.is_separate:
-            is_turn = Clock.is_whole or (type(items) is not list and Clock.boundary % _EACH == 0)
-            if not is_turn:
-                return self._is_so_in_turn(items)
-        if not begins_with(items, self._items):
-            return False
-        self._looks += 1
-        self._seen_at = Clock.boundary
+            self._order.note(ALL, True)
+        else:
+            self._whole = None
+            is_in_turns = len(items) == count > _MOST[type(items) is list] and not snapshot.is_separate
+            if not self._begins_with_known(items, is_in_turns):
+                return False
+        self.age = 0
+        if not snapshot.is_separate:
+            self.age = max(self._inner.turns.age, self.data.turns.age, self._order.age)
         return True
 
-    def _is_so_in_turn(self, items: Any) -> bool:
-        """As far as a boundary has time to look at the items of a very long list, or at the ends of anything else."""
+    def _begins_with_known(self, items: Any, is_in_turns: bool) -> bool:
+        """Whether the items begin with those that are known, as far as a boundary has time to look.
+
+        is_in_turns   they may be very many
+        """
         most = _MOST[True]
         a_round = -(-len(items) // most) if type(items) is list else _EACH
-        self.age = max(self.age, min(Clock.boundary - self._seen_at, a_round))
+        due = self._order.due(a_round) if is_in_turns else ALL
+        if due == ALL or (due == 0 and type(items) is not list):
+            return self._order.note(due, begins_with(items, self._items))
         if type(items) is list:
-            return begins_with(items, self._items, Clock.boundary % -(-len(items) // most) * most, most)
-        is_first = next(iter(items)) is self._items[0]
-        return is_first and (type(items) is not deque or items[-1] is self._items[-1])
+            is_same = due == NOTHING or begins_with(items, self._items, due * most, most)
+        else:  # its ends
+            is_same = next(iter(items)) is self._items[0] and (type(items) is not deque or items[-1] is self._items[-1])
+        return self._order.note(due, is_same)
 
     def _is_in_place(self, items: list[Any], snapshot: Snapshot) -> bool:
         try:

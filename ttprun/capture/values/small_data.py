@@ -18,10 +18,9 @@ import xxhash
 from ttprun.capture.records.nodes import DataNode
 from ttprun.capture.values.large import SMALL_BYTES, TENSOR_BYTES, TURN_BYTES, WHOLE_BYTES, fingerprint_of_all
 from ttprun.capture.values.large_data import form_of
-from ttprun.capture.values.unchanged import Clock
+from ttprun.capture.values.turns import ALL, NOTHING, Turns
 
-_TURN = 128  # that are looked at at a boundary, at most
-_LOOKS = 3  # whole looks that have found nothing, before turns begin
+_TURN = 128  # that are a part, at most
 _PLAIN_KINDS = "biufc"  # of dtypes whose elements are read as a buffer
 _version_of: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
@@ -47,12 +46,12 @@ class SmallData:
     """Some tensors and arrays, which are kept alive, with their elements as they were when they were added.
 
     size_bytes   of all
-    age          how many boundaries ago each was looked at, at most, as of the newest `hold`
+    turns        of `hold`
     """
 
     __slots__ = (
-        *("_begins", "_hashes", "_looked_at", "_looks", "_memories", "_places", "_turn", "_values", "_whole_at"),
-        *("age", "size_bytes"),
+        *("_begins", "_hashes", "_memories", "_places", "_values"),
+        *("size_bytes", "turns"),
     )
 
     def __init__(self) -> None:
@@ -61,8 +60,8 @@ class SmallData:
         self._begins: list[int] = []  # of these, in order; [] until it is asked for
         self._places: list[tuple[int, Any]] = []
         self._hashes: list[bytes] = []
-        self.size_bytes = self.age = self._turn = self._looks = 0
-        self._looked_at, self._whole_at = -1, Clock.boundary
+        self.size_bytes = 0
+        self.turns = Turns()
 
     def __len__(self) -> int:
         return len(self._values)
@@ -101,19 +100,9 @@ class SmallData:
         is_whole   nothing is left to its turn
         """
         count, turn = len(self._values), max(1, min(_TURN, TURN_BYTES * len(self._values) // max(1, self.size_bytes)))
-        if is_whole or Clock.is_whole or self._looks < _LOOKS or count <= turn:
-            if not self._are_same(0, count):
-                return False
-            self._looks += self._whole_at != Clock.boundary
-            self._whole_at, self.age = Clock.boundary, 0
-            return True
-        a_round = -(-count // turn)
-        self.age = min(Clock.boundary - self._whole_at, a_round)
-        if self._looked_at == Clock.boundary:
-            return True
-        self._looked_at = Clock.boundary
-        self._turn = (self._turn + 1) % a_round
-        return self._are_same(self._turn * turn, min(count, (self._turn + 1) * turn))
+        due = ALL if is_whole else self.turns.due(-(-count // turn))
+        begin, end = (0, count) if due == ALL else (due * turn, min(count, (due + 1) * turn))
+        return self.turns.note(due, due == NOTHING or self._are_same(begin, end))
 
     def _are_same(self, begin: int, end: int) -> bool:
         values = self._values[begin:end]

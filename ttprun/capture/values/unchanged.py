@@ -2,9 +2,8 @@
 
 `Unchanged` decides whether lists, dictionaries and objects hold the same objects as before: of a dictionary by a
 version from torch (CPython's own up to 3.11, a watcher's later); if that has changed, the items are compared, and so
-are those of lists, of a long one by the addresses of its items. Very many that were the same for some boundaries are
-looked at in turns, some at each boundary (`Unchanged.holds_in_turn`). `Remembered` holds results, as long as they are
-used at each boundary.
+are those of lists, of a long one by the addresses of its items. Very many are looked at in turns (turns.py,
+`Unchanged.holds_in_turn`). `Remembered` holds results, as long as they are used at each boundary.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ import ctypes
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
-from operator import call, gt, is_
+from operator import call, is_
 from typing import Any, Generic, TypeVar
 
 from torch._C._dynamo import guards
 
+from ttprun.capture.values.turns import ALL, NOTHING, Clock, Turns
 from ttprun.introspect import looks
 
 V = TypeVar("V")
@@ -91,9 +91,8 @@ def begins_with(items: Any, first: list[Any], begin: int = 0, count: int | None 
 
 
 _LONG = 64  # items of a list, from which on its memory is compared
-# What is looked at in turns, and how many of each kind at a boundary: long lists, dictionaries, short lists, objects.
+# What is looked at in turns, and how many of each kind are a part: long lists, dictionaries, short lists, objects.
 _TURNS = (64, 2048, 128, 512)
-_LOOKS = 3  # whole looks in a row that have found nothing, before turns begin
 _MOST_LENGTHS = 8192  # of lists that are asked for their lengths at each boundary
 
 
@@ -102,29 +101,17 @@ BASES = (OrderedDict, dict, list, set, deque)
 _factory_of: Any = vars(defaultdict)["default_factory"].__get__
 
 
-class Clock:
-    """What all that is looked at in turns follows.
-
-    boundary   number of the boundary, of all in this process
-    records    that this run of the script has begun
-    is_whole   nothing is left to its turn: what is recorded now is needed for more than evidence covers
-    """
-
-    boundary = records = 0
-    is_whole = False
-
-
 class Unchanged:
     """The contents of some lists, dictionaries and objects, which are kept alive.
 
-    age   how many boundaries ago each of these was looked at, at most, as of the newest `holds_in_turn`
+    turns   of `holds_in_turn`
     """
 
     _CONTENTS = (
         *("_contents", "_dictionaries", "_getters", "_held", "_items", "_lengths", "_lists", "_long"),
         *("_lengths_of_long", "_of_objects", "_objects", "_starts", "_typed", "_types", "_versions"),
     )
-    __slots__ = (*_CONTENTS, "_looked_at", "_looks", "_turn", "_whole_at", "age")
+    __slots__ = (*_CONTENTS, "turns")
 
     def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]] = ()) -> None:
         self._dictionaries: list[dict[Any, Any]] = []
@@ -142,8 +129,7 @@ class Unchanged:
         self._getters: list[Callable[[Any], dict[str, Any]]] = []  # of these dictionaries
         self._typed: list[Any] = []  # objects of which the type counts
         self._types: list[type] = []
-        self.age = self._looks = self._turn = 0
-        self._looked_at, self._whole_at = -1, Clock.boundary
+        self.turns = Turns()
         self.add(containers)
 
     @classmethod
@@ -199,34 +185,18 @@ class Unchanged:
 
     def holds_in_turn(self) -> bool:
         """As `holds`, of very many that have been the same for some boundaries only of those whose turn it is."""
-        if self._looks < _LOOKS or Clock.is_whole or not any(map(gt, self._counts(), _TURNS)):
-            if not self.holds():
-                self._looks = 0
-                return False
-            self.age = 0
-            if self._whole_at != Clock.boundary:
-                self._whole_at = Clock.boundary
-                self._looks += 1
-            return True
-        if self._looked_at == Clock.boundary:
-            return True
-        self._looked_at = Clock.boundary
-        self._turn += 1
-        a_round = max(-(-count // turn) for count, turn in zip(self._counts(), _TURNS, strict=True))
-        self.age = min(Clock.boundary - self._whole_at, a_round)
-        if self._look():
-            return True
-        self._looks = 0
-        return False
+        parts = max(-(-count // turn) for count, turn in zip(self._counts(), _TURNS, strict=True))
+        due = self.turns.due(parts)
+        return self.turns.note(due, due == NOTHING or (self.holds() if due == ALL else self._look(due)))
 
-    def _look(self) -> bool:
-        """Whether those hold whose turn it is."""
+    def _look(self, part: int) -> bool:
+        """Whether those hold that are in one part."""
         if len(self._lists) <= _MOST_LENGTHS and list(map(len, self._lists)) != self._lengths:
             return False
         if len(self._long) <= _MOST_LENGTHS and list(map(len, self._long)) != self._lengths_of_long:
             return False
         of_long, of_dictionaries, of_lists, of_objects = (
-            slice(begin := self._turn * turn % max(1, -(-count // turn) * turn), begin + turn)
+            slice(begin := part * turn % max(1, -(-count // turn) * turn), begin + turn)
             for turn, count in zip(_TURNS, self._counts(), strict=True)
         )
         typed, objects = self._typed[of_objects], self._objects[of_objects]
@@ -338,7 +308,7 @@ _all: list[Remembered[Any]] = []
 
 def begin_boundary() -> None:
     """Begin a boundary: forget the results that were not used since the last one."""
-    Clock.boundary += 1
+    Clock.advance()
     for results in _all:
         results.before, results.now = results.now, {}
 

@@ -17,7 +17,7 @@ from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
 from ttprun.capture.rehearsal import Rehearsal
 from ttprun.capture.values.trees import name_of_blob
-from ttprun.capture.values.unchanged import Clock
+from ttprun.capture.values.turns import Clock
 from ttprun.introspect import costs as costs_of
 from ttprun.introspect import distributed_tensors, fail_open, host_copies
 from ttprun.protocol.board import LEADER, Field
