@@ -12,7 +12,7 @@ SCRIPT = "samples_in_memory.py"
 TWICE = ["kill:rank=1,step=13,phase=backward", "kill:rank=1,step=19,phase=in_step"]
 
 
-@pytest.mark.parametrize("kind", ["pairs", "arrays", "tokens"])
+@pytest.mark.parametrize("kind", ["pairs", "arrays", "tokens", "annotations"])
 @pytest.mark.parametrize("how", ["--write", ""], ids=["two are changed", "none is changed"])
 def test_a_rank_that_is_lost_twice_has_the_samples_of_the_undisturbed_run(
     run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], kind: str, how: str

@@ -24,6 +24,10 @@ if args.kind == "pairs":
     samples = [(torch.randn(12, 12), number % 10) for number in range(COUNT)]
 elif args.kind == "arrays":
     samples = [{"x": numbers.random((12, 12), dtype="float32"), "y": number % 10} for number in range(COUNT)]
+elif args.kind == "annotations":  # as pycocotools holds them: the same rows in three indexes
+    samples = [{"x": [float(n) for n in numbers.integers(0, 9, 144)], "y": number % 10} for number in range(COUNT)]
+    by_class = {y: [row for row in samples if row["y"] == y] for y in range(10)}
+    dataset = {"rows": samples, "by class": by_class, "by number": dict(enumerate(samples)), "step": 0}
 else:
     samples = [([int(number) for number in numbers.integers(0, 50_000, 1000)], i % 10) for i in range(2500)]
 
@@ -42,6 +46,9 @@ def sample(number):
 
 for step in range(30):
     current = samples[step]
+    if args.kind == "annotations":
+        assert by_class[step % 10][step // 10] is dataset["by number"][step] is current
+        dataset["step"] = step
     rows = [sample(step * 8 + row) for row in range(8)]
     x, y = torch.stack([x for x, _ in rows]), torch.tensor([y for _, y in rows])
     loss = torch.nn.functional.cross_entropy(ddp_model(x), y)
@@ -51,6 +58,8 @@ for step in range(30):
     losses.append(loss.detach())
     if step == 9 and args.write:
         row = samples[210]
+        if args.kind == "annotations":
+            row["x"] = [3.0] * len(row["x"])
         (row["x"] if isinstance(row, dict) else row[0])[0] = 3
         samples[220] = samples[3]
     print(f"step {step} loss {loss.item():.6f}", flush=True)

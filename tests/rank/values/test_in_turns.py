@@ -56,7 +56,7 @@ def node_of(rows: Any) -> ListNode:
 def test_a_boundary_looks_at_as_many_rows_as_its_budget_allows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     look = unchanged.Unchanged._look
-    monkeypatch.setattr(unchanged.Unchanged, "_look", lambda self, part: (looked.append(1), look(self, part))[1])
+    monkeypatch.setattr(unchanged.Unchanged, "_look", lambda self, *of: (looked.append(1), look(self, *of))[1])
     rows = MADE[kind]()
     counts = []
     for _ in range(20):
@@ -187,7 +187,7 @@ def test_another_item_in_a_large_container_is_recorded_within_one_round(
 def test_many_things_share_the_time_of_a_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     look = unchanged.Unchanged._look
-    monkeypatch.setattr(unchanged.Unchanged, "_look", lambda self, part: (looked.append(1), look(self, part))[1])
+    monkeypatch.setattr(unchanged.Unchanged, "_look", lambda self, *of: (looked.append(1), look(self, *of))[1])
     things = 5 * turns.PARTS
     scope = {f"rows{number}": MADE["dictionaries"]() for number in range(things)}
 

@@ -468,3 +468,47 @@ def test_samples_in_memory_are_the_new_runs_own_and_what_refers_to_one_refers_to
     assert own[9][0].max() == 1009.0
     assert made["current"] is own[9][0]
     values.forget()
+
+
+def test_rows_in_several_indexes_are_the_new_runs_own_and_what_refers_to_one_refers_to_that() -> None:
+    def dataset(share: int) -> Any:
+        rows = [{"id": number, "box": [float(share), 1.0]} for number in range(1500)]
+        return {"rows": rows, "by number": {row["id"]: row for row in rows}}
+
+    values.forget()
+    old = dataset(0)
+    first = recorded({"data": old, "current": old["rows"][3], "box": old["by number"][3]["box"]})
+    last = recorded({"data": old, "current": old["rows"][9], "box": old["by number"][9]["box"]})
+    values.forget()  # the new run is another process
+    own = dataset(1000)
+
+    made = go_on(first, last, {"data": own, "current": own["rows"][3], "box": own["rows"][3]["box"]})
+
+    assert made["data"] is own
+    assert own["rows"][9]["box"] == [1000.0, 1.0]
+    assert made["current"] is own["rows"][9]
+    assert made["box"] is own["rows"][9]["box"]
+    values.forget()
+
+
+@pytest.mark.parametrize("row", [None, 3])
+def test_rows_that_the_old_run_has_changed_are_its_own(row: int | None) -> None:
+    def dataset(share: int) -> Any:
+        rows = [{"id": number, "box": [float(share), 1.0]} for number in range(1500)]
+        return {"rows": rows, "by number": {row["id"]: row for row in rows}, "epoch": 0}
+
+    values.forget()
+    old = dataset(0)
+    first = recorded({"data": old})
+    old["epoch"] = 7
+    if row is not None:
+        old["rows"][row]["box"].append(5.0)
+    last = recorded({"data": old})
+    values.forget()
+    own = dataset(0)
+
+    made = go_on(first, last, {"data": own})
+
+    assert made["data"] == old
+    assert made["data"]["by number"][3] is made["data"]["rows"][3]
+    values.forget()

@@ -13,8 +13,8 @@ import torch
 from tests.rank.values.carrying import are_alike, carry, record
 from tests.rank.values.test_kept import calls_of
 from ttprun.capture import values
-from ttprun.capture.records.nodes import ChangedDataNode, DictNode, ListNode, LongNode
-from ttprun.capture.values import Snapshot, large, long_items, small_data
+from ttprun.capture.records.nodes import ChangedDataNode, DataTreeNode, DictNode, ListNode
+from ttprun.capture.values import Snapshot, large, small_data
 
 ROWS = 640
 ROUND = 10  # boundaries until each has had its turn
@@ -79,7 +79,7 @@ def test_samples_that_never_change_take_a_digest_and_few_calls(kind: str) -> Non
         walk = Snapshot({})
         counts.append(calls_of(lambda walk=walk: nodes.append(walk.node(rows, 0))))  # type: ignore[misc]
 
-    assert {type(node) for node in nodes} == {LongNode}
+    assert {type(node) for node in nodes} == {DataTreeNode}
     assert len({node.digest for node in nodes}) == 1
     assert counts[-1] < ROWS // ROUND * 12 + 100
 
@@ -99,10 +99,10 @@ def test_a_written_sample_is_found_within_a_round_and_all_are_recorded_from_then
     for _ in range(ROUND + 1):
         node = node_of(rows)
         found.append(node)
-        assert type(node) is not LongNode or 0 < node.age <= ROUND  # what is not seen yet is named
+        assert type(node) is not DataTreeNode or 0 < node.age <= ROUND  # what is not seen yet is named
 
     assert type(found[-1]) in (ListNode, DictNode)
-    assert type(found[0]) is not LongNode or boundary == 8
+    assert type(found[0]) is not DataTreeNode or boundary == 8
     here = {"rows": MADE[kind]()}
     assert carry({"rows": rows}, here) == []
     assert element(here["rows"], at)[0].max() == -1.0
@@ -119,7 +119,7 @@ def test_added_and_exchanged_samples_are_seen_at_once(kind: str) -> None:
     else:
         rows[7] = (tensor(-1), 3)
 
-    assert type(node_of(rows)) is not LongNode
+    assert type(node_of(rows)) is not DataTreeNode
     here = {"rows": MADE[kind]()}
     assert carry({"rows": rows}, here) == []
     assert are_alike(record({"rows": rows}), record(here))
@@ -142,7 +142,7 @@ def test_other_samples_in_the_replay_are_named(kind: str) -> None:
     own = MADE[kind]()
     element(own, 600)[3] += 1
 
-    assert carry({"rows": MADE[kind]()}, {"rows": own}) == ["rows is a long container with other items"]
+    assert carry({"rows": MADE[kind]()}, {"rows": own}) == ["rows is data that differs from the lost rank's"]
 
 
 def test_a_part_of_a_sample_that_is_a_sample_too_hides_nothing_of_it() -> None:
@@ -297,7 +297,7 @@ def test_samples_that_a_step_has_made_or_added_are_recorded_one_by_one(count: in
         [torch.zeros(64, requires_grad=True) for _ in range(ROWS)],
         [torch.zeros(1) for _ in range(ROWS)],
         [(tensor(1), [iter([])]) for _ in range(ROWS)],
-        [tensor(number) for number in range(long_items.MANY_ITEMS - 1)],
+        [tensor(number) for number in range(200)],
     ],
     ids=["with gradients", "little", "beside what cannot be seen", "few"],
 )
@@ -308,7 +308,7 @@ def test_others_are_recorded_one_by_one(rows: Any) -> None:
 def test_numbers_beyond_four_mib_are_data_too() -> None:
     rows = [[number, *range(1000, 3000)] for number in range(1200)]
     nodes = [node_of(rows) for _ in range(6)]
-    assert [type(node) for node in nodes] == [LongNode] * 6
+    assert [type(node) for node in nodes] == [DataTreeNode] * 6
 
     rows[3][0] = -1
 

@@ -11,11 +11,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from ttprun.capture.records.nodes import (
+    LISTS,
     PARTS,
     ActivationNode,
     AnyNode,
     ChangedDataNode,
     DataNode,
+    DataTreeNode,
     DictNode,
     FileNode,
     LongNode,
@@ -33,7 +35,7 @@ from ttprun.capture.records.nodes import (
     WrapperNode,
 )
 from ttprun.capture.records.packing import listed
-from ttprun.capture.values.trees import LISTS, Tree, number_of, numbers_inside
+from ttprun.capture.values.trees import Tree, number_of, numbers_inside
 from ttprun.capture.values.type_names import MISSING, CannotRestoreError
 
 MODULES = (ModuleNode, WrapperNode)
@@ -186,7 +188,7 @@ class Outcome:
             return
         if number not in self._mine_of and own not in self._last_of:
             self._mine_of[number], self._last_of[own] = own, number
-            if isinstance(last, LongNode) and isinstance(mine, LongNode):
+            if isinstance(last, DataTreeNode | LongNode) and type(mine) is type(last):
                 self.pair_parts(last, mine)
 
     def pair_parts(self, last: NumberedNode, mine: NumberedNode) -> None:

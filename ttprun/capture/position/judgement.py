@@ -13,6 +13,7 @@ from ttprun.capture.records.nodes import (
     AnyNode,
     ClosedNode,
     DataNode,
+    DataTreeNode,
     EffectNode,
     LongNode,
     Node,
@@ -45,7 +46,9 @@ UNCHANGED = Judgement(
     "unchanged",
     "large data, very long containers, and objects whose content shows only in a digest: the replay makes them again",
     "compared by digest; one that differs is named with the incident, and refused where no loss would show it",
-    lambda node, is_dead: isinstance(node, DataNode | LongNode) or (isinstance(node, SameNode) and bool(node.what)),
+    lambda node, is_dead: (
+        isinstance(node, DataNode | DataTreeNode | LongNode) or (isinstance(node, SameNode) and bool(node.what))
+    ),
 )
 NO_STATE = Judgement(
     "no state by nature",

@@ -53,6 +53,9 @@ class Part(enum.Enum):
     GROUPS = "Groups"
 
 
+LISTS = (Part.NODES, Part.ITEMS, Part.UNORDERED)
+
+
 # What is not recorded.
 
 
@@ -110,8 +113,23 @@ class DataNode(AnyNode, frozen=True, gc=False, tag="D"):
     age: Age = 0
 
 
+class DataTreeNode(ObjectOfKind, frozen=True, gc=False, tag="Y"):
+    """A list or dictionary of data, and all that is in it: as many `objects`, itself the first, numbered one by one.
+
+    outside   references to what is in it and was met before
+    packed    its node, whose numbers begin at 0, and of what was met before at ~(place in `outside` << 32); or nothing
+    """
+
+    length: int
+    digest: str
+    objects: int
+    outside: Nodes
+    packed: bytes
+    age: Age = 0
+
+
 class LongNode(ObjectOfKind, frozen=True, gc=False, tag="L"):
-    """A container of data, or too long to record; `first` is the number of the first of the `objects` in it."""
+    """A container too long to record; `first` is the number of the first of the `objects` in it."""
 
     length: int
     digest: str

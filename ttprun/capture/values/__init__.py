@@ -7,7 +7,7 @@ the variable's name.
 """
 
 from ttprun.capture.records.packing import pack, unpack_named
-from ttprun.capture.values import kinds, large, long_items, named, turns, unchanged
+from ttprun.capture.values import data_trees, kinds, large, named, turns, unchanged
 from ttprun.capture.values.histories import is_awaited
 from ttprun.capture.values.large import fingerprint
 from ttprun.capture.values.named import names_of as names_not_proved
@@ -42,7 +42,7 @@ def let_go() -> None:
 def forget() -> None:
     """The run of the script is over: forget its values."""
     unchanged.forget()
-    long_items.forget()
+    data_trees.forget()
     large.forget()
     named.forget()
     futures.forget()

@@ -31,13 +31,13 @@ from ttprun.capture.records.nodes import (
     WeightNode,
 )
 from ttprun.capture.records.packing import listed
+from ttprun.capture.values.data_trees import holds_trees, node_of, note_changed
 from ttprun.capture.values.long_items import (
     MANY_ROWS,
     MAX_ITEMS,
     MIN_ITEMS,
     KeptItems,
     kept_items,
-    note_changed,
     objects_in,
 )
 from ttprun.capture.values.objects import restore_attributes
@@ -78,21 +78,17 @@ def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> tupl
     return name_of(kind), attributes
 
 
-def _items(
-    snapshot: Snapshot, value: Any, items: Any, depth: int, which: int = 0, may_be_data: bool = False
-) -> list[Any] | KeptItems:
+def _items(snapshot: Snapshot, value: Any, items: Any, depth: int, which: int = 0) -> list[Any] | KeptItems:
     """Nodes of items; remembered ones if they are many and unchanged.
 
-    which, may_be_data   as for `kept_items`
+    which   as for `kept_items`
     """
-    if len(items) < MIN_ITEMS:
-        return snapshot.items(items, depth)
-    kept = kept_items(snapshot, value, items, which, may_be_data)
+    if len(items) < MIN_ITEMS or holds_trees(items):
+        return snapshot.items(list(items), depth)
+    kept = kept_items(snapshot, value, items, which)
     if snapshot.is_separate:
         return kept or snapshot.items(list(items), depth)
-    if (kept is not None and (kept.is_data or kept.data)) or len(
-        items if kept is None else kept.trace.contents
-    ) > MANY_ROWS:
+    if (kept is not None and kept.data) or len(items if kept is None else kept.trace.contents) > MANY_ROWS:
         snapshot.trace.open += 1  # what is in it is looked at here
     elif kept is not None:
         snapshot.trace.add(kept.trace)
@@ -109,7 +105,7 @@ def _packed(snapshot: Snapshot, nodes: list[Node] | KeptItems) -> Any:
 def _long(
     snapshot: Snapshot, number: Number, value: Any, length: int, *parts: list[Node] | KeptItems
 ) -> LongNode | RefusedNode:
-    """Data, or too long to be recorded: compared by a digest."""
+    """Too long to be recorded: compared by a digest."""
     digests, objects, first = [], 0, Number(0)
     for part in parts:
         if isinstance(part, list):
@@ -119,11 +115,6 @@ def _long(
             met = snapshot.numbers.get(id(part.objects[0]))
             objects, first = len(part.objects), Number(part.first if met is None else met)
     return LongNode(number, name_of(type(value)), length, " ".join(digests), first, objects, _age(*parts))
-
-
-def _is_long(length: int, recorded: list[Node] | KeptItems) -> bool:
-    """Whether what is to be recorded of a container is a digest of its items."""
-    return length > MAX_ITEMS or (type(recorded) is KeptItems and recorded.is_data)
 
 
 def _age(*parts: list[Node] | KeptItems) -> int:
@@ -160,11 +151,13 @@ def record_sequence(base: type) -> Handler:
     iterate: Any = base.__iter__  # type: ignore[attr-defined]
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
+        if base is list and (data := node_of(snapshot, value)) is not None:
+            return data
         number = snapshot.number(value)
         snapshot.trace.contents.append(value)
         items = value if type(value) in (list, deque) else list(iterate(value))
-        recorded = _items(snapshot, value, items, depth, may_be_data=type(value) is list)
-        if _is_long(len(items), recorded):
+        recorded = _items(snapshot, value, items, depth)
+        if len(items) > MAX_ITEMS and snapshot.has_limit:
             return _long(snapshot, number, value, len(items), recorded)
         if type(value) is list and type(recorded) is list:
             return ListNode(number, recorded, None, {}, 0)
@@ -368,6 +361,8 @@ def restore_frozenset(restore: Restore, live: Any, node: FrozensetNode, name: st
 @traces
 def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A dictionary: keys and values, in order."""
+    if (data := node_of(snapshot, value)) is not None:
+        return data
     number = snapshot.number(value)
     snapshot.trace.contents.append(value)
     all_keys: Any
@@ -387,9 +382,8 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
         keys, values = snapshot.items(all_keys, depth), snapshot.items(all_values, depth)
     else:
         of_keys = _items(snapshot, value, all_keys, depth)
-        are_keys_kept = type(of_keys) is KeptItems and not of_keys.numbers
-        of_values = _items(snapshot, value, all_values, depth, 1, are_keys_kept and type(value) is dict)
-        if _is_long(len(all_keys), of_values):
+        of_values = _items(snapshot, value, all_values, depth, 1)
+        if len(all_keys) > MAX_ITEMS and snapshot.has_limit:
             return _long(snapshot, number, value, len(all_keys), of_keys, of_values)
         keys, values, age = _packed(snapshot, of_keys), _packed(snapshot, of_values), _age(of_keys, of_values)
     kind, attributes = _PLAIN if type(value) is dict else _own(snapshot, value, dict, depth) or _PLAIN

@@ -110,11 +110,7 @@ class Kept:
         if not all(map(_may_be_followed, made.contents)):
             return None
         made.objects = list({id(pair[0]): pair for pair in trace.objects[marks[1] :]}.values())
-        made.objects += [
-            (container, attributes)
-            for container in made.contents
-            if type(container) not in _WITHOUT_ATTRIBUTES and (attributes := dictionary_of(container)) is not None
-        ]
+        made.objects += attributes_of_containers(made.contents)
         made.typed = trace.typed[marks[2] :]
         made.alive = [item for item in snapshot.alive[marks[4] :] if numbers.get(id(item)) is not None]
         made.numbers = {id(item): number for item in made.alive if (number := numbers[id(item)]) is not None}
@@ -200,6 +196,15 @@ class Kept:
         """Those of the parts that hold."""
         fine = [part for part in self.parts if part.holds_alone() and part._is_new_to(snapshot)]
         return _fitting(fine, snapshot.numbers)
+
+
+def attributes_of_containers(containers: list[Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """(container, its dictionary) of those of a subclass that have attributes, too."""
+    return [
+        (container, attributes)
+        for container in containers
+        if type(container) not in _WITHOUT_ATTRIBUTES and (attributes := dictionary_of(container)) is not None
+    ]
 
 
 def _may_be_followed(container: Any) -> bool:

@@ -5,9 +5,8 @@ would take longer than a step. This is done for items that can never change, for
 are tracked (unchanged.py), and for tensors that optimizers update, by their addresses. Lists and dictionaries among the
 items may be referenced elsewhere too, such as a loop's current row: they have numbers of their own, the same at each
 boundary.
-
-Of data (many samples that hold tensors or arrays, or very many other items) that has never changed only a digest is
-recorded: the replay has made it again, as it has a large array. Begin with `kept_items`.
+Begin with
+`kept_items`.
 """
 
 from __future__ import annotations
@@ -25,21 +24,18 @@ from torch import Tensor
 from ttprun.capture.records.nodes import Node, Number, RefusedNode, TensorNode, WeightNode
 from ttprun.capture.records.packing import pack
 from ttprun.capture.values.kept import Trace, lasting_numbers
-from ttprun.capture.values.large import SMALL_BYTES
 from ttprun.capture.values.objects import record_object, record_value_object
 from ttprun.capture.values.small_data import SmallData, is_alone, may_follow
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
-from ttprun.capture.values.turns import ALL, NOTHING, Clock, Turns
+from ttprun.capture.values.turns import ALL, NOTHING, Turns
 from ttprun.capture.values.type_names import SETTLED
 from ttprun.capture.values.unchanged import Remembered, Unchanged, begins_with
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
-from ttprun.introspect.looks import is_a, length_of
+from ttprun.introspect.looks import is_a
 from ttprun.introspect.whose import is_script_code
 
 MIN_ITEMS = 12  # for fewer items packing again is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
-MANY_ITEMS = 256  # from which on it is looked whether they are data
-DATA_BYTES = 4 << 20  # of packed items without tensors and arrays, above which they are
 MANY_ROWS = 512  # objects in a container, above which they are not added to those that a walk has met
 WALKS = 16  # boundaries for which a container that has changed, or cannot be kept, is walked over before another try
 _MOST = {True: 1 << 16, False: 1 << 13}  # items that are compared at each boundary, of a list and of anything else
@@ -48,7 +44,32 @@ _OF_OBJECTS = (record_object, record_value_object)
 _MAY_BE_KEPT = (bytes, tuple, list, dict, Tensor, numpy.ndarray, PurePath, enum.Enum, FunctionType)
 
 
-class _Walk(Snapshot):
+class Apart:
+    """Whether a walk has met nothing of some objects."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
+
+    def are(self, own: dict[int, int], snapshot: Snapshot) -> bool:
+        """Whether it is so now.
+
+        own   numbers of the objects, by their ids: always the same dictionary, to which things are only ever added
+        """
+        if not snapshot.numbers.keys().isdisjoint(own.keys()):
+            return False
+        for rows in snapshot.rows:
+            marks = (rows, len(own), len(rows))  # objects are only ever added to both
+            before = self._known.get(id(rows))
+            if before is None or before[0] is not rows or before[1:] != marks[1:]:
+                if not rows.keys().isdisjoint(own.keys()):
+                    return False
+                self._known[id(rows)] = marks
+        return True
+
+
+class Walk(Snapshot):
     """A walk that assigns numbers of its own.
 
     is_relative   they begin at 0: equal items in two processes have equal nodes
@@ -89,9 +110,7 @@ class KeptItems:
 
     packed    their nodes, one after the other
     numbers   of the lists and dictionaries in them, by their ids
-    first     in a container of more than MAX_ITEMS, and in data, the lowest of these
-    is_data   they are data, and only a digest of their nodes is kept
-    may_be_data  it is not known yet whether they are
+    first     in a container of more than MAX_ITEMS, the lowest of these
     data      the tensors and arrays in them, if these are followed
     objects   the same lists and dictionaries, in the order of their numbers
     trace     what the nodes depend on, besides the items themselves
@@ -101,34 +120,31 @@ class KeptItems:
     __slots__ = (
         *(
             "data",
-            "_disjoint",
+            "_apart",
             "_digest",
             "_digest_of",
             "_inner",
             "_failures",
             "_items",
-            "may_be_data",
             "_memory",
             "_order",
             "_stepped",
             "_walk",
             "_walks_left",
         ),
-        *("_whole", "first", "is_data", "numbers", "objects", "packed", "trace", "age"),
+        *("_whole", "first", "numbers", "objects", "packed", "trace", "age"),
     )
 
     def __init__(self) -> None:
         self._walks_left = self._failures = 0
-        self.may_be_data = True
         self._forget()
 
     def _forget(self) -> None:
         self._items: list[Any] = []
         self._memory: list[int] = []  # where each item lies, if they are what optimizers update
         self._stepped: Any = None
-        self._walk: _Walk | None = None
+        self._walk: Walk | None = None
         self.data = SmallData()
-        self.is_data = False
         self._whole: Unchanged | None = None
         self._inner = Unchanged()
         self.trace = Trace()
@@ -137,24 +153,23 @@ class KeptItems:
         self.age = 0
         self.packed = bytearray()
         self.numbers: dict[int, int] = {}
-        self._disjoint: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
+        self._apart = Apart()
         self.objects: list[Any] = []
         self.first = 0
 
     @property
     def digest(self) -> str:
         """Of `packed`, to which things are only ever added."""
-        if not self.is_data and self._digest_of != len(self.packed):
+        if self._digest_of != len(self.packed):
             self._digest, self._digest_of = xxhash.xxh3_64_hexdigest(self.packed), len(self.packed)
         return self._digest
 
-    def take_up(self, container: Any, items: list[Any], snapshot: Snapshot, may_be_data: bool) -> bool:
+    def take_up(self, container: Any, items: list[Any], snapshot: Snapshot) -> bool:
         """Know the nodes of these items.
 
         container   whose items they are, or whose keys or values
         items       all of them now, at least MIN_ITEMS
         snapshot    the walk that has met the container
-        may_be_data a digest of the items is enough, if they are data
         returns     False if they cannot be kept, or change too often for it to be worth it
         """
         if self._walks_left and len(items) <= MAX_ITEMS:
@@ -162,12 +177,10 @@ class KeptItems:
             return False
         had_rows = bool(self.objects)
         is_as_it_was = self._is_as_it_was(items, snapshot)
-        if self.is_data and len(items) != len(self._items):
-            is_as_it_was = False
         if not is_as_it_was:
             self._forget()
         if is_as_it_was or not had_rows or len(items) > MAX_ITEMS:
-            if len(self._items) == len(items) or self._take_in(container, items, snapshot, may_be_data):
+            if len(self._items) == len(items) or self._add(container, items, snapshot):
                 if self._whole is None and type(container) is dict:
                     self._whole = Unchanged((container,))
                 return True
@@ -176,28 +189,9 @@ class KeptItems:
         self._failures += 1
         return False
 
-    def _take_in(self, container: Any, items: Any, snapshot: Snapshot, may_be_data: bool) -> bool:
-        may_be_data = may_be_data and self.may_be_data
-        self.may_be_data = False  # decided once: what grows or is filled in a step is none
-        if may_be_data and MANY_ITEMS <= len(items) <= MAX_ITEMS:
-            is_known = self._take_up_data(container, items, snapshot)
-            if is_known is not None:
-                return is_known
-        return self._add(container, items, snapshot)
-
-    def is_disjoint_from(self, snapshot: Snapshot) -> bool:
+    def is_apart(self, snapshot: Snapshot) -> bool:
         """Whether nothing in the items has been met before in this walk."""
-        own = self.numbers
-        if not snapshot.numbers.keys().isdisjoint(own.keys()):
-            return False
-        for rows in snapshot.rows:
-            marks = (rows, len(own), len(rows))  # objects are only ever added to both
-            before = self._disjoint.get(id(rows))
-            if before is None or before[0] is not rows or before[1:] != marks[1:]:
-                if not rows.keys().isdisjoint(own.keys()):
-                    return False
-                self._disjoint[id(rows)] = marks
-        return True
+        return self._apart.are(self.numbers, snapshot)
 
     def _is_as_it_was(self, items: Any, snapshot: Snapshot) -> bool:
         """Whether what is known of the first items is so now."""
@@ -275,25 +269,8 @@ class KeptItems:
             nodes.append(node)
         return nodes
 
-    def _take_up_data(self, container: Any, items: Any, snapshot: Snapshot) -> bool | None:
-        """Know a digest of all items, if they are data; None if they are to be known otherwise, False if not at all."""
-        items_now = [*items]
-        first = items_now[0]
-        if type(first) is Tensor and first.is_cpu and first.untyped_storage().data_ptr() in snapshot.stepped:
-            return None
-        nodes = items_now if set(map(type, items_now)) <= SETTLED else self._rows(container, items_now, True)
-        if nodes is None:
-            return False
-        packed = pack_all(nodes)
-        if self.data.size_bytes <= SMALL_BYTES and len(packed) <= DATA_BYTES:
-            self._forget()
-            return None
-        self.is_data, self._items = True, items_now
-        self._digest = xxhash.xxh3_64_hexdigest(packed)
-        return True
-
     def _rows(self, container: Any, added: list[Any], is_long: bool) -> list[Any] | None:
-        walk = self._walk = self._walk or _Walk(is_long)
+        walk = self._walk = self._walk or Walk(is_long)
         self.data = walk.samples
         begin = len(walk.alive)
         if any(type(item) is FunctionType and is_script_code(item.__code__.co_filename) for item in added):
@@ -329,65 +306,36 @@ def pack_all(nodes: list[Node]) -> bytes:
 
 
 _kept: Remembered[KeptItems] = Remembered()
-_changed: dict[int, tuple[Any, int]] = {}  # by id: containers that were restored, and when
-_MET_WITHIN = 8  # boundaries
 
 
-def note_changed(container: Any) -> None:
-    """A container was restored item by item: it is no data that a replay would make again."""
-    if length_of(container) >= MANY_ITEMS:
-        _changed[id(container)] = container, Clock.boundary
-
-
-def _has_changed(container: Any) -> bool:
-    """Whether it was restored; asked once, when it is first met."""
-    for key, (_, boundary) in list(_changed.items()):
-        if Clock.boundary > boundary + _MET_WITHIN:
-            del _changed[key]
-    return id(container) in _changed
-
-
-def forget() -> None:
-    """The run of the script is over."""
-    _changed.clear()
-
-
-def kept_items(
-    snapshot: Snapshot, container: Any, items: list[Any], which: int = 0, may_be_data: bool = False
-) -> KeptItems | None:
+def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int = 0) -> KeptItems | None:
     """What is known of a container's items, with the nodes of all of them; None if they are to be walked over.
 
-    items         a list, or a view of a dictionary
-    which         0, and 1 for the values of a dictionary
-    may_be_data   as for `KeptItems.take_up`
+    items   a list, or a view of a dictionary
+    which   0, and 1 for the values of a dictionary
     """
     first = type(next(iter(items)))
-    if isinstance(snapshot, _Walk) or not (
+    if isinstance(snapshot, Walk) or not (
         first in SETTLED or issubclass(first, _MAY_BE_KEPT) or HANDLERS[first] in _OF_OBJECTS
     ):
         return None
     is_compared = snapshot.is_separate and len(items) <= MAX_ITEMS  # with another process, which gives other numbers
-    if is_compared and first in (list, dict) and not (may_be_data and len(items) >= MANY_ITEMS):
+    if is_compared and first in (list, dict):
         return None
     kept = _kept.get((id(container), which))
     if kept is None:
         kept = KeptItems()
-        is_of_set_up = Clock.records <= 1  # what a step has made, no replay might make again
-        kept.may_be_data = is_of_set_up and not (_changed and _has_changed(container))
         _kept.keep((id(container), which), kept)
-    if not kept.take_up(container, items, snapshot, may_be_data):
+    if not kept.take_up(container, items, snapshot):
         return None
     if kept.numbers:
-        if (is_compared and not kept.is_data) or not kept.is_disjoint_from(snapshot):
+        if is_compared or not kept.is_apart(snapshot):
             return None  # something in them has been met, and has another number
-        count = len(snapshot.numbers)
         if kept.data:
             if any(kept.data.owner_of(address) is not None for address in snapshot.storages):
                 return None  # the same of their memory
-            snapshot.data.append((kept.data, count if is_compared else kept.first))
-        if is_compared:
-            snapshot.numbers.update((key, count + number - kept.first) for key, number in kept.numbers.items())
-        elif len(kept.numbers) > MANY_ROWS:
+            snapshot.data.append((kept.data, kept.first))
+        if len(kept.numbers) > MANY_ROWS:
             snapshot.rows.append(kept.numbers)
         else:
             snapshot.numbers.update(kept.numbers)

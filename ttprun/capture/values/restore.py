@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from ttprun.capture.position.judgement import DEAD, NO_STATE, judge
@@ -73,6 +74,7 @@ class Restore:
         self._objects: dict[int, Any] = {}
         self._claims: dict[int, int] = {}
         self._unused: list[Any] = []
+        self._trees: dict[int, int] = {}  # objects in each tree of data, by its first number
         self._places: dict[int, int] | None = None
 
     def frame(
@@ -187,6 +189,24 @@ class Restore:
         if number in self._objects:
             return self._objects[number]
         return self.refuse(live, f"{name} holds an object that could not be restored elsewhere")
+
+    def number_of(self, value: Any) -> int | None:
+        """The number in the record of which an object is the counterpart; None if it is of none."""
+        return self._claims.get(id(value))
+
+    def claim_tree(self, first: int, objects: Sequence[Any]) -> None:
+        """Make objects the counterparts of those of a tree of data, whose numbers follow one another."""
+        for number, value in enumerate(objects, first):
+            self.claim(number, value)
+            if type(value) is torch.Tensor:  # nothing else of the record is to be written there
+                self.hold(number, value.untyped_storage())
+            elif type(value) is numpy.ndarray:
+                self.taken.add(value.__array_interface__["data"][0])
+        self._trees[first] = len(objects)
+
+    def tree_around(self, number: int) -> int:
+        """The first number of the tree of data that an object of the record is in; its own if it is in none."""
+        return next((first for first, count in self._trees.items() if first <= number < first + count), number)
 
     def object_of(self, number: int) -> Any:
         """The counterpart of an object of the record, MISSING if there is none."""

@@ -104,6 +104,11 @@ class SmallData:
         begin, end = (0, count) if due == ALL else (due * turn, min(count, (due + 1) * turn))
         return self.turns.note(due, due == NOTHING or self._are_same(begin, end))
 
+    def changed(self) -> list[Any]:
+        """Those that are not as they were: each is looked at."""
+        before = zip(self._values, self._places, self._hashes, strict=True)
+        return [value for value, place, digest in before if _place_of(value) != place or _hash_of(value) != digest]
+
     def _are_same(self, begin: int, end: int) -> bool:
         values = self._values[begin:end]
         if list(map(_place_of, values)) != self._places[begin:end]:

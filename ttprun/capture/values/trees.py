@@ -15,10 +15,12 @@ from msgspec.structs import replace
 from ttprun.capture.records.boundary_record import ScriptState
 from ttprun.capture.records.module_description import ModuleDescription
 from ttprun.capture.records.nodes import (
+    LISTS,
     PARTS,
     AnyNode,
     ChangedDataNode,
     DataNode,
+    DataTreeNode,
     DictNode,
     LongNode,
     ModuleNode,
@@ -30,12 +32,12 @@ from ttprun.capture.records.nodes import (
     TensorNode,
     WeightNode,
 )
-from ttprun.capture.records.packing import listed, unpack_description
+from ttprun.capture.records.packing import listed, unpack_description, unpack_node
 from ttprun.capture.values.large_data import tensor_of
 from ttprun.capture.values.snapshot import with_fixed
 from ttprun.capture.values.type_names import MISSING
 
-LISTS = (Part.NODES, Part.ITEMS, Part.UNORDERED)
+PLACE = 1 << 32  # what a place outside of a tree of data counts in the number of a reference to it
 
 
 def number_of(node: Node) -> int | None:
@@ -45,6 +47,8 @@ def number_of(node: Node) -> int | None:
 
 def numbers_inside(node: Node) -> range:
     """The numbers of the objects in a node that have no nodes of their own: a module's parts, rows of data."""
+    if isinstance(node, DataTreeNode):
+        return range(node.number, node.number + node.objects)
     if isinstance(node, LongNode):
         return range(node.first, node.first + node.objects)
     if not isinstance(node, ModuleNode):
@@ -103,6 +107,43 @@ def _named_parts(node: AnyNode, name: str) -> Iterator[tuple[Node, str]]:
             yield from ((child, f"{name}[{index}]") for index, child in enumerate(content))
 
 
+def is_by_history(node: Node) -> bool:
+    """Whether a record holds of a value what it has become since an earlier record, and not what it is."""
+    return any(
+        isinstance(part, LongNode | ChangedDataNode | DataNode) or (isinstance(part, DataTreeNode) and not part.packed)
+        for part, _ in walk(node, "")
+    )
+
+
+def whole_of(tree: DataTreeNode) -> Node:
+    """The node of data that was recorded whole, in the numbers of its record."""
+    return _in_numbers_of(tree, unpack_node(tree.packed))
+
+
+def _in_numbers_of(tree: DataTreeNode, node: Any) -> Any:
+    """A node in a tree with the numbers that the tree's objects have in the record."""
+    if not isinstance(node, AnyNode):
+        return node
+    if isinstance(node, ReferenceNode):
+        if node.number >= 0:
+            return ReferenceNode(tree.number + node.number)
+        place, offset = divmod(~node.number, PLACE)
+        reference = tree.outside[place]
+        return ReferenceNode(reference.number + offset) if isinstance(reference, ReferenceNode) else reference
+    made: dict[str, Any] = {}
+    for name, part in PARTS[type(node)].items():
+        value = getattr(node, name)
+        if part is Part.NUMBER:
+            made[name] = tree.number + value
+        elif part is Part.NODE:
+            made[name] = _in_numbers_of(tree, value)
+        elif part is Part.NAMED:
+            made[name] = {key: _in_numbers_of(tree, inner) for key, inner in value.items()}
+        elif part in LISTS:
+            made[name] = [_in_numbers_of(tree, inner) for inner in listed(value)]
+    return replace(node, **made)
+
+
 class Tree:
     """One record.
 
@@ -128,10 +169,12 @@ class Tree:
             return
         number = number_of(node)
         if number is not None:
-            for defined in (number, *numbers_inside(node)):
-                self.definitions.setdefault(defined, node)
-        for part in parts(node):
+            self.definitions.setdefault(number, node)
+        inner = whole_of(node) if isinstance(node, DataTreeNode) and node.packed else node
+        for part in parts(inner) if isinstance(inner, AnyNode) else ():
             self._index(part)
+        for defined in numbers_inside(node):
+            self.definitions.setdefault(defined, node)
 
     def resolve(self, node: Node) -> Node:
         """The node that a reference refers to; the node itself if it is not a reference to a whole object."""
@@ -240,6 +283,10 @@ class Comparison:
         if not isinstance(first, AnyNode) or not isinstance(last, AnyNode):
             return is_same_scalar(first, last)
         first, last = self.first.resolve(first), self.last.resolve(last)
+        if type(first) is not type(last):  # whether what never changed is data differs between processes
+            first, last = (
+                whole_of(node) if isinstance(node, DataTreeNode) and node.packed else node for node in (first, last)
+            )
         if isinstance(first, ReferenceNode) and isinstance(last, ReferenceNode):  # to a part of a module, or a row
             if first.number not in self.same:
                 self._look_around(first, last)

@@ -93,7 +93,8 @@ def begins_with(items: Any, first: list[Any], begin: int = 0, count: int | None 
 _LONG = 64  # items of a list, from which on its memory is compared
 # What is looked at in turns, and how many of each kind are a part: long lists, dictionaries, short lists, objects.
 _TURNS = (64, 2048, 128, 512)
-_MOST_LENGTHS = 8192  # of lists that are asked for their lengths at each boundary
+_MOST_ITEMS = 1 << 16  # of the lists in a part
+_MOST_LENGTHS = 8192  # of lists that are asked for their lengths each time
 
 
 # Of containers, the first that fits: their methods are called, not those of a class of the script's.
@@ -111,7 +112,7 @@ class Unchanged:
         *("_contents", "_dictionaries", "_getters", "_held", "_items", "_lengths", "_lists", "_long"),
         *("_lengths_of_long", "_of_objects", "_objects", "_starts", "_typed", "_types", "_versions"),
     )
-    __slots__ = (*_CONTENTS, "turns")
+    __slots__ = (*_CONTENTS, "_plan", "turns")
 
     def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]] = ()) -> None:
         self._dictionaries: list[dict[Any, Any]] = []
@@ -130,6 +131,7 @@ class Unchanged:
         self._typed: list[Any] = []  # objects of which the type counts
         self._types: list[type] = []
         self.turns = Turns()
+        self._plan: _Plan | None = None
         self.add(containers)
 
     @classmethod
@@ -180,35 +182,31 @@ class Unchanged:
         self._starts.append(len(self._items))
         self._items += items
 
-    def _counts(self) -> tuple[int, ...]:
-        return len(self._long), len(self._dictionaries), len(self._lists), len(self._typed)
-
     def holds_in_turn(self) -> bool:
         """As `holds`, of very many that have been the same for some boundaries only of those whose turn it is."""
-        parts = max(-(-count // turn) for count, turn in zip(self._counts(), _TURNS, strict=True))
-        due = self.turns.due(parts)
-        return self.turns.note(due, due == NOTHING or (self.holds() if due == ALL else self._look(due)))
+        plan = self._plan
+        sizes = (len(self._long), len(self._dictionaries), len(self._lists), len(self._typed))
+        if plan is None or plan.sizes != sizes:
+            plan = self._plan = _Plan(sizes, self._lengths_of_long, self._lengths)
+        due = self.turns.due(plan.parts)
+        return self.turns.note(due, due == NOTHING or (self.holds() if due == ALL else self._look(plan, due)))
 
-    def _look(self, part: int) -> bool:
+    def _look(self, plan: _Plan, part: int) -> bool:
         """Whether those hold that are in one part."""
         if len(self._lists) <= _MOST_LENGTHS and list(map(len, self._lists)) != self._lengths:
             return False
         if len(self._long) <= _MOST_LENGTHS and list(map(len, self._long)) != self._lengths_of_long:
             return False
-        of_long, of_dictionaries, of_lists, of_objects = (
-            slice(begin := part * turn % max(1, -(-count // turn) * turn), begin + turn)
-            for turn, count in zip(_TURNS, self._counts(), strict=True)
-        )
+        pieces, of_dictionaries, of_lists, of_objects = plan.of(part)
         typed, objects = self._typed[of_objects], self._objects[of_objects]
         if not all(map(is_, map(type, typed), self._types[of_objects])):
             return False
         if not all(map(is_, map(call, self._getters[of_objects], objects), self._of_objects[of_objects])):
             return False
-        long = self._long[of_long]
-        if list(map(len, long)) != self._lengths_of_long[of_long]:
-            return False
-        if not all(map(begins_with, long, self._held[of_long])):
-            return False
+        for at, begin in pieces:
+            items, items_before = self._long[at], self._held[at]
+            if len(items) != len(items_before) or not begins_with(items, items_before, begin, _MOST_ITEMS):
+                return False
         dictionaries = self._dictionaries[of_dictionaries]
         if not ARE_COUNTED or list(map(version_of, dictionaries)) != self._versions[of_dictionaries]:
             if not all(map(_are_the_same, map(_contents_of, dictionaries), self._contents[of_dictionaries])):
@@ -220,6 +218,27 @@ class Unchanged:
         begin = self._starts[of_lists.start]
         items = self._items[begin : begin + sum(lengths)]
         return list(map(len, lists)) == lengths and all(map(is_, chain.from_iterable(lists), items))
+
+    def changed(self) -> set[int]:
+        """Ids of those that do not hold now: each is looked at."""
+        ids = {
+            id(dictionary)
+            for dictionary, contents in zip(self._dictionaries, self._contents, strict=True)
+            if not _are_the_same(_contents_of(dictionary), contents)
+        }
+        for short, length, begin in zip(self._lists, self._lengths, self._starts, strict=True):
+            if not _are_the_same(list(short), self._items[begin : begin + length]):
+                ids.add(short.container_id if type(short) is _Items else id(short))
+        ids.update(
+            id(items)
+            for items, items_before in zip(self._long, self._held, strict=True)
+            if len(items) != len(items_before) or not begins_with(items, items_before)
+        )
+        ids.update(id(value) for value, kind in zip(self._typed, self._types, strict=True) if type(value) is not kind)
+        for value, attributes, getter in zip(self._objects, self._of_objects, self._getters, strict=True):
+            if id(attributes) in ids or getter(value) is not attributes:
+                ids.add(id(value))
+        return ids
 
     def holds(self) -> bool:
         """Whether all hold the same objects, in the same order."""
@@ -250,11 +269,50 @@ class Unchanged:
         self._versions = versions  # all of them hold what they held
 
 
+class _Plan:
+    """In which parts an `Unchanged` is looked at.
+
+    sizes   numbers of what it has: long lists, dictionaries, short lists, objects
+    parts   how many there are
+    """
+
+    def __init__(self, sizes: tuple[int, ...], lengths_of_long: list[int], lengths: list[int]) -> None:
+        self.sizes = sizes
+        pieces = [(at, begin) for at, length in enumerate(lengths_of_long) for begin in range(0, length, _MOST_ITEMS)]
+        weights = [min(_MOST_ITEMS, lengths_of_long[at] - begin) for at, begin in pieces]
+        self._pieces = [pieces[part] for part in _slices(weights, _TURNS[0])]
+        self._of = [
+            [slice(begin, begin + _TURNS[1]) for begin in range(0, sizes[1], _TURNS[1])],
+            list(_slices(lengths, _TURNS[2])),
+            [slice(begin, begin + _TURNS[3]) for begin in range(0, sizes[3], _TURNS[3])],
+        ]
+        self.parts = max(len(self._pieces), *map(len, self._of))
+
+    def of(self, part: int) -> tuple[list[tuple[int, int]], slice, slice, slice]:
+        """(long list, first of some of its items) of each piece, and which dictionaries, short lists and objects."""
+        pieces = self._pieces[part % len(self._pieces)] if self._pieces else []
+        slices = [each[part % len(each)] if each else slice(0, 0) for each in self._of]
+        return pieces, slices[0], slices[1], slices[2]
+
+
+def _slices(weights: list[int], most: int) -> Iterator[slice]:
+    """Slices of at most so many things in a row, and of no more weight than _MOST_ITEMS unless it is one thing."""
+    begin = weight = 0
+    for at, own in enumerate(weights):
+        if at > begin and (at - begin == most or weight + own > _MOST_ITEMS):
+            yield slice(begin, at)
+            begin, weight = at, 0
+        weight += own
+    if weights:
+        yield slice(begin, len(weights))
+
+
 class _Items:
     """What a container holds whose class may have methods of its own: items, or keys and the factory of others."""
 
     def __init__(self, container: Any) -> None:
         self._one = container
+        self.container_id = id(container)
         self._base: Any = next(base for base in BASES if issubclass(type(container), base))
         self._has_factory = issubclass(type(container), defaultdict)
 

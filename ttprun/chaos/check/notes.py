@@ -108,7 +108,7 @@ def _beside(value: str | None, expected: str | None) -> str:
 def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[RunDifference]:
     """The user's variables whose values differ in the ranks' last records."""
     from ttprun.capture.records.boundary_record import Record
-    from ttprun.capture.values.trees import Comparison, Tree
+    from ttprun.capture.values.trees import Comparison, Tree, is_by_history
 
     differences = []
     for rank, expected in undisturbed.items():
@@ -123,17 +123,9 @@ def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[RunDiffere
         compared = Comparison(tree, twin)
         for (file, function, line), here, there in zip(first.fields.place, tree.variables, twin.variables, strict=True):
             for name in sorted(here.keys() | there.keys()):
-                if _is_by_history(here.get(name)) or _is_by_history(there.get(name)):
+                if is_by_history(here.get(name)) or is_by_history(there.get(name)):
                     continue
                 if name not in here or name not in there or not compared.is_same(here[name], there[name]):
                     where = f"{file}:{line}" + ("" if function == "<module>" else f", {function}()")
                     differences.append(RunDifference(AT_END, f"variable '{name}' of rank {rank}", where))
     return differences
-
-
-def _is_by_history(node: Any) -> bool:
-    """Whether a record holds of a value what it has become since an earlier record, and not what it is."""
-    from ttprun.capture.records.nodes import ChangedDataNode, DataNode, LongNode
-    from ttprun.capture.values.trees import walk
-
-    return any(isinstance(part, LongNode | ChangedDataNode | DataNode) for part, _ in walk(node, ""))
