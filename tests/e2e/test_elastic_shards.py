@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.e2e.harness import Launch, Run, assert_no_orphans, start_ttprun
-from tests.e2e.test_elastic import wait_until
+from tests.e2e.test_elastic import has_begun_resizes, wait_until
 from tests.e2e.test_nodes import leading
 from tests.nodes import Nodes, why_none
 
@@ -133,9 +133,8 @@ def start(nodes: Nodes, number: int, folder: Path, ranks: int, layout: list[str]
 
 
 def wait_for_resizes(folder: Path, count: int) -> None:
-    """Block until the launcher that leads has asked so often for other nodes."""
-    logs = [folder / f"{number}/run/events.jsonl" for number in range(2)]
-    wait_until(lambda: any(log.read_text().count('"resize_asked"') >= count for log in logs))
+    """Block until so many resizes have begun that the launcher that leads has asked for."""
+    wait_until(lambda: any(has_begun_resizes(folder / f"{number}", count) for number in range(2)))
 
 
 def is_healthy_with(world_size: int, launch: Launch) -> bool:

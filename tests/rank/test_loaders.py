@@ -98,6 +98,7 @@ class Pairs(Sampler[list[int]]):
 
 
 _kept: list[Any] = []
+_under_way: list[Any] = []  # iterators; while those of another epoch are made, of the epoch before
 _stops_before: tuple[int, int] | None = None  # (epoch, batch): its worker stops before it begins this batch
 
 
@@ -112,7 +113,9 @@ class Behind(RandomSampler):
         for number, first in enumerate(range(0, len(indices), 3)):
             if (self.epoch, number) == _stops_before:
                 started = sorted(multiprocessing.active_children(), key=lambda it: int(it.name.rpartition(":")[2]))
-                os.kill(started[-2:][number % 2].pid or 0, signal.SIGSTOP)
+                # A worker that has just sent a batch still holds this lock, without which the other one cannot send.
+                with _under_way[0]._worker_result_queue._wlock:
+                    os.kill(started[-2:][number % 2].pid or 0, signal.SIGSTOP)
             yield indices[first : first + 3]
 
 
@@ -199,7 +202,7 @@ class Life:
             for loader in made:
                 if isinstance(loader.sampler, DistributedSampler):
                     loader.sampler.set_epoch(epoch)
-            iterators = [iter(loader) for loader in made]
+            _under_way[:] = iterators = [iter(loader) for loader in made]
             for number, handed in enumerate(zip(*iterators, strict=False)):
                 torch.rand(1)  # dropout in the forward pass
                 loaders.note_boundary()
@@ -263,7 +266,7 @@ def in_child(act: Callable[[], Any]) -> Any:
         theirs.send_bytes(pickle.dumps(outcome))
         signal.pause()
     try:
-        assert ours.poll(20), "no answer"
+        assert ours.poll(60), "no answer"
         is_good, value = pickle.loads(ours.recv_bytes())
     finally:
         os.kill(pid, signal.SIGKILL)
