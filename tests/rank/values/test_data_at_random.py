@@ -25,6 +25,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(small_data, "_TURN", 4)
     monkeypatch.setattr(data_trees, "MANY", 12)
     monkeypatch.setattr(data_trees, "DATA_BYTES", 100)
+    monkeypatch.setattr(data_trees, "_MANY_ROWS", 4)
     monkeypatch.setattr(data_trees, "SMALL_BYTES", 100)
     values.forget()
     yield

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 
+from tests.rank.user_values import Link
 from tests.rank.values.carrying import are_alike, carry, record
 from tests.rank.values.test_kept import calls_of
 from ttprun.capture import values
@@ -68,6 +69,9 @@ MADE: dict[str, Callable[[], Any]] = {
     "deep": lambda: {
         f"user {number}": {"items": [1, 2, number], "meta": {"x": (number, [3])}} for number in range(ROWS)
     },
+    "rows": lambda: [{"id": number, "text": "x"} for number in range(5_000)],
+    "pairs": lambda: [[[number] for number in range(5_000)], [(f"{number}.jpg", number) for number in range(5_000)]],
+    "objects": lambda: {"items": [Link(number, None) for number in range(5_000)]},
     "tensors in objects": lambda: [[Item("x", [1], torch.full((40,), float(number)))] for number in range(ROWS)],
     "arrays by name": lambda: {f"a{number}": {"x": numpy.full(40, number)} for number in range(ROWS)},
 }
@@ -79,6 +83,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "documents": lambda data: data[30][50].numbers.append(-1),
     "graph": lambda data: data.__setitem__(2000, {1}),
     "deep": lambda data: data["user 800"]["meta"]["x"][1].append(-1),
+    "rows": lambda data: data[4_500].__setitem__("text", "y"),
+    "pairs": lambda data: data[0][4_500].append(-1),
+    "objects": lambda data: setattr(data["items"][4_500], "next", -1),
     "tensors in objects": lambda data: data[800][0].owner.fill_(-1.0),
     "arrays by name": lambda data: data["a800"]["x"].fill(-1),
 }
@@ -88,7 +95,7 @@ def plain(data: Any) -> Any:
     """The same in what can be compared."""
     if isinstance(data, torch.Tensor | numpy.ndarray):
         return data.tolist()
-    if isinstance(data, Item):
+    if isinstance(data, Item | Link):
         return plain(vars(data))
     if isinstance(data, dict):
         return {key: plain(value) for key, value in data.items()}
@@ -103,7 +110,7 @@ def nodes_of(scope: Scope) -> dict[str, Any]:
 
 def is_small(kind: str) -> bool:
     """Whether all of it is recorded beside the digest."""
-    return kind not in ("tensors in objects", "arrays by name")
+    return kind not in ("rows", "pairs", "objects", "tensors in objects", "arrays by name")
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -205,7 +212,7 @@ def test_rows_shared_by_several_lists_are_data_in_each_and_the_same_rows_again()
     assert here["index"][5] is here["rows"][5][1]
 
     lost["rows"][5][1].append(-1)
-    for _ in range(60):
+    for _ in range(100):
         nodes = nodes_of(lost)
     assert not any(type(nodes[name]) is DataTreeNode for name in lost)
     here = scope()

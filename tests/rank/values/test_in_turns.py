@@ -14,7 +14,7 @@ from tests.rank.values.test_kept import calls_of
 from ttprun.capture import values
 from ttprun.capture.records.nodes import ListNode
 from ttprun.capture.records.packing import listed
-from ttprun.capture.values import Restore, Snapshot, long_items, turns, unchanged
+from ttprun.capture.values import Restore, Snapshot, data_trees, long_items, turns, unchanged
 
 NOTHING: dict[int, int] = {}
 ROWS = 640
@@ -24,6 +24,7 @@ ROUND = 10  # boundaries until each has had its turn
 @pytest.fixture(autouse=True)
 def _few_at_a_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(unchanged, "_TURNS", (64, 64, 64, 64))
+    monkeypatch.setattr(data_trees, "MANY", 1 << 40)  # they are rows of a list, and no data
     yield
     turns.Clock.is_whole = False
     values.forget()

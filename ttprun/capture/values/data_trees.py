@@ -8,6 +8,10 @@ walked over from then on; what is left of the tree in one piece goes on as data.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -19,7 +23,7 @@ from ttprun.capture.records.packing import pack
 from ttprun.capture.values.kept import attributes_of_containers, lasting_numbers
 from ttprun.capture.values.large import SMALL_BYTES, note_restored
 from ttprun.capture.values.long_items import Apart, Walk
-from ttprun.capture.values.objects import record_object, record_value_object
+from ttprun.capture.values.objects import form_of_class, record_object, record_value_object
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.small_data import may_follow
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
@@ -34,8 +38,10 @@ SMALL_TREE_BYTES = 1 << 20  # of packed nodes, up to which they are recorded bes
 DATA_BYTES = 4 << 20  # the same of what holds a few small tensors or arrays, which are recorded by others
 MOST_TREES = 32  # each costs some time at each boundary
 _MOST_OUTSIDE = 256
+_MANY_ROWS = 4096  # from which on they are looked at together, if they are plain
 _LARGE_BYTES = 4 << 20  # of one tensor or array, above which large.py is to hash its parts in turns
-_WEIGHT_OF_TENSOR = 8
+_WEIGHT_OF_TENSOR = 8  # and for each so many bytes of it, one more
+_BYTES = 16 << 10
 _ITEMS_OF_WEIGHT = 16  # numbers in a list, and hundreds of letters in a text, that weigh as much as a list
 _LETTERS = 256
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -46,13 +52,16 @@ _MET_WITHIN = 8  # boundaries
 class _Walk(Walk):
     """A walk over a tree, with numbers of its own, that gives up where it meets something that is not data.
 
-    outside   numbers of the objects met that were known before, or of the trees that they are in, with their places
+    ids_before   by the ids of what was met before the tree
+    outside    numbers of the objects met that were known before, or of the trees that they are in, with their places
+    is_exact   its nodes say all
     """
 
-    def __init__(self, met: Any) -> None:
+    def __init__(self, met: Callable[[Any], tuple[int, int] | None], ids_before: list[Mapping[int, Any]]) -> None:
         super().__init__(is_relative=True)
         self.outside: dict[int, int] = {}
-        self._met = met
+        self.is_exact = True
+        self._met, self._ids_before = met, ids_before
 
     def node(self, value: Any, depth: int) -> Any:
         if self.trace.open:
@@ -68,6 +77,71 @@ class _Walk(Walk):
             place = self.outside.setdefault(met[0], len(self.outside))
             return ReferenceNode(~(place * PLACE + met[1]))
         return super().node(value, depth)
+
+    def items(self, values: Any, depth: int) -> list[Any]:
+        kinds = set(map(type, values))
+        if len(kinds) == 1 and len(values) >= _MANY_ROWS and not self.trace.open:
+            packed = self._take_up_rows(kinds.pop(), values)
+            if packed is not None:
+                self.is_exact = False
+                return [packed]
+        return super().items(values, depth)
+
+    def _take_up_rows(self, kind: type, items: list[Any]) -> bytes | None:
+        """Meet very many rows at once; None if each is to be met by itself."""
+        keys = list(map(id, items)) if kind is not tuple else []
+        if len({*keys}) < len(keys) or any(
+            not ids.keys().isdisjoint(keys) for ids in (self.numbers, *self._ids_before)
+        ):
+            return None
+        rows = _Rows(kind, items)
+        packed = rows.packed()
+        if packed is None or kind is tuple:
+            return packed
+        self.numbers.update(zip(keys, range(len(self.alive), len(self.alive) + len(keys)), strict=True))
+        self.alive += items
+        if rows.dictionaries:
+            self.trace.objects += zip(items, rows.dictionaries, strict=True)
+        else:
+            self.trace.contents += items
+        return packed
+
+
+class _Rows:
+    """Very many items of one kind that hold nothing but numbers and text: they are looked at together."""
+
+    def __init__(self, kind: type, items: list[Any]) -> None:
+        self._kind, self._items = kind, items
+        self._is_of_objects = HANDLERS[kind] is record_object
+        self.dictionaries: list[dict[str, Any]] = []
+
+    def packed(self) -> bytes | None:
+        """What is in them; None if there is something else."""
+        if self._kind in (tuple, list):
+            return pack(self._items) if _are_settled(chain.from_iterable(self._items)) else None
+        if self._kind is dict:
+            return self._packed(self._items)
+        if self._is_of_objects:
+            name, getter, has_end, without = form_of_class(self._kind)
+            if getter is None or has_end:
+                return None
+            self.dictionaries = list(map(getter, self._items))
+            if without and not without.isdisjoint(chain.from_iterable(self.dictionaries)):
+                return None
+            inner = self._packed(self.dictionaries)
+            return None if inner is None else pack([name, inner])
+        return None
+
+    @staticmethod
+    def _packed(dictionaries: list[Any]) -> bytes | None:
+        if set(map(type, chain.from_iterable(dictionaries))) != {str}:
+            return None
+        are_plain = _are_settled(chain.from_iterable(map(dict.values, dictionaries)))
+        return pack(dictionaries) if are_plain else None
+
+
+def _are_settled(values: Iterable[Any]) -> bool:
+    return set(map(type, values)) <= SETTLED
 
 
 class _Left:
@@ -115,7 +189,8 @@ class DataTree:
     def __init__(self, root: Any, walk: _Walk, packed: bytes, outside: list[tuple[int, int]]) -> None:
         self.root, self.length, self.outside = root, length_of(root), outside
         self.digest = xxhash.xxh3_64_hexdigest(packed)
-        self.packed = packed if len(packed) <= SMALL_TREE_BYTES and not walk.samples else b""
+        is_exact = walk.is_exact and not walk.samples and len(packed) <= SMALL_TREE_BYTES
+        self.packed = packed if is_exact else b""
         self.objects = walk.alive
         self.first = lasting_numbers(len(self.objects))
         self.numbers = {id(value): number for number, value in enumerate(self.objects, self.first)}
@@ -208,7 +283,24 @@ def _made(snapshot: Snapshot, value: Any, is_left: bool) -> DataTree | None:
     """
     if len(_trees.now) >= MOST_TREES or not _weighs_much(value):
         return None
-    walk = _Walk(lambda inner: _met_in(snapshot, inner))
+    walk = _Walk(lambda inner: _met_in(snapshot, inner), [snapshot.numbers, *snapshot.rows])
+    with _no_collection():
+        return _of_walk(snapshot, value, walk, is_left)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage collector would look at the many new objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _of_walk(snapshot: Snapshot, value: Any, walk: _Walk, is_left: bool) -> DataTree | None:
     node = walk.node(value, 0)
     if walk.trace.open or len(walk.outside) > _MOST_OUTSIDE:
         return None
@@ -253,7 +345,7 @@ def _weighs_much(value: Any) -> bool:
         seen.add(id(inner))
         weight += 1
         if is_a(inner, Tensor) or is_a(inner, numpy.ndarray):
-            weight += _WEIGHT_OF_TENSOR
+            weight += _WEIGHT_OF_TENSOR + (inner.nbytes // _BYTES if may_follow(inner) else 0)
         elif issubclass(kind, _CONTAINERS):
             weight += length_of(inner) // _ITEMS_OF_WEIGHT
             if weight <= MANY:
@@ -280,13 +372,13 @@ def restore_data_tree(restore: Restore, live: Any, node: DataTreeNode, name: str
     starts = {reference.number for reference in node.outside if isinstance(reference, ReferenceNode)}
 
     def met(value: Any) -> tuple[int, int] | None:
-        number = None if value is live else restore.number_of(value)
+        number = None if value is live else restore.claims.get(id(value))
         if number is None:
             return None
         first = restore.tree_around(number)
         return (first, number - first) if first in starts else (number, 0)
 
-    walk = _Walk(met)
+    walk = _Walk(met, [restore.claims])
     packed = pack(walk.node(live, 0))
     is_same = (
         not walk.trace.open

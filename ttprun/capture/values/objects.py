@@ -90,7 +90,8 @@ class _Form(NamedTuple):
 
 
 @of_types
-def _form(kind: type) -> _Form:
+def form_of_class(kind: type) -> _Form:
+    """What is known of a class."""
     getter = None if slots_of(kind) else dictionary_getter(kind)
     return _Form(name_of(kind), getter, has_method(kind, "__del__"), left_out(kind))
 
@@ -98,7 +99,7 @@ def _form(kind: type) -> _Form:
 @traces
 def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """An object with attributes."""
-    name, getter, has_end, without = _form(type(value))
+    name, getter, has_end, without = form_of_class(type(value))
     if getter is None:
         snapshot.trace.open += 1
         return ObjectNode(snapshot.number(value), name, snapshot.attributes(attributes_of(value), depth, without))

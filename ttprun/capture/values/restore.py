@@ -49,6 +49,7 @@ class Restore:
     stepped         the tensors that the optimizers update here, in the order of the snapshot's numbers
     storages        counterparts of the record's memory, by the number of the tensor with which it is recorded
     taken           their addresses
+    claims          numbers in the record, by the ids of their counterparts
     doubts          variables that do not match, each with the difference; a dead one (position/liveness.py) is none
     unrecorded      the same of variables that the lost rank could not record, which it has named
     named           what the replay has not made, in words: it has no state, or was made again from its attributes
@@ -72,7 +73,7 @@ class Restore:
         self.taken: set[int] = set()
         self._blobs = blobs
         self._objects: dict[int, Any] = {}
-        self._claims: dict[int, int] = {}
+        self.claims: dict[int, int] = {}
         self._unused: list[Any] = []
         self._trees: dict[int, int] = {}  # objects in each tree of data, by its first number
         self._places: dict[int, int] | None = None
@@ -154,7 +155,7 @@ class Restore:
 
     def claim(self, number: int, value: Any) -> bool:
         """Make `value` the counterpart of an object of the record; False if it is that of another one already."""
-        if self._claims.setdefault(id(value), number) != number:
+        if self.claims.setdefault(id(value), number) != number:
             return False
         self._objects[number] = value
         return True
@@ -189,10 +190,6 @@ class Restore:
         if number in self._objects:
             return self._objects[number]
         return self.refuse(live, f"{name} holds an object that could not be restored elsewhere")
-
-    def number_of(self, value: Any) -> int | None:
-        """The number in the record of which an object is the counterpart; None if it is of none."""
-        return self._claims.get(id(value))
 
     def claim_tree(self, first: int, objects: Sequence[Any]) -> None:
         """Make objects the counterparts of those of a tree of data, whose numbers follow one another."""
@@ -245,7 +242,7 @@ class Restore:
         An iterator over a DataLoader that is still there counts as one in use.
         """
         self._objects.clear()
-        self._claims.clear()
+        self.claims.clear()
 
     def snapshot(self, live: Any) -> Node:
         """The node that this process would record for a value."""

@@ -20,7 +20,7 @@ from ttprun.capture.values.large import SMALL_BYTES, TENSOR_BYTES, TURN_BYTES, W
 from ttprun.capture.values.large_data import form_of
 from ttprun.capture.values.turns import ALL, NOTHING, Turns
 
-_TURN = 128  # that are a part, at most
+_TURN = 64  # that are a part, at most
 _PLAIN_KINDS = "biufc"  # of dtypes whose elements are read as a buffer
 _version_of: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 

@@ -94,7 +94,7 @@ _LONG = 64  # items of a list, from which on its memory is compared
 # What is looked at in turns, and how many of each kind are a part: long lists, dictionaries, short lists, objects.
 _TURNS = (64, 2048, 128, 512)
 _MOST_ITEMS = 1 << 16  # of the lists in a part
-_MOST_LENGTHS = 8192  # of lists that are asked for their lengths each time
+_MOST_LENGTHS = 1024  # of lists that are asked for their lengths each time
 
 
 # Of containers, the first that fits: their methods are called, not those of a class of the script's.
@@ -147,7 +147,14 @@ class Unchanged:
 
     def add(self, containers: Iterable[Any]) -> None:
         """Add lists, dictionaries, sets or deques with their current contents."""
+        containers = list(containers)
+        plain = [container for container in containers if type(container) is dict]
+        self._dictionaries += plain
+        self._versions += map(version_of, plain)
+        self._contents += [[*container, *container.values()] for container in plain]
         for container in containers:
+            if type(container) is dict:
+                continue
             if issubclass(type(container), dict):
                 self._dictionaries.append(container)
                 self._versions.append(version_of(container))
@@ -167,12 +174,13 @@ class Unchanged:
         objects   each with the dictionary of all its attributes
         typed     those of which only the type counts
         """
-        for value, attributes in objects:
-            self._objects.append(value)
-            self._of_objects.append(attributes)
-            self._getters.append(looks.dictionary_getter(type(value)) or looks.attributes_of)
-            self.add((attributes,))
-            self._typed.append(value)
+        pairs = list(objects)
+        values, dictionaries = [value for value, _ in pairs], [attributes for _, attributes in pairs]
+        self._objects += values
+        self._of_objects += dictionaries
+        self._getters += [looks.dictionary_getter(type(value)) or looks.attributes_of for value in values]
+        self.add(dictionaries)
+        self._typed += values
         self._typed += typed
         self._types = list(map(type, self._typed))
 
