@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ttprun.capture.records.nodes import DataTreeNode, Number, ReferenceNode
 from ttprun.capture.records.packing import pack
-from ttprun.capture.values.kept import attributes_of_containers, lasting_numbers
+from ttprun.capture.values.kept import Apart, attributes_of_containers, lasting_numbers
 from ttprun.capture.values.large import SMALL_BYTES, note_restored
-from ttprun.capture.values.long_items import Apart, Walk
+from ttprun.capture.values.long_items import Walk
 from ttprun.capture.values.objects import form_of_class, record_object, record_value_object
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.small_data import may_follow
@@ -52,31 +52,42 @@ _MET_WITHIN = 8  # boundaries
 class _Walk(Walk):
     """A walk over a tree, with numbers of its own, that gives up where it meets something that is not data.
 
-    ids_before   by the ids of what was met before the tree
-    outside    numbers of the objects met that were known before, or of the trees that they are in, with their places
-    is_exact   its nodes say all
+    met          (number of what has a number already or of the tree around it, place in that); None of what is new
+    ids_before   all that have one, by their ids
+    updated      addresses of the storages that optimizers update
+    outside      the numbers that `met` has given, each with its place among them
+    is_exact     its nodes say all
     """
 
-    def __init__(self, met: Callable[[Any], tuple[int, int] | None], ids_before: list[Mapping[int, Any]]) -> None:
+    def __init__(
+        self,
+        met: Callable[[Any], tuple[int, int] | None],
+        ids_before: list[Mapping[int, Any]],
+        updated: Container[int] = (),
+    ) -> None:
         super().__init__(is_relative=True)
         self.outside: dict[int, int] = {}
         self.is_exact = True
-        self._met, self._ids_before = met, ids_before
+        self._met, self._ids_before, self._updated = met, ids_before, updated
 
     def node(self, value: Any, depth: int) -> Any:
         if self.trace.open:
             return None
         if type(value) in SETTLED or id(value) in self.numbers:
             return super().node(value, depth)
-        is_array = is_a(value, Tensor) or is_a(value, numpy.ndarray)
-        if is_array and (not may_follow(value) or value.nbytes > _LARGE_BYTES or self._met(value) is not None):
+        met = self._met(value)
+        if (is_a(value, Tensor) or is_a(value, numpy.ndarray)) and not (met is None and self._may_be_sample(value)):
             self.trace.open += 1  # what was met before may share its memory with others
             return None
-        met = self._met(value)
         if met is not None:
             place = self.outside.setdefault(met[0], len(self.outside))
             return ReferenceNode(~(place * PLACE + met[1]))
         return super().node(value, depth)
+
+    def _may_be_sample(self, value: Any) -> bool:
+        if not may_follow(value) or value.nbytes > _LARGE_BYTES:
+            return False
+        return type(value) is not Tensor or value.untyped_storage().data_ptr() not in self._updated
 
     def items(self, values: Any, depth: int) -> list[Any]:
         kinds = set(map(type, values))
@@ -252,6 +263,7 @@ def node_of(snapshot: Snapshot, value: Any) -> DataTreeNode | None:
     """The node of a list or dictionary that is data; None of one that is to be walked over."""
     if snapshot.is_separate:
         return None
+    _let_go()
     tree = _trees.get(id(value))
     if tree is None:
         is_left = _left.holds(value)
@@ -269,23 +281,19 @@ def node_of(snapshot: Snapshot, value: Any) -> DataTreeNode | None:
     return tree.node(snapshot)
 
 
+def _let_go() -> None:
+    """Keep nothing alive longer than it counts."""
+    if _left.trees and Clock.boundary != _left.boundary:
+        _left.clear()
+    if _changed and Clock.boundary > _changed_at + _MET_WITHIN:
+        _changed.clear()
+
+
 def holds_trees(items: Any) -> bool:
     """Whether there is data among some items, or the rest of what was data until now."""
     if len(items) > MOST_TREES or not (_trees.before or _trees.now or _left.trees):
         return False
     return any(id(item) in _trees.before or id(item) in _trees.now or _left.holds(item) for item in items)
-
-
-def _made(snapshot: Snapshot, value: Any, is_left: bool) -> DataTree | None:
-    """A container as data; None if it is none.
-
-    is_left   it is left of a tree: what was not in that is no data
-    """
-    if len(_trees.now) >= MOST_TREES or not _weighs_much(value):
-        return None
-    walk = _Walk(lambda inner: _met_in(snapshot, inner), [snapshot.numbers, *snapshot.rows])
-    with _no_collection():
-        return _of_walk(snapshot, value, walk, is_left)
 
 
 @contextlib.contextmanager
@@ -300,13 +308,24 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _of_walk(snapshot: Snapshot, value: Any, walk: _Walk, is_left: bool) -> DataTree | None:
+@_no_collection()
+def _made(snapshot: Snapshot, value: Any, is_left: bool) -> DataTree | None:
+    """A container as data; None if it is none.
+
+    is_left   it is left of a tree: what was not in that is no data
+    """
+    try:
+        if len(_trees.now) >= MOST_TREES or not _weighs_much(value):
+            return None
+    except RuntimeError:  # another thread is changing it
+        return None
+    walk = _Walk(lambda inner: _met_in(snapshot, inner), [snapshot.numbers, *snapshot.rows], snapshot.stepped)
     node = walk.node(value, 0)
     if walk.trace.open or len(walk.outside) > _MOST_OUTSIDE:
         return None
     if is_left and not all(map(_left.holds, walk.alive)):
         return None
-    if _changed and Clock.boundary <= _changed_at + _MET_WITHIN and any(id(inner) in _changed for inner in walk.alive):
+    if _changed and any(id(inner) in _changed for inner in walk.alive):
         return None
     packed = pack(node)
     if walk.samples and walk.samples.size_bytes <= SMALL_BYTES and len(packed) <= DATA_BYTES:
@@ -396,8 +415,7 @@ def restore_data_tree(restore: Restore, live: Any, node: DataTreeNode, name: str
 def note_changed(container: Any) -> None:
     """A container was restored item by item: it is no data that a replay would make again."""
     global _changed_at
-    if Clock.boundary > _changed_at + _MET_WITHIN:
-        _changed.clear()
+    _let_go()
     _changed_at = Clock.boundary
     _changed[id(container)] = container
 

@@ -67,6 +67,31 @@ class Trace:
         self.typed += other.typed
 
 
+class Apart:
+    """Whether a walk has met nothing of some objects."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
+
+    def are(self, own: dict[int, int], snapshot: Snapshot) -> bool:
+        """Whether it is so now.
+
+        own   numbers of the objects, by their ids: always the same dictionary, to which things are only ever added
+        """
+        if not snapshot.numbers.keys().isdisjoint(own.keys()):
+            return False
+        for rows in snapshot.rows:
+            marks = (rows, len(own), len(rows))  # objects are only ever added to both
+            before = self._known.get(id(rows))
+            if before is None or before[0] is not rows or before[1:] != marks[1:]:
+                if not rows.keys().isdisjoint(own.keys()):
+                    return False
+                self._known[id(rows)] = marks
+        return True
+
+
 class Kept:
     """The nodes of the values of some names, and what they depend on.
 
@@ -81,7 +106,7 @@ class Kept:
     """
 
     __slots__ = (
-        *("_packed", "_unchanged", "alive", "contents", "depends", "elsewhere", "names", "nodes", "numbers"),
+        *("_apart", "_packed", "_unchanged", "alive", "contents", "depends", "elsewhere", "names", "nodes", "numbers"),
         *("objects", "parts", "typed", "values"),
     )
 
@@ -96,6 +121,7 @@ class Kept:
         self.depends = True
         self.parts: list[Kept] = []
         self._unchanged = Unchanged()
+        self._apart = Apart()
         self._packed: FixedNode | None = None
 
     @classmethod
@@ -156,14 +182,12 @@ class Kept:
     def holds(self, snapshot: Snapshot) -> bool:
         """Whether this walk would find the same nodes."""
         if self.contents or self.objects or self.typed:
-            try:  # as `holds_alone` and `_is_new_to`: this is asked of each object at each boundary
+            try:  # as `holds_alone`: this is asked of each object at each boundary
                 if not self._unchanged.holds():
                     return False
             except RuntimeError:
                 return False
-            if self.numbers and not self.numbers.keys().isdisjoint(snapshot.numbers.keys()):
-                return False
-            if snapshot.rows and not self._is_new_to(snapshot):
+            if self.numbers and not self._apart.are(self.numbers, snapshot):
                 return False
         return not self.elsewhere or self.elsewhere.items() <= snapshot.numbers.items()
 
@@ -173,12 +197,6 @@ class Kept:
             return self._unchanged.holds()
         except RuntimeError:  # another thread is changing it
             return False
-
-    def _is_new_to(self, snapshot: Snapshot) -> bool:
-        own = self.numbers.keys()
-        return own.isdisjoint(snapshot.numbers.keys()) and (
-            not snapshot.rows or all(own.isdisjoint(rows.keys()) for rows in snapshot.rows)
-        )
 
     def enter(self, snapshot: Snapshot) -> None:
         """The walk has met all of it."""
@@ -194,7 +212,7 @@ class Kept:
 
     def holding(self, snapshot: Snapshot) -> list[Kept]:
         """Those of the parts that hold."""
-        fine = [part for part in self.parts if part.holds_alone() and part._is_new_to(snapshot)]
+        fine = [part for part in self.parts if part.holds_alone() and part._apart.are(part.numbers, snapshot)]
         return _fitting(fine, snapshot.numbers)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ttprun.capture.records.nodes import Node, Number, RefusedNode, TensorNode, WeightNode
 from ttprun.capture.records.packing import pack
-from ttprun.capture.values.kept import Trace, lasting_numbers
+from ttprun.capture.values.kept import Apart, Trace, lasting_numbers
 from ttprun.capture.values.objects import record_object, record_value_object
 from ttprun.capture.values.small_data import SmallData, is_alone, may_follow
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
@@ -42,31 +42,6 @@ _MOST = {True: 1 << 16, False: 1 << 13}  # items that are compared at each bound
 _EACH = 64  # turns between two whole looks at what has no places
 _OF_OBJECTS = (record_object, record_value_object)
 _MAY_BE_KEPT = (bytes, tuple, list, dict, Tensor, numpy.ndarray, PurePath, enum.Enum, FunctionType)
-
-
-class Apart:
-    """Whether a walk has met nothing of some objects."""
-
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
-
-    def are(self, own: dict[int, int], snapshot: Snapshot) -> bool:
-        """Whether it is so now.
-
-        own   numbers of the objects, by their ids: always the same dictionary, to which things are only ever added
-        """
-        if not snapshot.numbers.keys().isdisjoint(own.keys()):
-            return False
-        for rows in snapshot.rows:
-            marks = (rows, len(own), len(rows))  # objects are only ever added to both
-            before = self._known.get(id(rows))
-            if before is None or before[0] is not rows or before[1:] != marks[1:]:
-                if not rows.keys().isdisjoint(own.keys()):
-                    return False
-                self._known[id(rows)] = marks
-        return True
 
 
 class Walk(Snapshot):
