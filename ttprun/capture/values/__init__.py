@@ -30,6 +30,7 @@ __all__ = [
 def begin_boundary() -> None:
     """Begin a record: forget what was remembered about values that were not met at the previous boundary."""
     unchanged.begin_boundary()
+    data_trees.begin_boundary()
     turns.Clock.records += 1
 
 
@@ -37,6 +38,7 @@ def let_go() -> None:
     """Keep nothing alive that the script has dropped."""
     unchanged.begin_boundary()
     unchanged.begin_boundary()
+    data_trees.begin_boundary()
 
 
 def forget() -> None:

@@ -263,10 +263,9 @@ def node_of(snapshot: Snapshot, value: Any) -> DataTreeNode | None:
     """The node of a list or dictionary that is data; None of one that is to be walked over."""
     if snapshot.is_separate:
         return None
-    _let_go()
-    tree = _trees.get(id(value))
+    tree = _trees.get(id(value)) if _trees.before or _trees.now else None
     if tree is None:
-        is_left = _left.holds(value)
+        is_left = bool(_left.trees) and _left.holds(value)
         if not (is_left or Clock.records <= 1):
             return None
         tree = _made(snapshot, value, is_left)
@@ -281,7 +280,7 @@ def node_of(snapshot: Snapshot, value: Any) -> DataTreeNode | None:
     return tree.node(snapshot)
 
 
-def _let_go() -> None:
+def begin_boundary() -> None:
     """Keep nothing alive longer than it counts."""
     if _left.trees and Clock.boundary != _left.boundary:
         _left.clear()
@@ -415,7 +414,6 @@ def restore_data_tree(restore: Restore, live: Any, node: DataTreeNode, name: str
 def note_changed(container: Any) -> None:
     """A container was restored item by item: it is no data that a replay would make again."""
     global _changed_at
-    _let_go()
     _changed_at = Clock.boundary
     _changed[id(container)] = container
 

@@ -21,7 +21,7 @@ from ttprun.capture.records.nodes import FixedNode
 from ttprun.capture.records.packing import pack
 from ttprun.capture.values.turns import Clock
 from ttprun.capture.values.type_names import SETTLED
-from ttprun.capture.values.unchanged import ARE_COUNTED, BASES, Unchanged, version_of
+from ttprun.capture.values.unchanged import ARE_COUNTED, BASES, Slots, Unchanged, version_of
 from ttprun.introspect.looks import dictionary_of, slots_of
 
 Snapshot = Any  # snapshot.py imports this module
@@ -228,6 +228,8 @@ def attributes_of_containers(containers: list[Any]) -> list[tuple[Any, dict[str,
 def _may_be_followed(container: Any) -> bool:
     """Whether each change of a container can be seen, and soon enough."""
     kind = type(container)
+    if kind is Slots:
+        return True
     if kind in _FOLLOWED:
         return len(container) <= _FOLLOWED[kind]
     base = next((base for base in BASES if issubclass(kind, base)), None)

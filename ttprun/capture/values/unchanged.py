@@ -166,7 +166,7 @@ class Unchanged:
                 self._held.append(container.copy())
                 self._lengths_of_long.append(len(container))
             else:
-                self._add_items(container if type(container) in BASES else _Items(container))
+                self._add_items(container if type(container) in (*BASES, Slots) else _Items(container))
 
     def add_objects(self, objects: Iterable[tuple[Any, dict[str, Any]]], typed: Iterable[Any] = ()) -> None:
         """Add objects.
@@ -236,7 +236,7 @@ class Unchanged:
         }
         for short, length, begin in zip(self._lists, self._lengths, self._starts, strict=True):
             if not _are_the_same(list(short), self._items[begin : begin + length]):
-                ids.add(short.container_id if type(short) is _Items else id(short))
+                ids.add(short.container_id if isinstance(short, _Items | Slots) else id(short))
         ids.update(
             id(items)
             for items, items_before in zip(self._long, self._held, strict=True)
@@ -313,6 +313,24 @@ def _slices(weights: list[int], most: int) -> Iterator[slice]:
         weight += own
     if weights:
         yield slice(begin, len(weights))
+
+
+class Slots:
+    """What an object holds in its slots, as a container; for an empty slot, the slot itself."""
+
+    def __init__(self, value: Any, slots: Iterable[Any]) -> None:
+        self._one, self._slots = value, tuple(slots)
+        self.container_id = id(value)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[Any]:
+        for slot in self._slots:
+            try:
+                yield slot.__get__(self._one)
+            except AttributeError:
+                yield slot
 
 
 class _Items:
