@@ -45,7 +45,7 @@ class Trace:
     """What the nodes that a walk has made depend on.
 
     open       how many things were met of which not every change can be seen
-    contents   the lists, dictionaries, sets and deques met, and the dictionaries of classes
+    contents   the lists, dictionaries, sets and deques met, the dictionaries of classes, and objects' slots (`Slots`)
     objects    (object, dictionary of its attributes) of those that have all attributes there
     typed      further objects, of which the type counts
     referred   (id, number) of objects that had been met before

@@ -146,7 +146,7 @@ class Unchanged:
         return made
 
     def add(self, containers: Iterable[Any]) -> None:
-        """Add lists, dictionaries, sets or deques with their current contents."""
+        """Add lists, dictionaries, sets, deques or `Slots` with their current contents."""
         containers = list(containers)
         plain = [container for container in containers if type(container) is dict]
         self._dictionaries += plain
