@@ -20,6 +20,7 @@ from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.nodes import RefusedNode
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.rehearsal import Rehearsal
+from ttprun.capture.values import data_trees
 from ttprun.introspect import whose
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
@@ -112,6 +113,7 @@ def nested(depth: int) -> list[Any]:
 def _steps_until_read() -> int:
     session, clock = make_session(), Clock()
     module.time = clock  # type: ignore[assignment]
+    data_trees.MANY = 1 << 40  # it is no data
     rehearsal = Rehearsal()
     for boundary in range(1, 1000):
         record, head = record_with(boundary, held=nested(4))

@@ -38,6 +38,7 @@ from ttprun import text_hashes
 from ttprun.capture import values
 from ttprun.capture.records.nodes import RefusedNode
 from ttprun.capture.values import CannotRestoreError, Restore
+from ttprun.capture.values.turns import Clock
 
 
 @pytest.mark.parametrize(
@@ -254,8 +255,17 @@ def test_a_set_of_things_that_cannot_be_recorded_does_not_hinder_the_recovery_if
     assert here == {"skipped": {print, len}, "step": 1}
 
 
-def test_a_long_list_of_another_length_is_a_mismatch() -> None:
+def test_a_long_list_of_another_length_is_a_mismatch_if_a_step_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Clock, "records", 2)
+
     assert carry({"losses": [0.0] * LONG}, {"losses": [0.0] * 5}) == ["losses is a long container of another length"]
+
+
+def test_a_long_list_of_the_set_up_comes_back_with_its_length() -> None:
+    here = {"losses": [0.0] * 5}
+
+    assert carry({"losses": [0.0] * LONG}, here) == []
+    assert here == {"losses": [0.0] * LONG}
 
 
 @pytest.mark.parametrize("kind", [list, collections.deque, lambda items: dict(enumerate(items))])

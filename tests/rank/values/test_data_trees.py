@@ -175,8 +175,8 @@ def test_a_change_is_found_within_a_round_and_comes_to_the_replacement(kind: str
 def test_the_replays_own_data_stays_and_what_refers_into_it_does_so_again(kind: str) -> None:
     def inner(data: Any) -> Any:
         first = next(iter(data.values())) if isinstance(data, dict) else data[0]
-        if kind == "splits":
-            return first[0][1]
+        if kind in ("splits", "frozen"):  # tuples and what is frozen are values
+            return first[0][1] if kind == "splits" else first.more[0]
         return first[0] if isinstance(first, list) and kind != "columns" else first
 
     data, own = MADE[kind](), MADE[kind]()
