@@ -385,3 +385,14 @@ def test_a_replacement_names_what_was_not_seen_whole_at_the_boundary() -> None:
         assert nodes_of(scope)["data"].age == 0
     finally:
         turns.Clock.is_whole = False
+
+
+def test_only_so_much_is_recorded_beside_the_digests_of_all_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {f"data {number}": [[number] for number in range(3 * ROWS)] for number in range(3)}
+    size = len(nodes_of(made)["data 0"].packed)
+    values.forget()
+    monkeypatch.setattr(data_trees, "SMALL_TREE_BYTES", 2 * size)
+
+    nodes = nodes_of(made)
+
+    assert [bool(nodes[name].packed) for name in made] == [True, True, False]

@@ -215,3 +215,29 @@ def test_many_things_share_the_time_of_a_boundary(monkeypatch: pytest.MonkeyPatc
     else:
         pytest.fail("the change was never recorded")
     assert all(0 < age <= 5 * ROUND for age in ages)  # one of five boundaries is its turn
+
+
+def test_parts_that_are_added_step_by_step_do_not_begin_a_round_again() -> None:
+    turn = turns.Turns()
+    looked = []
+    for boundary in range(turns.LOOKS + 8):
+        turns.Clock.advance()
+        due = turn.due(4 + boundary // 2)
+        turn.note(due, True)
+        looked.append(due)
+
+    assert looked == [turns.ALL] * turns.LOOKS + list(range(8))
+    assert turn.age == 7  # of the first part
+
+
+def test_a_plan_takes_up_what_is_added_as_if_it_had_been_there_before() -> None:
+    lengths, of_long = [3] * 1000 + [1 << 17] + [5] * 77, [70, 1 << 17, 90_000]
+    at_once, bit_by_bit = unchanged._Plan(), unchanged._Plan()
+    at_once.extend(of_long, lengths, 200, 100)
+    for count in range(len(lengths) + 1):
+        bit_by_bit.extend(of_long[: count // 100], lengths[:count], min(count, 200), min(count, 100))
+
+    assert bit_by_bit.parts == at_once.parts
+    assert [bit_by_bit.of(part) for part in range(at_once.parts)] == [at_once.of(part) for part in range(at_once.parts)]
+    covered = [at for part in range(at_once.parts) for at in range(len(lengths))[at_once.of(part)[2]]]
+    assert sorted({*covered}) == list(range(len(lengths)))

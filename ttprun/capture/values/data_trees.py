@@ -34,7 +34,7 @@ from ttprun.capture.values.unchanged import Remembered, Unchanged
 from ttprun.introspect.looks import attributes_of, is_a, length_of
 
 MANY = 2048  # things (see `_weighs_much`), for fewer of which walking over them is as fast
-SMALL_TREE_BYTES = 1 << 20  # of packed nodes, up to which they are recorded beside the digest
+SMALL_TREE_BYTES = 1 << 20  # of packed nodes of all trees, up to which they are recorded beside the digest
 DATA_BYTES = 4 << 20  # the same of what holds a few small tensors or arrays, which are recorded by others
 MOST_TREES = 32  # each costs some time at each boundary
 _MOST_OUTSIDE = 256
@@ -200,8 +200,9 @@ class DataTree:
     def __init__(self, root: Any, walk: _Walk, packed: bytes, outside: list[tuple[int, int]]) -> None:
         self.root, self.length, self.outside = root, length_of(root), outside
         self.digest = xxhash.xxh3_64_hexdigest(packed)
-        is_exact = walk.is_exact and not walk.samples and len(packed) <= SMALL_TREE_BYTES
-        self.packed = packed if is_exact else b""
+        others = sum(len(tree.packed) for tree in _trees.now.values())
+        is_exact = walk.is_exact and not walk.samples and others + len(packed) <= SMALL_TREE_BYTES
+        self.packed: bytes = packed if is_exact else b""
         self.objects = walk.alive
         self.first = lasting_numbers(len(self.objects))
         self.numbers = {id(value): number for number, value in enumerate(self.objects, self.first)}

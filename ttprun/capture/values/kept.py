@@ -82,6 +82,8 @@ class Apart:
         """
         if not snapshot.numbers.keys().isdisjoint(own.keys()):
             return False
+        if len(self._known) > len(snapshot.rows):  # those that are gone are not kept alive
+            self._known.clear()
         for rows in snapshot.rows:
             marks = (rows, len(own), len(rows))  # objects are only ever added to both
             before = self._known.get(id(rows))

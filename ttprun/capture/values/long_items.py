@@ -4,9 +4,7 @@ E.g. a vocabulary, a list of file names, the losses so far, rows of a JSON file:
 would take longer than a step. This is done for items that can never change, for lists and dictionaries whose changes
 are tracked (unchanged.py), and for tensors that optimizers update, by their addresses. Lists and dictionaries among the
 items may be referenced elsewhere too, such as a loop's current row: they have numbers of their own, the same at each
-boundary.
-Begin with
-`kept_items`.
+boundary. Begin with `kept_items`.
 """
 
 from __future__ import annotations

@@ -50,8 +50,9 @@ class Turns:
             return NOTHING
         self._asked_at = Clock.boundary
         place, Clock.asking = Clock.asking, Clock.asking + 1
-        if len(self._seen) != parts:
-            self._seen, self._next = [min(self._seen, default=Clock.boundary)] * parts, 0
+        if len(self._seen) == 1:
+            self._seen, self._next = self._seen * parts, 0
+        self._seen += [Clock.boundary] * (parts - len(self._seen))  # what was added was looked at for it
         every = -(-Clock.asked // PARTS) or 1
         return self._next if (Clock.boundary + place) % every == 0 else NOTHING
 
@@ -70,4 +71,4 @@ class Turns:
     @property
     def age(self) -> int:
         """How many boundaries ago each part was looked at, at most."""
-        return Clock.boundary - self._seen[self._next % len(self._seen)] if self._seen else 0
+        return Clock.boundary - min(self._seen) if self._seen else 0

@@ -192,10 +192,8 @@ class Unchanged:
 
     def holds_in_turn(self) -> bool:
         """As `holds`, of very many that have been the same for some boundaries only of those whose turn it is."""
-        plan = self._plan
-        sizes = (len(self._long), len(self._dictionaries), len(self._lists), len(self._typed))
-        if plan is None or plan.sizes != sizes:
-            plan = self._plan = _Plan(sizes, self._lengths_of_long, self._lengths)
+        plan = self._plan = self._plan or _Plan()
+        plan.extend(self._lengths_of_long, self._lengths, len(self._dictionaries), len(self._typed))
         due = self.turns.due(plan.parts)
         return self.turns.note(due, due == NOTHING or (self.holds() if due == ALL else self._look(plan, due)))
 
@@ -278,41 +276,66 @@ class Unchanged:
 
 
 class _Plan:
-    """In which parts an `Unchanged` is looked at.
+    """In which parts an `Unchanged` is looked at. What is added to it costs time once, for itself alone.
 
-    sizes   numbers of what it has: long lists, dictionaries, short lists, objects
     parts   how many there are
     """
 
-    def __init__(self, sizes: tuple[int, ...], lengths_of_long: list[int], lengths: list[int]) -> None:
-        self.sizes = sizes
-        pieces = [(at, begin) for at, length in enumerate(lengths_of_long) for begin in range(0, length, _MOST_ITEMS)]
-        weights = [min(_MOST_ITEMS, lengths_of_long[at] - begin) for at, begin in pieces]
-        self._pieces = [pieces[part] for part in _slices(weights, _TURNS[0])]
-        self._of = [
-            [slice(begin, begin + _TURNS[1]) for begin in range(0, sizes[1], _TURNS[1])],
-            list(_slices(lengths, _TURNS[2])),
-            [slice(begin, begin + _TURNS[3]) for begin in range(0, sizes[3], _TURNS[3])],
-        ]
-        self.parts = max(len(self._pieces), *map(len, self._of))
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, int]] = []  # of long lists: which one, and the first of some of its items
+        self._weights: list[int] = []  # items of each piece
+        self._count_of_long = 0
+        self._of_pieces, self._of_lists = _Slices(_TURNS[0]), _Slices(_TURNS[2])
+        self._counts = (0, 0)
+        self.parts = 0
+
+    def extend(self, lengths_of_long: list[int], lengths: list[int], dictionaries: int, objects: int) -> None:
+        """Take up what was added: lengths of all long and short lists, and how many of the others there are."""
+        for at in range(self._count_of_long, len(lengths_of_long)):
+            begins = range(0, lengths_of_long[at], _MOST_ITEMS)
+            self._pieces += [(at, begin) for begin in begins]
+            self._weights += [min(_MOST_ITEMS, lengths_of_long[at] - begin) for begin in begins]
+        self._count_of_long = len(lengths_of_long)
+        self._of_pieces.extend(self._weights)
+        self._of_lists.extend(lengths)
+        self._counts = -(-dictionaries // _TURNS[1]), -(-objects // _TURNS[3])
+        self.parts = max(len(self._of_pieces.begins), len(self._of_lists.begins), *self._counts)
 
     def of(self, part: int) -> tuple[list[tuple[int, int]], slice, slice, slice]:
         """(long list, first of some of its items) of each piece, and which dictionaries, short lists and objects."""
-        pieces = self._pieces[part % len(self._pieces)] if self._pieces else []
-        slices = [each[part % len(each)] if each else slice(0, 0) for each in self._of]
-        return pieces, slices[0], slices[1], slices[2]
+        begins = [part % max(1, count) * turn for count, turn in zip(self._counts, _TURNS[1::2], strict=True)]
+        of_dictionaries, of_objects = (
+            slice(begin, begin + turn) for begin, turn in zip(begins, _TURNS[1::2], strict=True)
+        )
+        return self._pieces[self._of_pieces.of(part)], of_dictionaries, self._of_lists.of(part), of_objects
 
 
-def _slices(weights: list[int], most: int) -> Iterator[slice]:
-    """Slices of at most so many things in a row, and of no more weight than _MOST_ITEMS unless it is one thing."""
-    begin = weight = 0
-    for at, own in enumerate(weights):
-        if at > begin and (at - begin == most or weight + own > _MOST_ITEMS):
-            yield slice(begin, at)
-            begin, weight = at, 0
-        weight += own
-    if weights:
-        yield slice(begin, len(weights))
+class _Slices:
+    """Slices of at most so many things in a row, and of no more weight than _MOST_ITEMS unless it is one thing.
+
+    begins   of each
+    """
+
+    def __init__(self, most: int) -> None:
+        self.begins: list[int] = []
+        self._most, self._count, self._weight = most, 0, 0
+
+    def extend(self, weights: list[int]) -> None:
+        """Take up what was added to the weights."""
+        for own in weights[self._count :]:
+            is_full = bool(self.begins) and self._count - self.begins[-1] == self._most
+            if not self.begins or is_full or self._weight + own > _MOST_ITEMS:
+                self.begins.append(self._count)
+                self._weight = 0
+            self._weight += own
+            self._count += 1
+
+    def of(self, part: int) -> slice:
+        """One of them; of a part beyond them, again from the first on."""
+        if not self.begins:
+            return slice(0, 0)
+        at = part % len(self.begins)
+        return slice(self.begins[at], self.begins[at + 1] if at + 1 < len(self.begins) else self._count)
 
 
 class Slots:
