@@ -33,7 +33,7 @@ NAV = {
     ],
     "What to expect": ["support", "limits", "how-it-works", "devices", "mindio"],
     "Help": ["troubleshoot", "glossary"],
-    "Develop": ["capture", "groups", "architecture", "protocol", "contributing"],
+    "Develop": ["architecture", "protocol", "contributing"],
 }
 
 

@@ -200,7 +200,7 @@ WIDE = {
 
 def test_a_file_is_known_by_its_name_alone() -> None:
     """But for those that each part, or each kind of process, has by the same name."""
-    shared = {"__init__.py", "host.py", "sitecustomize.py", "standalone.py"}
+    shared = {"__init__.py", "host.py", "sitecustomize.py"}
     named = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name not in shared)
 
     assert [name for name, count in named.items() if count > 1] == []

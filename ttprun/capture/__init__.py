@@ -5,6 +5,5 @@
     merging        what another run takes of a record, and what of its own set-up
     effects        what the script has written and was answered: files, output, time, entropy
 
-May import: introspect, device, protocol. To use it, begin with `Capture` (standalone.py); to read it,
-with recording.py.
+May import: introspect, device, protocol. Begin with recording.py. Without a rank: tests/alone/capture.py.
 """

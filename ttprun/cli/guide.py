@@ -95,8 +95,6 @@ TOPICS = {
     "migrate": "from torchrun, accelerate, deepspeed, mp.spawn, Slurm, Kubernetes, ...: before and after",
     "glossary": "the words that ttprun uses: boundary, rung, standby, replay, ...",
     "configuration": "every key, variable and option, generated from the configuration model",
-    "capture": "a library of ours, used alone: record a training loop, and go on in another process",
-    "groups": "a library of ours, used alone: collectives that survive a lost process",
     "architecture": "how the source tree is cut, and where to begin reading",
     "protocol": "messages between agent and ranks, the record, a checkpoint's files",
     "contributing": "how to run the tests, add an adapter, an error text, a patch",

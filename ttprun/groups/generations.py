@@ -9,7 +9,7 @@ The order, in each member that still lives:
     complete           wait until all of it has completed
 
 In between all members must come to one boundary, and a new process be where the lost one was: that is the caller's, as
-ranks do it in rank/replay, and standalone.py without a launcher.
+ranks do it in rank/replay, and tests/alone/groups.py without a launcher.
 """
 
 from __future__ import annotations

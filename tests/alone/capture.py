@@ -22,14 +22,13 @@ from ttprun.capture import early, installing, recording
 from ttprun.capture.effects.effects import Effects
 from ttprun.capture.patch_rows import PATCHES
 from ttprun.capture.position import ast_transform
-from ttprun.capture.records.boundary_record import Record, read_head
+from ttprun.capture.records.boundary_record import read_head
 from ttprun.capture.records.packing import pack
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.replay.replay import NotRepeatedError, Replay
 from ttprun.capture.script import run
-from ttprun.capture.values import Tree, refusals, room_to_walk
+from ttprun.capture.values import refusals, room_to_walk
 from ttprun.capture.values.large_data import dtype_name, tensor_of
-from ttprun.capture.values.trees import Comparison
 from ttprun.capture.values.turns import Clock
 from ttprun.device.device_errors import DeviceErrors, Diagnosis
 from ttprun.introspect import fail_open, patching, whose
@@ -40,7 +39,6 @@ from ttprun.introspect.tensor_bytes import bytes_of, places
 from ttprun.protocol.board import Board, Phase
 
 _T = TypeVar("_T")
-_VERSION = 1  # of the file
 
 
 class CannotRecordError(RuntimeError):
@@ -208,21 +206,6 @@ class Capture:
         optimizers = self._host.optimizers
         self._run(script, arguments, path, every, lambda: Replay(self._host, optimizers, records[-1], before))
 
-    @staticmethod
-    def compare(first: str, other: str) -> list[str]:
-        """Names of what differs between two files: variables, and "optimizers" for what these update."""
-        files = [_read(path) for path in (first, other)]
-        trees = [Tree(*Record.of(*kept["recorder"]["records"][-1][1:])) for kept in files]
-        comparison = Comparison(*trees)
-        differing = [] if trees[0].fields.place == trees[1].fields.place else ["place in the script"]
-        scopes = [*zip(*(tree.variables for tree in trees), strict=False)]
-        scopes += [(trees[0].modules[name], trees[1].modules.get(name, {})) for name in trees[0].modules]
-        for here, there in scopes:
-            names = [name for name in here if name not in there or not comparison.is_same(here[name], there[name])]
-            differing += names + [name for name in there if name not in here]
-        is_same = all(files[0][part] == files[1][part] for part in ("tensors", "gradients"))
-        return differing if is_same else [*differing, "optimizers"]
-
     def _run(
         self, script: str, arguments: Sequence[str], path: str, every: int, make: Callable[[], Replay | None]
     ) -> None:
@@ -335,7 +318,6 @@ class Capture:
         optimizers = self._host.optimizers
         gradients = [parameter.grad for parameter in optimizers.parameters()]
         kept = {
-            "version": _VERSION,
             "boundary": boundary,
             "recorder": self._recorder.export(boundary),
             "tensors": [_packed(tensor) for tensor in optimizers.stepped_tensors()],
@@ -363,8 +345,6 @@ def _unpacked(packed: list[Any]) -> torch.Tensor:
 def _read(path: str) -> dict[str, Any]:
     with open(path, "rb") as file:
         kept: dict[str, Any] = msgpack.unpackb(file.read(), strict_map_key=False)
-    if kept.get("version") != _VERSION:
-        raise ValueError(f"{path} is of another version")
     return kept
 
 

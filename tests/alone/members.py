@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ttprun.groups.standalone import begin_generation
+from tests.alone.groups import begin_generation
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0  # three interpreters and torch, on a machine that may be busy
@@ -18,7 +18,7 @@ HEAD = """
 import os, signal, sys
 import torch
 import torch.distributed as dist
-from ttprun.groups.standalone import Groups
+from tests.alone.groups import Groups
 from ttprun.introspect import moments
 
 rank, port, kill_at = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.capture.alone import CALL, LOADER, RANGE, run
+from tests.alone.scripts import CALL, LOADER, RANGE, run
 
 NOTHING_OF_A_RANK = "not wanted: []"
 
@@ -45,20 +45,6 @@ def test_a_file_of_another_script_is_refused_and_its_output_is_shown_again(tmp_p
     said = run(tmp_path, "-c", CALL.format(attempt))
 
     assert "does not reach the place of boundary 3" in said or "not boundary 4" in said
-
-
-def test_what_differs_between_two_files_is_named(tmp_path: Path) -> None:
-    for name, lr in (("one", "0.05"), ("other", "0.06")):
-        (tmp_path / "train.py").write_text(RANGE.replace("0.05", lr))
-        run(tmp_path, "-c", CALL.format(f"Capture().record('train.py', '{name}.rec')"), kill_after=5)
-
-    compare = "print(Capture.compare('one.rec', 'other.rec'), Capture.compare('one.rec', 'one.rec'))"
-    said = run(tmp_path, "-c", CALL.format(compare))
-
-    different, same = said.split("] [")
-    assert {"losses", "optimizers"} <= set(different.strip("[").replace("'", "").split(", "))
-    assert "step" not in different.replace("optimizer", "")
-    assert same == "]\n"
 
 
 def test_a_step_that_no_replay_could_reach_says_why(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.groups.members import LOOP, run
+from tests.alone.members import LOOP, run
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_member_killed_inside_a_collective_is_replaced_and_results_are_those_o
 ALONE = """
 import sys
 import torch.distributed as dist
-from ttprun.groups.standalone import Groups
+from tests.alone.groups import Groups
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 groups = Groups(store, 0, 2, limit_s=0.5)
