@@ -5,4 +5,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
 prepare_venv
-exec .venv/bin/python scripts/demo.py "$@"
+exec .venv/bin/ttprun demo "$@"

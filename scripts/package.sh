@@ -29,6 +29,8 @@ for package in build/dist/*.whl build/dist/*.tar.gz; do
         bin/ttprun guide configuration >/dev/null
         where=$(bin/python -c "import ttprun; print(ttprun.__file__)")
         [[ $where == "$PWD"/* ]] || { echo "error: $package was not tried, but $where" >&2 && exit 1; }
+        shipped=$(bin/python -c "from ttprun.config_sources import shipped; print(shipped())")
+        bin/ttprun drill "$shipped/drills/one_kill.yaml" --dry-run >/dev/null # what 'ttprun demo' runs
         bin/ttprun --config debug --dry-run -m ttprun >/dev/null
     )
     echo "installed and started: $package"

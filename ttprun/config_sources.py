@@ -7,7 +7,7 @@ checked by itself, so that an error can name the file, variable or option at fau
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -151,7 +151,7 @@ def read_config_file(name: str) -> ConfigSource:
 
 def preset(name: str) -> Path:
     """The file of a built-in preset. Raises ConfigError if there is none of that name."""
-    presets = {path.stem: path for path in _presets()}
+    presets = {path.stem: path for path in sorted(shipped().glob("*.yaml"))}
     if name not in presets:
         otherwise = "give a file, or one of the presets " + ", ".join(presets)
         raise ConfigError(f"--config: there is no file '{name}'", suggestion(name, presets, otherwise))
@@ -223,10 +223,7 @@ def _cure_of_unknown(source: ConfigSource, key: str) -> str:
     return GONE.get(key) or suggestion(source.spelling(key), spellings, otherwise)
 
 
-def _presets() -> Iterable[Path]:
-    """Files of the built-in presets: in an installed package beside this module, in a checkout one level up."""
+def shipped() -> Path:
+    """The folder of the built-in presets, drills and examples: beside this module, in a checkout one level up."""
     here = Path(__file__).resolve().parent
-    for folder in (here / "configs", here.parent / "configs"):
-        if folder.is_dir():
-            return sorted(folder.glob("*.yaml"))
-    return []
+    return next(folder for folder in (here / "configs", here.parent / "configs") if folder.is_dir())

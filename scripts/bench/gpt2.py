@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from measured import sha256_of, write_report
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "configs" / "examples"))
 from char_gpt import CharGPT
 
 SEED = 1234

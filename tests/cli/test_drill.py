@@ -32,7 +32,7 @@ class FakeTwins:
     def __init__(self, output: list[str], outcome: str = "recovered", exit_code: int = 0) -> None:
         self.output, self.outcome, self.exit_code = output, outcome, exit_code
 
-    def __call__(self, scenario: Scenario, folder: Path, kind: str) -> Twin:
+    def __call__(self, scenario: Scenario, folder: Path, kind: str, is_hopeless: object = None) -> Twin:
         if kind != "disturbed":
             return Twin(folder, 0, 1.0, {0: ["loss 1"]})
         events = [STRUCK, LOST, INCIDENT | {"outcome": self.outcome}]

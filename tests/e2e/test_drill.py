@@ -52,6 +52,17 @@ def test_a_drill_of_a_script_that_recovers_is_identical_and_pairs_the_fault(tmp_
     assert code == 0
 
 
+def test_the_demonstration_ends_with_the_weights_of_torchrun_and_shows_both_hashes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ttprun", "demo"], env=environment(), capture_output=True, text=True, timeout=LIMIT_S
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    by_torchrun, by_ttprun = (line.split()[-1] for line in done.stdout.splitlines()[-2:])
+    assert by_torchrun == by_ttprun
+    assert "kill strikes rank 1 in step 30" in done.stderr
+
+
 def test_a_script_that_goes_through_a_set_of_texts_is_identical_too(tmp_path: Path) -> None:
     code, report = drill(tmp_path, SCRIPTS / "vocabulary.py", "kill:rank=0,step=11,phase=backward")
 

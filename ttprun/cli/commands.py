@@ -15,6 +15,7 @@ COMMANDS = {
     "drill": ("ttprun.cli.drill", "drill"),
     "checkpoints": ("ttprun.cli.checkpoints_command", "app"),
     "checkpoint": ("ttprun.cli.checkpoints_command", "app"),  # as in `ttprun checkpoint now`
+    "demo": ("ttprun.cli.drill", "demo"),
     "doctor": ("ttprun.cli.doctor", "doctor"),
     "explain": ("ttprun.cli.explain", "explain"),
     "guide": ("ttprun.cli.guide", "guide"),

@@ -33,6 +33,7 @@ step; the script is not changed. 'ttprun check' finds out whether your script ca
 
 EXAMPLES = """\
 examples:
+  ttprun demo                                                  see a killed rank come back, on this machine's processor
   ttprun --standalone --nproc-per-node 4 train.py --lr 0.1     four ranks on this machine
   ttprun --nproc-per-node 4 -m package.train                   a module instead of a file
   ttprun --config job.yaml --standbys 2 train.py               settings from a file, one of them overridden
@@ -51,6 +52,7 @@ commands:
   inject-fault   cause a fault in a run that was started with --allow-faults
   recall         re-admit ranks that left the job (--mindio)
   check          try your script before a long job: some steps with ranks killed, compared with an undisturbed run
+  demo           a small training of our own, one rank killed, its weights compared with torchrun's
   drill          run a script under a schedule of faults, and compare it with an undisturbed run
   checkpoint now save a running job, and wait until it is saved
   checkpoints    list, show and verify what a run has saved; export a model for load_state_dict

@@ -74,17 +74,22 @@ def place_for_runs(folder: str | None, prefix: str) -> Iterator[Path]:
     yield named
 
 
-def run_twin(scenario: Scenario, folder: Path, kind: Literal["disturbed", "torchrun", "ttprun"]) -> Twin:
+def run_twin(
+    scenario: Scenario,
+    folder: Path,
+    kind: Literal["disturbed", "torchrun", "ttprun"],
+    is_hopeless: Callable[[], str] = lambda: "",
+) -> Twin:
     """Run the scenario's script to its end, at most `limit_s` seconds, and gather what it has left.
 
-    kind   "disturbed": under ttprun with the faults; else without, under the launcher of that name
+    kind         "disturbed": under ttprun with the faults; else without, under the launcher of that name
+    is_hopeless  as for `run_launcher`
     """
     folder.mkdir(parents=True)
     run_dir = None if kind == "torchrun" else folder / "run"
     words = launcher_words(scenario, folder, kind)
-    return run_launcher(
-        words, folder, scenario.directory or folder, _environment(scenario, kind), scenario.limit_s, run_dir
-    )
+    where, environment = scenario.directory or folder, _environment(scenario, kind)
+    return run_launcher(words, folder, where, environment, scenario.limit_s, run_dir, is_hopeless)
 
 
 def run_launcher(

@@ -10,6 +10,7 @@ from typing import Any
 from ttprun.chaos.drill.compare import Injection, OutputComparison, compare_runs, pair
 from ttprun.chaos.drill.scenario import Scenario
 from ttprun.chaos.drill.twins import Twin, run_twin
+from ttprun.observe.events import read_events
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,41 @@ def rehearse(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> Dr
     undisturbed = run_twin(scenario, folder / "undisturbed", scenario.twin)
     say(f"     done in {undisturbed.took_s:.1f} s, exit code {undisturbed.exit_code}")
     say(f"2/2  ttprun with {len(scenario.faults)} ordered faults ...")
-    disturbed = run_twin(scenario, folder / "disturbed", "disturbed")
+    disturbed = run_twin(scenario, folder / "disturbed", "disturbed", _Story(folder, say).look)
     say(f"     done in {disturbed.took_s:.1f} s, exit code {disturbed.exit_code}")
     injections = pair(disturbed.events)
     comparisons = compare_twins(scenario, disturbed, undisturbed)
     problems = problems_of(scenario, disturbed, undisturbed, injections)
     return DrillReport(disturbed, undisturbed, injections, comparisons, problems)
+
+
+class _Story:
+    """Says what happens to the ranks of the disturbed twin while it runs."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._events, self._say = folder / "disturbed" / "run" / "events.jsonl", say
+        self._count = 0
+
+    def look(self) -> str:
+        """Say what is new; returns "", for the twin is waited for."""
+        events = list(read_events(self._events)) if self._events.exists() else []
+        for event in events[self._count :]:
+            if (text := _sentence(event)) is not None:
+                self._say(f"     {text}")
+        self._count = len(events)
+        return ""
+
+
+def _sentence(event: dict[str, Any]) -> str | None:
+    """An event in a few words; None if the report at the end is enough."""
+    match event["event"]:
+        case "fault_injected":
+            return f"{event['kind']} strikes rank {event['rank']} in step {event['step']}"
+        case "rank_started" if event["is_replacement"]:
+            return f"rank {event['rank']} has a new process, pid {event['pid']}"
+        case "incident" if event["outcome"] != "open":
+            return f"{event['outcome']} in {event['total_s']:.2f} s, {event['steps_lost']} steps lost"
+    return None
 
 
 def compare_twins(scenario: Scenario, disturbed: Twin, undisturbed: Twin) -> list[OutputComparison]:
