@@ -51,7 +51,7 @@ class Known(Message, frozen=True):
     incidents       so far
     unprotected     why no rank can be replaced any more; "" if they can
     compared_at     boundary at which the ranks were last compared in full; None: they were not
-    differing, shards, names, mirrored, has_collective_steps   as in `recovery.Replicas`
+    differing, shards, names, mirrored, has_collective_steps   as in `Replicas`
     why_no_checkpoints      in this job; "" if they can be written
     saved           checkpoints from which all can resume, by their directories, in the order of preference: boundaries
     """

@@ -5,7 +5,7 @@ are listed too, with the reason; a missing pair is our bug, and raises.
 
 A rank that trains without a process group is a job of its own with the same table: `alone.py`.
 
-Read TRANSITIONS first, then `faults.answer_fault`.
+Read TRANSITIONS first, then `losses.answer_fault`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Looks for ranks that use torch while no hook of ours has spoken in them, and says so: they are not protected.
 
-A rank whose Python has loaded our `sitecustomize` mostly reports by itself (rank/unhooked.py). From outside are
-found: a Python that has skipped it (-E, -I, -S, a wrapper), one that has taken the rank's place by exec, and training
-in a child of the rank. Each is reported for what the process shows, never for how long it has been silent: on a busy
-machine all are. Begin with `UnhookedRanks.look`.
+A rank whose Python has loaded our `sitecustomize` mostly reports by itself (rank/bootstrap/unhooked.py). From outside
+are found: a Python that has skipped it (-E, -I, -S, a wrapper), one that has taken the rank's place by exec, and
+training in a child of the rank. Each is reported for what the process shows, never for how long it has been silent: on
+a busy machine all are. Begin with `UnhookedRanks.look`.
 """
 
 from __future__ import annotations

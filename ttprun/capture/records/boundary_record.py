@@ -80,14 +80,14 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     loaders          of each iterator over a DataLoader in use: see data/loaders.py
     loaders_made     how many loaders were made at each place of the script
     groups_made      how many process groups of each name and ranks were made
-    results          of the small collectives of the step that ends here: see comm/results.py
+    results          of the small collectives of the step that ends here: see groups/results.py
     rebuilt          of each wrapped model, whether it has rebuilt its buckets
     files            [path, bytes written] of each file that is open for writing
     at_ns            the time, as the kernel notes it in files
     has_steps        the loops inside of which a step was ever taken
     lines            printed so far to stdout and to stderr
     weights          a hash of samples of the weights; b"" if they are sharded
-    held             the same of what may differ between ranks, see weights/holdings.py
+    held             the same of what may differ between ranks, see tensors/holdings.py
     kept             copies of the weights are made after each step
     entropy          how often the script has drawn from os.urandom in the step
     is_straight      a replay goes directly here: nothing earlier is used

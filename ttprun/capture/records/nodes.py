@@ -360,7 +360,7 @@ class ChangedDataNode(NumberedNode, frozen=True, gc=False, tag="E"):
 
 
 class ShardedNode(NumberedNode, frozen=True, gc=False, tag="x"):
-    """A tensor that is sharded over the ranks: see values/sharded.py."""
+    """A tensor that is sharded over the ranks: see values/sharded_values.py."""
 
     local: Node
     layout: list[Any]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
-_RANK_DIED = signal.SIGRTMAX - 6  # to its forked children; beside the signal of process/stack.py
+_RANK_DIED = signal.SIGRTMAX - 6  # to its forked children; beside the signal of process/heartbeat.py
 _TRACEBACK_BYTES = 16 << 10  # of a traceback, its end
 _ROOM_LIMIT_S, _LOOK_EVERY_S = 5.0, 0.1
 AGENT_VARIABLE = "_TTPRUN_AGENT_PID"

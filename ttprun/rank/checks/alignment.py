@@ -1,7 +1,7 @@
 """After a repair in which something was equal to rounding alone: the gradients of the next step become one rank's.
 
 Survivors may have used the result of a collective that the others get anew, with the replacement's input in it. Whoever
-still has such a result gives it (comm/reissue.py); where it is lost, the sums of those that had it and of those that
+still has such a result gives it (groups/reissue.py); where it is lost, the sums of those that had it and of those that
 had not differ by rounding. No rank steps before all have recorded the boundary, so before it records, the replacement
 asks the agent to have the gradients passed on: from a survivor to itself, and to survivors that had not got as far. The
 weights are equal then, and so is all that the step makes of them.

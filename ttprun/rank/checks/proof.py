@@ -8,7 +8,7 @@ compared: an incident claims no more than that.
 Where arithmetic is not reproducible, losses and inputs may differ by rounding, and are named as equal to rounding.
 `Proof._may_round` says where. On a CPU with one thread that has to be shown: the rank is replaced once more, and if the
 second replacement comes to other bits than the first, which began with the same state, its kernels are to blame and not
-its state. Whose results count then: comm/reissue.py, alignment.py.
+its state. Whose results count then: groups/reissue.py, alignment.py.
 """
 
 from __future__ import annotations
