@@ -277,6 +277,10 @@ class Journal:
         number = next((number for number, other in enumerate(self.of_group(name)) if other is entry), None)
         return None if number is None else self.sources.get((name, number))
 
+    def has_in_flight(self) -> bool:
+        """Whether an operation of the training has not completed. Never waits: whoever holds the lock may."""
+        return any(not (entry.is_done or entry.is_apart) for entry in tuple(self.entries))
+
     def unfinished(self) -> list[Entry]:
         """Entries that have not completed, oldest first; a copy, so the journal may grow meanwhile."""
         with self.lock:

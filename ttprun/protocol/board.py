@@ -62,6 +62,7 @@ class Field:
     MIRROR_COPY_0 = 40  # what this rank keeps of the mirror of a rank of the node before, in its first slot
     MIRROR_COPY_1 = 41  # and in the second one
     MIRROR_COPY_BYTES = 42  # memory that both take
+    NONE_IN_FLIGHT = 51  # 1: at its last heartbeat no collective of the rank was under way, whatever PHASE says
     COST = 44  # what we take of a step (seven cells), see `ttprun.introspect.costs`
     STACK_ASKED = 43  # when the agent asked this process for its stacks (ns), 0: it does not; the agent writes it
 
@@ -82,6 +83,7 @@ SHARED = (
     Field.MAIN_BEATS,
     Field.REHEARSED,
     Field.STEPPED,
+    Field.NONE_IN_FLIGHT,
 )
 AWAITED = (Field.RECORDED, Field.HELD, Field.LEAVING, Field.ENDED)  # ranks sleep until these change
 FIELDS: tuple[int, ...] = tuple(column for name, column in vars(Field).items() if name.isupper())

@@ -13,9 +13,11 @@ class RankHung(LivingRankLost, frozen=True, kw_only=True):
     detected_after_s   seconds since it last got on
     reason             how it hangs: phase, collective, how long, innermost frame
     is_in_script       in a step, in a call of the script's that does not return: a new process may come there again
+    is_overdue         the process group's own time limit is over: under torchrun the job would end now
     """
 
     is_in_script: bool = False
+    is_overdue: bool = False
     kind: ClassVar[str] = "hang"
 
     @property
@@ -80,6 +82,7 @@ class ConnectionBroken(Event, frozen=True, kw_only=True):
     detected_after_s   seconds since anything last moved
     device_fault       the device fault, "" if it is none
     reason             who noticed, and how
+    is_silent          nothing has broken, but nothing moves
     """
 
     generation: int
@@ -88,6 +91,7 @@ class ConnectionBroken(Event, frozen=True, kw_only=True):
     detected_after_s: float = 0.0
     device_fault: str = ""
     reason: str = ""
+    is_silent: bool = False
 
     @property
     def kind(self) -> str:
@@ -97,4 +101,6 @@ class ConnectionBroken(Event, frozen=True, kw_only=True):
     @property
     def sentence(self) -> str:
         """The fault for an operator."""
+        if self.is_silent:
+            return self.reason
         return f"the connections broke at boundary {self.boundary} ({self.reason})"

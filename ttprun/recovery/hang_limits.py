@@ -12,6 +12,8 @@ LEAST_LIMIT_S = 10.0  # learnt limits are never shorter
 LEAST_STALL_S = 30.0
 SETUP_LIMIT_S = 600.0  # before the first step nothing is known of the script
 PAUSE_LIMIT_S = 120.0  # while a rank saves, or the others wait in a barrier: steps do not advance, and are no measure
+OWN_CALL_LIMIT_S = 300.0  # in a sleep, a socket, a file, a child process, a lock: it may be an upload
+OWN_CALL_TIMES = 2.0  # the longest step of the run, with such a pause in it
 BUSY_LIMIT_S = 600.0
 
 
@@ -19,11 +21,18 @@ BUSY_LIMIT_S = 600.0
 class HangLimits:
     """How long a rank may not get on, in seconds.
 
-    hang_s   what the user has set; None: learnt from the steps so far
+    hang_s      what the user has set; None: learnt from the steps so far
+    longest_s   the longest step of the whole run
     """
 
     hang_s: float | None
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=200))
+    longest_s: float = 0.0
+
+    def learn(self, took_s: float, times: int) -> None:
+        """Take note of some steps that took so long each."""
+        self.steps_s.extend([took_s] * times)
+        self.longest_s = max(self.longest_s, took_s)
 
     @property
     def slowest_s(self) -> float:
@@ -36,7 +45,7 @@ class HangLimits:
         return median(self.steps_s) if len(self.steps_s) >= 5 else None
 
     def hang_limit_s(self, observation: Observation, awaited: Observation | None = None) -> float:
-        """For a rank that shows no sign of work.
+        """For a rank that shows no sign of work: then it is named, and ended if it is shown to be stuck.
 
         awaited   a rank that waits for it
         """
@@ -47,11 +56,12 @@ class HangLimits:
         is_pause = observation.doing is Doing.SAVING or (awaited is not None and awaited.operation == "barrier")
         return max(PAUSE_LIMIT_S, self.stop_limit_s) if is_pause else self.stop_limit_s
 
-    def rest_limit_s(self, observation: Observation) -> float:
-        """For an idle rank for which no other waits."""
+    def own_limit_s(self, observation: Observation) -> float:
+        """For a rank in a call of its own, which may return: nothing shows that it is stuck."""
         if self.hang_s is not None:
             return self.hang_s
-        return SETUP_LIMIT_S if observation.boundary == 0 else max(PAUSE_LIMIT_S, self.stop_limit_s)
+        first_s = SETUP_LIMIT_S if observation.boundary == 0 else OWN_CALL_LIMIT_S
+        return max(first_s, self.stop_limit_s, OWN_CALL_TIMES * self.longest_s)
 
     @property
     def stop_limit_s(self) -> float:

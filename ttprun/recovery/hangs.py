@@ -2,19 +2,20 @@
 
 Ranks wait for each other in collectives and before their optimizer steps. So when nothing moves, the suspect is the
 rank that is missing there: the one with the least progress (`Observation.place`). How long it may be missing depends on
-what it does (`Way`): a process that is stopped, or whose main thread neither runs bytecode nor uses the CPU, gets
-`hang_limit_s`; one that works gets `busy_limit_s`, since validation, a checkpoint or a long computation on one rank
-looks the same. A stopped process is a suspect even if no rank waits for it yet.
+what it does (`Way`). One that is shown to be stuck (its process is stopped, or it waits elsewhere than the others) gets
+`hang_limit_s`. One in a call of its own (an upload, a lock, a child process) is only named then: it gets `own_limit_s`,
+and one that works `busy_limit_s`. A stopped process is a suspect even if no rank waits for it yet.
 
-If all ranks are in the same collective and nothing moves, the connection is the suspect (`Stalled`).
+If all ranks are in a collective and nothing moves, the connection is the suspect (`Stalled`), or the script, if they
+are in different ones.
 
 Read `HangWatch.look` first, then `hang_limits.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ttprun.recovery.hang_limits import PAUSE_LIMIT_S, SETUP_LIMIT_S, HangLimits
@@ -43,8 +44,11 @@ class Way(StrEnum):
 class Hung:
     """A rank makes no progress, and the others wait for it.
 
-    for_s     since its last progress
-    awaited   a rank that waits for it; None if none does yet
+    for_s       since its last progress
+    limit_s     how long it may
+    awaited     a rank that waits for it; None if none does yet
+    is_due      False: the limit is not over, and the rank is only named
+    is_overdue  the process group's own time limit is over
     """
 
     observation: Observation
@@ -52,6 +56,8 @@ class Hung:
     for_s: float
     limit_s: float
     awaited: Observation | None
+    is_due: bool = True
+    is_overdue: bool = False
 
     @property
     def reason(self) -> str:
@@ -66,16 +72,32 @@ class Hung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:
-    """All ranks are in the same collective, and nothing moves."""
+    """All ranks are in a collective, and nothing moves.
+
+    apart   one rank for each collective, if they are in different ones: rank -> its name; else empty
+    """
 
     boundary: int
     where: str
     for_s: float
+    apart: Mapping[int, str]
 
     @property
     def reason(self) -> str:
         """For an operator."""
-        return f"all ranks are {self.where}, and none has made progress for {self.for_s:.1f} s"
+        return self.described({})
+
+    def described(self, frames: Mapping[int, str]) -> str:
+        """For an operator.
+
+        frames   rank -> the line of the script at which it stands, "" if unknown
+        """
+        if not self.apart:
+            return f"all ranks are {self.where}, and none has made progress for {self.for_s:.1f} s"
+        places = [(rank, name, frames.get(rank)) for rank, name in self.apart.items()]
+        each = ", rank ".join(f"{rank} in {name}" + (f" ({at})" if at else "") for rank, name, at in places)
+        is_in = each.replace(" in ", " is in ", 1)
+        return f"rank {is_in}, after step {self.boundary}: they have waited for each other for {self.for_s:.1f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +132,7 @@ class HangWatch:
         self._boundary = 0
         self._stepped_at_s: float | None = None
         self._is_slow = False
+        self._stood_s = 0.0
 
     def look(
         self, at_s: float, observations: Sequence[Observation], is_alone: bool = False, has_left: bool = False
@@ -144,19 +167,20 @@ class HangWatch:
         self._stepped_at_s = None
         setup_limit_s = self.limits.hang_s if self.limits.hang_s is not None else SETUP_LIMIT_S
         idle = tuple(
-            self._hung(at_s, track, Way.IDLE, setup_limit_s, None)
+            self._hung(at_s, track, Way.IDLE, setup_limit_s)
             for rank, track in self._tracks.items()
             if rank in replaying and self._way(at_s, track) is Way.IDLE and at_s - track.worked_at_s > setup_limit_s
         )
         dead = (
             track
-            for track in self._tracks.values()
+            for rank, track in self._tracks.items()
             if track.observation.pulse_at_s
+            and rank not in stepping
             and not track.observation.is_stopped
             and self.is_silent(track.observation, at_s)
             and at_s - track.worked_at_s > self.limits.stop_limit_s
         )
-        held = tuple(self._hung(at_s, track, Way.HELD, self.limits.stop_limit_s, None) for track in dead)
+        held = tuple(self._hung(at_s, track, Way.HELD, self.limits.stop_limit_s) for track in dead)
         taking_over = (track for rank, track in self._tracks.items() if rank in stepping)
         return (
             self.stopped(at_s) + held + idle + tuple(filter(None, (self._hung_in_step(at_s, t) for t in taking_over)))
@@ -164,14 +188,17 @@ class HangWatch:
 
     def _hung_in_step(self, at_s: float, track: Track) -> Hung | None:
         """A replacement that does not arrive where the others wait for it, by the clock of any other step."""
-        limit_s = self.limits.hang_limit_s(track.observation)
-        is_idle = self._way(at_s, track) is Way.IDLE and at_s - track.worked_at_s > limit_s
-        return (
-            self._hung(at_s, track, Way.IDLE, limit_s, None) if is_idle and not track.observation.is_waiting else None
-        )
+        way, idle_s = self._way(at_s, track), at_s - track.worked_at_s
+        is_late = way in (Way.IDLE, Way.HELD) and idle_s > self.limits.hang_limit_s(track.observation)
+        if not is_late or track.observation.is_waiting:
+            return None
+        self._stood_s = max(self._stood_s, idle_s)
+        return self._hung(at_s, track, way, self.limits.own_limit_s(track.observation), idle_s=idle_s)
 
     def begin_anew(self, at_s: float) -> None:
-        """A recovery has ended: restart all measurements."""
+        """A recovery has ended: restart all measurements, and remember how long a replacement stood in its step."""
+        self.limits.learn(self._stood_s, times=0)
+        self._stood_s = 0.0
         for track in self._tracks.values():
             track.progressed_at_s = track.worked_at_s = at_s
         self._stepped_at_s = None
@@ -182,6 +209,11 @@ class HangWatch:
         if track is None or self._way(at_s, track) is not Way.BUSY:
             return False
         return bool(track.observation.pulse_at_s) or track.is_computing(at_s)
+
+    def is_in_own_call(self, at_s: float, rank: int) -> bool:
+        """Whether a rank is in a call that may return, as far as it was seen."""
+        track = self._tracks.get(rank)
+        return track is not None and self._way(at_s, track) is Way.IDLE and not track.observation.is_waiting
 
     @staticmethod
     def is_silent(observation: Observation, at_s: float) -> bool:
@@ -211,8 +243,9 @@ class HangWatch:
     def why_absent(self, at_s: float, rank: int) -> Hung:
         """A laggard that has become a fault before its limit: the script's own time-out has passed."""
         track = self._tracks[rank]
-        way = self._way(at_s, track)
-        return self._hung(at_s, track, way, at_s - track.progressed_at_s, self._ahead_of(track))
+        for_s = at_s - track.progressed_at_s
+        hung = self._hung(at_s, track, self._way(at_s, track), for_s, self._ahead_of(track))
+        return replace(hung, is_overdue=True)
 
     def note(self, at_s: float, observations: Sequence[Observation]) -> None:
         """See how the ranks are, and judge none."""
@@ -240,7 +273,7 @@ class HangWatch:
             took_s = (at_s - self._stepped_at_s) / steps
             usual_s = self.limits.usual_s
             self._is_slow = self._is_slow and usual_s is not None and took_s > STRAGGLER_TIMES * usual_s
-            self.limits.steps_s.extend([took_s] * min(steps, 5))
+            self.limits.learn(took_s, min(steps, 5))
         self._boundary = boundary
         self._stepped_at_s = at_s
 
@@ -287,13 +320,15 @@ class HangWatch:
             way = self._way(at_s, track)
             busy_s = min(awaited_s, at_s - track.progressed_at_s)
             idle_s = busy_s if way is Way.ASTRAY else min(awaited_s, at_s - track.worked_at_s)
-            limit_s = self.limits.hang_limit_s(track.observation, awaited)
+            limit_s = own_s = self.limits.hang_limit_s(track.observation, awaited)
             if track.observation.doing is Doing.WAITING:  # for data in transfer: a slow network is not a fault
-                limit_s = max(limit_s, self.limits.stall_limit_s(track.observation.boundary))
-            if way is not Way.BUSY and idle_s > limit_s:
-                hung.append(self._hung(at_s, track, way, limit_s, awaited))
-            elif busy_s > max(self.limits.busy_limit_s, limit_s):
-                hung.append(self._hung(at_s, track, way, self.limits.busy_limit_s, awaited))
+                limit_s = own_s = max(limit_s, self.limits.stall_limit_s(track.observation.boundary))
+            elif way is not Way.ASTRAY:
+                own_s = max(limit_s, self.limits.own_limit_s(track.observation))
+            if way is Way.BUSY:
+                idle_s, own_s = busy_s, max(own_s, self.limits.busy_limit_s)
+            if idle_s > limit_s:
+                hung.append(self._hung(at_s, track, way, own_s, awaited, idle_s))
         return tuple(hung)
 
     def _at_rest(self, at_s: float) -> tuple[Hung, ...]:
@@ -304,16 +339,27 @@ class HangWatch:
         hung = []
         for track in self._tracks.values():
             way = self._way(at_s, track)
-            limit_s = self.limits.rest_limit_s(track.observation)
+            limit_s = self.limits.own_limit_s(track.observation)
             if way is Way.BUSY and self.limits.hang_s is not None and at_s - track.progressed_at_s > 10 * limit_s:
-                hung.append(self._hung(at_s, track, way, 10 * limit_s, None))
+                hung.append(self._hung(at_s, track, way, 10 * limit_s))
             elif way is not Way.BUSY and track.observation.pulse_at_s and at_s - track.worked_at_s > limit_s:
-                hung.append(self._hung(at_s, track, way, limit_s, None))
+                hung.append(self._hung(at_s, track, way, limit_s))
         return tuple(hung)
 
-    def _hung(self, at_s: float, track: Track, way: Way, limit_s: float, awaited: Observation | None) -> Hung:
+    def _hung(
+        self,
+        at_s: float,
+        track: Track,
+        way: Way,
+        limit_s: float,
+        awaited: Observation | None = None,
+        idle_s: float | None = None,
+    ) -> Hung:
         for_s = at_s - track.progressed_at_s
-        return Hung(observation=track.observation, way=way, for_s=for_s, limit_s=limit_s, awaited=awaited)
+        is_due = idle_s is None or idle_s > limit_s
+        return Hung(
+            observation=track.observation, way=way, for_s=for_s, limit_s=limit_s, awaited=awaited, is_due=is_due
+        )
 
     def _stalled(self, at_s: float, has_left: bool) -> tuple[Stalled, ...]:
         tracks = tuple(self._tracks.values())
@@ -332,7 +378,9 @@ class HangWatch:
             limit_s = max(limit_s, PAUSE_LIMIT_S)
         if works or for_s <= limit_s:
             return ()
-        return (Stalled(boundary=first.boundary, where=first.where, for_s=for_s),)
+        names = {track.observation.operation: track.observation.rank for track in reversed(tracks)}
+        apart = {rank: name for name, rank in names.items()} if len(names) > 1 else {}
+        return (Stalled(boundary=first.boundary, where=first.where, for_s=for_s, apart=apart),)
 
     def _stragglers(self, at_s: float) -> tuple[Straggler, ...]:
         usual_s = self.limits.usual_s

@@ -12,12 +12,26 @@ from ttprun.protocol.process_orders import KillRank
 from ttprun.protocol.rank_events import MismatchFound, RankExited
 from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankHung
 from ttprun.recovery.job import NOBODY, FaultIdentity, Job, JobPhase, name_ranks
-from ttprun.recovery.ladder import begin_attempt, drain, end_job, fail_job, restart_group, why_too_many_incidents
+from ttprun.recovery.ladder import (
+    begin_attempt,
+    drain,
+    end_job,
+    fail_job,
+    restart_group,
+    why_too_many_incidents,
+)
 from ttprun.recovery.leader_events import DeadlinePassed
 from ttprun.recovery.leaving import on_broken_by_leaver
 from ttprun.recovery.losses import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.members import Life, Member
-from ttprun.recovery.phases import DEADLINE_NAMES, Result, add_fault, open_incident, unchanged
+from ttprun.recovery.phases import (
+    DEADLINE_NAMES,
+    Result,
+    add_fault,
+    deadline_of,
+    open_incident,
+    unchanged,
+)
 from ttprun.recovery.repair import give_up_on_mismatch, missing_from, what_is_missing
 from ttprun.recovery.resize import give_up_replacing
 
@@ -25,19 +39,29 @@ from ttprun.recovery.resize import give_up_replacing
 def on_unfit(job: Job, event: RankHung | RankDiverged) -> Result:
     """A rank hangs, or trains with other weights than the majority: its process is replaced.
 
-    One that hangs in the same step as the process before it would hang there a third time.
+    One that comes to a call in which the process before it hung may only be slow there, and would come there a third
+    time: it is left alone up to the time limit of its process group.
     """
-    if isinstance(event, RankHung) and event.is_in_script and has_hung_before(job, event.rank, event.boundary):
+    if not (isinstance(event, RankHung) and event.is_in_script):
+        return lose(job, (event,))
+    if has_hung_before(job, event.rank, event.boundary):
+        if not event.is_overdue:
+            return unchanged(job, event)
         fault = f"rank {event.rank} hangs again in step {event.boundary} ({event.reason})"
         job = replace(note_fault(job, event), cause=fault).with_incident(reason=fault)
         kill = KillRank(event.rank, event.sentence)
         job, actions = fail_job(job, event.at_s, "", has_progress=False, rung="fail")
         return job, (kill, *actions)
-    return lose(job, (event,))
+    is_opening = job.incident is None
+    job, actions = lose(job, (event,))
+    if not is_opening:
+        identity = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
+        job = replace(job, faults=(*job.faults, identity))
+    return job, actions
 
 
 def has_hung_before(job: Job, rank: int, boundary: int) -> bool:
-    """Whether the process before this one hung in the same step."""
+    """Whether a process of this rank hung in the same step."""
     return FaultIdentity(rank=rank, kind=RankHung.kind, boundary=boundary) in job.faults
 
 
@@ -53,6 +77,8 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
         return end_job(job, event.at_s)
     took_s = event.at_s - job.phase_since_s
     guilty = who_is_guilty(job, event.silent)
+    if job.phase is JobPhase.RESUMING and not event.silent and all(is_slow_there(job, rank) for rank in guilty):
+        return job, (deadline_of(job, job.phase),)
     is_anyone_unstarted = any(job.members[rank].pid is None for rank in job.survivors)
     is_anyone_left = bool({*job.survivors} - {*guilty}) or job.rewind_to is not None
     if is_anyone_unstarted or not is_anyone_left:
@@ -70,6 +96,13 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
         for rank in guilty
     )
     return lose(job, tuple(hung), is_costly=True)
+
+
+def is_slow_there(job: Job, rank: int) -> bool:
+    """Whether a replacement takes over the step in which a process of its rank hung: the time limit of its process
+    group ends that, and no deadline of ours."""
+    is_known = has_hung_before(job, rank, where_the_job_stands(job))
+    return is_known and what_is_missing(job, job.members[rank]) == "to issue its journal"
 
 
 def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
@@ -126,6 +159,7 @@ def lose(job: Job, hung: tuple[RankHung | RankDiverged, ...], is_costly: bool = 
 def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
     """RUNNING: no rank died or hangs, so all reconnect; if that has not helped before, the group restarts.
 
+    If nothing has broken, and they have reconnected in vain, the time limit of the process group ends the wait.
     If a rank's device has reported the error, that rank gets a new process first. If a rank has finished, the others
     still need it. A job that cannot be repaired is left alone: the script gets its backend's error, as under torchrun.
     """
@@ -133,9 +167,13 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
         return unchanged(job, event)
     if job.finished:
         return on_broken_by_leaver(job, event)
+    times = sum(past.rank == NOBODY and past.boundary == event.boundary for past in job.faults)
+    may_reconnect = "reconnect" in job.settings.rungs
+    if event.is_silent and (times >= job.settings.max_reconnects or not may_reconnect):
+        return unchanged(job, event)
     fault = FaultIdentity(rank=NOBODY, kind=event.kind, boundary=event.boundary)
     job = replace(job, faults=(*(past for past in job.faults if past.boundary == fault.boundary), fault))
-    times = sum(past.rank == NOBODY for past in job.faults)
+    times += 1
     if times == job.settings.max_reconnects + 1 and event.rank is not None:
         return lose_to_device(job, event, job.members[event.rank])
     job = open_incident(job, event.at_s, event.kind, event.sentence, event.detected_after_s)
@@ -143,7 +181,7 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
     why_hopeless = why_too_many_incidents(job)
     if why_hopeless:
         return fail_job(job, event.at_s, why_hopeless, has_progress=False, rung="fail")
-    if "reconnect" not in job.settings.rungs:
+    if not may_reconnect:
         return restart_group(job, event.at_s, "connecting again is switched off (rungs)")
     if times > job.settings.max_reconnects:
         where = f"at boundary {event.boundary}"

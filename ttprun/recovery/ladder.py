@@ -188,12 +188,13 @@ def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
     return job, (note, *actions)
 
 
-def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True) -> Result:
+def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True, goes_on: bool = True) -> Result:
     """Rung "restart": from the state saved now or earlier; otherwise from the top; otherwise the job ends.
 
     at_s         time of the event, monotonic
     why          the rungs above do not help, for the operator
     is_trusted   False: the living ranks' state may be wrong: it is not saved, and no saved state is resumed from
+    goes_on      False: a run that resumes from the saved state would come to the same end
 
     Resuming from a saved state is not counted as a restart, but ends if it brings no progress, or by the limit for
     incidents of one kind. If the script itself resumes from a framework's checkpoint, that is saved first. With
@@ -203,7 +204,7 @@ def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True) -> Res
     ending_rung = "restart" if "restart" in settings.rungs else "fail"
     why_not = why_no_restart(job)
     is_compared = not (job.is_contradicted and settings.is_elastic)  # other ranks have nothing to be compared with
-    goes_on = may_go_on_from_saved_state(job) and is_trusted and is_compared
+    goes_on = goes_on and may_go_on_from_saved_state(job) and is_trusted and is_compared
     why_too_often = why_too_many_incidents(job) if goes_on else ""
     if why_too_often:
         goes_on, has_progress, why_not = False, False, why_too_often

@@ -13,7 +13,7 @@ from ttprun.protocol.from_rank import RankFrozen, RankRebuilt, RankReissued, Ran
 from ttprun.protocol.rank_events import MismatchFound, RankStarted
 from ttprun.protocol.to_rank import LoadMirror, LoadState, Replay, Resume, SendState
 from ttprun.recovery.job import Job, JobPhase, name_ranks
-from ttprun.recovery.ladder import end_job, restart_group, why_no_source
+from ttprun.recovery.ladder import end_job, leave_group, restart_group, why_no_source
 from ttprun.recovery.leader_orders import FinishJob
 from ttprun.recovery.machine_errors import UnexpectedStart
 from ttprun.recovery.members import Life, Member, MemberFlag
@@ -300,7 +300,12 @@ def steps_lost_by_rewinding(job: Job) -> int:
 
 
 def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:
-    """Another attempt would find the same, so there is none."""
+    """Another attempt would find the same, so there is none.
+
+    If no rank is lost, the script itself has brought its ranks into different collectives, and would do so again.
+    """
+    if job.phase is JobPhase.FREEZING and not job.lost:
+        return leave_group(job, event.at_s, event.reason, goes_on=False)
     return restart_group(job, event.at_s, event.sentence, is_replayable=not event.is_contradiction)
 
 

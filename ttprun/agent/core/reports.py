@@ -287,11 +287,14 @@ class Reports:
         self.node.advance(replace(message, at_s=time.monotonic(), journal={}, is_at_end=is_at_end))
 
     def _compare_journals(self, last: RankSlot, generation: int) -> None:
-        """A survivor is quiesced; if it is the last one, all must have issued the same collectives."""
+        """A survivor is quiesced; if it is the last one, all must have issued the same collectives.
+
+        In a job that ends nobody issues them again, and all hold the state of the boundary.
+        """
         job = self.node.job
         member = job.members[last.rank]
         is_last = job.count(MemberFlag.MUST_FREEZE) == (member.life is recovery.Life.LIVE and member.frozen is None)
-        if not is_last or generation != job.generation:
+        if not is_last or generation != job.generation or job.ending is not None:
             return
         slots = [self.node.slots[rank] for rank in job.survivors]
         issued = {

@@ -67,6 +67,7 @@ class HangDetector:
         self._next_s = 0.0
         self._is_repairing = False
         self._reported: set[tuple[int, int]] = set()  # what has been reported already
+        self._waited_for: set[tuple[int, int]] = set()  # pid and boundary of ranks that were named as late
         self._reported_pids: set[int] = set()  # whose stacks have been reported
         self._asked_pids: set[int] = set()  # whose stacks are being taken: it may last, if a thread holds the GIL
         self._broken: dict[int, tuple[int, float, Broken]] = {}  # rank -> pid, since when, what broke as one left
@@ -110,12 +111,7 @@ class HangDetector:
                 for member in self._node.job.replacements
                 if phase is recovery.JobPhase.REPLAYING and member.has_orders and not member.has_replayed
             ]
-            stepping = [
-                member.rank
-                for member in self._node.job.replacements
-                if phase is recovery.JobPhase.RESUMING and member.has_rebuilt and not member.has_reissued
-            ]
-            verdicts = self._watch.look_at_repair(now, self._observations(), replaying, stepping)
+            verdicts = self._watch.look_at_repair(now, self._observations(), replaying, self._stepping())
         else:
             self._watch.note(now, self._observations())  # for the deadlines
             return
@@ -136,10 +132,18 @@ class HangDetector:
             verdicts += watch.look(now, [observation], is_alone=True)
         return verdicts
 
+    def _stepping(self) -> list[int]:
+        """Replacements that run the step which they take over."""
+        job = self._node.job
+        is_in_step = job.phase is recovery.JobPhase.RESUMING
+        return [m.rank for m in job.replacements if is_in_step and m.has_rebuilt and not m.has_reissued]
+
     def do_all_work(self, ranks: Sequence[int]) -> bool:
-        """Whether each of these ranks works, as far as it was seen; False if there are none."""
-        now = time.monotonic()
-        return bool(ranks) and all(self._watch.is_busy(now, rank) for rank in ranks)
+        """Whether each of these ranks works, or is judged by its own clock in a step; False if there are none."""
+        now, watch, stepping = time.monotonic(), self._watch, self._stepping()
+        return bool(ranks) and all(
+            watch.is_busy(now, rank) or (rank in stepping and watch.is_in_own_call(now, rank)) for rank in ranks
+        )
 
     def silent_ranks(self) -> tuple[int, ...]:
         """Ranks that hold the present phase of a recovery up, as far as the board shows; () if it does not."""
@@ -183,8 +187,8 @@ class HangDetector:
             return
         self._watch.look(now, self._observations())
         is_time_out = "imed out" in message.reason or fault == DeviceFault.COLLECTIVE_TIMEOUT
-        is_running = node.job.phase is recovery.JobPhase.RUNNING
-        laggards = self._watch.laggards() if is_time_out and is_running else ()
+        is_in_step = node.job.phase in _IN_STEP
+        laggards = self._watch.laggards() if is_time_out and is_in_step else ()
         for observation in laggards:
             self._report(self._watch.why_absent(now, observation.rank))
         if not laggards:
@@ -254,15 +258,36 @@ class HangDetector:
             self._report(verdict)
 
     def _stall(self, verdict: Stalled) -> None:
-        episode = (-1 - self._node.job.generation, verdict.boundary)
+        generation = self._node.job.generation
+        episode = (-1 - generation, verdict.boundary)
         if episode in self._reported:
             return
         self._reported.add(episode)
-        self._node.log("stalled", boundary=verdict.boundary, for_s=verdict.for_s, reason=verdict.reason)
-        logger.warning("%s", verdict.reason)
-        self._break(verdict.boundary, verdict.for_s, verdict.reason)
+        take = stack_reports.take_all(self._node) if verdict.apart else tuple
 
-    def _break(self, boundary: int, for_s: float, reason: str, rank: int | None = None, device_fault: str = "") -> None:
+        def conclude(stacks: tuple[RankStack, ...]) -> None:
+            if self._node.job.generation != generation:
+                return
+            reason = verdict.described({stack.rank: stack_dumps.innermost_user_frame(stack.main) for stack in stacks})
+            self._node.log("stalled", boundary=verdict.boundary, for_s=verdict.for_s, reason=reason)
+            logger.warning("%s", reason)
+            self._break(verdict.boundary, verdict.for_s, reason, is_silent=True)
+
+        def without_stacks(error: Exception) -> None:
+            self._node.domains.note("stacks", error)
+            conclude(())
+
+        self._node.in_background(take, conclude, without_stacks)
+
+    def _break(
+        self,
+        boundary: int,
+        for_s: float,
+        reason: str,
+        rank: int | None = None,
+        device_fault: str = "",
+        is_silent: bool = False,
+    ) -> None:
         self._node.advance(
             recovery.ConnectionBroken(
                 at_s=time.monotonic(),
@@ -272,6 +297,7 @@ class HangDetector:
                 detected_after_s=for_s,
                 device_fault=device_fault,
                 reason=reason,
+                is_silent=is_silent,
             )
         )
 
@@ -280,6 +306,12 @@ class HangDetector:
         slot = node.slots[observation.rank]
         if slot.is_lost or slot.pid != observation.pid or slot.pid in self._asked_pids:
             return  # what was done about another rank has ended this process, or it has been reported
+        if self._is_waited_for(hung):
+            if (slot.pid, observation.boundary) in self._waited_for:
+                return
+            self._waited_for.add((slot.pid, observation.boundary))
+            self._take_stacks(hung, is_only_reported=True)
+            return
         is_only_reported = self._limit_s is None and self._is_unrepairable(observation.rank)
         is_only_reported = is_only_reported or recovery.is_last_survivor(node.job, observation.rank)
         is_known = (observation.rank, observation.boundary) in self._reported
@@ -290,6 +322,26 @@ class HangDetector:
         elif is_known and is_only_reported:
             return
         self._reported.add((observation.rank, observation.boundary))
+        self._take_stacks(hung, is_only_reported)
+
+    def _is_waited_for(self, hung: Hung) -> bool:
+        """Whether a rank may still come: its limit is not over, or the process before it was as slow there."""
+        node, slot = self._node, self._node.slots[hung.observation.rank]
+        return not hung.is_due or (
+            self._is_in_script(hung)
+            and not hung.is_overdue
+            and recovery.has_hung_before(node.job, slot.rank, self._reached(slot))
+        )
+
+    def _is_in_script(self, hung: Hung) -> bool:
+        return hung.way in _IN_SCRIPT and self._node.job.phase in _IN_STEP
+
+    def _reached(self, slot: RankSlot) -> int:
+        return self._own_states.reached(slot, self._node.board.get(slot.rank, Field.RECORDED))
+
+    def _take_stacks(self, hung: Hung, is_only_reported: bool) -> None:
+        """Conclude with the rank's stack, as far as it can be had, once that is taken."""
+        node, observation, slot = self._node, hung.observation, self._node.slots[hung.observation.rank]
         self._reported_pids.add(slot.pid)
         if slot.is_here:
             target, take_others = Target.of(node, slot), stack_reports.take_all(node, without=slot.rank)
@@ -323,12 +375,14 @@ class HangDetector:
         if slot.is_lost or slot.pid != observation.pid:
             return  # it has ended meanwhile
         # Meanwhile the others may have been lost, too.
-        is_only_reported = is_only_reported or recovery.is_last_survivor(node.job, observation.rank)
+        is_waited_for = self._is_waited_for(hung)
+        is_only_reported = is_only_reported or is_waited_for or recovery.is_last_survivor(node.job, observation.rank)
         main_thread = stack_dumps.main_thread_of(text, slot.main_thread)
         frame = stack_dumps.innermost_user_frame(main_thread)
         reason = hung.reason + (f"; innermost frame: {frame}" if frame else "")
+        line = stack_dumps.innermost_user_line(main_thread)
         node.log(
-            "rank_hung",
+            "rank_late" if is_waited_for else "rank_hung",
             rank=observation.rank,
             pid=observation.pid,
             way=hung.way.name.lower(),
@@ -340,15 +394,20 @@ class HangDetector:
             for_s=round(hung.for_s, 3),
             limit_s=hung.limit_s,
             frame=frame,
+            line=line,
             stack=text,
         )
-        boundary = self._own_states.reached(slot, node.board.get(slot.rank, Field.RECORDED))
-        is_in_script = hung.way in _IN_SCRIPT and node.job.phase in _IN_STEP
+        boundary, is_in_script = self._reached(slot), self._is_in_script(hung)
         is_again = is_in_script and recovery.has_hung_before(node.job, slot.rank, boundary)
         stack = f"\n{main_thread}" if main_thread else ""
         action = "it cannot be replaced, so it is not killed" if is_only_reported else "it is killed"
         again = " again" if is_again else ""
-        logger.warning("rank %d hangs%s (%s): %s%s", observation.rank, again, reason, action, stack)
+        if is_waited_for:
+            where = f"{frame} (`{line}`)" if line else frame or observation.where
+            may_end = self._limit_s is not None or not self._is_unrepairable(slot.rank)
+            logger.warning("%s", of_late(hung, where, is_again, may_end))
+        else:
+            logger.warning("rank %d hangs%s (%s): %s%s", observation.rank, again, reason, action, stack)
         if not is_only_reported:
             failure = Failure(observation.rank, observation.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
             note_failure(node, failure)
@@ -365,6 +424,7 @@ class HangDetector:
                     detected_after_s=hung.for_s,
                     reason=reason,
                     is_in_script=is_in_script,
+                    is_overdue=hung.is_overdue,
                 )
             )
 
@@ -392,12 +452,15 @@ class HangDetector:
             state, cpu_s = state_of(slot.pid) if elsewhere is None else self._seen_elsewhere(slot, elsewhere)
             if state in "ZX":  # also if it is not known
                 return None
+            phase = Phase(row[Field.PHASE])
+            if phase is Phase.COLLECTIVE and row[Field.NONE_IN_FLIGHT]:  # e.g. behind DDP's backward pass
+                phase = Phase.COMPUTING
             return Observation(
                 rank=slot.rank,
                 pid=slot.pid,
                 boundary=row[Field.APPLIED],
                 meetings=row[Field.MEETINGS],
-                doing=_DOING[Phase(row[Field.PHASE])],
+                doing=_DOING[phase],
                 operation=OPERATION_NAMES[row[Field.OPERATION]],
                 seen_at_s=row[Field.SEEN_NS] / 1e9,
                 pulse_at_s=row[Field.PULSE_NS] / 1e9,
@@ -407,6 +470,25 @@ class HangDetector:
                 is_in_io=state == "D",
             )
         return None
+
+
+def of_late(hung: Hung, where: str, is_again: bool, is_replaceable: bool) -> str:
+    """The line about a rank for which all wait, because nothing shows that it is stuck.
+
+    where           the innermost line of the script, or else its phase
+    is_again        the process before it came to the same call
+    is_replaceable  it will be replaced when its limit is over
+    """
+    other = f"rank {hung.awaited.rank} waits" if hung.awaited is not None else "the others wait"
+    late = f"rank {hung.observation.rank} has not come for {hung.for_s:.0f} s, and {other} for it: it is in {where}"
+    if is_again:
+        return (
+            f"{late}. The process before it stood there too, so this call is slow, or hangs for good: all wait until "
+            "the time limit of their process group, as under torchrun"
+        )
+    if not is_replaceable:
+        return f"{late}. It cannot be replaced, so all wait for it, as under torchrun"
+    return f"{late}. After {hung.limit_s:.0f} s it is replaced (--hang-timeout-s SECONDS sets that limit)"
 
 
 def state_of(pid: int) -> tuple[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import linecache
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ PY_SPY_LIMIT_S = 4.0
 ANSWER_LIMIT_S = 1.0  # of a rank to the signal
 _BOARD_LIMIT_S = 0.5  # of a rank that can have the GIL
 _LOOK_AGAIN_S = 0.005
+_LINE_CHARACTERS = 100
 _OURS = str(Path(__file__).resolve().parents[2])
 _LEFT_OUT = (_OURS + os.sep, "<frozen importlib")
 _NOT_THE_USERS = (_OURS + os.sep, sysconfig.get_path("stdlib") + os.sep, "<frozen", "<string>")
@@ -103,11 +105,27 @@ def main_thread_of(text: str, main_thread: int) -> str:
 
 def innermost_user_frame(text: str) -> str:
     """ "train.py:33 in forward", "" if there is no frame of the user's; frames come innermost first."""
-    for line in text.splitlines():
-        frame = _FRAME.match(line) or _SPIED.match(line)
-        if frame and not frame["file"].startswith(_NOT_THE_USERS) and "-packages/" not in frame["file"]:
-            return f"{os.path.basename(frame['file'])}:{frame['line']} in {frame['name']}"
-    return ""
+    frame = _innermost_of_the_user(text)
+    return f"{os.path.basename(frame['file'])}:{frame['line']} in {frame['name']}" if frame else ""
+
+
+def innermost_user_line(text: str) -> str:
+    """What stands there in the file, "" if that is not known."""
+    frame = _innermost_of_the_user(text)
+    linecache.checkcache()
+    return linecache.getline(frame["file"], int(frame["line"])).strip()[:_LINE_CHARACTERS] if frame else ""
+
+
+def _innermost_of_the_user(text: str) -> re.Match[str] | None:
+    frames = (_FRAME.match(line) or _SPIED.match(line) for line in text.splitlines())
+    return next(
+        (
+            frame
+            for frame in frames
+            if frame and not frame["file"].startswith(_NOT_THE_USERS) and "-packages/" not in frame["file"]
+        ),
+        None,
+    )
 
 
 def _blocks(text: str) -> list[str]:

@@ -28,6 +28,7 @@ from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.verification import Verifier
+from ttprun.rank.process import heartbeat
 from ttprun.rank.replay import resuming
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.replay.replay_run import ReplayRun
@@ -141,6 +142,7 @@ def make_session(presence: Presence) -> Session:
             session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.links.device_fault_of(entry.error)
         ),
     )
+    heartbeat.has_in_flight = journal.has_in_flight
     session.parts.update(
         {
             Recorder: recorder,

@@ -119,6 +119,7 @@ def forget() -> None:
 
 
 EVERY_S = 1.0
+has_in_flight: Callable[[], bool] = bool  # whether a collective is under way: of the hooks, once they are there
 _COUNT_MASK = 0x7FFFFFFF  # the semaphore's value; the bits above count waiters (none)
 
 
@@ -141,6 +142,7 @@ def _beat(board: Board, row: int, look: Callable[[], None]) -> None:
     asked = board.get(row, Field.MAIN_BEATS) & _COUNT_MASK
     answered = 0
     while True:
+        board.set(row, Field.NONE_IN_FLIGHT, not has_in_flight())
         board.set(row, Field.PULSE_NS, time.monotonic_ns())
         # One at a time: a main thread in a long C call must not find a full queue of pending calls.
         count = board.get(row, Field.MAIN_BEATS)

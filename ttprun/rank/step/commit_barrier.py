@@ -102,7 +102,8 @@ class Awaited:
         is_known, is_alive = row == self._row, pulse != self._pulse
         is_working = at[0] not in (Phase.COLLECTIVE, Phase.WAITING) or at != self._at
         self._row, self._at, self._pulse = row, at, pulse
-        if not is_known or is_working or session.is_holding:
+        is_elsewhere = not is_known or is_working or session.is_holding
+        if is_elsewhere or (at[0] == Phase.COLLECTIVE and board.get(row, Field.NONE_IN_FLIGHT)):
             self._stuck = None
         elif not is_alive:
             return  # a stopped process does not update its row; the agent's search for hangs will find it
