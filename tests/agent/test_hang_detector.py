@@ -49,6 +49,14 @@ stand_there()
 """
 RUN = "while True: pass"
 SLEEP = "time.sleep(60)"
+OWN_CALLS = [
+    SLEEP,
+    "import socket; pair = socket.socketpair(); pair[0].recv(1)",
+    "import subprocess; subprocess.run(['sleep', '60'])",
+    "import shutil; os.mkfifo(sys.argv[0] + '.pipe'); shutil.copyfileobj(open(sys.argv[0] + '.pipe'), sys.stderr)",
+    "lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    RUN,
+]
 HOLD_GIL = "ctypes.PyDLL(None).sem_wait(ctypes.create_string_buffer(64))"
 CRASH = "ctypes.string_at(0)"
 
@@ -489,3 +497,31 @@ def test_a_hang_is_reported_once_while_its_stack_is_being_taken(started: Callabl
         hang_detector._act(Hung(observation=stands, way=Way.STOPPED, for_s=3.0, limit_s=2.0, awaited=None))
 
     assert len(node.later) == 1
+
+
+@pytest.mark.parametrize("what", [*OWN_CALLS, HOLD_GIL])
+def test_a_rank_in_a_call_of_its_own_is_named_once_with_that_line_and_nothing_is_done_to_it(
+    start: Callable[[str], Process], what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = start(what)
+    handler: Any = SimpleNamespace(proc=process.process)
+    node: Any = NodeThatLooksAtStacks([handler, handler])
+    node.board = process.board
+    node.slots[0].stack_fd, node.slots[0].main_thread = process.stack_fd, process.main_thread
+    stands = Observation(rank=0, pid=process.process.pid, boundary=7, meetings=0, doing=Doing.COMPUTING)
+    waits = Observation(rank=1, pid=0, boundary=7, meetings=1, doing=Doing.WAITING)
+    late = Hung(observation=stands, way=Way.IDLE, for_s=10.4, limit_s=300.0, awaited=waits, is_due=False)
+    hang_detector = hang_detector_of(node)
+
+    for _ in range(3):
+        hang_detector._act(late)
+        for conclude in node.later:
+            conclude()
+        node.later.clear()
+
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.startswith("rank 0 has not come for 10 s, and rank 1 waits for it: it is in stands.py:"), said
+    assert f"(`{what[:97]}" in said
+    assert said.endswith("After 300 s it is replaced (--hang-timeout-s SECONDS sets that limit)")
+    assert (node.reported, process.process.poll()) == ([], None)

@@ -7,6 +7,7 @@ longer than a run; what limits are learnt from is tested on a fake clock in test
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -273,13 +274,58 @@ def stacks_of(folder: Path) -> dict[str, Any]:
     return report
 
 
-def test_a_rank_that_hangs_again_in_the_same_step_ends_the_job_with_its_stack(run_ttprun: RunTtprun) -> None:
-    result = run_ttprun("hangs_again.py", 2, options=LIMIT)
+def test_a_rank_that_hangs_again_in_the_same_step_ends_the_job_with_its_stack_at_the_time_limit_of_its_group(
+    run_ttprun: RunTtprun,
+) -> None:
+    result = run_ttprun("hangs_again.py", 2, options=LIMIT, script_args=["--group-limit-s", "25"])
 
     assert result.exit_code == 93, result.story()
     last = result.output.splitlines()[-1]
     assert last.startswith("ttprun: the job has ended: rank 1 hangs again in step 8 "), result.story()
-    assert "hangs_again.py:15" in last
+    assert "hangs_again.py:25" in last
+    assert "its state was saved" in last
     assert result.output.count("ttprun: rank 1 hangs again (") == 1
-    assert result.output.count('hangs_again.py", line 15 in <module>') >= 2
+    assert "The process before it stood there too" in result.output
+    assert result.output.count('hangs_again.py", line 25 in <module>') >= 2
     assert result.process_counts == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "said"),
+    [
+        ([], [1, 1], "s it is replaced (--hang-timeout-s SECONDS sets that limit)"),
+        (LIMIT, [1, 2], "The process before it stood there too, so this call is slow, or hangs for good"),
+    ],
+    ids=["by default", "with a limit"],
+)
+def test_a_rank_in_a_call_of_its_own_is_named_and_waited_for_and_the_job_is_done(
+    start_ttprun: StartTtprun, tmp_path: Path, options: list[str], processes: list[int], said: str
+) -> None:
+    """A63: an upload, a copy, a child process, an evaluation on one rank, while the others go on."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    launch = start_ttprun("hangs_again.py", 2, options=options, script_args=["--pipe", str(pipe)])
+
+    launch.wait_for_event("rank_late", is_again=options == LIMIT)
+    pipe.write_text("at last")
+    result = launch.finish()
+
+    assert result.exit_code == 0, result.story()
+    assert result.process_counts == processes, result.story()
+    assert [incident["outcome"] for incident in result.incidents] == ["recovered"] * (sum(processes) - 2)
+    where = "rank 0 waits" if not options else "the others wait"
+    assert f"{where} for it: it is in hangs_again.py:25 in <module> (`open(args.pipe).read() if" in result.output
+    assert said in result.output
+
+
+def test_ranks_in_different_collectives_are_named_with_their_lines_and_what_all_hold_is_saved(
+    run_ttprun: RunTtprun,
+) -> None:
+    result = run_ttprun("hangs_again.py", 2, options=LIMIT, script_args=["--leaves-loop"])
+
+    assert result.exit_code == 1, result.story()
+    last = result.output.splitlines()[-1]
+    both = "rank 1 is in barrier (hangs_again.py:29 in <module>), rank 0 in allreduce (hangs_again.py:27 in <module>)"
+    assert last.startswith(f"ttprun: the job has ended: {both}, after step 8: "), result.story()
+    assert "its state was saved" in last
+    assert "connections broke" not in result.output

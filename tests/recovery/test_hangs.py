@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -92,7 +93,7 @@ def watched(world_size: int = 3, hang_s: float | None = 5.0, steps: int = 8) -> 
 
 
 def hung(verdicts: list[HangVerdict]) -> list[Hung]:
-    return [verdict for verdict in verdicts if isinstance(verdict, Hung)]
+    return [verdict for verdict in verdicts if isinstance(verdict, Hung) and verdict.is_due]
 
 
 def test_ranks_that_train_are_not_judged() -> None:
@@ -196,6 +197,56 @@ def test_a_rank_that_works_is_no_hang_until_ten_times_the_limit_and_an_endless_l
     assert (said[0].observation.rank, said[0].way) == (1, Way.BUSY)
 
 
+@pytest.mark.parametrize(
+    ("signs", "way", "named_at_s", "limit_s"),
+    [
+        ({}, Way.IDLE, 10, 300),
+        ({"has_pulse": False}, Way.HELD, 10, 300),
+        ({"runs_bytecode": True}, Way.BUSY, 10, 600),
+        ({"cpu_share": 0.5}, Way.BUSY, 10, 600),
+        ({"doing": Doing.COMMITTING}, Way.ASTRAY, 10, 10),
+        ({"doing": Doing.WAITING}, Way.IDLE, 30, 30),
+    ],
+    ids=["in a call", "holds the GIL", "runs bytecode", "computes", "elsewhere", "in an earlier collective"],
+)
+def test_only_a_rank_that_waits_for_others_is_shown_to_be_stuck_and_one_in_a_call_of_its_own_is_named_first(
+    signs: dict[str, Any], way: Way, named_at_s: int, limit_s: int
+) -> None:
+    ranks = watched(hang_s=None, steps=300)
+    ranks.wait_for(guilty=1)
+    ranks.be(1, signs.get("doing", Doing.COMPUTING))
+    ranks.ranks[1] = replace(ranks.ranks[1], **{name: sign for name, sign in signs.items() if name != "doing"})
+    began_at_s, named, due = ranks.at_s, 0.0, 0.0
+
+    for at_s, verdict in (ranks.pass_time(650), ranks.verdicts)[1]:
+        if isinstance(verdict, Hung):
+            assert (verdict.observation.rank, verdict.way, verdict.limit_s) == (1, way, limit_s)
+            named = named or at_s - began_at_s
+            due = due or (verdict.is_due and at_s - began_at_s)
+
+    assert (named, due) == (pytest.approx(named_at_s, abs=4.0), pytest.approx(limit_s, abs=4.0))
+
+
+def test_a_rank_is_waited_for_longer_than_any_step_of_the_run_has_taken_whoever_took_it() -> None:
+    ranks = watched(hang_s=None)
+    ranks.train(1, step_s=200.0)
+    ranks.train(300)
+    in_script = ranks.ranks[1].observation
+
+    assert ranks.watch.limits.hang_limit_s(in_script) == 10.0
+    assert ranks.watch.limits.own_limit_s(in_script) == pytest.approx(400.0, abs=2.0)
+
+    ranks.be(1, Doing.COMPUTING)
+    for _ in range(1000):
+        ranks.at_s += EVERY_S
+        for rank in ranks.ranks:
+            rank.pass_time(ranks.at_s)
+        ranks.watch.look_at_repair(ranks.at_s, [rank.observation for rank in ranks.ranks], stepping=[1])
+    ranks.watch.begin_anew(ranks.at_s)
+
+    assert ranks.watch.limits.own_limit_s(in_script) == pytest.approx(500.0, abs=2.0)
+
+
 def test_a_rank_is_not_guilty_for_longer_than_somebody_has_waited_for_it() -> None:
     ranks = watched()
     ranks.pass_time(60.0)
@@ -253,6 +304,18 @@ def test_if_all_stand_in_the_same_collective_no_rank_is_guilty_but_the_connectio
 
     assert isinstance(said[0], Stalled)
     assert said[0].reason.startswith("all ranks are in allreduce, number 1 of step 8, and none has made progress for")
+
+
+def test_if_ranks_stand_in_different_collectives_each_is_named_with_its_own_and_its_line() -> None:
+    ranks = watched()
+    ranks.wait_for(guilty=1)
+    ranks.be(1, Doing.WAITING, meetings=1, operation="barrier")
+
+    stalled = next(verdict for verdict in ranks.pass_time(6.5) if isinstance(verdict, Stalled))
+
+    assert stalled.described({0: "train.py:55", 1: "train.py:61"}).startswith(
+        "rank 1 is in barrier (train.py:61), rank 0 in allreduce (train.py:55), after step 8: they have waited for"
+    )
 
 
 def test_a_main_thread_that_waits_for_a_collective_answers_heartbeats_and_does_not_work() -> None:

@@ -190,6 +190,8 @@ def draw(report: CheckReport, kept: str | None) -> None:
         console.print(f"differs between two undisturbed runs, so it is not compared: {text}")
     for text in report.not_proved:
         console.print(f"not proved: {text}")
+    for text in report.late:
+        console.print(f"the others waited long for this call: {text}; for longer ones, raise --hang-timeout-s")
     if report.missed:
         console.print(f"not reached in {report.steps} steps: {', '.join(report.missed)} (--steps N for more steps)")
     for line in report.tail:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ttprun.recovery.hang_limits import PAUSE_LIMIT_S, SETUP_LIMIT_S, HangLimits
+from ttprun.recovery.hang_limits import LEAST_LIMIT_S, PAUSE_LIMIT_S, SETUP_LIMIT_S, HangLimits
 from ttprun.recovery.observations import IN_COLLECTIVE, Doing, Observation, Track
 
 FORGOTTEN_PULSE_S = 3.0  # the pulse comes every second
@@ -327,6 +327,7 @@ class HangWatch:
                 own_s = max(limit_s, self.limits.own_limit_s(track.observation))
             if way is Way.BUSY:
                 idle_s, own_s = busy_s, max(own_s, self.limits.busy_limit_s)
+                limit_s = min(own_s, max(limit_s, LEAST_LIMIT_S))  # it may be about to stand still, which is said then
             if idle_s > limit_s:
                 hung.append(self._hung(at_s, track, way, own_s, awaited, idle_s))
         return tuple(hung)
@@ -378,8 +379,11 @@ class HangWatch:
             limit_s = max(limit_s, PAUSE_LIMIT_S)
         if works or for_s <= limit_s:
             return ()
-        names = {track.observation.operation: track.observation.rank for track in reversed(tracks)}
-        apart = {rank: name for name, rank in names.items()} if len(names) > 1 else {}
+        ranks: dict[str, list[int]] = {}
+        for track in tracks:
+            ranks.setdefault(track.observation.operation, []).append(track.observation.rank)
+        rarest_first = sorted(ranks.items(), key=lambda item: (len(item[1]), -item[1][0]))
+        apart = {those[0]: name for name, those in rarest_first} if len(ranks) > 1 else {}
         return (Stalled(boundary=first.boundary, where=first.where, for_s=for_s, apart=apart),)
 
     def _stragglers(self, at_s: float) -> tuple[Straggler, ...]:

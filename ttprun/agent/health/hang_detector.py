@@ -381,6 +381,8 @@ class HangDetector:
         frame = stack_dumps.innermost_user_frame(main_thread)
         reason = hung.reason + (f"; innermost frame: {frame}" if frame else "")
         line = stack_dumps.innermost_user_line(main_thread)
+        boundary, is_in_script = self._reached(slot), self._is_in_script(hung)
+        is_again = is_in_script and recovery.has_hung_before(node.job, slot.rank, boundary)
         node.log(
             "rank_late" if is_waited_for else "rank_hung",
             rank=observation.rank,
@@ -395,10 +397,9 @@ class HangDetector:
             limit_s=hung.limit_s,
             frame=frame,
             line=line,
+            is_again=is_again,
             stack=text,
         )
-        boundary, is_in_script = self._reached(slot), self._is_in_script(hung)
-        is_again = is_in_script and recovery.has_hung_before(node.job, slot.rank, boundary)
         stack = f"\n{main_thread}" if main_thread else ""
         action = "it cannot be replaced, so it is not killed" if is_only_reported else "it is killed"
         again = " again" if is_again else ""

@@ -110,10 +110,11 @@ def innermost_user_frame(text: str) -> str:
 
 
 def innermost_user_line(text: str) -> str:
-    """What stands there in the file, "" if that is not known."""
+    """What stands there in the file, its beginning if it is long, "" if that is not known."""
     frame = _innermost_of_the_user(text)
     linecache.checkcache()
-    return linecache.getline(frame["file"], int(frame["line"])).strip()[:_LINE_CHARACTERS] if frame else ""
+    line = linecache.getline(frame["file"], int(frame["line"])).strip() if frame else ""
+    return line if len(line) <= _LINE_CHARACTERS else f"{line[: _LINE_CHARACTERS - 3]}..."
 
 
 def _innermost_of_the_user(text: str) -> re.Match[str] | None:

@@ -38,6 +38,7 @@ class CheckReport:
     differences    at the end, where no single kill can be blamed
     by_itself      what differs between two undisturbed runs, and is not compared for that
     not_proved     what can change and is in no record
+    late           calls in the undisturbed run in which a rank was missed by the others: a hang looks the same
     problem        why nothing could be checked, or not all; "" if all was
     tail           of the launcher's log, if there is a problem
     steps          that were run
@@ -49,6 +50,7 @@ class CheckReport:
     differences: list[RunDifference] = field(default_factory=list)
     by_itself: list[str] = field(default_factory=list)
     not_proved: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
     problem: str = ""
     tail: list[str] = field(default_factory=list)
     steps: int = 0
@@ -100,6 +102,8 @@ class _Checkup:
         undisturbed = self._launch("undisturbed", [], f"{self._checked.steps} steps, undisturbed")
         if undisturbed.says(remembered.NEXT_RUN):
             undisturbed = self._launch("followed", [], "a library's loop was met, and is followed now: again")
+        late = [event for event in undisturbed.twin.events if event["event"] == "rank_late"]
+        report.late = sorted({f"{event['frame']} (rank {event['rank']}, step {event['step']})" for event in late})
         self._look_for_problem(undisturbed, "undisturbed")
         if not report.problem or undisturbed.twin.exit_code:
             self._compare_with_torchrun(undisturbed)
