@@ -345,7 +345,7 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     options.moments = options.moments.split(",")
     if not set(options.moments) <= MOMENTS.keys() or set(options.moments) <= {*SECOND}:
         parser.error(f"--moments needs some of {', '.join(MOMENTS)}, and more than {' and '.join(SECOND)}")
-    if options.hang_timeout is None and options.device == "npu":
+    if options.hang_timeout is None and {*HANGS} & {*options.kinds}:
         options.hang_timeout = 10.0
     unknown = [kind for kind in options.kinds if kind not in KINDS or kind in NOT_IDENTICAL]
     if unknown or min(options.faults, options.ranks - 1, options.per_run) < 1 or options.per_run > 20:

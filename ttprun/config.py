@@ -152,7 +152,8 @@ class Config(BaseModel):
     hang_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = Field(
         "auto",
         description="seconds after which a rank that others wait for counts as hung, is killed and replaced; 0: never; "
-        "auto: 5 times the slowest recent step, at least 10",
+        "auto: 5 times the slowest recent step, at least 10, for one that is shown to be stuck; one in a call of its "
+        "own is named then, and replaced after 300 or twice the longest step",
     )
     commit_timeout_s: Seconds = Field(
         30,
