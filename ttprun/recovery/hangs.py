@@ -69,6 +69,24 @@ class Hung:
         how = ", which it has skipped" if has_skipped else ""
         return f"{state}, while rank {self.awaited.rank} waits {self.awaited.where}{how}"
 
+    def late(self, where: str, is_again: bool, is_replaceable: bool) -> str:
+        """The line about a rank for which all wait, because nothing shows that it is stuck.
+
+        where           the innermost line of the script, or else its phase
+        is_again        the process before it came to the same call
+        is_replaceable  it will be replaced when its limit is over
+        """
+        other = f"rank {self.awaited.rank} waits" if self.awaited is not None else "the others wait"
+        late = f"rank {self.observation.rank} has not come for {self.for_s:.0f} s, and {other} for it: it is in {where}"
+        if is_again:
+            return (
+                f"{late}. The process before it stood there too, so this call is slow, or hangs for good: all wait "
+                "until the time limit of their process group, as under torchrun"
+            )
+        if not is_replaceable:
+            return f"{late}. It cannot be replaced, so all wait for it, as under torchrun"
+        return f"{late}. After {self.limit_s:.0f} s it is replaced (--hang-timeout-s SECONDS sets that limit)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:

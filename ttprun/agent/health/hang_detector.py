@@ -406,7 +406,7 @@ class HangDetector:
         if is_waited_for:
             where = f"{frame} (`{line}`)" if line else frame or observation.where
             may_end = self._limit_s is not None or not self._is_unrepairable(slot.rank)
-            logger.warning("%s", of_late(hung, where, is_again, may_end))
+            logger.warning("%s", hung.late(where, is_again, may_end))
         else:
             logger.warning("rank %d hangs%s (%s): %s%s", observation.rank, again, reason, action, stack)
         if not is_only_reported:
@@ -471,25 +471,6 @@ class HangDetector:
                 is_in_io=state == "D",
             )
         return None
-
-
-def of_late(hung: Hung, where: str, is_again: bool, is_replaceable: bool) -> str:
-    """The line about a rank for which all wait, because nothing shows that it is stuck.
-
-    where           the innermost line of the script, or else its phase
-    is_again        the process before it came to the same call
-    is_replaceable  it will be replaced when its limit is over
-    """
-    other = f"rank {hung.awaited.rank} waits" if hung.awaited is not None else "the others wait"
-    late = f"rank {hung.observation.rank} has not come for {hung.for_s:.0f} s, and {other} for it: it is in {where}"
-    if is_again:
-        return (
-            f"{late}. The process before it stood there too, so this call is slow, or hangs for good: all wait until "
-            "the time limit of their process group, as under torchrun"
-        )
-    if not is_replaceable:
-        return f"{late}. It cannot be replaced, so all wait for it, as under torchrun"
-    return f"{late}. After {hung.limit_s:.0f} s it is replaced (--hang-timeout-s SECONDS sets that limit)"
 
 
 def state_of(pid: int) -> tuple[str, float]:
