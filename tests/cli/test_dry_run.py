@@ -114,3 +114,16 @@ def test_a_check_has_no_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "ttprun: error: --dry-run: not for a check, which runs the script; ttprun --dry-run SCRIPT\n"
     )
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--print-c"])
+def test_a_bug_of_ours_starts_nothing_where_no_run_is_asked_for(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ttprun.cli.run.asked_instead", lambda arguments: 1 / 0)
+    monkeypatch.setattr("torch.distributed.run.run", lambda arguments: pytest.fail("the script was started"))
+
+    code = main([option, "train.py"])
+
+    assert code == 1
+    assert "(ZeroDivisionError: division by zero); nothing was started" in capsys.readouterr().err

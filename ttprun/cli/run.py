@@ -25,6 +25,7 @@ from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT
 from ttprun.agent.launcher.outcome import Outcomes
 from ttprun.agent.report.status_publisher import write_last_status
 from ttprun.cli import programs
+from ttprun.cli.alike import CommandOutput
 from ttprun.cli.dry_run import dry_run, launch_origins, print_config
 from ttprun.cli.old_runs import Keep, remove_old_runs
 from ttprun.cli.options import asked_instead, take_options, take_script_config
@@ -79,6 +80,7 @@ def run(words: Sequence[str]) -> int:
     invocation = read_command_line(words)
     if invocation.asked:
         return print_config(invocation) if "print_config" in invocation.asked else dry_run(invocation)
+    CommandOutput.ends_the_command = False
     torchrun, config = invocation.torchrun, invocation.config
     check_options(torchrun)
     fill_rendezvous(torchrun, invocation.launch_origins)
