@@ -46,12 +46,19 @@ class CommandOutput(io.FileIO):
             if not self.ends_the_command:
                 raise
             self.write = len  # type: ignore[method-assign,assignment]
-            why = f"ttprun: error: the output cannot be written ({error.strerror})"
-            raise SystemExit(PIPE_CLOSED if isinstance(error, BrokenPipeError) else why) from None
+            raise SystemExit(
+                PIPE_CLOSED
+                if isinstance(error, BrokenPipeError)
+                else f"ttprun: error: the output cannot be written ({error.strerror})"
+            ) from None
 
 
 def through(stream: TextIO) -> TextIO:
     """A stream that writes to the same file, by way of `CommandOutput`."""
-    raw = io.BufferedWriter(CommandOutput(stream.fileno(), "w", closefd=False))
-    is_unbuffered = bool(getattr(stream, "write_through", False))
-    return io.TextIOWrapper(raw, stream.encoding, stream.errors, None, stream.isatty(), is_unbuffered)
+    return io.TextIOWrapper(
+        io.BufferedWriter(CommandOutput(stream.fileno(), "w", closefd=False)),
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.isatty(),
+        write_through=bool(getattr(stream, "write_through", False)),
+    )

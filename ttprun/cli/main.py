@@ -95,8 +95,7 @@ def program() -> NoReturn:
     try:
         exit_code = main()
     finally:
-        if sys.stdout is not None:
-            sys.stdout.flush()  # what cannot be written is found here, not in the end of Python
+        print(end="", flush=True)  # what cannot be written is found here, not in the end of Python
     code.append(exit_code)
     sys.exit(exit_code)
 

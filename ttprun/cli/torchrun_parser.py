@@ -46,9 +46,8 @@ def run(words: Sequence[str], error: Exception) -> int:
     with contextlib.suppress(Exception):
         add_options(parser)
     arguments = parser.parse_args(list(words))
-    is_run = not asked_instead(arguments)
+    is_run, why = not asked_instead(arguments), f"{type(error).__name__}: {' '.join(str(error).split())}"
     what = "protection is off, and the job runs as under torchrun" if is_run else "nothing was started"
-    why = f"{type(error).__name__}: {' '.join(str(error).split())}"
     console.say(f"an error in ttprun itself ({why}); {what}; 'ttprun doctor' checks this machine")
     if not is_run:
         return 1
