@@ -79,6 +79,11 @@ def suggestion(word: str, candidates: Iterable[str], otherwise: str) -> str:
     return f"did you mean '{close[0]}'?" if close else otherwise
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things for people: "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def in_short(names: Sequence[str], at_most: int = 3) -> str:
     """The first of them for a message, and how many more there are."""
     more = len(names) - at_most

@@ -18,6 +18,7 @@ from ttprun.config_sources import read_config_file, resolve
 def _job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torch sets it, for all that this process starts later
+    (tmp_path / "train.sh").write_text("echo $LR")
     (tmp_path / "train.py").write_text("raise SystemExit('the script has run')\n")
 
 
@@ -85,7 +86,7 @@ def test_a_dry_run_says_what_would_be_started_and_starts_nothing(
 
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
     assert (code, sorted(tmp_path.rglob("*"))) == (0, before)
-    assert said["ranks"] == "3: 3 per node, 1 node(s)"
+    assert said["ranks"] == "3: 3 per node, 1 node"
     assert said["each"].endswith("-u train.py --lr 1")
     assert said["run"] == "ttprun-runs/RUN_ID/"
     assert said["checkpoints"] == "ckpt; resumes from step-00000010 if the script accepts it"
@@ -96,6 +97,9 @@ def test_a_dry_run_says_what_would_be_started_and_starts_nothing(
     [
         (["trian.py"], "there is no script 'trian.py'; did you mean 'train.py'?"),
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node: 0 ranks; give 1 or more"),
+        (["--http", "no.such.host.invalid:1", "train.py"], "--http: cannot listen on 'no.such.host.invalid:1'"),
+        (["--save-dir", "train.py/ckpt", "train.py"], "--save-dir: '{here}/train.py/ckpt' cannot be written"),
+        (["train.sh"], "'train.sh' is no Python script, but one for a shell; --no-python runs it as it is"),
     ],
 )
 def test_a_dry_run_refuses_what_a_run_refuses(
@@ -104,7 +108,9 @@ def test_a_dry_run_refuses_what_a_run_refuses(
     code = main(["--dry-run", *line])
 
     assert code == 2
-    assert capsys.readouterr().err == f"ttprun: error: {complaint}\n"
+    error = capsys.readouterr().err
+    assert error.startswith(f"ttprun: error: {complaint.format(here=Path.cwd())}")
+    assert error.count("\n") == 1
 
 
 def test_a_check_has_no_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,3 +120,16 @@ def test_a_check_has_no_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "ttprun: error: --dry-run: not for a check, which runs the script; ttprun --dry-run SCRIPT\n"
     )
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--print-c"])
+def test_a_bug_of_ours_starts_nothing_where_no_run_is_asked_for(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ttprun.cli.run.asked_instead", lambda arguments: 1 / 0)
+    monkeypatch.setattr("torch.distributed.run.run", lambda arguments: pytest.fail("the script was started"))
+
+    code = main([option, "train.py"])
+
+    assert code == 1
+    assert "(ZeroDivisionError: division by zero); nothing was started" in capsys.readouterr().err

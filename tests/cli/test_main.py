@@ -1,5 +1,6 @@
 """`ttprun` itself: help, the choice of a command, and what stays unimported."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -8,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_status_command import status_of
+from tests.cli.test_topology_command import MESH
 from ttprun.cli.main import OF_TORCHRUN, main
 from ttprun.cli.options import GROUPS
 from ttprun.cli.torchrun_parser import build_parser, torchrun_options
 from ttprun.config import Config
 from ttprun.config_sources import FILE_ONLY, option_name
+from ttprun.observe.run_directory import RunDirectory, replace_file
+from ttprun.observe.status import write_status
 
 
 def test_help_teaches_commands_options_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,3 +161,47 @@ def test_a_thread_that_is_in_a_store_at_the_end_does_not_change_the_exit_code() 
     done = subprocess.run([sys.executable, "-c", BUSY_AT_THE_END], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout, done.stderr) == (143, "said and done", "")
+
+
+# In a fork for each, so that torch is imported once; {script} is to be found in the current folder.
+WITHOUT_A_READER = """
+import json, os, sys
+import torch
+import ttprun.cli.main as m, ttprun.cli.run
+
+for number, (words, output) in enumerate(json.load(sys.stdin)):
+    if os.fork() == 0:
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        os.dup2(write_end if output == "closed pipe" else os.open("/dev/full", os.O_WRONLY), 1)
+        os.dup2(os.open(f"{number}.err", os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv[1:] = words.split()
+        m.program()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+COMMANDS_THAT_PRINT = [
+    "--dry-run train.py", "--print-config train.py", "run --help", "--help", "--version", "check --help",
+    "drill --help", "inject-fault list", "doctor", "explain", "explain no-step-yet", "guide", "guide limits",
+    "status run", "status run --json", "status run --watch", "report run", "topology run",
+]  # fmt: skip
+
+
+def test_a_command_whose_output_nobody_reads_ends_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    run = RunDirectory.create("run")
+    write_status(run.status, status_of("done"))
+    replace_file(run.topology, MESH.to_json())
+    table = [(words, output) for words in COMMANDS_THAT_PRINT for output in ("closed pipe", "full device")]
+
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_READER], input=json.dumps(table), stdout=subprocess.PIPE, text=True, check=True
+    )
+
+    complaint = "ttprun: error: the output cannot be written (No space left on device)\n"
+    expected = {"closed pipe": ("141", ""), "full device": ("1", complaint)}
+    ends = zip(done.stdout.split(), (Path(f"{number}.err").read_text() for number in range(len(table))), strict=True)
+    assert {case: end for case, end in zip(table, ends, strict=True) if end != expected[case[1]]} == {}
+    assert not Path("started").exists()

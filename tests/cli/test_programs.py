@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.cli.programs import Program, find, module_of, why_no_script_of_ours
+from ttprun.cli.programs import Program, find, for_another_interpreter, module_of, why_no_script_of_ours
 
 WRAPPER = """\
 import re
@@ -20,8 +20,9 @@ if __name__ == '__main__':
 """
 
 
-def launch(script: str, no_python: bool = False, module: bool = False) -> Namespace:
-    return Namespace(training_script=script, no_python=no_python, module=module, run_path=False)
+def launch(script: str, no_python: bool = False, module: bool = False, arguments: tuple[str, ...] = ()) -> Namespace:
+    given = {"training_script": script, "training_script_args": list(arguments), "no_python": no_python}
+    return Namespace(**given, module=module, run_path=False)
 
 
 def executable(path: Path, first_line: str, rest: str = WRAPPER) -> str:
@@ -94,6 +95,41 @@ def test_a_command_that_is_no_script_for_this_python_is_left_alone_with_the_reas
     tmp_path: Path, first_line: str, why_not: str
 ) -> None:
     assert why_not in why_no_script_of_ours(executable(tmp_path / "train-it", first_line))
+
+
+def test_a_shell_script_that_ends_in_python_is_told_what_to_start_instead(tmp_path: Path) -> None:
+    script = executable(tmp_path / "train.sh", "#!/bin/sh", 'export LR=1\nexec python -u train.py "$@"\n')
+
+    assert "start 'ttprun train.py \"$@\"' instead" in why_no_script_of_ours(script)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "program"),
+    [
+        (("train.py", "--lr", "1"), Program("train.py", words=1)),
+        (("-u", "train.py"), Program("train.py", words=2)),
+        (("-m", "train"), Program(why_not="it is Python itself: leave out --no-python and python")),
+    ],
+)
+def test_a_script_of_this_python_is_run_as_without_no_python(arguments: tuple[str, ...], program: Program) -> None:
+    assert find(launch(sys.executable, no_python=True, arguments=arguments)) == program
+
+
+@pytest.mark.parametrize(
+    ("text", "interpreter"),
+    [
+        ("#!/bin/bash\necho $LR", "/bin/bash"),
+        ("echo $LR", "a shell"),
+        ("#!/bin/sh\n'''exec' python \"$0\" \"$@\"\n'''\nx = 1", ""),
+        ("#!/usr/bin/env python3\n(", ""),
+    ],
+)
+def test_a_script_for_another_interpreter_is_known_if_python_cannot_read_it(
+    tmp_path: Path, text: str, interpreter: str
+) -> None:
+    (tmp_path / "train.sh").write_text(text)
+
+    assert for_another_interpreter(str(tmp_path / "train.sh")) == interpreter
 
 
 def test_the_python_of_the_environment_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,7 +244,7 @@ def test_without_a_directory_the_run_is_kept_under_a_name_that_sorts_by_time(age
         (["--fault", "kill:rank=1", "train.py"], "fault 'kill:rank=1' is not allowed in this run; add --allow-faults"),
         (
             ["--allow-faults", "--fault", "kill:rank=1", "train.py"],
-            "fault 'kill:rank=1': there are 1 ranks; use ranks 0",
+            "fault 'kill:rank=1': there is no such rank; use ranks 0",
         ),
         (["--nproc-per-node", "gpu", "train.py"], "--nproc-per-node: 'gpu' is not valid (Cuda is not available); see"),
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node: 0 ranks; give 1 or more"),

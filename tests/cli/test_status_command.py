@@ -24,6 +24,7 @@ RANKS = tuple(RankStatus(rank, rank, 4000 + rank, "running", 41, "COMPUTING", 0.
 REASON = "rank 1 was killed by SIGKILL in step 41, in backward; state of boundary 41 from rank 0 [long]"
 INCIDENT = IncidentStatus(
     1, "signal 9", (1,), "replace", "recovered", REASON, 0.002, 0.011, 0.0, 0.31, 0.04, 0.05, 0.006, 0.42, 0, 41,
+    had_standby=False, equal=("rank 1: 1 loss in step 41",),
     not_proved=("game (sim.Game): it can change, and does not show its state", "rank 1: loss number 1 of step 41"),
 )  # fmt: skip
 
@@ -73,6 +74,21 @@ def test_the_last_incident_is_drawn_phase_by_phase() -> None:
 
 def test_an_incident_that_has_reached_no_phase_has_no_drawing() -> None:
     assert draw_waterfall(IncidentStatus(1, "signal 9", (1,))) == []
+
+
+def test_what_was_found_equal_is_shown_where_it_is_asked_for_and_always_whether_a_standby_was_ready(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_status(run.status, status_of("healthy"))
+
+    main(["status"])
+    usual = capsys.readouterr().out
+    main(["status", "--proofs"])
+
+    proof = "incident 1: equal: rank 1: 1 loss in step 41"
+    assert proof not in usual
+    assert proof in capsys.readouterr().out
+    assert "incident 1: no standby was ready: the new process imported torch first" in usual
 
 
 def test_the_schema_names_every_field_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,8 +158,8 @@ def test_the_agent_that_leads_takes_every_message_of_a_rank_by_one_table_but_for
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (Rewind((0, 2), 4), "it names rank 2, and there are 2 ranks"),
-        (RankStarted(at_s=1.0, rank=-1, pid=7), "it names rank -1, and there are 2 ranks"),
+        (Rewind((0, 2), 4), "it names rank 2, and the world size is 2"),
+        (RankStarted(at_s=1.0, rank=-1, pid=7), "it names rank -1, and the world size is 2"),
         (RankExited.ended(256, at_s=1.0, rank=1, pid=7, boundary=3), "there is no such signal or exit code"),
         (RankExited.ended(-66, at_s=1.0, rank=1, pid=7, boundary=3), "there is no such signal or exit code"),
         (RankExited.ended(1, at_s=1.0, rank=1, pid=7, boundary=3, detected_after_s=math.nan), "a time is out of range"),

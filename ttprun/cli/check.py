@@ -94,18 +94,14 @@ def read_command_line(words: Sequence[str]) -> tuple[Namespace, CheckTarget]:
     from ttprun.chaos.check.plan import FEWEST_STEPS
     from ttprun.chaos.check.trial import CheckTarget
     from ttprun.chaos.check.working_copy import check_size
-    from ttprun.cli.preflight import check_host, check_options
-    from ttprun.cli.run import fill_rendezvous
+    from ttprun.cli.run import check_command
     from ttprun.cli.run import read_command_line as read_launch
     from ttprun.config_sources import option_name
 
     at = _script_at(words)
     own, options = _parser().parse_known_args(words[:at])
     launch = read_launch([*options, *words[at:]])
-    torchrun, config = launch.torchrun, launch.config
-    check_options(torchrun)
-    fill_rendezvous(torchrun, launch.launch_origins)
-    check_host(torchrun, config)
+    torchrun, config = check_command(launch)
     if own.steps < FEWEST_STEPS:
         raise ConfigError(f"--steps: {own.steps} are too few", f"give {FEWEST_STEPS} or more")
     if own.limit_s <= 0:
@@ -173,10 +169,11 @@ def draw(report: CheckReport, kept: str | None) -> None:
     console = open_console()
     table = new_table(console, "killed", "step", "rank", "result", "by", "steps again", "seconds", right=_NUMBERS)
     for row in report.rows:
-        lost = "-" if row.steps_lost is None else str(row.steps_lost)
+        lost, by = "-" if row.steps_lost is None else str(row.steps_lost), row.rung or "-"
         took = "-" if row.took_s is None else f"{row.took_s:.2f}"
+        by += ", no standby ready" if row.had_standby is False else ""
         result = Text("recovered exactly" if row.result == "exact" else row.result, style=_WORDS[row.result])
-        table.add_row(row.phase, str(row.step), str(row.rank), result, row.rung or "-", lost, took)
+        table.add_row(row.phase, str(row.step), str(row.rank), result, by, lost, took)
     if report.rows:
         console.print(table)
     for row in _one_a_reason(report.rows):

@@ -17,7 +17,7 @@ from rich.text import Text
 from ttprun.cli.control import ask_running
 from ttprun.cli.status_command import load
 from ttprun.cli.terminal import new_table, open_console
-from ttprun.errors import ConfigError, one_line, suggestion
+from ttprun.errors import ConfigError, counted, one_line, suggestion
 from ttprun.observe.console import SILENT_S, ProgressLine, format_bytes
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import CheckpointStatus
@@ -62,7 +62,7 @@ def draw_one(console: Console, checkpoint: Checkpoint, latest: str | None) -> Re
     if checkpoint.manifest is None:
         return Group(*parts)
     manifest = checkpoint.manifest
-    parts.append(Text(f"step {manifest.boundary} of run {manifest.run_id} · {manifest.world_size} ranks"))
+    parts.append(Text(f"step {manifest.boundary} of run {manifest.run_id} · {counted(manifest.world_size, 'rank')}"))
     parts.append(Text(f"written {_when(manifest)} ({manifest.cause}) · script {manifest.script}"))
     parts.append(Text(" · ".join(f"{name} {version}" for name, version in manifest.versions.items())))
     files = new_table(console, "file", "bytes", "xxh3", right=("bytes",))

@@ -17,6 +17,7 @@ from ttprun.cli.machine_checks import CHECKS
 from ttprun.cli.repair_check import repair
 from ttprun.cli.software_checks import Probe, accelerators, mindio_variables, software
 from ttprun.cli.terminal import open_console
+from ttprun.errors import counted
 
 MARKS = {"ok": "ok", "note": "note", "fails": "FAILS"}
 STYLES = {"ok": "green", "note": "yellow", "fails": "bold red"}
@@ -94,7 +95,7 @@ def conclude(console: Console, findings: list[Finding]) -> None:
     failed = [finding.subject for finding in findings if finding.level == "fails"]
     notes = sum(finding.level == "note" for finding in findings)
     if not failed:
-        console.print(f"training with recovery can work here ({notes} note{'s' if notes != 1 else ''})")
+        console.print(f"training with recovery can work here ({counted(notes, 'note')})")
     else:
         console.print(f"training with recovery cannot work here: {', '.join(failed)}")
     console.file.flush()

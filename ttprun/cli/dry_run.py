@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING
 import yaml
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-from ttprun.cli.preflight import check_host, check_launch, check_options
+from ttprun.cli.preflight import check_launch, check_options
 from ttprun.cli.torchrun_parser import SCRIPT, RunParser
 from ttprun.config import Config
 from ttprun.config_sources import Origins, option_name
+from ttprun.errors import ConfigError, counted
 from ttprun.observe import console
 from ttprun.observe.run_directory import BASE, RunDirectory
 from ttprun.state.store import CheckpointStore, last_written_first
+from ttprun.web.companion import listen
 
 if TYPE_CHECKING:
     from ttprun.cli.run import Invocation
@@ -101,12 +103,10 @@ def dry_run(invocation: Invocation) -> int:
 
     Raises ConfigError as the launch would. Nothing is written; a rendezvous port is listened to for an instant.
     """
-    from ttprun.cli.run import fill_rendezvous, launch_arguments
+    from ttprun.cli.run import check_command, launch_arguments
 
-    torchrun, config = invocation.torchrun, invocation.config
-    check_options(torchrun)
-    fill_rendezvous(torchrun, invocation.launch_origins)
-    check_host(torchrun, config)
+    torchrun, config = check_command(invocation)
+    check_places(config)
     logs, torchrun.log_dir = torchrun.log_dir, tempfile.mkdtemp(prefix="ttprun-dry-run-")  # torch makes the directory
     try:
         launch, entrypoint, arguments = launch_arguments(torchrun, RunDirectory(torchrun.log_dir))
@@ -121,15 +121,29 @@ def dry_run(invocation: Invocation) -> int:
     command = shlex.join([entrypoint if isinstance(entrypoint, str) else torchrun.training_script, *arguments])
     run_id = (config.run_id if "run_id" in invocation.origins.keys else None) or "RUN_ID"
     run_dir = config.run_dir or BASE / run_id
-    print("dry run: nothing was started")
-    print(f"  ranks        {launch.nproc_per_node * nodes}: {launch.nproc_per_node} per node, {nodes} node(s){more}")
-    print(f"  each runs    {command}")
-    print(f"  rendezvous   {torchrun.rdzv_backend} at {torchrun.rdzv_endpoint or torchrun.master_addr}")
-    print(f"  methods      {', '.join(as_used(config, torchrun)[0].rungs)}; --max-restarts {launch.max_restarts}")
-    print(f"  run          {run_dir}/")
-    print(f"  logs         {logs or f'{run_dir}/logs'}")
-    print(f"  checkpoints  {_checkpoints(config)}")
+    lines = {
+        "ranks": f"{launch.nproc_per_node * nodes}: {launch.nproc_per_node} per node, {counted(nodes, 'node')}{more}",
+        "each runs": command,
+        "rendezvous": f"{torchrun.rdzv_backend} at {torchrun.rdzv_endpoint or torchrun.master_addr}",
+        "methods": f"{', '.join(as_used(config, torchrun)[0].rungs)}; --max-restarts {launch.max_restarts}",
+        "run": f"{run_dir}/",
+        "logs": logs or f"{run_dir}/logs",
+        "checkpoints": _checkpoints(config),
+    }
+    print("dry run: nothing was started", *(f"  {name:12} {text}" for name, text in lines.items()), sep="\n")
     return 0
+
+
+def check_places(config: Config) -> None:
+    """Check that the run could write its directories, and serve its page. Raises ConfigError; writes nothing."""
+    for option, place in (("--run-dir", config.run_dir or BASE), ("--save-dir", config.save_dir)):
+        path = Path(os.path.expanduser(place or BASE)).absolute()
+        nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            why = f"'{nearest}' is not a directory that you may write"
+            raise ConfigError(f"{option}: '{path}' cannot be written ({why})", "name another directory")
+    if config.http is not None:
+        listen(config.http)[1].close()
 
 
 def _checkpoints(config: Config) -> str:

@@ -68,7 +68,7 @@ def explain_reason(row: Reason) -> None:
     print(f"{row.kind}: {row.word}\n")
     print("\n".join(_indented([row.means], width)))
     for title, text in (
-        ("what ttprun does then", WORDS[row.word]),
+        ("what ttprun does then", row.then or WORDS[row.word]),
         ("what helps", row.cure),
         ("more", f"ttprun guide {topic}, under '{heading}'"),
     ):

@@ -16,13 +16,12 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from ttprun import __version__, early_signals
-from ttprun.cli.alike import ALIKE
+from ttprun.cli.alike import ALIKE, through
 from ttprun.cli.commands import COMMANDS, LAUNCHING
 from ttprun.errors import ConfigError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
-PIPE_CLOSED = 141  # 128 + SIGPIPE, as the shell's own commands end
 COMPLETION_OPTIONS = ("--install-completion", "--show-completion")
 COMPLETION_VARIABLE = "_TTPRUN_COMPLETE"  # set where a shell asks, by what --install-completion has written
 
@@ -91,8 +90,14 @@ def program() -> NoReturn:
         early_signals.listen()
     code: list[int] = []
     atexit.register(_leave, code)
-    code.append(main())
-    sys.exit(code[0])
+    if sys.stdout is not None:
+        sys.stdout = through(sys.stdout)
+    try:
+        exit_code = main()
+    finally:
+        print(end="", flush=True)  # what cannot be written is found here, not in the end of Python
+    code.append(exit_code)
+    sys.exit(exit_code)
 
 
 def _leave(code: list[int]) -> None:
@@ -144,7 +149,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_script(words: list[str]) -> int:
-    """Run a script on all ranks; if ttprun fails before they have begun, as torchrun does. Raises ConfigError."""
+    """Run a script on all ranks; if ttprun fails before they have begun, as torchrun does. Raises ConfigError.
+
+    Not if the command line asks for no run (`--dry-run`): then the failure is reported, and nothing is started.
+    """
     try:
         from ttprun.cli.run import run
 
@@ -184,9 +192,6 @@ def run_command(name: str, command: Callable[..., Any], arguments: list[str]) ->
         code: int | None = app(arguments, prog_name=program, standalone_mode=False)
     except typer.Abort:  # what it makes of Ctrl-C
         return INTERRUPTED
-    except BrokenPipeError:  # whoever reads our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
     except Exception as error:
         # typer contains click in some releases and depends on it in others, so its usage errors have no
         # importable name; they are the exceptions that can format their message.

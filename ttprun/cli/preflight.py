@@ -25,6 +25,7 @@ from torch.distributed.run import determine_local_world_size, parse_min_max_nnod
 
 from ttprun import mindio
 from ttprun.chaos.faults import parse_fault
+from ttprun.cli import programs
 from ttprun.cli.commands import COMMANDS
 from ttprun.config import Config
 from ttprun.config_sources import option_name
@@ -162,6 +163,12 @@ def check_script(torchrun: Namespace) -> None:
         raise ConfigError(f"'{script}' is a directory", "name a script; a directory needs a __main__.py to be run")
     if not os.access(path, os.R_OK):
         raise ConfigError(f"script '{script}' cannot be read (permission denied)", "make it readable for you")
+    interpreter = programs.for_another_interpreter(script) if path.is_file() else ""
+    if interpreter:
+        raise ConfigError(
+            f"'{script}' is no Python script, but one for {interpreter}",
+            f"--no-python runs it as it is: ttprun --no-python {script}",
+        )
 
 
 def check_rendezvous_backend(backend: str) -> None:
@@ -224,7 +231,7 @@ def check_launch(launch: LaunchConfig, config: Config) -> None:
     for text in config.faults:
         fault = parse_fault(text)
         if any(rank is not None and rank >= world_size for rank in (fault.rank, fault.peer)):
-            raise ConfigError(f"fault '{text}': there are {world_size} ranks", f"use ranks 0 to {world_size - 1}")
+            raise ConfigError(f"fault '{text}': there is no such rank", f"use ranks 0 to {world_size - 1}")
 
 
 def _read_signals(names: str) -> None:

@@ -23,6 +23,7 @@ from ttprun.introspect.whose import is_installed
 # What pip and others write where the interpreter's path is too long for a `#!` line.
 _BY_SHELL = re.compile(rb"#!/bin/sh\n'''exec' \"?([^\" \n]+)\"? \"\$0\" \"\$@\"\n")
 _HEAD_BYTES = 4096
+_EXECS = re.compile(rb"\nexec python[\d.]* (?:-u )?([^-\n][^\n]*)\Z")  # a shell script's last line
 # Modules that a console script imports beside the program's own.
 _OF_SCRIPTS = ("re", "sys", "os")
 _NOBODYS = {"torch", "ttprun", *(name.partition(".")[0] for name in frameworks.FOLLOW)}
@@ -35,11 +36,13 @@ class Program:
     script    path of the console script that `--no-python` names, "" if it is not one
     own       where the installed program's own code lies: folders, or one file; nothing if it is not installed
     why_not   why a command cannot be run as a Python script, "" if it can, or none is named
+    words     of its arguments that are not the script's: those of `python -u train.py`
     """
 
     script: str = ""
     own: tuple[str, ...] = ()
     why_not: str = ""
+    words: int = 0
 
 
 def find(torchrun: Namespace) -> Program:
@@ -53,8 +56,33 @@ def find(torchrun: Namespace) -> Program:
     path = shutil.which(torchrun.training_script)
     if path is None:
         return Program()
+    if os.path.basename(path).startswith("python"):
+        return _of_python(path, torchrun.training_script_args)
     why_not = why_no_script_of_ours(path)
     return Program(why_not=why_not) if why_not else Program(path, code_of(module_of(path)))
+
+
+def _of_python(path: str, arguments: list[str]) -> Program:
+    """What `--no-python python ARGUMENTS` runs: the script that they name, as without `--no-python`."""
+    if not _is_this_python(path):
+        return Program(why_not=f"it is another Python ({path}); install ttprun there")
+    at = int(arguments[:1] == ["-u"])
+    if arguments[at:] and not arguments[at].startswith("-"):
+        return Program(arguments[at], words=at + 1)
+    return Program(why_not="it is Python itself: leave out --no-python and python")
+
+
+def for_another_interpreter(path: str) -> str:
+    """The interpreter that a script names if Python cannot read it; "" if Python can, or if it names none."""
+    source = Path(path).read_bytes()
+    head = (source.splitlines() or [b""])[0]
+    if b"python" in head or not (head.startswith(b"#!") or path.endswith(".sh")):
+        return ""
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError):
+        return os.fsdecode(head[2:]).strip() if head.startswith(b"#!") else "a shell"
+    return ""
 
 
 def why_no_script_of_ours(path: str) -> str:
@@ -69,7 +97,11 @@ def why_no_script_of_ours(path: str) -> str:
     if os.path.basename(interpreter) == "env" and len(options) == 1:
         interpreter, options = shutil.which(options[0]) or options[0], []
     if not os.path.basename(interpreter).startswith("python"):
-        return f"it is not a Python script, but one for {interpreter}"
+        why = f"it is not a Python script, but one for {interpreter}"
+        if ends := _EXECS.search(head.rstrip()):
+            command = os.fsdecode(ends[1])
+            why += f"; start 'ttprun {command}' instead, with what it sets before, and ranks are replaced"
+        return why
     if options:
         return f"its Python is started with {' '.join(options)}"
     if not _is_this_python(interpreter):

@@ -25,6 +25,7 @@ from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT
 from ttprun.agent.launcher.outcome import Outcomes
 from ttprun.agent.report.status_publisher import write_last_status
 from ttprun.cli import programs
+from ttprun.cli.alike import CommandOutput
 from ttprun.cli.dry_run import dry_run, launch_origins, print_config
 from ttprun.cli.old_runs import Keep, remove_old_runs
 from ttprun.cli.options import asked_instead, take_options, take_script_config
@@ -79,10 +80,8 @@ def run(words: Sequence[str]) -> int:
     invocation = read_command_line(words)
     if invocation.asked:
         return print_config(invocation) if "print_config" in invocation.asked else dry_run(invocation)
-    torchrun, config = invocation.torchrun, invocation.config
-    check_options(torchrun)
-    fill_rendezvous(torchrun, invocation.launch_origins)
-    check_host(torchrun, config)
+    CommandOutput.ends_the_command = False
+    torchrun, config = check_command(invocation)
     assert config.run_id is not None
     console.use(config.log_format, config.run_id)
     name = folder_of(invocation)
@@ -106,8 +105,12 @@ def run(words: Sequence[str]) -> int:
     except OSError as error:
         directory.discard()
         raise ConfigError(f"'{directory.config}' cannot be written ({error.strerror})", "make room there") from None
-    protection = "protected after its first steps" if "replace" in config.rungs else "no rank is replaced"
-    started = f"run {directory.path.name}: {protection}; see 'ttprun status'"
+    protection = (
+        "a lost rank can be replaced once each rank has taken a step"
+        if "replace" in config.rungs
+        else "no rank is replaced"
+    )
+    started = f"run {directory.path.name}: started; {protection}; see 'ttprun status'"
     for notice in filter(None, (started, *invocation.notices, torch_versions.why_untried(torch.__version__))):
         console.say(notice)
     write_first_status(directory, config, launch_config)
@@ -162,6 +165,7 @@ def read_command_line(words: Sequence[str]) -> Invocation:
     program = programs.find(torchrun)
     if program.script:
         torchrun.training_script, torchrun.no_python = program.script, False
+        torchrun.training_script_args = script_arguments[program.words :]
     if program.own:
         config = config.model_copy(update={"user_paths": [*config.user_paths, *program.own]})
     for flag in ("no_python", "run_path"):
@@ -176,6 +180,17 @@ def read_command_line(words: Sequence[str]) -> Invocation:
     )
     of_launch = launch_origins(parser, list(words), torchrun, setting_origins, os.environ)
     return Invocation(config, torchrun, tuple(notices), is_place_named, is_job_named, asked, setting_origins, of_launch)
+
+
+def check_command(invocation: Invocation) -> tuple[Namespace, Config]:
+    """Check what can be checked before anything is made, and fill in the rendezvous. Raises ConfigError.
+
+    returns  torchrun's options, and ours
+    """
+    check_options(invocation.torchrun)
+    fill_rendezvous(invocation.torchrun, invocation.launch_origins)
+    check_host(invocation.torchrun, invocation.config)
+    return invocation.torchrun, invocation.config
 
 
 def folder_of(invocation: Invocation) -> str:

@@ -16,7 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ttprun.cli.terminal import fitting_table
-from ttprun.errors import ConfigError
+from ttprun.errors import ConfigError, counted
 from ttprun.observe.console import format_bytes
 from ttprun.observe.events import COLUMNS, read_history, seconds_of, spans_of
 from ttprun.observe.run_directory import RunDirectory
@@ -46,10 +46,11 @@ _SPARE = {
 }
 
 
-def draw(console: Console, shown: RunStatus, speeds: Sequence[float] = ()) -> RenderableType:
+def draw(console: Console, shown: RunStatus, speeds: Sequence[float] = (), proofs: bool = False) -> RenderableType:
     """The whole picture: headline, speed, ranks, incidents.
 
     speeds   steps per second, in their order
+    proofs   show of each incident what was compared and found equal
     """
     parts: list[RenderableType] = [draw_headline(shown)]
     if speeds:
@@ -66,7 +67,7 @@ def draw(console: Console, shown: RunStatus, speeds: Sequence[float] = ()) -> Re
             Text(line) for line in (f"\nincident {last.id}, phase by phase", *draw_waterfall(last, console.width))
         ]
         for incident in shown.incidents:
-            parts += [Text(f"incident {incident.id}: {sentence}") for sentence in sentences_of(incident)]
+            parts += [Text(f"incident {incident.id}: {sentence}") for sentence in sentences_of(incident, proofs)]
     return Group(*parts)
 
 
@@ -77,16 +78,21 @@ def draw_sparkline(values: Sequence[float], width: int = _CURVE) -> str:
     return "".join(_BARS[round(value / highest * (len(_BARS) - 1))] if highest else _BARS[0] for value in shown)
 
 
-def sentences_of(incident: IncidentStatus) -> list[str]:
-    """The sentences of an incident: its reason, what was compared and found equal, what is not proved."""
+def sentences_of(incident: IncidentStatus, proofs: bool = True) -> list[str]:
+    """The sentences of an incident: its reason, its standby, what was found equal, what is not proved."""
     sentences = [incident.reason + pointer(incident.reason)] if incident.reason else []
-    sentences += [f"equal: {noun}" for noun in incident.equal]
+    sentences += {
+        None: [],
+        True: ["a standby was ready"],
+        False: ["no standby was ready: the new process imported torch first"],
+    }[incident.had_standby]
+    sentences += [f"equal: {noun}" for noun in incident.equal] if proofs else []
     return sentences + [f"not proved: {sentence}" for sentence in incident.not_proved]
 
 
 def draw_headline(shown: RunStatus) -> Text:
     """State, generation and budgets, then what else a person must know."""
-    facts = [f"generation {shown.generation}", f"{shown.world_size} ranks"]
+    facts = [f"generation {shown.generation}", counted(shown.world_size, "rank")]
     if not shown.has_ended:
         facts += [describe_standbys(shown), f"restarts left {shown.restarts_left}"]
     if shown.exit_code is not None:
@@ -118,11 +124,7 @@ def draw_headline(shown: RunStatus) -> Text:
 def describe_standbys(shown: RunStatus) -> str:
     """How many processes wait to replace a lost rank, and how they stand."""
     how = f" ({shown.standby_state})" if shown.standby_state else ""
-    return (
-        f"{shown.standbys} standby{'' if shown.standbys == 1 else 's'}{how}"
-        if shown.standbys
-        else f"no standby yet{how}"
-    )
+    return counted(shown.standbys, "standby") + how if shown.standbys else f"no standby yet{how}"
 
 
 def describe_away(shown: RunStatus) -> str:
@@ -130,7 +132,7 @@ def describe_away(shown: RunStatus) -> str:
     steps = {rank.step for rank in shown.ranks if rank.rank in shown.away}
     since = f" since step {', '.join(map(str, sorted(filter(None, steps))))}" if any(steps) else ""
     goes_on = "went" if shown.has_ended else "goes"
-    rest = f"training {goes_on} on with {shown.world_size - len(shown.away)} of {shown.world_size} ranks"
+    rest = f"training {goes_on} on with {shown.world_size - len(shown.away)} of {counted(shown.world_size, 'rank')}"
     return f"rank {', '.join(map(str, shown.away))} away{since}, {rest}"
 
 
@@ -242,6 +244,7 @@ def status(
     run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh it until the run ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document a line, for programs.")] = False,
+    proofs: Annotated[bool, typer.Option("--proofs", help="Show what of each replacement was found equal.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json, of no run.")] = False,
 ) -> int:
     """Show a run's ranks and its incidents, with the seconds of each phase.
@@ -256,13 +259,13 @@ def status(
     directory = RunDirectory.find(run)
     shown = load(directory)
     if not watch:
-        print_status(directory, shown, as_json)
+        print_status(directory, shown, as_json, proofs)
     elif sys.stdout.isatty() and not as_json:
-        shown = watch_on_terminal(directory, shown)
+        shown = watch_on_terminal(directory, shown, proofs)
     else:
         for change in changes(directory, shown):
             shown = change
-            print_status(directory, shown, as_json)
+            print_status(directory, shown, as_json, proofs)
     return EXIT_CODES[shown.state]
 
 
@@ -288,7 +291,7 @@ def changes(directory: RunDirectory, first: RunStatus) -> Iterator[RunStatus]:
             yield shown
 
 
-def watch_on_terminal(directory: RunDirectory, first: RunStatus) -> RunStatus:
+def watch_on_terminal(directory: RunDirectory, first: RunStatus, proofs: bool) -> RunStatus:
     """Keep one picture up to date until the run has ended; returns the last status."""
     from rich.live import Live
 
@@ -296,11 +299,11 @@ def watch_on_terminal(directory: RunDirectory, first: RunStatus) -> RunStatus:
 
     shown = first
     console = open_console()
-    with Live(draw(console, shown, speeds(directory, shown)), console=console, auto_refresh=False) as live:
+    with Live(draw(console, shown, speeds(directory, shown), proofs), console=console, auto_refresh=False) as live:
         while not shown.has_ended:
             time.sleep(REFRESH_S)
             shown = load(directory)
-            live.update(draw(console, shown, speeds(directory, shown)), refresh=True)
+            live.update(draw(console, shown, speeds(directory, shown), proofs), refresh=True)
     return shown
 
 
@@ -315,11 +318,12 @@ def speeds(directory: RunDirectory, shown: RunStatus) -> list[float]:
     ]
 
 
-def print_status(directory: RunDirectory, shown: RunStatus, as_json: bool) -> None:
+def print_status(directory: RunDirectory, shown: RunStatus, as_json: bool, proofs: bool = False) -> None:
     """Print one status; at once, also into a pipe.
 
     directory   of the run, for its history of speeds
     as_json     one line of JSON for programs, instead of a picture for people
+    proofs      as for `draw`
     """
     if as_json:
         print(shown.to_json(), flush=True)
@@ -327,7 +331,7 @@ def print_status(directory: RunDirectory, shown: RunStatus, as_json: bool) -> No
     from ttprun.cli.terminal import open_console
 
     console = open_console()
-    console.print(draw(console, shown, speeds(directory, shown)))
+    console.print(draw(console, shown, speeds(directory, shown), proofs))
     console.file.flush()
 
 

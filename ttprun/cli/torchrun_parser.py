@@ -18,10 +18,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import get_args_parser
 
-from ttprun.cli.options import add_options
+from ttprun.cli.options import add_options, asked_instead
 from ttprun.config import Config
 from ttprun.config_sources import GONE, ConfigSource, option_name
 from ttprun.errors import Complaints, ConfigError, one_line, suggestion
+from ttprun.observe import console
 
 # The job as torchrun would run it, for when ttprun itself fails before the ranks have begun.
 #
@@ -38,20 +39,20 @@ def can_run(error: Exception) -> bool:
 def run(words: Sequence[str], error: Exception) -> int:
     """Say why protection is off, and run the command line by torch's own launcher. Returns the exit code.
 
-    words   of the command line, ours among them
+    words   of the command line, ours among them. If they ask for no run, none is started: the exit code is 1
     error   what has kept ttprun from running it
     """
-    why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    print(
-        f"ttprun: an error in ttprun itself ({why}); protection is off, and the job runs as under torchrun; "
-        "'ttprun doctor' checks this machine",
-        file=sys.stderr,
-    )
     parser = torchrun.get_args_parser()
     with contextlib.suppress(Exception):
         add_options(parser)
+    arguments = parser.parse_args(list(words))
+    is_run, why = not asked_instead(arguments), f"{type(error).__name__}: {' '.join(str(error).split())}"
+    what = "protection is off, and the job runs as under torchrun" if is_run else "nothing was started"
+    console.say(f"an error in ttprun itself ({why}); {what}; 'ttprun doctor' checks this machine")
+    if not is_run:
+        return 1
     try:
-        torchrun.run(parser.parse_args(list(words)))  # type: ignore[no-untyped-call]
+        torchrun.run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
         print(failed, file=sys.stderr)
         return 1

@@ -222,7 +222,7 @@ class DeviceErrors:
 
         updates   times of the optimizer's updates; None: unknown, so no error is known to be newer
         """
-        for cause in _chain(error):
+        for cause in causes_of(error):
             message = _message_of(cause)
             for pattern, fault in self._added:
                 if pattern.search(message):
@@ -275,13 +275,16 @@ def in_one_line(error: BaseException) -> str:
     return f"{name}: {lines[0][:_MESSAGE_LENGTH]}" if lines else name
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException, also_handled: bool = False) -> Iterator[BaseException]:
+    """An error and its causes (`raise ... from`); also_handled: and the errors that were handled when these came."""
     seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__
+    pending: list[BaseException | None] = [error]
+    while pending:
+        cause = pending.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            yield cause
+            pending += [cause.__cause__, cause.__context__ if also_handled else None]
 
 
 def _message_of(error: BaseException) -> str:

@@ -6,6 +6,7 @@ and is passed on as it is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -47,9 +48,12 @@ def use(log_format: LogFormat, run_id: str) -> None:
 def say(text: str, level: str = "WARNING", prefix: str = "ttprun: ") -> None:
     """Write a line at once, whatever loggers are set up; a text of several lines is one line of JSON.
 
+    Nothing if nobody reads stderr, or its device is full: a job goes on without its lines.
+
     prefix   begins the line, if it is not JSON
     """
-    print(line_of(text, level, datetime.now(UTC).timestamp(), prefix), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(line_of(text, level, datetime.now(UTC).timestamp(), prefix), file=sys.stderr, flush=True)
 
 
 def line_of(text: str, level: str, unix_s: float, prefix: str = "ttprun: ") -> str:

@@ -72,6 +72,7 @@ class IncidentStatus:
     equal       what of the replacements was compared with the lost ranks, and found equal
     not_proved  what of the replaced ranks can change and is in no record: they have it as the script's set-up makes it;
                 and what could not be compared, or need not be equal and was not
+    had_standby  a standby was ready for each lost rank; null if none was needed
     reason_kind  the kind of that reason, for `ttprun explain`; "" if it has none
     """
 
@@ -94,6 +95,7 @@ class IncidentStatus:
     equal: tuple[str, ...] = ()
     not_proved: tuple[str, ...] = ()
     reason_kind: str = ""
+    had_standby: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def why_unfit(message: Any, world_size: int) -> str:
     ranks += [rank for rank, _ in (*fields.get("to", ()), *fields.get("puts", ()))]
     odd = next((rank for rank in ranks if not 0 <= rank < world_size), None)
     if odd is not None:
-        return f"it names rank {str(odd)[:20]}, and there are {world_size} ranks"
+        return f"it names rank {str(odd)[:20]}, and the world size is {world_size}"
     if any(len(row.values) != len(SHARED) for row in rows):
         return "a row of the board has another number of columns"
     times = [fields.get("now_ns", 0), *(row.values[at] for row in rows for at in _TIMES)]

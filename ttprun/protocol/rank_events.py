@@ -56,10 +56,12 @@ class RepairEvent(OfRank, frozen=True):
 class RankStarted(RankEvent, frozen=True, kw_only=True):
     """A process has been started for a rank, or a standby has been given it.
 
-    pid   from now on the rank's present pid
+    pid          from now on the rank's present pid
+    had_standby  a standby was ready for it; None: its launcher does not say so
     """
 
     pid: int
+    had_standby: bool | None = None
 
 
 class SpawnFailed(RankEvent, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ class Reason:
     means   a sentence
     cure    what to do about it, in one line
     where   the guide's topic and heading that explain it: "limits#Covered"
+    then    what ttprun does then, if that is not what WORDS says of `word`
     """
 
     kind: str
@@ -40,3 +41,4 @@ class Reason:
     means: str
     cure: str
     where: str
+    then: str = ""

@@ -15,6 +15,10 @@ OF_PROTECTION = (
         "wait for the first step; if there was one, the training uses an optimizer that is not torch's, or a process "
         "without hooks",
         "limits#Protected means seen",
+        "A rank that is killed before its first step gets a new process, which runs the script from the top while the "
+        "other ranks wait; no step is lost. An error of the script before its first step ends the job. If a rank "
+        "trains in a way that ttprun does not see, its loss is as under torchrun: all ranks start again "
+        "(--max-restarts), or the job ends.",
     ),
     Reason(
         "being-checked",

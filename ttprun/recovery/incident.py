@@ -33,6 +33,7 @@ class Incident:
     detect_s      from the first death until the agent saw it
     freeze_s      until the last survivor was quiesced
     spawn_s       from the request for a process to its start, also while survivors are quiesced (`freeze_s`)
+    had_standby  all new processes came from standbys; None: none was needed, or it is not known
     replay_s      from there, or from the last replacement's start if that was later, until the last one had replayed
     transfer_s    until the last replacement had its state
     rebuild_s     until all ranks were connected
@@ -55,6 +56,7 @@ class Incident:
     detect_s: float | None = None
     freeze_s: float | None = None
     spawn_s: float | None = None
+    had_standby: bool | None = None
     replay_s: float | None = None
     transfer_s: float | None = None
     rebuild_s: float | None = None

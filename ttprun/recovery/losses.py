@@ -46,6 +46,7 @@ from ttprun.recovery.replicas import UNKNOWN
 from ttprun.recovery.resize import give_up_replacing
 
 OF_SCRIPT = "this is an error of the script itself"
+NO_MEMORY = "this machine had no memory left for it"
 AGAIN = "the script fails again in a new process"
 LossEvent = RankExited | RankFaulted | RankHung | RankDiverged | NodeLost
 
@@ -152,7 +153,7 @@ def fail_for_good(job: Job, event: LossEvent) -> Result:
         ending = Ending(reason=reason_of(job, AGAIN), rung="restart", is_restart=True, why=reason_of(job, AGAIN))
         job = replace(job, ending=ending)
         return begin_persisting(job, event.at_s) if may_persist(job) else end_job(job, event.at_s)
-    why = AGAIN if is_of_incident else OF_SCRIPT
+    why = AGAIN if is_of_incident else NO_MEMORY if "raised MemoryError" in event.sentence else OF_SCRIPT
     return fail_job(job, event.at_s, why, has_progress=False, rung="fail")
 
 

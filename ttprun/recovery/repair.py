@@ -30,7 +30,8 @@ def note_process(job: Job, event: RankStarted) -> Job:
         raise UnexpectedStart(f"rank {event.rank} was started, but it needs no process", job, event)
     if member.spawn_asked_at_s is not None and job.incident is not None:
         spawn_s = max(job.incident.spawn_s or 0.0, event.at_s - member.spawn_asked_at_s)
-        job = job.with_incident(spawn_s=spawn_s)
+        had_standby = job.incident.had_standby is not False and event.had_standby
+        job = job.with_incident(spawn_s=spawn_s, had_standby=had_standby)
     changes = {"pid": event.pid, "spawn_asked_at_s": None, "started_at_s": event.at_s, "is_without_node": False}
     return job.with_member(event.rank, **changes)
 

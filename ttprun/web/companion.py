@@ -24,7 +24,7 @@ from urllib.parse import urlencode
 from ttprun.errors import ConfigError
 from ttprun.observe import console
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.web.address import parse_address
+from ttprun.web.address import Address, parse_address
 
 # Events that are reported by a command (`--on-event`). Nothing is imported here but typing.
 
@@ -124,14 +124,8 @@ def serving(http: str | None, token_file: str | None, run: RunDirectory, name: s
     if http is None:
         yield ""
         return
-    if missing := _missing():
-        raise ConfigError(f"--http needs packages that are not installed ({', '.join(missing)})", _INSTALL)
-    address = parse_address(http)
-    token = _token_file(token_file, run) if address.needs_token else None
-    try:
-        listener = address.listen()
-    except OSError as error:
-        raise ConfigError(f"--http: cannot listen on '{http}' ({error.strerror or error})", _ANOTHER) from None
+    token = _token_file(token_file, run) if parse_address(http).needs_token else None
+    address, listener = listen(http)
     url = address.url(listener, name or socket.gethostname())
     shown = _shown(url, token)
     try:
@@ -140,6 +134,17 @@ def serving(http: str | None, token_file: str | None, run: RunDirectory, name: s
             yield url
     except OSError as error:
         raise ConfigError(f"--http: its process cannot be started ({error.strerror})", "leave it out") from None
+
+
+def listen(http: str, option: str = "--http") -> tuple[Address, socket.socket]:
+    """The address of a page, and a socket that listens there. Raises ConfigError, also if packages are missing."""
+    if missing := _missing():
+        raise ConfigError(f"{option} needs packages that are not installed ({', '.join(missing)})", _INSTALL)
+    address = parse_address(http)
+    try:
+        return address, address.listen()
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot listen on '{http}' ({error.strerror or error})", _ANOTHER) from None
 
 
 def _shown(url: str, token_file: Path | None) -> str:
@@ -168,18 +173,15 @@ def answering_probes(environment: Mapping[str, str], run: RunDirectory) -> Itera
     with contextlib.ExitStack() as until_end:
         try:
             port = _probe_port(named, run, until_end)
-        except (OSError, ValueError) as error:
+        except (ConfigError, OSError, ValueError) as error:
             logger.warning("%s=%s: no health check is answered (%s)", HEALTH_PORT_VARIABLE, named, error)
             port = 0
         yield port
 
 
 def _probe_port(named: str, run: RunDirectory, until_end: contextlib.ExitStack) -> int:
-    """Start the process that answers. Raises ValueError, or OSError."""
-    if missing := _missing():
-        raise ValueError(f"it needs {', '.join(missing)}: {_INSTALL}")
-    address = parse_address(f"0.0.0.0:{named}")
-    listener = address.listen()
+    """Start the process that answers. Raises ConfigError, ValueError, or OSError."""
+    _, listener = listen(f"0.0.0.0:{named}", HEALTH_PORT_VARIABLE)
     port: int = listener.getsockname()[1]
     until_end.enter_context(_running("the health check", run, listener, PROBES_ONLY))
     return port

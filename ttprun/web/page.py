@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ttprun import __version__
-from ttprun.errors import ConfigError
+from ttprun.errors import ConfigError, counted
 from ttprun.observe.events import COLUMNS, Point, read_events, read_history, seconds_of
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import IncidentStatus, RunStatus, read_status
@@ -131,7 +131,7 @@ def as_markdown(run: Run) -> str:
     lines = [f"# Run {status.run_id}", "", summary.sentence, ""]
     lines += [
         f"* started {status.started_at}, last seen {status.updated_at}, on {', '.join(status.nodes) or status.host}",
-        f"* {status.world_size} ranks, generation {status.generation}, step {status.step}",
+        f"* {counted(status.world_size, 'rank')}, generation {status.generation}, step {status.step}",
         f"* speed: {'not known' if summary.steps_per_s is None else describe_rate(summary.steps_per_s)}",
         f"* protection: {status.protection}",
         f"* ttprun {__version__}",

@@ -12,6 +12,7 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
+from ttprun.errors import counted
 from ttprun.observe.events import Point, spans_of
 from ttprun.observe.status import IncidentStatus, RunStatus, describe_protection
 
@@ -166,7 +167,7 @@ def _account(
 
 def sentence_of(status: RunStatus, rate: float | None) -> str:
     """How the job stands, for people."""
-    ranks = f"{status.world_size} rank{'s' if status.world_size != 1 else ''}"
+    ranks = counted(status.world_size, "rank")
     speed = f", {describe_rate(rate)}" if rate is not None else ""
     because = f": {status.reason}" if status.reason else ""
     match status.state:

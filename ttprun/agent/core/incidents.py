@@ -60,6 +60,7 @@ class Incidents:
         if incident.outcome != "recovered":
             logger.warning("%s: %s", name, outcome)  # the reason is said where the ranks, or the job, are given up
         elif incident.id:
+            outcome += {True: " from a standby", False: " (no standby was ready)", None: ""}[incident.had_standby]
             outcome += f", {incident.steps_lost or 0} steps lost"
             outcome += f"; not proved: {'; '.join(uncompared)}" if uncompared else ""
             logger.warning("%s: %s: %s%s", name, incident.reason, outcome, pointer(incident.reason))

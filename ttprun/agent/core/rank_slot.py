@@ -55,6 +55,7 @@ class RankSlot:
     killed_at_s     when its process was killed because it had to be replaced; infinite if it has ended by itself
     is_buried       its process is gone, and what it had started is killed: its number may be another one's by now
     is_spawn_due    it gets its next process once that need not wait for anything more
+    had_to_wait     no standby was ready for it: it waits, or has waited, for one that is being prepared
     is_present      the process has greeted: it can be sent messages
     is_protected    its hooks have been heard
     had_torch       this process or one before it in this slot had imported torch
@@ -87,6 +88,7 @@ class RankSlot:
     killed_at_s: float = math.inf
     is_buried: bool = False
     is_spawn_due: bool = False
+    had_to_wait: bool = False
     held: Order | None = None
     stored: Stored | None = None
     script_error: str = ""
@@ -241,6 +243,7 @@ class RankSlot:
     def defer_spawn(self, waits_for_standby: bool) -> bool:
         """Whether its next process has to wait, for a standby or for the end of this one; it is due from then on."""
         self.is_spawn_due = self.is_dying or waits_for_standby
+        self.had_to_wait = self.had_to_wait or waits_for_standby
         return self.is_spawn_due
 
     def leave(self, code: int, board: Board, cause_of_signal: Callable[[int, int], str]) -> RankExited:

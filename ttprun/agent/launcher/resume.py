@@ -21,7 +21,7 @@ from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
 from ttprun.capture.values.refusals import refusals
 from ttprun.config import Config
 from ttprun.elastic_resume.acceptance import adapted
-from ttprun.errors import ConfigError, in_short
+from ttprun.errors import ConfigError, counted, in_short
 from ttprun.observe.console import ProgressLog
 from ttprun.state import save_errors
 from ttprun.state.checkpoint import Checkpoint, inspect
@@ -177,7 +177,7 @@ class Resumption:
             raise ConfigError(
                 f"checkpoint '{checkpoint.path}' {what_differs}; its ranks held different values of "
                 f"{in_short(stored.replicas.all_names)}, and only the script knows how to divide them",
-                f"start {manifest.world_size} ranks, or give --resume off to start anew",
+                f"start {counted(manifest.world_size, 'rank')}, or give --resume off to start anew",
             )
         if manifest.world_size == self._world_size:
             what_differs = f"was made with other arguments ('{shlex.join(stored.arguments)}')"

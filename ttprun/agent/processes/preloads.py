@@ -249,7 +249,7 @@ class Preloads:
         """How it stands, for people."""
         preloaded = self.ready
         if preloaded is not None:
-            text = f"with {preloaded.count} modules that the ranks have imported"
+            text = f"{preloaded.count} modules loaded"
             refusals = [f"{name} ({why})" for name, why in self.refused.items()]
             more = len(refusals) - _NAMED_AT_MOST
             if refusals:
@@ -258,8 +258,8 @@ class Preloads:
                 )
             return text
         if self.why_not:
-            return f"with torch alone: {self.why_not}"
-        return "with torch; it now imports what the ranks have imported" if self._current is not None else "with torch"
+            return f"torch loaded, nothing else: {self.why_not}"
+        return "torch loaded; the ranks' other imports follow" if self._current is not None else "torch loaded"
 
     def give_up(self) -> Preloaded | None:
         """Know nothing of the present copy from now on."""

@@ -125,7 +125,8 @@ class ProcessWatch:
         node.selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(slot, handler))
         node.selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
         node.log("rank_started", rank=slot.rank, pid=slot.pid, is_replacement=is_replacement)
-        node.report(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid))
+        was_ready, slot.had_to_wait = isinstance(handler, StandbyHandler) and not slot.had_to_wait, False
+        node.report(RankStarted(at_s=time.monotonic(), rank=slot.rank, pid=slot.pid, had_standby=was_ready))
         if is_replacement:
             self._injections.forked(slot)
 

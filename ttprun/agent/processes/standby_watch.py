@@ -100,7 +100,8 @@ class StandbyWatch:
             self._is_announced = True
         elif self._standbys.is_complete or (is_late and self._standbys.ready):
             self._is_announced = True
-            logger.warning("a standby is %s; a lost rank's process is made from it", self._standbys.state)
+            what = "a lost rank is now replaced in about a second"
+            logger.warning("standby ready (%s): %s", self._standbys.state.removeprefix("ready, "), what)
         elif not self._late_at_s:
             self._late_at_s = now + LATE_S
         elif is_late and not self._is_absence_said:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ from ttprun.recovery import Job, JobPhase, cost_of_a_loss, cost_of_a_loss_alone,
 from ttprun.recovery.job import name_ranks
 from ttprun.recovery.ways_back import may_rewind
 
+logger = logging.getLogger("ttprun")
 _EVERY_S = 0.5
 _MOST_SHARE = 9.0  # times that writing it took, until it may be written again: nobody waits for it, and for us many do
 _MOST_RANKS_FOR_ALL = 1024  # of larger jobs the status would be the most that crosses nodes
@@ -88,6 +90,7 @@ class StatusPublisher:
     _seen: tuple[object, ...] = ()
     _of_all: RunStatus | None = None
     _protection_in_run: str = ""
+    _has_announced: bool = False  # that the ranks are protected
     _restarts_left: int = 0
     step: int = 0
 
@@ -118,6 +121,10 @@ class StatusPublisher:
         status = self._compose(state)
         if not job.finished:
             self._protection_in_run = status.protection
+        if status.is_leading and not self._has_announced and status.protection.startswith("on"):
+            self._has_announced = True
+            limits = ", with limits: see 'ttprun status'"
+            logger.warning("protected from step %d on%s", status.step, limits * (status.protection != "on"))
         write_status(self._node.run.status, status)
         self._history.note(status.step)
         if status.is_leading and len(slots) <= _MOST_RANKS_FOR_ALL:

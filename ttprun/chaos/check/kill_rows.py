@@ -43,6 +43,7 @@ class KillOutcome:
     detail   what it came to, a sentence; the reason where it is not exact
     place    file:line, or the variable, "" if the reason names none
     cure     what to do about it; "" if nothing is to be done
+    had_standby   a standby was ready for the lost rank; None if none was needed
     """
 
     phase: str
@@ -55,6 +56,7 @@ class KillOutcome:
     took_s: float | None = None
     place: str = ""
     cure: str = ""
+    had_standby: bool | None = None
 
 
 def rows_of(trial: Trial, faults: Sequence[Fault]) -> tuple[list[KillOutcome], list[Fault]]:
@@ -83,7 +85,13 @@ def _row(trial: Trial, fault: Fault, incidents: list[IncidentStatus]) -> KillOut
     incident = next((candidate for candidate in incidents if not _is_without_loss(candidate)), incidents[0])
     is_anew = incident.rung == "rewind" and incident.boundary == 0
     rung = "a start from the beginning" if is_anew else incident.rung
-    row = replace(_new(fault, "exact", ""), rung=rung, steps_lost=incident.steps_lost, took_s=incident.total_s)
+    row = replace(
+        _new(fault, "exact", ""),
+        rung=rung,
+        steps_lost=incident.steps_lost,
+        took_s=incident.total_s,
+        had_standby=incident.had_standby,
+    )
     if _is_without_loss(incident):
         return row
     reason = trial.as_users(essence(incident.reason))

@@ -10,6 +10,7 @@ from typing import Any
 from ttprun.chaos.drill.compare import Injection, OutputComparison, compare_runs, pair
 from ttprun.chaos.drill.scenario import Scenario
 from ttprun.chaos.drill.twins import Twin, run_twin
+from ttprun.errors import counted
 from ttprun.observe.events import read_events
 
 
@@ -62,7 +63,7 @@ def rehearse(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> Dr
     say(f"1/2  {scenario.twin} without faults ...")
     undisturbed = run_twin(scenario, folder / "undisturbed", scenario.twin)
     say(f"     done in {undisturbed.took_s:.1f} s, exit code {undisturbed.exit_code}")
-    say(f"2/2  ttprun with {len(scenario.faults)} ordered faults ...")
+    say(f"2/2  ttprun with {counted(len(scenario.faults), 'ordered fault')} ...")
     disturbed = run_twin(scenario, folder / "disturbed", "disturbed", _Story(folder, say).look)
     say(f"     done in {disturbed.took_s:.1f} s, exit code {disturbed.exit_code}")
     injections = pair(disturbed.events)

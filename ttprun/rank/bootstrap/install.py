@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from itertools import dropwhile, pairwise
 from typing import TYPE_CHECKING, Any
 
 from ttprun import text_hashes
@@ -26,7 +27,7 @@ from ttprun.capture.data.lost_worker import lost_worker
 from ttprun.capture.position import ast_transform
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
-from ttprun.device.device_errors import DeviceFault, Diagnosis, in_one_line
+from ttprun.device.device_errors import DeviceFault, Diagnosis, causes_of, in_one_line
 from ttprun.introspect import children, host, signal_handlers
 from ttprun.introspect.after_import import after_import, is_overdue
 from ttprun.introspect.fail_open import session_now
@@ -45,6 +46,7 @@ PR_SET_PDEATHSIG = 1
 CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
 _RANK_DIED = signal.SIGRTMAX - 6  # to its forked children; beside the signal of process/heartbeat.py
 _TRACEBACK_BYTES = 16 << 10  # of a traceback, its end
+_OURS = os.path.dirname(text_hashes.__file__) + os.sep
 _ROOM_LIMIT_S, _LOOK_EVERY_S = 5.0, 0.1
 AGENT_VARIABLE = "_TTPRUN_AGENT_PID"
 
@@ -162,6 +164,7 @@ def report_before(previous: Any) -> Any:
                 held_signals.wait_for_end()
         if issubclass(kind, KeyboardInterrupt) or presence.is_ended_by_agent():
             presence.has_script_failed = True
+            trace = _leave_out_ours(error)
             if _is_of_end(presence, error) and not presence.welcome.options.prints_traceback:
                 _keep_interrupted(presence, error)
             else:
@@ -172,7 +175,7 @@ def report_before(previous: Any) -> Any:
         error, diagnosis = _run_again(presence, error, trace)
         if diagnosis.fault is DeviceFault.DEVICE_BUSY:
             _wait_for_room(presence)
-        kind, trace = type(error), error.__traceback__
+        kind, trace = type(error), _leave_out_ours(error)
         presence.has_script_failed = True
         session = session_now()
         if session is not None:
@@ -196,6 +199,24 @@ def report_before(previous: Any) -> Any:
             _leave_at_once(presence.welcome.rank)
 
     return report
+
+
+def _leave_out_ours(error: BaseException) -> Any:
+    """Leave out of the tracebacks of an error and its causes what torchrun's would not have: frames of ttprun, and of
+    what has run the script. Returns the error's own.
+    """
+    for cause in causes_of(error, also_handled=True):
+        traces: list[Any] = []
+        trace = cause.__traceback__
+        while trace is not None:
+            traces.append(trace)
+            trace = trace.tb_next
+        theirs = [trace for trace in traces if not trace.tb_frame.f_code.co_filename.startswith(_OURS)]
+        kept = [*dropwhile(lambda trace: trace.tb_frame.f_code.co_filename == "<frozen runpy>", theirs)]
+        for trace, following in pairwise([*kept, None]):
+            trace.tb_next = following
+        cause.__traceback__ = kept[0] if kept else cause.__traceback__
+    return error.__traceback__
 
 
 def _wait_for_room(presence: Presence) -> None:

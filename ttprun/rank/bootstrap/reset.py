@@ -29,6 +29,7 @@ from ttprun.capture import installing as capture
 from ttprun.capture.effects import os_entropy
 from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position import ast_transform
+from ttprun.device.device_errors import causes_of
 from ttprun.groups import async_saves, ending
 from ttprun.introspect import distributed_tensors, fail_open, random_state
 from ttprun.introspect.whose import has_muted_effects
@@ -140,16 +141,9 @@ def _leave_process_groups() -> None:
 
 def _clear_frames(error: BaseException) -> None:
     """Drop the script's variables, also those held by the errors that caused this one."""
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        pending += [current.__cause__, current.__context__]
-        _clear_frames_of(current.__traceback__)
-        current.__traceback__ = None
+    for cause in causes_of(error, also_handled=True):
+        _clear_frames_of(cause.__traceback__)
+        cause.__traceback__ = None
 
 
 def _clear_frames_of(trace: TracebackType | None) -> None:
