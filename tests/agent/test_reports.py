@@ -74,9 +74,6 @@ class FakeNode:
             self.advance(RankStarted(at_s=0.0, rank=slot.rank, pid=slot.pid))
             self.advance(RankProtected(at_s=0.0, rank=slot.rank))
 
-    def lines_since(self, slot: RankSlot, boundary: int) -> tuple[int, int]:
-        return 0, 0
-
     def void_beyond(self, boundary: int) -> None:
         Node.void_beyond(self, boundary)  # type: ignore[arg-type]
 

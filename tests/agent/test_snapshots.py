@@ -126,7 +126,7 @@ class Job:
     def report(self, rank: int, boundary: int, **differing: Any) -> None:
         """A rank has put its part of the snapshot that is asked for where it belongs."""
         buffer = self.snapshots.buffers[self.asked % 2]
-        os.pwrite(buffer.records[rank], msgpack.packb({"records": [[boundary, b"", b""]], "lines": [0, 0]}), 0)
+        os.pwrite(buffer.records[rank], msgpack.packb({"records": [[boundary, b"", b""]]}), 0)
         known = version_of(self.node.job.replicas.differing)
         share = Share(rank, bytes=10, xxh3="", header_xxh3="h", digests={"w": "same"}, differing=known)
         share = replace(share, **differing)

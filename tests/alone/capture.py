@@ -232,7 +232,7 @@ class Capture:
             finally:
                 Effects.end_set_up()
                 if not host.mode.is_live:
-                    host.mode.output.end(0, 0)
+                    host.mode.output.end()
                 end()
                 installing.forget()
                 Clock.is_whole = False
@@ -280,7 +280,7 @@ class Capture:
         """The script is where it was recorded, before the step: load what the optimizers update."""
         self._load()
         replay.findings.report()
-        replay.unmute((0, 0))
+        replay.unmute()
         self._host.mode = Live()
         self._host.applied = replay.boundary - 1
 
@@ -303,7 +303,7 @@ class Capture:
         with room_to_walk():
             record, blobs, _ = recording.describe(host, boundary, frame, steps)
             head = pack(record)
-        why_not = host.why_not or Effects.why_not_counted() or record.unfollowed
+        why_not = host.why_not or Effects.why_not_noted() or record.unfollowed
         if why_not:
             raise CannotRecordError(why_not)
         recorder.write(boundary, head, blobs)

@@ -327,7 +327,7 @@ def written(folder: Path) -> Checkpoint:
     """A checkpoint of one rank: its records, and what all ranks share."""
     fd = recorder_with_records()
     try:
-        part = Recorder(fd, SLOT_BYTES).export(3) | {"lines": [0, 0]}
+        part = Recorder(fd, SLOT_BYTES).export(3)
     finally:
         os.close(fd)
     state = {"arguments": ["train.py"], "header": [["weight", "F32"]], "owners": {"weight": [0]}, "names": {}}

@@ -12,7 +12,7 @@ def record_of(boundary: int = 1, **given: Any) -> BoundaryRecord:
     fields: dict[str, Any] = {
         "place": [["script.py", "<module>", 3]], "variables": [{}], "loops": [[]], "modules": {}, "optimizers": [],
         "stepped": [], "blobs": [], "unfollowed": "", "generator_loops": [], "rng": {}, "loaders": [], "results": [],
-        "rebuilt": [], "files": [], "at_ns": 0, "has_steps": [], "lines": [0, 0], "weights": b"", "kept": False,
+        "rebuilt": [], "files": [], "at_ns": 0, "has_steps": [], "weights": b"", "kept": False,
         "entropy": 0,
     }  # fmt: skip
     return BoundaryRecord(boundary=boundary, **fields | given)

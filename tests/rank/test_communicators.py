@@ -102,6 +102,21 @@ def on_thread(call: Any, *args: Any) -> tuple[threading.Thread, list[BaseExcepti
     return thread, failed
 
 
+def test_an_operation_that_is_left_to_torch_needs_nothing_of_the_devices_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "meta", SimpleNamespace())
+    (exchange,) = exchanges(1)
+    events: list[str] = []
+    link = link_of(member(exchange), backend := Backend(events))
+    link._group = backend
+    backend.may_connect.set()
+
+    link.issue_plainly("allreduce", (*ARGS, None))
+
+    assert events == ["connects"]
+
+
 def test_a_second_fault_while_a_communicator_is_made_is_answered_and_the_backend_left_to_its_thread() -> None:
     (exchange,) = exchanges(1)
     events: list[str] = []

@@ -6,6 +6,7 @@ import glob
 import os
 import pathlib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
 from ttprun.capture.effects import file_answers, file_system
+from ttprun.capture.effects.file_answers import WRITTEN_AGAIN
 from ttprun.introspect import whose
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.context import LIVE
@@ -189,3 +191,27 @@ def wait_for_a_file(folder: str) -> list[bool]:
 
 def test_a_rank_lost_while_it_waited_for_a_file_sees_it_in_its_next_life(tmp_path: Any) -> None:
     assert run_alone(looks_in_lives, str(tmp_path), 2, wait_for_a_file) == [[False, True], [False, True]]
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "flags", "kind"),
+    [
+        ("log.db", b"SQLite format 3\0", os.O_RDWR, "sqlite3"),
+        ("log.db", b"SQLite format 3\0", os.O_RDONLY, ""),
+        ("log.db", b"", os.O_RDWR, ""),
+        ("curves.h5", b"\x89HDF\r\n\x1a\n", os.O_RDWR, "HDF5"),
+        ("grid.nc", b"CDF\x01", os.O_RDWR, "netCDF"),
+        ("data.mdb", b"", os.O_RDWR, "lmdb"),
+        ("loss.txt", b"0.5", os.O_RDWR, ""),
+    ],
+)
+def test_stores_that_compiled_code_may_write_to_are_named(
+    name: str, head: bytes, flags: int, kind: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(head)
+    descriptor = os.open(tmp_path / name, flags)
+
+    found = file_answers._open_stores()
+
+    os.close(descriptor)
+    assert [store for store in found if name in store] == ([f"{name} ({kind}): {WRITTEN_AGAIN}"] if kind else [])

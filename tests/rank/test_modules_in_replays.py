@@ -60,7 +60,7 @@ def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tupl
             made.append((pack(fields), [bytes(blob.numpy()) for blob in blobs]))
         else:
             known = Record.of(record[0], b"".join(record[1]))
-            ReplayRun(session, (0, 0), known, None, Answers({}, [])).before_step(frame)
+            ReplayRun(session, known, None, Answers({}, [])).before_step(frame)
 
     scope: dict[str, Any] = {"__name__": "script", "train": train, "is_lost": record is None}
     exec(ast_transform.compile_followed(SCRIPT.encode(), f"{directory}/script.py"), scope)

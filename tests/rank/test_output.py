@@ -30,7 +30,7 @@ def described(stream: str) -> list[dict[str, Any]]:
         live = getattr(sys, stream)
         own = {asked: answer_of(live, asked) for asked in ASKED}
         found.append(own | {f"buffer.{asked}": answer_of(live.buffer, asked) for asked in OF_BUFFER})
-        output.count_lines()
+        output.note_lines()
     return found
 
 
@@ -44,13 +44,13 @@ def test_a_descriptor_that_the_script_has_turned_to_another_file_is_noticed(tmp_
 
 
 def turned(path: str) -> list[str]:
-    output.count_lines()
-    found = [output.why_not_counted()]
+    output.note_lines()
+    found = [output.why_not_noted()]
     kept = os.dup(1)
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 1)
-    found.append(output.why_not_counted())
+    found.append(output.why_not_noted())
     os.dup2(kept, 1)
-    return [*found, output.why_not_counted()]
+    return [*found, output.why_not_noted()]
 
 
 def answer_of(thing: Any, asked: str) -> Any:

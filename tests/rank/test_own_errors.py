@@ -96,11 +96,11 @@ def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(replay_guard, "_KILL_LIMIT_S", 0.0)
     session = make_session(str(tmp_path))
     target: Any = Record(record_of(2), [])
-    replay = ReplayRun(session, (0, 0), target, None, Answers((), ()))
+    replay = ReplayRun(session, target, None, Answers((), ()))
 
     with pytest.raises(replay_guard.MismatchError):
         replay.before_step(sys._getframe())
-    replay.output.end(0, 0)
+    replay.output.end()
 
     (mismatch,) = session.channel.sent  # type: ignore[attr-defined]
     assert isinstance(mismatch, rank_events.MismatchFound)

@@ -205,7 +205,7 @@ def test_killed_at_any_line_of_a_worker_s_state_it_is_whole_or_not_there() -> No
         (b"\xc1", "malformed"),
         (b"\x81\xa5place", "truncated"),
         (msgpack.packb({"boundary": 3}), "missing required field `place`"),
-        (msgpack.packb(to_builtins(record_of(3)) | {"lines": "two"}), r"Expected `array`, got `str` - at `\$\.lines`"),
+        (msgpack.packb(to_builtins(record_of(3)) | {"files": "two"}), r"Expected `array`, got `str` - at `\$\.files`"),
         (msgpack.packb([1, 2]), "Expected `object`, got `array`"),
     ],
 )

@@ -42,12 +42,12 @@ def test_a_replay_follows_the_loops_of_a_set_up_no_longer_than_a_run_does(
 ) -> None:
     session = make_session(str(tmp_path))
     before = Record(record_of(1), [])
-    replay = ReplayRun(session, (0, 0), before, before, Answers((), ()))
+    replay = ReplayRun(session, before, before, Answers((), ()))
     replay.begin()
 
     in_replay = followed_loops(monkeypatch)
     loops.give_back()
-    replay.output.end(0, 0)
+    replay.output.end()
     session.channel.close()
 
     assert in_replay.count("script.py:3:4") == loops.TRIALS

@@ -6,6 +6,7 @@ import io
 import os
 import random
 import sys
+import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -378,57 +379,73 @@ def test_randomness_of_the_operating_system_counts_in_steps_only() -> None:
 # Output.
 
 
-def say_lines(path: str, skip: tuple[int, int], is_replay: bool, words: list[str]) -> list[int]:
-    """Print to streams of ours; returns the lines that the board counts then, and those that a record would name."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+def say_in_turn(path: str, runs: list[list[str]], is_replay: bool) -> list[str]:
+    """Print in each of several runs, one the other's replacement at boundary 1; returns what comes out of each.
+
+    runs   of each, what it prints: "2>" goes to boundary 2, "!" goes to stderr, "&" is another thread's
+    """
     session = make_session()
     become(session)
-    sys.stdout = io.TextIOWrapper(os.fdopen(os.dup(fd), "wb", 0), "utf-8")
-    sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(fd), "wb", 0), "utf-8")
-    output.count_lines()
-    output.skip_lines(*skip)
-    if is_replay:
-        session.mode = SimpleNamespace(is_live=False)  # type: ignore[assignment]
-    for word in words:
-        print(word, end="")
-    print("error", file=sys.stderr)
-    counted = [session.board.get(0, field) for field in (Field.LINES_OUT, Field.LINES_ERR)]
-    return counted + output.lines_printed(session)
+    files = []
+    for number, words in enumerate(runs):
+        fd = os.open(f"{path}-{number}", os.O_RDWR | os.O_CREAT)
+        files.append(fd)
+        sys.stdout = io.TextIOWrapper(os.fdopen(os.dup(fd), "wb", 0), "utf-8", newline="")
+        sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(fd), "wb", 0), "utf-8", newline="")
+        output.note_lines()
+        session.board.set(0, Field.RECORDED, 1)
+        if number:
+            output.resume_from(session[Recorder], 1)
+        if is_replay:
+            session.mode = SimpleNamespace(is_live=False)  # type: ignore[assignment]
+        for word in words:
+            if word[1:] == ">":
+                session.board.set(0, Field.RECORDED, int(word[0]))
+            elif word[0] == "&":
+                threads = [threading.Thread(target=print, args=(word[1:],), kwargs={"end": ""})]
+                threads[0].start()
+                threads[0].join()
+            else:
+                print(word.removeprefix("!"), end="", file=sys.stderr if word[0] == "!" else sys.stdout)
+        output.end()
+    return [os.pread(fd, 9999, 0).decode() for fd in files]
 
 
 @pytest.mark.parametrize(
-    ("skip", "words", "out", "said"),
+    ("lost", "says", "shown"),
     [
-        ((0, 0), ["a\n", "b\n"], "a\nb\nerror\n", [2, 1]),
-        ((1, 0), ["a\n", "b\n"], "b\nerror\n", [2, 1]),
-        ((2, 1), ["a\n", "b\n"], "", [2, 1]),
-        ((1, 0), ["a", "a\nb\n"], "b\nerror\n", [2, 1]),
-        ((1, 0), ["a\nb\nc\n"], "b\nc\nerror\n", [3, 1]),
-        ((0, 0), ["é", "\r1%", "\r2%\n"], "é\r1%\r2%\nerror\n", [1, 1]),
-        ((5, 0), ["a\n"], "error\n", [1, 1]),
-    ],
-    ids=[
-        "all",
-        "one is passed over",
-        "everything",
-        "in two writes",
-        "of several in one write",
-        "progress bar",
-        "too many",
+        ([], ["a\n", "b\n"], "a\nb\n"),
+        (["a\n"], ["a\n", "b\n"], "b\n"),
+        (["a\n", "!e\n"], ["a\n", "!e\n"], ""),
+        (["a", "b\n"], ["a", "b\nc\n"], "c\n"),
+        (["a\nb\n"], ["a\n", "b\n", "c\n"], "c\n"),
+        (["é", "\r1%", "\r2%"], ["é", "\r1%", "\r2%", "\r3%\n"], "2%\r3%\n"),
+        (["got SIGTERM\n", "soon\n"], ["a\n", "b\n"], "a\nb\n"),
+        (["got SIGTERM\n", "a\n"], ["a\n", "b\n"], "b\n"),
+        (["&alive\n", "a\n"], ["a\n", "&alive\n", "&alive\n"], "alive\n"),
+        (["a", "&alive\n", "b\n"], ["a", "b\n", "c\n"], "c\n"),
+        (["a\n"], ["!a\n", "a\n"], "a\n"),
+        (["a\n", "a\n"], ["a\n", "a\n", "a\n"], "a\n"),
+        (["a\n", "2>", "a\n", "b\n"], ["a\n", "c\n", "2>", "b\n", "a\n", "a\n"], "c\na\n"),
+        (["x\n", "2>"], ["2>", "x\n"], "x\n"),
+        (["a ", "2>", "b\n"], ["a ", "2>", "b\n", "c\n"], "c\n"),
+        (["a\n"], ["b"], "b"),
+        (["12:00:01,250 a\n"], ["12:00:07,125 a\n", "12:00:07,125 b\n"], "12:00:07,125 b\n"),
+        (["loss 0.5\n"], ["loss 0.25\n"], "loss 0.25\n"),
     ],
 )
-def test_lines_that_the_lost_rank_has_written_are_passed_over_and_the_others_counted(
-    skip: tuple[int, int], words: list[str], out: str, said: list[int], tmp_path: Any
+def test_lines_that_the_lost_rank_has_printed_in_the_same_step_are_left_out_and_no_others(
+    lost: list[str], says: list[str], shown: str, tmp_path: Any
 ) -> None:
-    *counted, said_out, said_err = run_alone(say_lines, str(tmp_path / "out"), skip, False, words)
+    first, second, third = run_alone(say_in_turn, str(tmp_path / "out"), [lost, says, says], False)
 
-    assert (tmp_path / "out").read_bytes().decode() == out
-    assert counted == [line.count("\n") for line in (out.replace("error\n", ""), "error\n" * out.count("error"))]
-    assert [said_out + skip[0], said_err + skip[1]] == said
+    assert first == "".join(word.lstrip("!&") for word in lost if word[1:] != ">")
+    assert second == shown
+    assert third in ("", "b")  # what has begun is no line yet
 
 
-def test_lines_of_a_replay_are_not_counted(tmp_path: Any) -> None:
-    assert run_alone(say_lines, str(tmp_path / "out"), (0, 0), True, ["a\n"]) == [0, 0, 0, 0]
+def test_lines_of_a_replay_are_not_noted(tmp_path: Any) -> None:
+    assert run_alone(say_in_turn, str(tmp_path / "out"), [["a\n"], ["a\n"]], True) == ["a\n", "a\n"]
 
 
 def divert(run_dir: str) -> tuple[str, str]:
@@ -444,7 +461,7 @@ def divert(run_dir: str) -> tuple[str, str]:
     os.write(1, b"write\n")
     os.system("echo child")
     sys.stdout.flush()
-    diverted.end(0, 0)
+    diverted.end()
     os.write(1, b"live\n")
     (log,) = os.listdir(f"{run_dir}/logs")
     with open(f"{run_dir}/logs/{log}") as replayed, open(f"{run_dir}/out") as real:

@@ -14,7 +14,7 @@ def install() -> str:
     """Install what needs torch; returns which times are not repeated for a replacement, "" if all are."""
     loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
     torch_compile.leave_us_alone()
-    output.count_lines()
+    output.note_lines()
     trackers.follow()
     framework_patches.follow()
     return origins.why_not()

@@ -14,7 +14,7 @@ import torch
 
 from ttprun.capture import values
 from ttprun.capture.data import loaders
-from ttprun.capture.effects import file_answers, os_entropy, output, script_files
+from ttprun.capture.effects import file_answers, os_entropy, script_files
 from ttprun.capture.host import Host
 from ttprun.capture.position import call_site, iterables, loop_sites, loops, made_inside
 from ttprun.capture.records.boundary_record import BoundaryRecord, ScriptState, read_state
@@ -115,7 +115,6 @@ def describe(
         files=script_files.positions(),
         at_ns=script_files.clock_ns(),
         has_steps=loop_sites.keys_with_steps,
-        lines=output.lines_printed(host),
         weights=others.weights,
         held=others.held,
         kept=others.kept,

@@ -10,6 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 _MOST_DEVICES = 16  # of a node, of whose generators the states are recorded
+NEEDED = (  # of a device's module; a backend for a device that lacks any of it is left to torch
+    *("is_initialized", "device_count", "current_device", "set_device", "synchronize", "get_rng_state"),
+    *("set_rng_state", "Event", "Stream", "stream", "current_stream"),
+)
 
 
 def in_use() -> tuple[str, Any] | None:
@@ -29,6 +33,12 @@ def in_use() -> tuple[str, Any] | None:
     except AttributeError:  # torch is not imported, or only in part
         return None
     return None
+
+
+def missing_of(device_type: str) -> str:
+    """What the module of a type of device lacks, of all that is called here: its name, or "" if it is complete."""
+    module: Any = getattr(sys.modules["torch"], device_type, None)
+    return "" if device_type == "cpu" else next((name for name in NEEDED if not hasattr(module, name)), "")
 
 
 def current_index() -> int | None:

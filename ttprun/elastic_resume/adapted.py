@@ -61,7 +61,7 @@ class Adapted(ReplayRun):
         self._is_resized = session.world_size != len(adapt.paths)
         self._default = session.rank % len(adapt.paths)
         last = self._take(self._default, session.rank if session.rank >= len(adapt.paths) else None)
-        super().__init__(session, (0, 0), last, last, Answers([], []))
+        super().__init__(session, last, last, Answers([], []))
         self._before_first_step: Tree | None = None
         self._forward = register_module_forward_pre_hook(self._before_forward)
 

@@ -18,6 +18,7 @@ from ttprun.groups.journal import Journal, has_ended
 from ttprun.groups.links import run_together
 from ttprun.groups.process_group import living
 from ttprun.groups.transports import Link
+from ttprun.groups.transports.late import destroying
 
 
 def end(member: Member, limit_s: float) -> None:
@@ -31,6 +32,9 @@ def end(member: Member, limit_s: float) -> None:
     links = [link for group in living for link in group.links.all]
     for group in living:
         group.links.forget()
+    end_s = time.monotonic() + limit_s
+    for thread in [*destroying]:  # destructors in C++: if one ended later than the interpreter, it would abort
+        thread.join(max(0.0, end_s - time.monotonic()))
     closing = threading.Thread(target=_close_all, args=(links,), name="ttprun-ending", daemon=True)
     try:
         closing.start()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from ttprun.device import accelerator
 from ttprun.device.environment import DEBUG_NOTE, is_debugging
 from ttprun.groups import torch_groups
 from ttprun.groups.connection import Exchange, GivenUpError
@@ -76,8 +77,8 @@ def _backends(backend: Any, device_id: Any = None) -> dict[str, str]:
 def device_of(device_id: torch.device | int | None) -> torch.device | None:
     """The device that `device_id` of a group's names; None if it names none."""
     if isinstance(device_id, int):
-        accelerator = torch.accelerator.current_accelerator()
-        return None if accelerator is None else torch.device(accelerator.type, device_id)
+        device = torch.accelerator.current_accelerator()
+        return None if device is None else torch.device(device.type, device_id)
     return device_id if isinstance(device_id, torch.device) else None
 
 
@@ -93,6 +94,8 @@ def _why_not(backends: dict[str, str]) -> str:
             return f"backend {name!r} of {device_type} is not repaired, only {', '.join(TRANSPORTS)}"
         if name == "nccl" and not dist.is_nccl_available():
             return "this build of torch has no NCCL"
+        if missing := accelerator.missing_of(device_type):
+            return f"torch.{device_type} has no {missing}, without which nothing on such a device is repaired"
     return ""
 
 

@@ -79,7 +79,7 @@ class Results:
             entry.result = outputs
         with self._lock:
             self._newest.append((step, entry.place, outputs, ready, steps <= SELDOM))
-            if steps <= SELDOM and ready is None:
+            if steps <= SELDOM and all(isinstance(output, bytes) for output in outputs):
                 self._recorder.append_log(msgpack.packb((step, entry.place, outputs)))
 
     def begin_step(self, step: int) -> list[Result]:

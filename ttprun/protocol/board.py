@@ -33,8 +33,6 @@ class Field:
     COLLECTIVES = 3  # issued since the process started
     SEEN_NS = 4  # time.monotonic_ns() of the last sign of life
     HELD = 5  # generation in which the rank last stopped before its commit
-    LINES_OUT = 6  # lines that all processes of the rank have written to stdout
-    LINES_ERR = 7  # the same for stderr
     LEAVING = 8  # how often the script has destroyed its default process group
     OPERATION = 9  # the newest collective: its index in OPERATION_NAMES
     MEETINGS = 10  # collectives of the whole world, and connecting to it, since the newest boundary

@@ -139,6 +139,14 @@ OF_PROTECTION = (
         LIMITS,
     ),
     Reason(
+        "device",
+        NOT_PROTECTED,
+        "has no \\w+, without which nothing on such a device",
+        "A repair copies from the device and waits for it, by streams and events: its module in torch lacks a part.",
+        "train on a device whose module in torch has streams and events, or without ttprun's protection",
+        LIMITS,
+    ),
+    Reason(
         "other-communication",
         NOT_PROTECTED,
         "it communicates by|reference to torch's function",

@@ -251,6 +251,14 @@ OF_RECOVERY = (
         _PROVED,
     ),
     Reason(
+        "written-again",
+        NOT_PROVED,
+        "write to it is written again",
+        "Compiled code writes to this file, which a replay cannot drop: after a replacement, rows come twice.",
+        "rows with a key of their own (INSERT OR REPLACE by run and step), or a logger that appends to a plain file",
+        _NAMED,
+    ),
+    Reason(
         "hidden-state",
         NOT_PROVED,
         r"^not proved: |^[^;]{1,120} \([\w.<>]+\): ",

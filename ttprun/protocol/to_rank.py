@@ -208,8 +208,7 @@ class Replay(Action, frozen=True):
     is_contradicted  another replay of this incident has differed from the run: this one must be compared with it;
                      filled in
     is_before_step   if its mirror has the state: take the last step again in any case, as it communicates; filled in
-    skip_lines       lines of stdout and stderr that were printed already; filled in, as all that follows
-    adapt            set if the records are of another number of ranks
+    adapt            set if the records are of another number of ranks; filled in, as all that follows
     step_from        slot of the lost rank's mirror from which the last step is taken again; "": it is not
     proof_from       slot from which it is taken again in any case, to compare the result with `result`; "": it is not
     result           slot of the state after it; "": there is none
@@ -222,7 +221,6 @@ class Replay(Action, frozen=True):
     fingerprint: str | None = None
     is_contradicted: bool = False
     is_before_step: bool = False
-    skip_lines: tuple[int, int] = (0, 0)
     adapt: Adapt | None = None
     step_from: str = ""
     proof_from: str = ""
@@ -365,7 +363,6 @@ class Resume(Action, frozen=True):
     sources     (group, number of a collective, the rank that broadcasts its result)
     received    by point-to-point channel, digests of the messages that a living receiver has: these are not sent again
     settled     by group, how many reduce-scatters of FSDP2 all members have completed: these are not issued again
-    skip_lines  as in Replay
     takes_from  rank whose gradients this one takes, if inputs of the step turn out to be equal to rounding alone
     """
 
@@ -374,7 +371,6 @@ class Resume(Action, frozen=True):
     boundary: int
     expected: dict[str, list[str]] = field(default_factory=dict)
     sources: list[tuple[str, int, int]] = field(default_factory=list)
-    skip_lines: tuple[int, int] = (0, 0)
     received: dict[str, list[str]] = field(default_factory=dict)
     settled: dict[str, int] = field(default_factory=dict)
     takes_from: int | None = None

@@ -139,7 +139,7 @@ class OwnState:
         """The next boundary was not kept: export the records for a replay to this one before they are overwritten."""
         began_s = time.thread_time()
         # Output after this boundary is printed again: its length is not known yet.
-        records = msgpack.packb(self._recorder.export(self._kept) | {"lines": [0, 0]})
+        records = msgpack.packb(self._recorder.export(self._kept))
         memory = self._buffers[self._place][0]
         memory.fit(len(records))
         memory.write(records)

@@ -135,7 +135,7 @@ class SnapshotPart:
             for_records, for_share = self._buffers[place]
             self._recorder.evidence.keep(boundary, place)
             # Output after this boundary is not known yet: a rewind prints it again.
-            records = msgpack.packb(self._recorder.export(boundary) | {"lines": [0, 0]})
+            records = msgpack.packb(self._recorder.export(boundary))
             for_records.fill(len(records), [memoryview(records)])
             differing = checkpoint_shards.Differing(self.owners, session.rank, range(session.world_size))
             share = checkpoint_shards.copy(for_share, session.local_rank, self._board.n_ranks, frame, differing)

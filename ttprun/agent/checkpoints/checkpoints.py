@@ -295,15 +295,12 @@ def own_part(node: Node, slot: RankSlot, boundary: int) -> bytes:
 
     slot       of the rank
     boundary   of the checkpoint
-    returns    msgpack of its records and counts of output lines
+    returns    msgpack of its records
 
     Raises KeyError if there is no record of the boundary.
     """
-    if not slot.is_here:
-        kept: bytes = msgpack.packb(record_copies.kept_of(node, slot.rank).export(boundary) | {"lines": [0, 0]})
-        return kept
-    exported = node.recorder_of(slot).export(boundary)
-    packed: bytes = msgpack.packb(exported | {"lines": node.lines_since(slot, boundary)})
+    recorder = node.recorder_of(slot) if slot.is_here else record_copies.kept_of(node, slot.rank)
+    packed: bytes = msgpack.packb(recorder.export(boundary))
     return packed
 
 

@@ -9,7 +9,6 @@ import msgpack
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.capture.records.boundary_record import Outline
 from ttprun.capture.records.recorder import NO_BOUNDARY, Recorder
 from ttprun.protocol.board import Field
 
@@ -39,7 +38,5 @@ def restore(node: Node, slot: RankSlot, part: str) -> None:
     recorder.restore(msgpack.unpackb(zlib.decompress(base64.b64decode(part)), strict_map_key=False))
     newest = recorder.newest
     slot.take_place_of_lost(newest)
-    out, err = (node.recorded(slot, newest) or Outline()).lines
-    values = {Field.RECORDED: newest, Field.APPLIED: newest, Field.LINES_OUT: out, Field.LINES_ERR: err}
-    for column, value in values.items():
-        node.board.set(slot.rank, column, value)
+    for column in (Field.RECORDED, Field.APPLIED):
+        node.board.set(slot.rank, column, newest)

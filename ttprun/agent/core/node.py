@@ -280,12 +280,6 @@ class Node:
         record = self.recorder_of(slot).read(boundary)
         return None if record is None else read_outline(record[0])
 
-    def lines_since(self, slot: RankSlot, boundary: int) -> tuple[int, int]:
-        """Lines that a rank has written since its record of a boundary, to stdout and stderr: not to come out again."""
-        out, err = (self.recorded(slot, boundary) or Outline()).lines
-        written = (self.board.get(slot.rank, field) for field in (Field.LINES_OUT, Field.LINES_ERR))
-        return next(written) - out, next(written) - err
-
     @property
     def _slot_bytes(self) -> int:
         return self.config.record_limit_mib << 20

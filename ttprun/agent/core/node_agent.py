@@ -184,8 +184,6 @@ class NodeAgent(NodeActuator):
         slot = self.node.slots[rank]
         if isinstance(message, to_rank.Freeze):
             self.node.note_generation(message.generation)
-        elif isinstance(message, to_rank.Replay | to_rank.Resume):
-            message = replace(message, skip_lines=self.node.lines_since(slot, message.boundary))
         elif isinstance(message, to_rank.Dump):
             message = replace(message, mirrors=self.mirrors.located(message.mirrors, message.boundary))
         slot.send(message)

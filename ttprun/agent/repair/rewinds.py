@@ -19,7 +19,6 @@ from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.mirrors import Mirrors
 from ttprun.agent.repair.own_states import OwnStates
 from ttprun.agent.repair.stored_states import Origin, Stored, open_checkpoint
-from ttprun.capture.records.boundary_record import Outline
 from ttprun.capture.records.recorder import RecordTooLargeError
 from ttprun.errors import ConfigError
 from ttprun.protocol import process_orders, to_rank
@@ -127,16 +126,11 @@ class Rewinds:
             self._own_states.forget(slot)
         older = node.recorder_of(slot)
         recorder = node.new_recorder(slot)
-        out, err = 0, 0
         if stored is not None and stored.origin is None:
             part = stored.rank_part(slot.rank)
             recorder.restore(part)
             if is_trusted:
                 recorder.evidence.take_over(older.evidence, boundary)
-            before = node.recorded(slot, boundary) or Outline()
-            out, err = (earlier + since for earlier, since in zip(before.lines, part["lines"], strict=True))
-        node.board.set(slot.rank, Field.LINES_OUT, out)
-        node.board.set(slot.rank, Field.LINES_ERR, err)
         node.go_back(slot, boundary)
 
     def _is_trusted(self, slot: RankSlot) -> bool:

@@ -55,8 +55,8 @@ class Stored:
     headers    the same by rank, if they describe it differently
     replicas   which of them held the same
     files      paths of the files with the tensors, readable by the ranks
-    rank_part  gives a rank's own part, as `Recorder.restore` takes it, with the "lines" that it had written since;
-               raises InvalidCheckpointError if that cannot be read
+    rank_part  gives a rank's own part, as `Recorder.restore` takes it; raises InvalidCheckpointError if it cannot be
+               read
     origin     set if it is of other ranks or other arguments: then no rank can go on from it as it is
     is_in_recorder  a rank's own part is in its recorder already, with all that has come since
     without    what no record holds, a sentence each: a run that goes on has it as its set-up makes it

@@ -42,6 +42,9 @@ class NotProved:
         self._of_ranks[rank] = names
         new = [name for name in names if name not in self._said]
         self._said.update(new)
+        for name in [name for name in new if name.endswith("written again")]:
+            new.remove(name)
+            logger.warning("if a rank is replaced: %s%s", name, pointer(name))
         if new:
             said = f"not proved: {'; '.join(new)}"
             logger.warning("%s; a replacement has these as the script's set-up makes them%s", said, pointer(said))

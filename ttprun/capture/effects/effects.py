@@ -24,7 +24,7 @@ class Effects:
     """What a run draws, is answered and writes, kept in a recorder that outlives its process.
 
     end_set_up        the script has reached its first step: what it draws is not kept from here on
-    why_not_counted   why lines would be lost or printed twice if this process were replaced; "" if they would not
+    why_not_noted   why lines would be lost or printed twice if this process were replaced; "" if they would not
     close_files       the run is over: nothing of it may be written later
     """
 
@@ -67,16 +67,13 @@ class Effects:
         self._recorder.append_log(packed)
         return len(packed)
 
-    def resume_at(self, boundary: int, skip_lines: tuple[int, int]) -> None:
-        """The run goes on at a boundary: what the lost process has written since is not written again.
-
-        skip_lines   lines of stdout and stderr that it has printed since
-        """
-        output.skip_lines(*skip_lines)
+    def resume_at(self, boundary: int) -> None:
+        """The run goes on at a boundary: what the lost process has written since is not written again."""
+        output.resume_from(self._recorder, boundary)
         append_dedup.resume_from(self._recorder, boundary)
 
     end_set_up = staticmethod(origins.end)
-    why_not_counted = staticmethod(output.why_not_counted)
+    why_not_noted = staticmethod(output.why_not_noted)
     close_files = staticmethod(script_files.forget)
 
 

@@ -18,7 +18,10 @@ Standard library only: a script may look at files before it imports torch.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import stat
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -39,6 +42,8 @@ MISSING: Any = object()
 _FULL = 0  # the place of an entry which says that no more are kept
 _RUN_AGAIN = 1  # the place of an entry which says that one more process has run a step again, or replayed it (-step)
 _ALL_OTHERS = "the script"
+_STORES = {b"SQLite format 3\0": "sqlite3", b"\x89HDF\r\n\x1a\n": "HDF5", b"CDF": "netCDF"}  # first bytes; kind
+WRITTEN_AGAIN = "what the set-up and a repeated step write to it is written again"
 # Modules that ask, open and remove for their caller.
 _ON_BEHALF_OF_OTHERS = frozenset(
     {
@@ -82,6 +87,7 @@ class _Log:
         self.runs_again: Counter[int] = Counter()
         self.again: set[int] = set()
         self.not_kept: list[str] = []  # lines of which no more answers are kept
+        self.stores: list[str] | None = None  # `_open_stores()` at the first record
         self.stopped: set[tuple[CodeType, int]] = set()  # the same lines
 
 
@@ -294,7 +300,28 @@ def _stop_at(line: int, shown: str) -> None:
 
 def not_proved() -> list[str]:
     """The lines that have asked so much that a replacement is answered there as the file system is then."""
-    return [f"what {shown} asks the file system (more than {MOST_AT_ONE_LINE} answers)" for shown in _log.not_kept]
+    if _log.stores is None:
+        _log.stores = _open_stores()
+    many = [f"what {shown} asks the file system (more than {MOST_AT_ONE_LINE} answers)" for shown in _log.not_kept]
+    return many + _log.stores
+
+
+def _open_stores() -> list[str]:
+    """The stores that this process may write to by compiled code: "log.db (sqlite3): ... is written again".
+
+    A replay drops what Python's files write, but not that. The files are read by the descriptors that there are: to
+    close another one would end the locks that SQLite holds.
+    """
+    stores: set[str] = set()
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            name = os.path.basename(os.readlink(f"/proc/self/fd/{number}"))
+            is_written = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+            if is_written and stat.S_ISREG(os.fstat(number).st_mode):
+                head = os.pread(number, max(map(len, _STORES)), 0)
+                kinds = ["lmdb"] if name == "data.mdb" else [_STORES[of] for of in _STORES if head.startswith(of)]
+                stores.update(f"{name} ({kind}): {WRITTEN_AGAIN}" for kind in kinds)
+    return sorted(stores)
 
 
 os.register_at_fork(after_in_child=end)

@@ -1,35 +1,64 @@
 """The script's stdout and stderr: each line is printed once, however often its rank is replaced.
 
-The board counts the lines that a rank's processes have printed, and each record holds the count at its boundary. A
-replacement writes to a replay log until it goes live at the boundary, and then skips the lines that were printed after
-that.
+The digests of the newest lines are kept in the rank's recorder, each with the boundary after which it was printed. A
+replacement writes to a replay log until it goes live at a boundary. From then on it leaves out the lines that the lost
+rank has printed in the same step: those that are equal but for the time of day, whoever has printed what else between
+them (a signal handler, a thread). What is not equal is printed. A line ends with \n or \r, or with its step.
+
+Begin with `_NotedRaw.write`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
+import re
 import sys
+import threading
+from collections import Counter
 from typing import Any
 
+import xxhash
+
 from ttprun.capture.host import Host, current
+from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import signal_handlers
 from ttprun.protocol.board import Field
 
 _LAST_LINES, _LAST_BYTES = 3, 2000
 _ROOM_BYTES = 64 << 10  # that a replay log may take on the disk, to begin with
-_FIELDS = {"stdout": Field.LINES_OUT, "stderr": Field.LINES_ERR}
+_LONGEST_LINE = 4096  # what is longer counts as a line
+_TIME_OF_DAY = re.compile(rb"\d\d:\d\d:\d\d(?:[.,]\d+)?")
+_numbers = itertools.count(1)  # of the lines that this process prints
+_left_out: Counter[tuple[int, int]] = Counter()  # (boundary, digest) of what the lost rank has printed after it
 
 
-class _CountedRaw(io.RawIOBase):
-    """A stream to a descriptor that counts lines and can skip some."""
+class _Begun(threading.local):
+    """The line that a thread has begun.
 
-    def __init__(self, stream: Any, field: int) -> None:
+    text      of it, so far
+    boundary  after which it is printed
+    is_held   it is not written yet: it may be one that is left out
+    """
+
+    text = b""
+    boundary = -1
+    is_held = False
+
+
+class _NotedRaw(io.RawIOBase):
+    """A stream to a descriptor that notes lines, and leaves out those that the lost rank has printed.
+
+    number   tells the lines of stdout from those of stderr
+    """
+
+    def __init__(self, stream: Any, number: int) -> None:
         self._stream = stream  # kept, or it would close the descriptor
         self._fd: int = stream.fileno()
-        self._field = field
-        self.skip_lines = 0
+        self._number = number
+        self._begun = _Begun()
         self._file = _file_of(self._fd)
         self.name = getattr(stream, "name", self._fd)
         self.mode = "wb"
@@ -49,19 +78,64 @@ class _CountedRaw(io.RawIOBase):
 
     @signal_handlers.gate_from_c
     def write(self, data: Any) -> int:
-        raw = rest = bytes(data)
+        raw = bytes(data)
         session = current()
-        while self.skip_lines and rest:
-            _line, end, rest = rest.partition(b"\n")
-            if not end:
-                return len(raw)
-            self.skip_lines -= 1
-        if session is not None and session.mode.is_live and not session.is_over:
-            cell = session.rank
-            session.board.set(cell, self._field, session.board.get(cell, self._field) + rest.count(b"\n"))
+        if session is None or not session.mode.is_live or session.is_over:
+            self._write_out(self._take_held() + raw)
+        else:
+            self._write_out(self._noted(session, raw))
+        return len(raw)
+
+    def flush(self) -> None:
+        """What is held comes out at the latest when nothing is left out any more, or the script is over."""
+        super().flush()
+        session = current()
+        if self._begun.is_held and (not _left_out or session is None or session.is_over):
+            self._write_out(self._take_held())
+
+    def forget_begun(self) -> None:
+        """Another run of the script begins to print."""
+        self._begun = _Begun()
+
+    def _write_out(self, rest: bytes) -> None:
         while rest:
             rest = rest[signal_handlers.call_through(os.write, (self._fd, rest), {}) :]
-        return len(raw)
+
+    def _take_held(self) -> bytes:
+        begun = self._begun
+        held, begun.is_held = begun.text if begun.is_held else b"", False
+        return held
+
+    def _noted(self, session: Host, raw: bytes) -> bytes:
+        """Note the lines that end in it; returns what is to be written, which may have been held."""
+        boundary, begun = session.board.get(session.rank, Field.RECORDED), self._begun
+        out = b""
+        if begun.boundary != boundary:
+            if begun.text and not self._is_left_out(session, begun.boundary, begun.text):
+                out = self._take_held()
+            begun.text, begun.boundary, begun.is_held = b"", boundary, False
+            for old in [*_left_out]:  # a copy: other threads print, too
+                if old[0] < boundary:
+                    del _left_out[old]
+        begun.is_held = begun.is_held or (bool(_left_out) and not begun.text)
+        *lines, rest = [*(begun.text + raw).splitlines(keepends=True), b""]
+        if lines and not lines[-1].endswith((b"\n", b"\r")) and len(lines[-1]) < _LONGEST_LINE:
+            rest = lines.pop()
+        are_new = b"".join([line for line in lines if not self._is_left_out(session, boundary, line)])
+        begun.text, is_held = rest, begun.is_held
+        begun.is_held = is_held and bool(rest)
+        return out + (are_new if is_held else raw)
+
+    def _is_left_out(self, session: Host, boundary: int, line: bytes) -> bool:
+        """Whether the lost rank has printed this line; else it is noted."""
+        digest = xxhash.xxh3_64_intdigest(_TIME_OF_DAY.sub(b"", line), self._number)
+        if _left_out and self._begun.is_held and (left := _left_out[boundary, digest]):
+            _left_out[boundary, digest] = left - 1
+            if left == 1:
+                del _left_out[boundary, digest]
+            return True
+        session[Recorder].note_printed(next(_numbers), boundary, digest)
+        return False
 
 
 def _file_of(fd: int) -> tuple[int, int]:
@@ -73,16 +147,16 @@ def _file_of(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-_streams: dict[str, _CountedRaw] = {}
+_streams: dict[str, _NotedRaw] = {}
 
 
-def count_lines() -> None:
-    """Replace sys.stdout and sys.stderr by counting streams."""
-    for name, field in _FIELDS.items():
+def note_lines() -> None:
+    """Replace sys.stdout and sys.stderr by streams that note lines."""
+    for number, name in enumerate(("stdout", "stderr")):
         old = getattr(sys, name)
         try:
             old.flush()
-            raw = _CountedRaw(old, field)
+            raw = _NotedRaw(old, number)
         except (AttributeError, OSError, ValueError):
             continue
         _streams[name] = raw
@@ -93,16 +167,7 @@ def count_lines() -> None:
         setattr(sys, name, new)
 
 
-def lines_printed(session: Host) -> list[int]:
-    """Lines that the script has printed so far to stdout and to stderr; those still to be skipped are not counted."""
-    out, err = _streams.get("stdout"), _streams.get("stderr")
-    return [
-        session.row[Field.LINES_OUT] - (0 if out is None else out.skip_lines),
-        session.row[Field.LINES_ERR] - (0 if err is None else err.skip_lines),
-    ]
-
-
-def why_not_counted() -> str:
+def why_not_noted() -> str:
     """Why lines would be lost or printed twice if this rank were replaced; "" if they would not."""
     for name, stream in _streams.items():
         if stream.is_elsewhere():
@@ -110,11 +175,22 @@ def why_not_counted() -> str:
     return ""
 
 
-def skip_lines(skip_out: int, skip_err: int) -> None:
-    """Skip the next lines: the lost rank has printed them."""
-    for name, lines in (("stdout", skip_out), ("stderr", skip_err)):
-        if name in _streams:
-            _streams[name].skip_lines = lines
+def resume_from(recorder: Recorder, boundary: int) -> None:
+    """A replacement goes live at a boundary: what the lost rank has printed since is left out."""
+    global _numbers
+    printed = recorder.printed()
+    _numbers = itertools.count(max(printed, default=(0,))[0] + 1)
+    _left_out.clear()
+    _left_out.update((after, digest) for _, after, digest in printed if after >= boundary)
+    for stream in _streams.values():
+        stream.forget_begun()
+
+
+def end() -> None:
+    """The script has come to its end: nothing is left out any more."""
+    _left_out.clear()
+    for stream in _streams.values():
+        stream.flush()
 
 
 class Diverted:
@@ -148,14 +224,10 @@ class Diverted:
             return " | ".join([line.strip() for line in lines if line.strip()][-_LAST_LINES:])
         return ""
 
-    def end(self, skip_out: int, skip_err: int) -> None:
-        """Restore the output, and skip the lines that the lost rank has printed.
-
-        skip_out, skip_err   lines of stdout and of stderr
-        """
+    def end(self) -> None:
+        """Restore the output."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for fd, saved in zip((1, 2), self._saved, strict=True):
             os.dup2(saved, fd)
             os.close(saved)
-        skip_lines(skip_out, skip_err)

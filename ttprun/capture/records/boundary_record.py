@@ -85,7 +85,6 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     files            [path, bytes written] of each file that is open for writing
     at_ns            the time, as the kernel notes it in files
     has_steps        the loops inside of which a step was ever taken
-    lines            printed so far to stdout and to stderr
     weights          a hash of samples of the weights; b"" if they are sharded
     held             the same of what may differ between ranks, see tensors/holdings.py
     kept             copies of the weights are made after each step
@@ -107,7 +106,6 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     files: list[list[Any]]
     at_ns: int
     has_steps: list[str]
-    lines: list[int]
     weights: bytes
     kept: bool
     entropy: int
@@ -136,7 +134,6 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     weights: bytes = b""
     held: bytes = b""
     stepped: list[list[int]] = []
-    lines: tuple[int, int] = (0, 0)
 
 
 class Record(NamedTuple):

@@ -4,7 +4,7 @@ A memfd that the agent makes for each rank and keeps across replacements. It hol
 boundaries (a recovery needs the newest or the one before it, and a replay begins one or two boundaries earlier), the
 run's first record (a resume on other ranks needs what has changed since), a log of the results of small collectives, by
 which a replay answers its calls, the evidence of the current step (evidence.py), a ring of the random states of
-DataLoader workers, and the bytes appended to each file.
+DataLoader workers, a ring of the lines printed (effects/output.py), and the bytes appended to each file.
 
 A record becomes valid when its header is written, last; a rank killed while it writes leaves the older ones. Records
 and entries of the log have digests: after a stray write of the rank's process they are not there, instead of wrong.
@@ -36,6 +36,9 @@ _WORKER = struct.Struct("<iiiii")  # iterator, epoch, worker, batch, bytes
 APPENDED_FILES = 1024
 _APPENDED = struct.Struct("<Qqqq")  # path's key, boundary, bytes since, bytes between the boundary before and it
 APPENDED_BYTES = APPENDED_FILES * _APPENDED.size
+PRINTED_LINES = 16 << 10
+_PRINTED = struct.Struct("<qqQ")  # number of the line, from 1; the boundary after which it was printed; digest
+PRINTED_BYTES = PRINTED_LINES * _PRINTED.size
 _SLOT_CELLS = 4  # of the header: boundary, bytes of the head, bytes of the blobs, digest of both
 _LOG = struct.Struct("<q")  # bytes used
 _ENTRY = struct.Struct("<iI")  # bytes of one log entry, digest
@@ -65,12 +68,14 @@ class Recorder:
         self._worker_heads: dict[int, bytes] = {}
         evidence_at = HEADER_BYTES + (SLOTS + 1) * slot_bytes
         self.evidence = Evidence(self._view[evidence_at : evidence_at + REGION_BYTES])
-        self._log_start = evidence_at + REGION_BYTES
+        self._printed_start = evidence_at + REGION_BYTES
+        self._log_start = self._printed_start + PRINTED_BYTES
 
     @staticmethod
     def size_bytes(slot_bytes: int) -> int:
         """Address space of a recorder; memory is used only for what is written."""
-        return HEADER_BYTES + (SLOTS + 1) * slot_bytes + REGION_BYTES + LOG_BYTES + WORKER_BYTES + APPENDED_BYTES
+        after_slots = REGION_BYTES + PRINTED_BYTES + LOG_BYTES + WORKER_BYTES + APPENDED_BYTES
+        return HEADER_BYTES + (SLOTS + 1) * slot_bytes + after_slots
 
     @classmethod
     def create(cls, slot_bytes: int) -> int:
@@ -175,6 +180,7 @@ class Recorder:
             "first": self.read_first(),
             "records": records,
             "log": list(self.read_log()),
+            "printed": [line for line in self.printed() if line[1] >= boundary],
             "workers": list(self._written_parts(start - WORKER_BYTES, start)),
             "appended": bytes(self._view[start : start + APPENDED_BYTES]) if self.appended_keys() else b"",
         }
@@ -195,9 +201,9 @@ class Recorder:
         if all_of_it or self._changed is None:
             self._changed, self._worker_heads = deque(), {}
             end = self.size_bytes(self.slot_bytes)
-            evidence_at = self._log_start - REGION_BYTES
+            evidence_at = self._printed_start - REGION_BYTES
             list(self._workers_parts())  # they are known from now on
-            return [*self._written_parts(0, evidence_at), *self._parts_from(self._log_start, end)]
+            return [*self._written_parts(0, evidence_at), *self._parts_from(self._printed_start, end)]
         parts = list(self._workers_parts())
         while self._changed:
             at, size = self._changed.popleft()
@@ -246,6 +252,8 @@ class Recorder:
             self._write(slot, boundary, head, [torch.frombuffer(bytearray(blobs), dtype=torch.uint8)] if blobs else [])
         for entry in exported["log"]:
             self.append_log(entry)
+        for line in exported.get("printed", ()):  # older checkpoints have none
+            self.note_printed(*line)
         for offset, part in exported["workers"]:
             self._view[start - WORKER_BYTES + offset :][: len(part)] = part
         if exported["appended"]:
@@ -307,6 +315,18 @@ class Recorder:
         places = [tuple(head[:4]) for head in heads if head[0] == iterator and head[2] == worker]
         by_time = {(place[1], place[3]): self.read_worker(place) for place in sorted(places)}
         return {when: states for when, states in by_time.items() if states is not None}
+
+    def note_printed(self, number: int, boundary: int, digest: int) -> None:
+        """Note a line in the ring: its number, from 1; the boundary after which it is printed; its digest."""
+        at = self._printed_start + number % PRINTED_LINES * _PRINTED.size
+        _PRINTED.pack_into(self._map, at, number, boundary, digest)
+        if self._changed is not None:
+            self._changed.append((at, _PRINTED.size))
+
+    def printed(self) -> list[tuple[int, int, int]]:
+        """(number, boundary, digest) of the newest lines printed, in no order."""
+        ring = bytes(self._view[self._printed_start : self._log_start])
+        return [line for line in _PRINTED.iter_unpack(ring) if line[0]]
 
     def _appended_at(self, key: int) -> int | None:
         """The offset of a path's entry, or of a free one; None if the table is full."""

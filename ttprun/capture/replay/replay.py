@@ -18,8 +18,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from ttprun.capture.data import loaders
-from ttprun.capture.effects import origins, script_files
-from ttprun.capture.effects.output import Diverted
+from ttprun.capture.effects import origins, output, script_files
 from ttprun.capture.host import Host, Optimizers
 from ttprun.capture.position import loop_sites, loops, placeholders
 from ttprun.capture.records import replayable
@@ -89,7 +88,7 @@ class Replay:
         self._steps_passed = 0
         self._steps_left_out = 0  # by a GradScaler
         self.difference = ""
-        self.output = Diverted(host)
+        self.output = output.Diverted(host)
         self.findings = Findings(host, self.refuse, self.is_decisive, is_strict)
 
     @staticmethod
@@ -306,13 +305,11 @@ class Replay:
                     self.refuse(f"the lost rank had imported the module {name}, which fails in the replay: {error!r}")
         return modules
 
-    def unmute(self, skip_lines: tuple[int, int]) -> None:
-        """The boundary is reached, and all is loaded: the script writes again.
-
-        skip_lines   lines of stdout and stderr that the lost rank has printed since
-        """
+    def unmute(self) -> None:
+        """The boundary is reached, and all is loaded: the script writes again."""
         fields = self.target.fields
-        self.output.end(*skip_lines)
+        self.output.end()
+        output.resume_from(self._host[Recorder], self.boundary)
         script_files.unmute(self._host, fields.files, self.boundary, fields.at_ns)
         origins.end()
         for site in loop_sites.sites.values():

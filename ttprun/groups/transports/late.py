@@ -11,8 +11,10 @@ Tried on a simulated device only.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,11 +31,13 @@ from ttprun.groups.connection import ExchangeStore
 from ttprun.groups.operations import POINT_TO_POINT, tensors_in
 from ttprun.groups.transports.communicators import Communicators, leak
 from ttprun.groups.transports.link import GroupMember, Link
+from ttprun.introspect import fail_open
 
 ABORTED = "the communicator was aborted, as its generation is over"
 _NOT_ENDED = "a collective whose peer is lost cannot be ended"
 _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 200e-6
+destroying: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they run destructors of backends
 _SUCCESSES = (0, 1)  # c10d's WorkResult: unknown, success; then a time-out, and an error of the communicator
 
 
@@ -186,8 +190,14 @@ class LateLink:
         return newest is not None and not newest.is_completed()
 
     def issue_plainly(self, op: str, args: tuple[Any, ...]) -> Any:
-        """As torch does: the backend's own work, or None; nothing is waited for beside it."""
-        self._prepare(op, args)
+        """As torch does: the backend's own work, or None; nothing is waited for beside it.
+
+        A communicator is made before, as in the other ranks; what fails of that means nothing to torch.
+        """
+        try:
+            self._prepare(op, args)
+        except Exception as error:
+            fail_open.raise_if_meant(error)
         return self._call(op, args)
 
     def _prepare(self, op: str, args: tuple[Any, ...]) -> None:
@@ -238,11 +248,13 @@ class LateLink:
         """Forget the backend, without waiting for its destructor: that joins the backend's threads, which may wait."""
         references = [self.__dict__.pop(name, None) for name in ("backend", "_group")]
         self.backend = self._group = self._newest = None
-        if self._communicators.is_left:
+        if self._communicators.is_left or sys.is_finalizing():
             leak(references)
         elif references[0] is not None:
+            thread = threading.Thread(target=references.clear, name="ttprun-closing", daemon=True)
             try:
-                threading.Thread(target=references.clear, name="ttprun-closing", daemon=True).start()
+                thread.start()
+                destroying.add(thread)
             except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
                 leak(references)
 

@@ -87,8 +87,8 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
         case to_rank.Replay(boundary=boundary, adapt=to_rank.Adapt() as adapt):
             session.stand_in(adapted := Adapted(session, boundary, adapt))
             adapted.begin()
-        case to_rank.Resume(boundary=boundary, skip_lines=skip_lines):
-            effects.resume_at(boundary, skip_lines)
+        case to_rank.Resume(boundary=boundary):
+            effects.resume_at(boundary)
             resuming.expect(session, order)
             resuming.note_agreed(session, order)  # before it issues anything
             Proof.begin(session, boundary)
@@ -96,7 +96,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
 
 
 def _replay_of(session: Session, order: to_rank.Replay) -> ReplayRun:
-    replay = ReplayRun.of_lost(session, order.boundary, order.skip_lines)
+    replay = ReplayRun.of_lost(session, order.boundary)
     replay.step_from, replay.is_joining = order.step_from, order.is_joining
     replay.is_contradicted = order.is_contradicted
     if order.from_mirror or not order.is_joining:

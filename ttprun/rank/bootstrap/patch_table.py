@@ -144,7 +144,7 @@ ALSO: tuple[Change, ...] = (
         "in a run resumed with other ranks or arguments, up to its first step: to note what the setup has left",
     ),
     Change("torch._dynamo", "trace_rules", "torch.compile does not trace our functions; only if the script uses it"),
-    Change("sys", "stdout, stderr", "lines are counted, to print each once"),
+    Change("sys", "stdout, stderr", "lines are noted, to print each once"),
     Change(
         "sys",
         "excepthook",

@@ -227,7 +227,7 @@ def _leave(
             _make_ready(device, diagnosis)
         end()
     finally:
-        diverted.end(0, 0)
+        diverted.end()
     if not presence.heard.wait(_HEARD_LIMIT_S):
         raise TimeoutError("the agent does not answer")
 

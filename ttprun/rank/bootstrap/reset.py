@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ttprun import frameworks
 from ttprun.capture import installing as capture
-from ttprun.capture.effects import os_entropy
+from ttprun.capture.effects import os_entropy, output
 from ttprun.capture.effects.effects import Effects
 from ttprun.capture.position import ast_transform
 from ttprun.device.device_errors import causes_of
@@ -50,6 +50,7 @@ def close(session: Session) -> None:
     if session.recovery is not None:
         session.recovery.retire()
         session.recovery.join(LIMIT_S)
+    output.end()
     session[Verifier].end(LIMIT_S)
     ending.end(session, LIMIT_S)
 

@@ -46,7 +46,6 @@ class ReplayRun(Replay, Mode):
     """The state of a replay.
 
     live        set by the recovery thread when the tensors are loaded and the new generation is connected
-    skip_lines  lines of stdout and stderr that the lost rank had printed since boundary N
     setup_s     the script's time from its top to its first optimizer step; None before that
     step_proof  set if no other rank goes on with the lost rank's state
     step_from   slot of the lost rank's mirror from which the step at boundary N is taken again; "": it is not
@@ -60,30 +59,26 @@ class ReplayRun(Replay, Mode):
     is_contradicted = False
     refused = MismatchError
 
-    def __init__(
-        self, session: Session, skip_lines: tuple[int, int], target: Record, before: Record | None, answers: Answers
-    ) -> None:
+    def __init__(self, session: Session, target: Record, before: Record | None, answers: Answers) -> None:
         """A replay up to the record `target`, which first reaches the place of `before` (None: from the top)."""
         self.session = session
         super().__init__(session, optimizer_registry, target, before, session.options.is_strict)
         self.live = threading.Event()
-        self.skip_lines = skip_lines
         self.setup_s: float | None = None
         self._began_s = time.monotonic()
         self._answers = answers
 
     @classmethod
-    def of_lost(cls, session: Session, number: int, skip_lines: tuple[int, int]) -> ReplayRun:
+    def of_lost(cls, session: Session, number: int) -> ReplayRun:
         """The replay of a lost rank's recorder.
 
-        number       the boundary up to which the script is replayed
-        skip_lines   lines of stdout and stderr that the lost rank had printed
+        number   the boundary up to which the script is replayed
 
         Raises KeyError if there is no record of that boundary.
         """
         records, before = cls.records_of(session[Recorder], number)
         recent = [result for record in records for result in record.fields.results]
-        replay = cls(session, skip_lines, records[-1], before, Answers(session[Recorder].read_log(), recent))
+        replay = cls(session, records[-1], before, Answers(session[Recorder].read_log(), recent))
         replay.sets_variables = SET_VARIABLES in _origins_of(session)
         return replay
 
@@ -179,7 +174,7 @@ class ReplayRun(Replay, Mode):
                 optimizer_registry.optimizers(),
                 lambda: report_mismatch(session.channel, session.generation, gradients.CARRIED),
             )
-        self.unmute(self.skip_lines)
+        self.unmute()
         session[Results].begin_step(self.boundary)
         session[KeptWeights].is_kept = self.target.fields.kept
         if not is_before_step:

@@ -109,7 +109,7 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
     """Why this rank's state could not be restored from records, other ranks and snapshots; "" if it could."""
     if not session.has_stepped and (why_not := hindrances.why_shards_unknown(optimizer)):
         return why_not
-    elsewhere = Effects.why_not_counted()
+    elsewhere = Effects.why_not_noted()
     if elsewhere:
         return elsewhere
     if session.has_stepped:
