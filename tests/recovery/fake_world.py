@@ -335,7 +335,8 @@ class FakeWorld:
             case recovery.Persist(ranks, generation, boundary):
                 assert boundary > 0
                 assert ranks == self.job.survivors
-                assert {self.processes[rank].boundary for rank in ranks} == {boundary}
+                boundaries = {self.processes[rank].boundary for rank in ranks} or {self.snapshot_boundary}
+                assert boundaries == {boundary}
                 persisted = recovery.StatePersisted(
                     generation=generation, place=f"step-{boundary}", is_handled=self.handles_stop, at_s=0.0
                 )

@@ -24,10 +24,10 @@ parser.add_argument("--seconds", type=float, default=0.01, help="of a step, at l
 parser.add_argument("--hidden", type=int, default=16)
 parser.add_argument("--group", choices=["no", "before", "late", "ends"], default="no")
 parser.add_argument("--unseeded", action="store_true", help="the steps draw from the system")
-parser.add_argument("--gate", default="", help="from step 10 on, rank 1 waits after each for the file GATE<step>")
+parser.add_argument("--gate", default="", help="from step 10 on, the last rank waits after each for GATE<step>")
 args = parser.parse_args()
 
-rank = int(os.environ["RANK"])
+rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
 torch.manual_seed(rank)
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(8, args.hidden), nn.ReLU(), nn.Dropout(0.2), nn.Linear(args.hidden, 2))
@@ -49,6 +49,8 @@ for _ in range(steps):
     for features, labels in loader:
         if step == half:
             break
+        if step == 19 and "FAILS" in os.environ:
+            raise ValueError("it fails")
         optimizer.zero_grad()
         if args.unseeded:
             features = features + int.from_bytes(os.urandom(1), "little") * 0.0
@@ -59,7 +61,7 @@ for _ in range(steps):
         step += 1
         print(f"[rank {rank}] step {step} loss {loss.item():.6f}", flush=True)
         time.sleep(args.seconds)
-        while args.gate and rank == 1 and step >= 10 and not os.path.exists(f"{args.gate}{step}"):
+        while args.gate and rank == last and step >= 10 and not os.path.exists(f"{args.gate}{step}"):
             time.sleep(0.02)
 
 if args.group in ("late", "ends"):

@@ -14,7 +14,7 @@ from ttprun.protocol.rank_events import MismatchFound
 from ttprun.protocol.to_rank import Freeze
 from ttprun.recovery.job import Ending, Job, JobPhase, name_ranks
 from ttprun.recovery.leader_events import Saved
-from ttprun.recovery.leader_orders import FailJob, FinishJob, NoteUnusable, Regroup, RestartGroup, SetDeadline
+from ttprun.recovery.leader_orders import FailJob, FinishJob, NoteUnusable, Persist, Regroup, RestartGroup, SetDeadline
 from ttprun.recovery.members import Member, MemberFlag
 from ttprun.recovery.phases import HALT, UNDONE, Result, deadline_of, enter, open_incident, reason_of
 from ttprun.recovery.ways_back import begin_rewind, go_back, may_rewind, steps_reached, what_sends_back, why_no_rewind
@@ -329,25 +329,38 @@ def why_not_saved(job: Job) -> str:
         return f"the job is {job.phase}"
     if "persist" not in job.settings.rungs:
         return "saving is switched off (rungs)"
-    if job.are_alone:
+    if job.are_alone or (job.settings.is_alone and job.settings.world_size > 1):
         return "the ranks train without a process group, each for itself, and have no common step"
     if job.unprotected_reason:
         return job.unprotected_reason
     if job.incident is not None and job.incident.kind == MismatchFound.kind:
         return "the ranks hold state that contradicts each other's"
-    if job.finished or not job.survivors:
+    if job.finished or not holds_state(job):
         return f"{name_ranks(job.finished or job.lost)} no longer trains"
     silent = tuple(rank for rank in job.survivors if not job.members[rank].is_protected)
     return f"the hooks of {name_ranks(silent)} have not reported yet" if silent else ""
 
 
+def holds_state(job: Job) -> bool:
+    """Whether a rank lives that can write its state, or else what lost ranks have left in shared memory can be."""
+    return bool(job.survivors) or job.snapshot is not None
+
+
 def begin_persisting(job: Job, at_s: float) -> Result:
-    """Rung "persist": the living ranks quiesce, and then write their state; replacements are killed."""
+    """Rung "persist": the living ranks quiesce, and then write their state; replacements are killed.
+
+    If no rank lives, what is kept of them in shared memory is written.
+    """
     job = replace(job, generation=job.generation + 1, persists_at=None, rewind_to=None, rewind_place="")
     useless = tuple(member for member in job.replacements if member.pid is not None)
     job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
     job = replace(job, members=job.members.with_each(Member.with_answers_forgotten))
     kills = (KillRank(member.rank, "the job ends before it has caught up") for member in useless)
+    snapshot = job.snapshot
+    if not job.survivors and snapshot is not None:
+        job = replace(job, persists_at=snapshot)
+        order = Persist((), job.generation, snapshot, "dying gasp")
+        return enter(job, JobPhase.PERSISTING, at_s, (*kills, order, deadline_of(job, JobPhase.PERSISTING)))
     freeze = Freeze(job.survivors, job.generation, job.lost)
     deadline = SetDeadline(job.generation, HALT, job.settings.limits.halt_s)
     return enter(job, JobPhase.PERSISTING, at_s, (freeze, *kills, deadline))

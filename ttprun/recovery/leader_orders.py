@@ -29,7 +29,7 @@ class NoteUnusable(Action, frozen=True):
 class Persist(Action, frozen=True):
     """Write a checkpoint of the boundary at which all survivors are quiesced; the answer is StatePersisted.
 
-    ranks     survivors; each writes a part of what they all hold
+    ranks     survivors; each writes a part of what they all hold. None: what shared memory keeps of it is written
     cause     for the checkpoint's manifest
     """
 

@@ -18,7 +18,7 @@ from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, StopAs
 from ttprun.protocol.to_rank import Resume
 from ttprun.recovery.fault_events import NodeLost
 from ttprun.recovery.job import Ending, Job, JobPhase
-from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, stopped_by, why_not_saved
+from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, holds_state, stopped_by, why_not_saved
 from ttprun.recovery.leader_events import (
     CheckpointAsked,
     DeadlinePassed,
@@ -49,7 +49,7 @@ from ttprun.recovery.phases import (
 )
 from ttprun.recovery.regroup import is_resizing, keep_nodes, on_saved_to_resize
 from ttprun.recovery.repair import is_anyone_moving, why_survivors_disagree
-from ttprun.recovery.ways_back import go_back
+from ttprun.recovery.ways_back import go_back, steps_reached
 
 
 def on_snapshot(job: Job, event: SnapshotTaken) -> Result:
@@ -115,22 +115,25 @@ def on_persisted(job: Job, event: StatePersisted) -> Result:
 
 def what_was_saved(job: Job, event: StatePersisted) -> str:
     """How the checkpoint can be used, for the operator."""
+    saved, older = "its state was saved", steps_reached(job) - (job.persists_at or 0)
+    if not job.survivors and older > 0:
+        saved = f"its state of step {job.persists_at} was saved (of the last {older} steps nothing was left)"
     if event.why_unusable:
         return f"the ranks' state was saved, but no run can resume from it ({event.why_unusable}): {event.place}"
     if job.ending is not None and not job.ending.is_replayable:
-        return f"its state was saved, but a replay of this script differs from the run, so none resumes: {event.place}"
+        return f"{saved}, but a replay of this script differs from the run, so none resumes: {event.place}"
     if job.ending is not None and job.ending.is_restart:
-        return f"its state was saved: {event.place}"
+        return f"{saved}: {event.place}"
     if job.settings.saves_before_restart:  # whether the script loads it is up to the script
         return f"its framework has saved its state: {event.place}"
     if event.without:
         which = f"what no record holds as its set-up makes it ({event.without})"
-        return f"its state was saved, but a run that resumes from it has {which}: {event.place}"
+        return f"{saved}, but a run that resumes from it has {which}: {event.place}"
     if job.settings.same_command_goes_on and job.ending is not None and is_of_script_itself(job):
-        return f"its state was saved, from which the same command resumes once the script is corrected: {event.place}"
+        return f"{saved}, from which the same command resumes once the script is corrected: {event.place}"
     if job.settings.same_command_goes_on:
-        return f"its state was saved, the same command resumes from it: {event.place}"
-    return f"its state was saved; to resume from it: --resume {event.place}"
+        return f"{saved}, the same command resumes from it: {event.place}"
+    return f"{saved}; to resume from it: --resume {event.place}"
 
 
 def is_of_script_itself(job: Job) -> bool:
@@ -196,7 +199,7 @@ def on_exit_to_persist(job: Job, event: RankExited) -> Result:
     if job.ending is None:
         return giving_up(job, event.sentence, answer_fault(job, event))
     job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
-    return begin_persisting(job, event.at_s) if job.survivors else go_on(job, event.at_s, "all ranks were lost")
+    return begin_persisting(job, event.at_s) if holds_state(job) else go_on(job, event.at_s, "all ranks were lost")
 
 
 def on_node_lost_to_persist(job: Job, event: NodeLost) -> Result:
@@ -215,7 +218,7 @@ def on_faulted_to_persist(job: Job, event: RankFaulted) -> Result:
         return giving_up(job, event.sentence, on_faulted(job, event))
     job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
     kill = KillRank(event.rank, "the job ends")
-    job, actions = begin_persisting(job, event.at_s) if job.survivors else go_on(job, event.at_s, event.sentence)
+    job, actions = begin_persisting(job, event.at_s) if holds_state(job) else go_on(job, event.at_s, event.sentence)
     return job, (kill, *actions)
 
 

@@ -99,6 +99,8 @@ def why_survivors_disagree(job: Job) -> str:
         if len({answer.digest for answer in of_alike}) > 1:
             digests = ", ".join(f"rank {answer.rank} has {answer.digest or 'none'}" for answer in of_alike)
             return f"the survivors' replicated states differ at boundary {frozen[0].boundary}: {digests}"
+    if len(job.members) == 1:
+        return ""  # it needs no other
     alone = tuple(answer.rank for answer in frozen if answer.boundary > 0 and not answer.has_group)
     return f"{name_ranks(alone)} trained without a process group, so no rank can repair it" if alone else ""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgpack
@@ -20,7 +20,7 @@ from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.repair.comparisons import Comparisons
-from ttprun.agent.repair.stored_states import rank_file
+from ttprun.agent.repair.stored_states import Stored, rank_file
 from ttprun.errors import ConfigError, in_short
 from ttprun.protocol import node_orders, node_reports, to_rank
 from ttprun.protocol.snapshot_messages import Dumped, MirroredShare, Share
@@ -96,14 +96,14 @@ class Checkpoints:
             self.writer.drop(self._writing.draft)
             self._writing = None
         if self._comparisons.why_not_stored:
-            self._fail(order, self._comparisons.why_not_stored)
+            self.fail(order, self._comparisons.why_not_stored)
             return
         try:
             if self.why_never:
                 raise ConfigError(self.why_never, "name one that all nodes share (--save-dir)")
             draft = self.writer.begin(order.boundary)
         except ConfigError as error:
-            self._fail(order, str(error))
+            self.fail(order, str(error))
             return
         self._writing = _Writing(draft, order, set(order.ranks), time.monotonic())
         self._order_parts(self._writing)
@@ -160,7 +160,7 @@ class Checkpoints:
         else:
             self._writing = None
             self.writer.drop(writing.draft)
-            self._fail(writing.order, message.why_not)
+            self.fail(writing.order, message.why_not)
             return
         self._finish_if_all_is_there(writing)
 
@@ -184,7 +184,7 @@ class Checkpoints:
             why_not = "the ranks hold different parameters"
         if why_not:
             self.writer.drop(writing.draft)
-            self._fail(writing.order, why_not, is_handled=any(report.is_handled for report in writing.reports.values()))
+            self.fail(writing.order, why_not, is_handled=any(report.is_handled for report in writing.reports.values()))
             return
         boundary = writing.order.boundary
         replicas = self._node.job.replicas
@@ -198,24 +198,10 @@ class Checkpoints:
         for share in shares.values():
             writing.draft.record(file_of(share.share), FileEntry(bytes=share.bytes, xxh3=share.xxh3))
 
+        is_handled = any(report.is_handled for report in writing.reports.values())
+
         def done(written: Written) -> None:
-            checkpoint, place, why_not = written.checkpoint, "", written.why_not
-            if checkpoint is not None and checkpoint.is_valid:
-                place = str(checkpoint.path)
-            elif checkpoint is not None:
-                why_not = f"it would lack {in_short(missing)}; what there is was written to {checkpoint.path}"
-            is_handled = any(report.is_handled for report in writing.reports.values())
-            self._node.advance(
-                recovery.StatePersisted(
-                    at_s=time.monotonic(),
-                    generation=writing.order.generation,
-                    place=place,
-                    why_not=why_not,
-                    why_unusable=written.why_unusable,
-                    without=in_short(written.without, 1),
-                    is_handled=is_handled,
-                )
-            )
+            self._report(writing.order, written, missing, is_handled)
 
         headers = {rank: share.header for rank, share in shares.items()} if replicas.differing else {}
         for rank in range(len(self._node.slots)) if headers else ():
@@ -225,6 +211,26 @@ class Checkpoints:
         differences = RankDifferences(headers, replicas)
         self.writer.submit(
             writing.draft, parts.items(), first, differences, writing.order.cause, missing, writing.began_s, done
+        )
+
+    def _report(
+        self, order: recovery.Persist, written: Written, missing: Sequence[str] = (), is_handled: bool = False
+    ) -> None:
+        checkpoint, place, why_not = written.checkpoint, "", written.why_not
+        if checkpoint is not None and checkpoint.is_valid:
+            place = str(checkpoint.path)
+        elif checkpoint is not None:
+            why_not = f"it would lack {in_short(missing)}; what there is was written to {checkpoint.path}"
+        self._node.advance(
+            recovery.StatePersisted(
+                at_s=time.monotonic(),
+                generation=order.generation,
+                place=place,
+                why_not=why_not,
+                why_unusable=written.why_unusable,
+                without=in_short(written.without, 1),
+                is_handled=is_handled,
+            )
         )
 
     def _why_not_alike(self, writing: _Writing) -> str:
@@ -253,7 +259,7 @@ class Checkpoints:
             self._writing = None
         self.writer.note_failure(boundary, "asked", why_not)
 
-    def _fail(self, order: recovery.Persist, why_not: str, is_handled: bool = False) -> None:
+    def fail(self, order: recovery.Persist, why_not: str, is_handled: bool = False) -> None:
         """Nothing can be made of what was ordered."""
         self.writer.note_failure(order.boundary, order.cause, why_not)
         at_s, generation = time.monotonic(), order.generation
@@ -270,7 +276,29 @@ class Checkpoints:
                 missing.append(_what_is_lost(slot.rank, boundary))
         return parts, missing
 
-    # A checkpoint of a snapshot.
+    # A checkpoint of a snapshot, or of what lost ranks have kept.
+
+    def save(self, order: recovery.Persist, stored: Stored) -> None:
+        """Write what is kept in shared memory of ranks that live no more; the answer is StatePersisted."""
+        try:
+            draft = self.writer.begin(order.boundary)
+        except ConfigError as error:
+            self.fail(order, str(error))
+            return
+        parts = [
+            (slot.rank, own_part(self._node, slot, order.boundary))
+            if stored.is_in_recorder
+            else (slot.rank, msgpack.packb(stored.rank_part(slot.rank)))
+            for slot in self._node.slots
+        ]
+        first = Share(0, 0, "", "", {}, "", header=stored.header)
+        differences = RankDifferences(stored.headers, stored.replicas)
+        began_s, files = time.monotonic(), _readers_of(stored.files)
+
+        def done(written: Written) -> None:
+            self._report(order, written)
+
+        self.writer.submit(draft, parts, first, differences, order.cause, [], began_s, done, files)
 
     def write_snapshot(self, buffer: SnapshotBuffer, done: Callable[[], None]) -> None:
         """Write a snapshot to disk in the background; `done` is called by the supervisor's thread at the end."""
@@ -306,6 +334,13 @@ def own_part(node: Node, slot: RankSlot, boundary: int) -> bytes:
 
 def _what_is_lost(rank: int, boundary: int) -> str:
     return f"variables and random states of rank {rank} at step {boundary}"
+
+
+def _readers_of(paths: Sequence[str]) -> Iterator[tuple[int, Fill]]:
+    """(number, gives its bytes) of each file."""
+    for share, path in enumerate(paths):
+        with open(path, "rb", buffering=0) as file:
+            yield share, file.readinto
 
 
 def _reader_of(fd: int, size_bytes: int) -> Fill:

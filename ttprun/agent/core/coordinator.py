@@ -103,6 +103,8 @@ class Coordinator:
                 self.repairs.resume(action)
             case process_orders.Rewind():
                 self.rewinds.rewind(action)
+            case recovery.Persist(ranks=()):
+                self.rewinds.save(action)
             case recovery.Persist():
                 self.repairs.persist(action)
             case recovery.GiveUpCheckpoint(boundary=boundary, reason=reason):

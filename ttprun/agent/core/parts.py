@@ -96,7 +96,14 @@ class Parts:
         self.membership = NodeMembership(node, resumption, self.quiesce_schedule, elasticity)
         self.spares = Spares(node, self.actuators, self.membership)
         rewinds = Rewinds(
-            node, self.actuators, resumption, self.comparisons, self.snapshots, self.own_states, self.mirrors
+            node,
+            self.actuators,
+            resumption,
+            self.comparisons,
+            self.snapshots,
+            self.own_states,
+            self.mirrors,
+            self.checkpoints,
         )
         self.agent = NodeAgent(
             node,

@@ -55,7 +55,7 @@ class OwnStates:
     def paths_for(self, local_rank: int) -> list[tuple[str, str]]:
         """Where a rank may keep its own state; nowhere, if nobody would go back to it."""
         node = self._node
-        if node.job.settings.rungs.isdisjoint(("replace", "rewind")) or self._times.is_never:
+        if node.job.settings.rungs.isdisjoint(("replace", "rewind", "persist")) or self._times.is_never:
             return []
         return [
             (shared_memory.path_of(records), shared_memory.path_of(tensors))

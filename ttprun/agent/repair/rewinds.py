@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec import structs
 
 from ttprun import recovery
+from ttprun.agent.checkpoints.checkpoints import Checkpoints
 from ttprun.agent.checkpoints.snapshots import Snapshots
 from ttprun.agent.cluster.actuators import Actuators
 from ttprun.agent.core.node import Node
@@ -42,6 +43,7 @@ class Rewinds:
     _snapshots: Snapshots
     _own_states: OwnStates
     _mirrors: Mirrors
+    _checkpoints: Checkpoints
 
     def rewind(self, action: process_orders.Rewind) -> None:
         """Put what was stored of ranks in the place of what they have recorded since; they have no process now."""
@@ -106,6 +108,18 @@ class Rewinds:
         if newest is None or newest.boundary != action.boundary:
             raise LookupError(f"there is no snapshot of step {action.boundary} any more")
         return newest.as_stored()
+
+    def save(self, order: recovery.Persist) -> None:
+        """No rank lives that could write a checkpoint: write what is kept of them in shared memory."""
+        ranks = tuple(range(len(self._node.slots)))
+        try:
+            stored = self._stored(process_orders.Rewind(ranks, order.boundary))
+            if stored is None:
+                raise LookupError(f"nothing is kept of step {order.boundary}")
+        except _UNUSABLE as error:
+            self._checkpoints.fail(order, str(error))
+        else:
+            self._checkpoints.save(order, stored)
 
     def note_unusable(self, action: recovery.NoteUnusable) -> None:
         """Keep the next launch from the same failure."""
