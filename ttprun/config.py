@@ -114,6 +114,12 @@ class Config(BaseModel):
         min_length=1,
         description="checkpoint to resume from: auto (newest valid one in save_dir), off, or a path",
     )
+    resume_hyperparameters: Literal["auto", "script", "checkpoint"] = Field(
+        "auto",
+        description="when a resumed script has other hyperparameters (lr, weight_decay, betas) than its checkpoint, "
+        "which to use. auto: the checkpoint's if training has changed them, as a scheduler does, otherwise the "
+        "script's. script: a scheduled learning rate goes on in proportion to the script's",
+    )
     snapshot_every: str = Field(
         "auto",
         description="interval between snapshots: 500steps, 20min, never; auto: 15 to 30 min, depending on what one "

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ttprun.agent.health.unhooked_ranks import UnhookedRanks
 from ttprun.agent.processes.rank_processes import SHIM, StandbyHandler
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.node_reports import Said
+from ttprun.recovery import JobPhase
 
 HOLD = """
 import mmap, os, socket, subprocess, sys
@@ -38,6 +40,7 @@ class FakeNode:
     """One slot, of which is noted what is reported."""
 
     is_python = True
+    job = SimpleNamespace(phase=JobPhase.RUNNING)
 
     def __init__(self, slot: RankSlot) -> None:
         self.slots = self.here = [slot]
@@ -220,3 +223,19 @@ def test_a_rank_that_is_heard_is_not_looked_at(start: Start, monkeypatch: pytest
     found.settle()
 
     assert (node.reported, node.logged) == ([], [])
+
+
+@pytest.mark.parametrize(("steps", "words"), [(0, "nothing is saved, not even at a signal"), (1, "")])
+def test_a_script_without_an_optimizer_is_told_once_that_nothing_is_saved(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, steps: int, words: str
+) -> None:
+    started = start()
+    found, node = look(started, monkeypatch)
+    node.board.set(0, Field.APPLIED, steps)
+    found.note_present(started.slot)
+    monkeypatch.setattr(unhooked_ranks, "NO_STEP_S", 0.0)
+
+    found.look()
+    found.look()
+
+    assert [words in record.getMessage() for record in caplog.records] == [True] * bool(words)

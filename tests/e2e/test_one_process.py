@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import subprocess
 import sys
-import signal
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,76 +13,75 @@ import pytest
 from tests.e2e.harness import Launch, Run, StartTtprun, Undisturbed, environment
 
 SCRIPT = "each_for_itself.py"
-
-
-class Job:
-    """Launches of one process by the same command; it waits after each step from step 10 on while its gate is shut."""
-
-    def __init__(self, start_ttprun: StartTtprun, folder: Path) -> None:
-        self._start, self._folder = start_ttprun, folder
-
-    def launch(self, args: Sequence[str] = (), options: Sequence[str] = ()) -> Launch:
-        out, gate = self._folder / "out", self._folder / "gate"
-        args = ["--gate", str(gate), *args]
-        options = ["--save-dir", str(self._folder / "save"), *options]
-        return self._start(SCRIPT, 1, options=options, script_args=args, out=out)
-
-    def open_gates(self) -> None:
-        for step in range(10, 41):
-            (self._folder / f"gate{step}").touch()
+Again = Callable[..., Launch]
 
 
 @pytest.fixture
-def job(start_ttprun: StartTtprun, tmp_path: Path) -> Job:
-    return Job(start_ttprun, tmp_path)
+def again(start_ttprun: StartTtprun, tmp_path: Path) -> Again:
+    """`again(is_open, *args)`: launches the same command; while its gate is shut, the script waits after step 10."""
+
+    def launch(is_open: bool, *args: str) -> Launch:
+        for step in range(10, 41) if is_open else ():
+            (tmp_path / f"gate{step}").touch()
+        words = ["--gate", str(tmp_path / "gate"), *args]
+        options = ["--save-dir", str(tmp_path / "save")]
+        launched = start_ttprun(SCRIPT, 1, options=options, script_args=words, out=tmp_path / "out")
+        if not is_open:
+            launched.wait_for_line(0, "step 10 ")
+        return launched
+
+    return launch
 
 
 def assert_resumed(run: Run, boundary: int, reference: Run) -> None:
-    assert (run.status["resume"]["outcome"], run.status["resume"]["boundary"]) == ("recovered", boundary), run.story()
-    assert run.hashes == reference.hashes, run.story()
-    assert run.exit_code == 0
+    resume = run.status["resume"]
+    assert (resume["outcome"], resume["boundary"]) == ("recovered", boundary), run.story()
+    assert (run.exit_code, run.hashes) == (0, reference.hashes), run.story()
 
 
-@pytest.mark.parametrize(
-    ("number", "exit_code"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)],
-    ids=["TERM", "INT", "USR1"],
-)
+@pytest.mark.parametrize(("name", "exit_code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143)])
 def test_one_process_that_a_signal_ends_goes_on_by_the_same_command(
-    job: Job, undisturbed: Undisturbed, number: signal.Signals, exit_code: int
+    again: Again, undisturbed: Undisturbed, name: str, exit_code: int
 ) -> None:
-    launch = job.launch()
-    launch.wait_for_line(0, "step 10 ")
-    launch.process.send_signal(number)
+    launch = again(False)
+
+    launch.process.send_signal(signal.Signals[name])
     first = launch.finish()
-    job.open_gates()
-    second = job.launch().finish()
+    second = again(True).finish()
 
     assert first.exit_code == exit_code, first.story()
     assert "its state was saved, the same command resumes from it" in first.status["reason"], first.story()
     assert_resumed(second, 10, undisturbed(SCRIPT, 1))
 
 
-def test_fails(job: Job, monkeypatch: pytest.MonkeyPatch, undisturbed: Undisturbed) -> None:
-    job.open_gates()
+def test_one_process_whose_script_fails_keeps_the_steps_that_it_has_taken(
+    again: Again, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank lives at the end; what it kept in shared memory is written."""
     monkeypatch.setenv("FAILS", "1")
-    first = job.launch().finish()
-    print(first.story())
+    first = again(True).finish()
     monkeypatch.delenv("FAILS")
-    second = job.launch().finish()
-    print(second.story())
+    second = again(True).finish()
+
+    assert first.exit_code == 1, first.story()
+    assert "from which the same command resumes once the script is corrected" in first.status["reason"], first.story()
     assert_resumed(second, 19, undisturbed(SCRIPT, 1))
 
 
-def test_now(job: Job, undisturbed: Undisturbed) -> None:
-    launch = job.launch()
-    launch.wait_for_line(0, "step 10 ")
-    command = [sys.executable, "-m", "ttprun", "checkpoint", "now", "--run", str(launch.folder / "run")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment())
-    print(result)
-    os.kill(launch.wait_for_rank(0)["pid"], signal.SIGKILL)
-    job.open_gates()
-    run = launch.finish()
-    print(run.story())
-    assert run.hashes == undisturbed(SCRIPT, 1).hashes
-    assert 0
+def test_one_process_is_saved_on_request_and_goes_on_with_other_arguments_which_are_named(
+    again: Again, undisturbed: Undisturbed
+) -> None:
+    """The scheduler's learning rate is the checkpoint's, so that the outcome is that of the old arguments."""
+    launch = again(False)
+    words = [sys.executable, "-m", "ttprun", "checkpoint", "now", "--run", str(launch.run_dir)]
+    asked = subprocess.run(words, capture_output=True, text=True, timeout=180, env=environment())
+    launch.kill_agent()
+    launch.finish()
+
+    second = again(True, "--rate", "0.02", "--seconds", "0").finish()
+
+    assert asked.returncode == 0, asked.stderr
+    assert "(old: none, new: --rate 0.02 --seconds 0)" in second.output, second.story()
+    assert "lr: 0.02 in the script, 0.01 in the checkpoint, 0.01 is used" in second.output, second.story()
+    assert "bit-exact" not in second.output, second.story()
+    assert_resumed(second, 10, undisturbed(SCRIPT, 1))

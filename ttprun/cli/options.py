@@ -105,8 +105,8 @@ GROUPS = {
     "hang_timeout_s verify_every overhead_budget proof on_nan "
     "freeze_timeout_s replay_timeout_s transfer_timeout_s resume_timeout_s commit_timeout_s pause_timeout_s "
     "record_limit_mib journal_limit_mib",
-    "checkpoints, snapshots and mirrors": "save_dir resume keep_checkpoints persist_timeout_s grace_s snapshot_every "
-    "buddy buddy_memory",
+    "checkpoints, snapshots and mirrors": "save_dir resume resume_hyperparameters keep_checkpoints persist_timeout_s "
+    "grace_s snapshot_every buddy buddy_memory",
     "several nodes": "elastic node_wait_s discovery",
     "page and notifications": "http http_token_file on_event on_event_kinds",
 }

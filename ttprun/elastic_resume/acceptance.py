@@ -93,11 +93,10 @@ def _that_differ(first: Tree, last: Tree, other: Tree) -> Iterator[str]:
 
 def _warning(stored: Stored, old: int, new: int, what_differs: str, names: Sequence[str]) -> str:
     parts = [
-        f"checkpoint '{stored.place}' {what_differs}: all ranks set themselves up anew, and take over what has changed"
+        f"checkpoint '{stored.place}' {what_differs}: all ranks run the set-up as it is now; weights, optimizer state, "
+        "scheduler (with its learning rate), random states and data position come from the checkpoint"
     ]
-    if old == new:
-        parts.append("the rest of the run is not bit-exact with one that was never interrupted")
-    else:
+    if old != new:
         parts.append(f"resumed on {new} rank{'s' * (new > 1)} from {old}: sums are rounded otherwise, so not bit-exact")
         parts.append(
             f"each rank takes the variables of the old rank that was like it at first, else of rank r mod {old}"

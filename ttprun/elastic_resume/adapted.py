@@ -38,11 +38,14 @@ from ttprun.elastic_resume.donors import MOST, OldRank, closest
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Answers
 from ttprun.introspect.random_state import RngState
+from ttprun.protocol.from_rank import Note
 from ttprun.protocol.to_rank import Adapt
 from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.session import Session
 from ttprun.rank.step import boundary
+
+_MOST_NAMED = 4
 
 
 class Adapted(ReplayRun):
@@ -56,7 +59,7 @@ class Adapted(ReplayRun):
 
     def __init__(self, session: Session, number: int, adapt: Adapt) -> None:
         self.session = session
-        self._paths = adapt.paths
+        self._paths, self._hyperparameters = adapt.paths, adapt.hyperparameters
         self._derived: Derived | None = None
         self._is_resized = session.world_size != len(adapt.paths)
         self._default = session.rank % len(adapt.paths)
@@ -157,8 +160,11 @@ class Adapted(ReplayRun):
         self._forward.remove()
         if self._before_first_step is not None:
             spoil(first, self._before_first_step, mine)
-        merge = Merge(first, self._old, mine, ahead, is_resized=self._is_resized)
+        merge = Merge(first, self._old, mine, ahead, self._is_resized, self._hyperparameters)
         taken = Record(replace(self.target.fields, **merge.record()), merge.blobs)
+        if merge.differing and session.rank == 0:
+            differing = "; ".join(merge.differing[:_MOST_NAMED])
+            session.channel.send(Note(f"{differing} (choose by --resume-hyperparameters script|checkpoint)"))
         if merge.left != ahead:
             raise CannotRestoreError(
                 "prefetched batches are not in the variables as the DataLoader has made them, so they cannot be "

@@ -193,10 +193,12 @@ class Freeze(Action, frozen=True):
 class Adapt(Message, frozen=True):
     """The ranks of another run from which a rank resumes.
 
-    paths   of the records of its ranks, in their order
+    paths            of the records of its ranks, in their order
+    hyperparameters  whose count if they differ, as for `ttprun.capture.merging.merge.Merge`
     """
 
     paths: tuple[str, ...]
+    hyperparameters: str = "auto"
 
 
 class Replay(Action, frozen=True):

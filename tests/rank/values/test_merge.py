@@ -512,3 +512,42 @@ def test_rows_that_the_old_run_has_changed_are_its_own(row: int | None) -> None:
     assert made["data"] == old
     assert made["data"]["by number"][3] is made["data"]["rows"][3]
     values.forget()
+
+
+@pytest.mark.parametrize(
+    ("whose", "is_scheduled", "rate", "base", "decay"),
+    [
+        ("auto", True, 0.25, 0.5, 0.9),
+        ("auto", False, 2.0, None, 0.9),
+        ("script", True, 1.0, 2.0, 0.9),
+        ("script", False, 2.0, None, 0.9),
+        ("checkpoint", True, 0.25, 0.5, 0.1),
+        ("checkpoint", False, 0.5, None, 0.1),
+    ],
+)
+def test_hyperparameters_that_differ_are_the_script_s_or_the_checkpoint_s_as_it_is_asked_for_and_named(
+    whose: str, is_scheduled: bool, rate: float, base: float | None, decay: float
+) -> None:
+    def of(initial: float, decay: float, steps: int) -> tuple[Tree, Scope]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=initial, weight_decay=decay)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if is_scheduled else None
+        for _ in range(steps if schedule else 0):
+            optimizer.step()
+            schedule.step()
+        scope = {"schedule": schedule, "optimizer": optimizer}
+        return recorded(scope, (optimizer,)), scope
+
+    mine, scope = of(2.0, 0.9, 0)
+    merge = Merge(of(0.5, 0.1, 0)[0], of(0.5, 0.1, 1)[0], mine, frozenset(), False, whose)
+    made = merge.record()
+    restore = Restore(merge.blobs, is_comparing=True, stepped=[])
+    restore.module(scope, made["variables"][0], "")
+
+    (group,) = scope["optimizer"].param_groups
+    assert (group["lr"], group.get("initial_lr"), group["weight_decay"]) == (rate, base, decay)
+    assert not is_scheduled or scope["schedule"].base_lrs == [base]
+    now = 0.25 if is_scheduled else 0.5
+    assert merge.differing == [
+        f"lr: 2 in the script, {now:g} in the checkpoint, {rate:g} is used",
+        f"weight_decay: 0.9 in the script, 0.1 in the checkpoint, {decay:g} is used",
+    ]

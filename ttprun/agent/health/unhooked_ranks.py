@@ -18,11 +18,14 @@ from ttprun.agent.processes.rank_processes import SHIM, StandbyHandler
 from ttprun.protocol.board import Field
 from ttprun.protocol.from_rank import RankUnprotected
 from ttprun.protocol.node_reports import Said
+from ttprun.protocol.reasons import pointer
 from ttprun.rank.bootstrap import unhooked
+from ttprun.recovery import JobPhase
 
 logger = logging.getLogger("ttprun")
 
 EVERY_S = 0.5
+NO_STEP_S = 45.0  # after which it is said that there was no optimizer step: who trains without one must know
 
 
 class UnhookedRanks:
@@ -34,9 +37,12 @@ class UnhookedRanks:
         self._images: dict[int, str] = {}  # pid -> the program that has greeted
         self._reported: set[int] = set()  # pids
         self._suspects: dict[int, str] = {}  # pid -> why, if the rank should train there
+        self._since_s: float | None = None  # when the run's first process has greeted; None: never, or it was said
 
     def note_present(self, slot: RankSlot) -> None:
         """A process has greeted."""
+        if not self._images:
+            self._since_s = time.monotonic()
         self._images[slot.pid] = unhooked.image_of(slot.pid)
 
     def look(self) -> None:
@@ -47,6 +53,16 @@ class UnhookedRanks:
         self._next_s = now + EVERY_S
         for slot in self._node.here:
             self._look_at(slot)
+        is_running = self._node.job.phase is JobPhase.RUNNING  # else it may be resuming
+        if self._since_s is not None and is_running and now >= self._since_s + NO_STEP_S:
+            self._since_s = None
+            if not any(self._node.board.get(slot.rank, Field.APPLIED) for slot in self._node.here):
+                why = "no optimizer step so far"
+                logger.warning(
+                    "%s, after %.0f s: until there is one, nothing is saved, not even at a signal. If the script "
+                    "trains without an optimizer of torch (weights by hand, another library), let it save by itself%s",
+                    *(why, NO_STEP_S, pointer(why)),
+                )
 
     def settle(self) -> None:
         """A rank is lost: whoever may have trained unseen by then is taken to have done so."""

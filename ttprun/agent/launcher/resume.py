@@ -161,7 +161,9 @@ class Resumption:
             checkpoint = self._store.verify(checkpoint, ProgressLog(_CHECKING).show)
         manifest = checkpoint.valid_manifest()
         stored = open_checkpoint(checkpoint, time.monotonic() - began_s)
-        if manifest.world_size == self._world_size and stored.arguments == self._words:
+        is_same = manifest.world_size == self._world_size and stored.arguments == self._words
+        is_adapted = is_same and not is_new and self._config.resume_hyperparameters == "script"
+        if is_same and not is_adapted:
             without = check_records(stored, self._world_size, self._config)
             return replace(stored, without=without)
         if script_of(stored.arguments) != script_of(self._words):
@@ -179,8 +181,10 @@ class Resumption:
                 f"{in_short(stored.replicas.all_names)}, and only the script knows how to divide them",
                 f"start {counted(manifest.world_size, 'rank')}, or give --resume off to start anew",
             )
-        if manifest.world_size == self._world_size:
-            what_differs = f"was made with other arguments ('{shlex.join(stored.arguments)}')"
+        if is_adapted:
+            what_differs = "is adapted to the script's hyperparameters (--resume-hyperparameters script)"
+        elif manifest.world_size == self._world_size:
+            what_differs = f"was made with other arguments ({difference_of(stored.arguments, self._words)})"
         paths = [str(checkpoint.file(rank_file(rank))) for rank in range(manifest.world_size)]
         return adapted(stored, paths, self._world_size, what_differs)
 
@@ -235,6 +239,23 @@ def check_records(stored: Stored, world_size: int, config: Config) -> tuple[str,
         if why_not:
             raise InvalidCheckpointError(f"rank {rank}: {why_not}")
     return tuple(dict.fromkeys(without))
+
+
+def difference_of(old: Sequence[str], new: Sequence[str]) -> str:
+    """The arguments in which two command lines differ: "old: --lr 1e-3, new: --lr 2e-3"."""
+    groups: list[list[tuple[str, ...]]] = []
+    for words in (old, new):
+        groups.append([])
+        for word in words:
+            if groups[-1] and not word.startswith("-") and groups[-1][-1][0].startswith("-"):
+                groups[-1][-1] += (word,)
+            else:
+                groups[-1].append((word,))
+    named = [
+        shlex.join(word for group in mine if group not in others for word in group) or "none"
+        for mine, others in (groups, groups[::-1])
+    ]
+    return "old: {:.80}, new: {:.80}".format(*named)
 
 
 def script_of(arguments: Sequence[str]) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class Replays(Repairs):
         slot = node.slots[action.rank]
         stored = slot.stored
         if action.source is None and stored is not None and stored.origin is not None:
-            slot.send(replace(action, adapt=to_rank.Adapt(stored.origin.paths)))
+            slot.send(replace(action, adapt=to_rank.Adapt(stored.origin.paths, node.config.resume_hyperparameters)))
             return
         if action.source == action.rank and slot.divergence:
             reason = f"rank {action.rank} has diverged, and its mirror holds the same"

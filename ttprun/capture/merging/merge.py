@@ -40,6 +40,8 @@ from ttprun.capture.values.trees import Comparison, Tree, all_attributes, is_sam
 from ttprun.capture.values.type_names import MISSING, CannotRestoreError
 
 _IN_ORDER = (Part.NODES, Part.ITEMS)
+_INITIAL = "initial_lr"  # what a scheduler multiplies
+Group = dict[Any, Node]
 
 
 class Merge(Outcome):
@@ -49,13 +51,30 @@ class Merge(Outcome):
     mine          of the new one
     ahead         fingerprints of data that the old run had prefetched and not trained on: the new one fetches its own
     is_resized    the new run has another number of ranks
+    hyperparameters   whose count if they differ: "script", "checkpoint"; "auto": the checkpoint's if the training has
+                      changed them, e.g. a learning rate by a scheduler
 
     blobs         of the outcome: those of the last record, then those of mine, then a choice of both for modules
     left          the part of `ahead` that was met in the old run's variables
+    differing     hyperparameters that differ, a phrase each
     """
 
-    def __init__(self, first: Tree, last: Tree, mine: Tree, ahead: frozenset[bytes], is_resized: bool) -> None:
+    def __init__(
+        self,
+        first: Tree,
+        last: Tree,
+        mine: Tree,
+        ahead: frozenset[bytes],
+        is_resized: bool,
+        hyperparameters: str = "auto",
+    ) -> None:
         super().__init__(last, mine, is_resized)
+        self._whose = hyperparameters
+        self.differing: list[str] = []
+        self._chosen: dict[int | None, list[Group]] = {}  # number of an optimizer in the last record -> of each group
+        self._initial: dict[
+            Any, Node
+        ] = {}  # initial learning rate of the script -> that of the checkpoint, which counts
         self._first = first
         self._ahead = ahead
         self._compared = Comparison(first, last)
@@ -73,6 +92,11 @@ class Merge(Outcome):
             raise CannotRestoreError(
                 "the run's first optimizer step was made in another function, so it is not known what has changed since"
             )
+        for nodes in zip(first.optimizers, last.optimizers, mine.optimizers, strict=False):
+            trees = zip((self._first, self._last, self._mine), nodes, strict=True)
+            resolved = [tree.resolve(node) for tree, node in trees]
+            groups = zip(*(node.groups for node in resolved), strict=False)
+            self._chosen[number_of(resolved[1])] = [self._choose(*group) for group in groups]
         variables = [
             self.named(*scopes)
             for scopes in zip(self._first.variables, self._last.variables, self._mine.variables, strict=True)
@@ -110,7 +134,39 @@ class Merge(Outcome):
         for name, node in mine.items():
             if name not in last and name not in first:
                 nodes[name] = self.of_mine(node)
+        rates = nodes.get("base_lrs")  # of a scheduler, which computes from them
+        if self._initial and isinstance(rates, ListNode):
+            kept = [self._initial.get(rate, rate) for rate in listed(rates.items)]
+            nodes["base_lrs"] = replace(rates, items=kept)
         return nodes
+
+    def _choose(self, first: Group, last: Group, mine: Group) -> Group:
+        """Hyperparameters of one group of an optimizer whose node does not follow from what the training has changed.
+
+        first, last, mine   name -> node, of each of the three records
+        """
+        chosen: Group = {}
+        for name in sorted(first.keys() & last.keys() & mine.keys() - {_INITIAL}):
+            before, now, ours = (_plain(group[name]) for group in (first, last, mine))
+            is_rate = name == "lr" and _INITIAL in last and _INITIAL in mine
+            is_scheduled = is_rate or now != before
+            if is_rate:
+                before, ours = last[_INITIAL], mine[_INITIAL]
+            if None in (before, now, ours):
+                continue
+            is_of_script = self._whose == "script" or (self._whose == "auto" and not is_scheduled)
+            if not is_of_script and (ours != before or self._whose == "checkpoint"):
+                chosen[name] = last[name]
+                if is_rate:
+                    chosen[_INITIAL] = self._initial[ours] = before
+            elif self._whose == "script":
+                chosen[name] = now * ours / before if name == "lr" and is_scheduled and before else mine[name]
+                chosen |= {_INITIAL: ours} if is_rate else {}
+            if ours != before:
+                used = _shown(_plain(chosen.get(name, mine[name])))
+                phrase = f"{name}: {_shown(ours)} in the script, {_shown(now)} in the checkpoint, {used} is used"
+                self.differing += [] if phrase in self.differing else [phrase]
+        return chosen
 
     def value(self, first: Node, last: Node, mine: Node) -> Node:
         """The node to restore at one place in the script, of which each record has a node.
@@ -217,6 +273,8 @@ class Merge(Outcome):
                 made[name] = self.named(*parts)
             elif part is Part.GROUPS:
                 made[name] = list(map(self.named, *parts))
+                chosen = self._chosen.get(number_of(last), [])
+                made[name] = [group | of_it for group, of_it in zip(made[name], chosen, strict=True)] or made[name]
         return replace(last, **made)
 
     def _in_order(self, first: list[Node], last: list[Node], mine: list[Node]) -> list[Node]:
@@ -304,6 +362,17 @@ class Merge(Outcome):
         digests = {self._last.digest(part) for part in nodes} & self._ahead
         self.left |= {digest for digest in digests if digest is not None}
         return bool(digests)
+
+
+def _plain(node: Node) -> Any:
+    """The value of a hyperparameter: a scalar, or a tuple of such; None if it is something else."""
+    if isinstance(node, TupleNode):
+        return tuple(map(_plain, node.items))
+    return None if isinstance(node, AnyNode) else node
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _without_positions(node: Any) -> Any:
