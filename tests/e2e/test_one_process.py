@@ -57,15 +57,18 @@ def test_one_process_that_a_signal_ends_goes_on_by_the_same_command(
 def test_one_process_whose_script_fails_keeps_the_steps_that_it_has_taken(
     again: Again, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rank lives at the end; what it kept in shared memory is written."""
+    """No rank lives at the end: what it kept in shared memory is written. What else is edited is named."""
+    reference = undisturbed(SCRIPT, 1)
     monkeypatch.setenv("FAILS", "1")
     first = again(True).finish()
     monkeypatch.delenv("FAILS")
+    monkeypatch.setenv("RATE", "0.02")
     second = again(True).finish()
 
     assert first.exit_code == 1, first.story()
     assert "from which the same command resumes once the script is corrected" in first.status["reason"], first.story()
-    assert_resumed(second, 19, undisturbed(SCRIPT, 1))
+    assert "lr: 0.02 in the script, 0.005 in the checkpoint, 0.005 is used" in second.output, second.story()
+    assert_resumed(second, 19, reference)
 
 
 def test_one_process_is_saved_on_request_and_goes_on_with_other_arguments_which_are_named(

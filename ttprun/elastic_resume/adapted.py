@@ -38,14 +38,11 @@ from ttprun.elastic_resume.donors import MOST, OldRank, closest
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Answers
 from ttprun.introspect.random_state import RngState
-from ttprun.protocol.from_rank import Note
 from ttprun.protocol.to_rank import Adapt
 from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.session import Session
 from ttprun.rank.step import boundary
-
-_MOST_NAMED = 4
 
 
 class Adapted(ReplayRun):
@@ -162,9 +159,7 @@ class Adapted(ReplayRun):
             spoil(first, self._before_first_step, mine)
         merge = Merge(first, self._old, mine, ahead, self._is_resized, self._hyperparameters)
         taken = Record(replace(self.target.fields, **merge.record()), merge.blobs)
-        if merge.differing and session.rank == 0:
-            differing = "; ".join(merge.differing[:_MOST_NAMED])
-            session.channel.send(Note(f"{differing} (choose by --resume-hyperparameters script|checkpoint)"))
+        self.report_hyperparameters(merge.differing)
         if merge.left != ahead:
             raise CannotRestoreError(
                 "prefetched batches are not in the variables as the DataLoader has made them, so they cannot be "

@@ -11,6 +11,7 @@ Begin with `Merge.value`; combined.py combines the nodes of both runs in one rec
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -92,11 +93,9 @@ class Merge(Outcome):
             raise CannotRestoreError(
                 "the run's first optimizer step was made in another function, so it is not known what has changed since"
             )
-        for nodes in zip(first.optimizers, last.optimizers, mine.optimizers, strict=False):
-            trees = zip((self._first, self._last, self._mine), nodes, strict=True)
-            resolved = [tree.resolve(node) for tree, node in trees]
-            groups = zip(*(node.groups for node in resolved), strict=False)
-            self._chosen[number_of(resolved[1])] = [self._choose(*group) for group in groups]
+        for nodes in zip(*map(optimizers_of, (self._first, self._last, self._mine)), strict=False):
+            groups = zip(*(node.groups for node in nodes), strict=False)
+            self._chosen[number_of(nodes[1])] = [self._choose(*group) for group in groups]
         variables = [
             self.named(*scopes)
             for scopes in zip(self._first.variables, self._last.variables, self._mine.variables, strict=True)
@@ -146,26 +145,19 @@ class Merge(Outcome):
         first, last, mine   name -> node, of each of the three records
         """
         chosen: Group = {}
-        for name in sorted(first.keys() & last.keys() & mine.keys() - {_INITIAL}):
-            before, now, ours = (_plain(group[name]) for group in (first, last, mine))
-            is_rate = name == "lr" and _INITIAL in last and _INITIAL in mine
-            is_scheduled = is_rate or now != before
-            if is_rate:
-                before, ours = last[_INITIAL], mine[_INITIAL]
-            if None in (before, now, ours):
-                continue
+        for name, before, now, ours, is_scheduled in compared(first, last, mine):
+            is_rate, is_other = name == "lr" and _INITIAL in last, ours not in (before, now)
             is_of_script = self._whose == "script" or (self._whose == "auto" and not is_scheduled)
-            if not is_of_script and (ours != before or self._whose == "checkpoint"):
+            if not is_of_script and (is_other or self._whose == "checkpoint"):
                 chosen[name] = last[name]
                 if is_rate:
                     chosen[_INITIAL] = self._initial[ours] = before
             elif self._whose == "script":
                 chosen[name] = now * ours / before if name == "lr" and is_scheduled and before else mine[name]
                 chosen |= {_INITIAL: ours} if is_rate else {}
-            if ours != before:
-                used = _shown(_plain(chosen.get(name, mine[name])))
-                phrase = f"{name}: {_shown(ours)} in the script, {_shown(now)} in the checkpoint, {used} is used"
-                self.differing += [] if phrase in self.differing else [phrase]
+            phrase = phrase_of(name, ours, now, _plain(chosen.get(name, mine[name])))
+            if is_other and phrase not in self.differing:
+                self.differing.append(phrase)
         return chosen
 
     def value(self, first: Node, last: Node, mine: Node) -> Node:
@@ -362,6 +354,32 @@ class Merge(Outcome):
         digests = {self._last.digest(part) for part in nodes} & self._ahead
         self.left |= {digest for digest in digests if digest is not None}
         return bool(digests)
+
+
+def optimizers_of(tree: Tree) -> list[Any]:
+    """The nodes of a record's optimizers."""
+    return [tree.resolve(node) for node in tree.fields.optimizers]
+
+
+def compared(first: Group, last: Group, mine: Group) -> Iterator[tuple[str, Any, Any, Any, bool]]:
+    """(name, value in `first`, in `last`, in `mine`, whether a schedule changes it) of hyperparameters of one group.
+
+    first, last, mine   name -> node, or value; what is none of numbers and words is left out
+
+    Of a scheduled learning rate the first and the third are those with which the schedule begins.
+    """
+    for name in sorted(first.keys() & last.keys() & mine.keys() - {_INITIAL}):
+        before, now, ours = (_plain(group[name]) for group in (first, last, mine))
+        is_scheduled = now != before
+        if name == "lr" and _INITIAL in last and _INITIAL in mine:
+            before, ours, is_scheduled = _plain(last[_INITIAL]), _plain(mine[_INITIAL]), True
+        if None not in (before, now, ours):
+            yield name, before, now, ours, is_scheduled
+
+
+def phrase_of(name: str, ours: Any, stored: Any, used: Any) -> str:
+    """What is said of a hyperparameter whose value in the script is not the checkpoint's."""
+    return f"{name}: {_shown(ours)} in the script, {_shown(stored)} in the checkpoint, {_shown(used)} is used"
 
 
 def _plain(node: Node) -> Any:

@@ -9,16 +9,20 @@ A replay that cannot reproduce something is refused: every failed check is repor
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ttprun.capture.effects.effects import Effects
+from ttprun.capture.merging.merge import compared, optimizers_of, phrase_of
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.replay.replay import Replay
+from ttprun.capture.values import Tree
 from ttprun.groups.process_group import groups_of
 from ttprun.groups.results import Answers, Results, as_if_alone
 from ttprun.introspect import moments
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 
     from ttprun.groups.entry import Entry
 
+_MOST_NAMED = 4  # hyperparameters
 SET_VARIABLES = "a replay sets the variables where it jumps into a loop"  # among the origins: see `end_by_error`
 
 
@@ -107,6 +112,9 @@ class ReplayRun(Replay, Mode):
 
     def before_step(self, frame: FrameType, returned: Any = None, optimizer: Any = None) -> Any:
         """As in Replay; see step_hooks.before_step."""
+        if self.setup_s is None and not self.is_joining:
+            with contextlib.suppress(Exception):  # what is not comparable is not named
+                self._compare_hyperparameters()
         self._note_setup()
         return super().before_step(frame, returned, optimizer)
 
@@ -131,6 +139,27 @@ class ReplayRun(Replay, Mode):
         if is_before_step:
             self._go_live(is_before_step=True)
         return is_before_step
+
+    def _compare_hyperparameters(self) -> None:
+        """All resume from a stored state, whose hyperparameters are used: name those that the script sets otherwise."""
+        stored, differing = self.session[Recorder].read_first(), list[str]()
+        if stored is None:
+            return
+        trees = Tree(*Record.of(*stored[1:])), Tree(*self.target)
+        for first, last, live in zip(*map(optimizers_of, trees), optimizer_registry.optimizers(), strict=False):
+            groups = zip(first.groups, last.groups, live.param_groups, strict=False)
+            rows = (row for group in groups for row in compared(*group))
+            differing += [
+                phrase_of(name, ours, now, now) for name, before, now, ours, _ in rows if ours not in (before, now)
+            ]
+        self.report_hyperparameters(list(dict.fromkeys(differing)))
+
+    def report_hyperparameters(self, differing: Sequence[str]) -> None:
+        """Report, once a job, which of the script's are not the checkpoint's: a phrase each."""
+        if differing and self.session.rank == 0:
+            named = "; ".join(differing[:_MOST_NAMED])
+            note = from_rank.Note(f"{named} (choose by --resume-hyperparameters script|checkpoint)")
+            self.session.channel.send(note)
 
     def _note_setup(self) -> None:
         if self.setup_s is None:
