@@ -165,6 +165,14 @@ OF_RECOVERY = (
         _PROVED,
     ),
     Reason(
+        "resume-with-another-model",
+        REFUSED,
+        "in the script's model",
+        "A parameter of the script's model has another shape than in the checkpoint.",
+        "start with the model of the checkpoint, or with --resume off or another --save-dir to train the new one",
+        "checkpoints#Another number of ranks, or other arguments",
+    ),
+    Reason(
         "resume-with-other-ranks",
         REFUSED,
         "cannot resume with other ranks|cannot be taken over|before the first step cannot be read|how the ranks divide"
@@ -273,7 +281,7 @@ OF_RECOVERY = (
         "survivors are at different boundaries|members are at boundaries|taken it at different steps"
         "|trained without a process group"
         "|without a process group, (so|each)",
-        "The remaining ranks do not stand at one step, so none can be the source of another.",
+        "The surviving ranks are at different steps, so no rank can supply the state of another.",
         "--snapshot-every 10steps or --save-dir, to have a state that all can go back to",
         LADDER,
     ),

@@ -204,7 +204,7 @@ def load(header: list[Any], files: list[str], differing: Differing = NONE_DIFFER
         with torch.no_grad():
             tensor.copy_(stored)
 
-    replicated.take_over(header, fill)
+    replicated.take_over(header, fill, is_stored=True)
 
 
 def _load_parts(header: list[Any], files: list[str]) -> None:
@@ -212,7 +212,7 @@ def _load_parts(header: list[Any], files: list[str]) -> None:
     from ttprun.state.resharding import load as load_resharded
 
     targets: dict[str, torch.Tensor] = {}
-    replicated.take_over(header, targets.__setitem__)
+    replicated.take_over(header, targets.__setitem__, is_stored=True)
     try:
         load_resharded(targets, files)
     except CannotReshardError as error:

@@ -202,11 +202,12 @@ def keys() -> list[str]:
     return [name for name, *_ in rows()]
 
 
-def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> None:
+def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None], is_stored: bool = False) -> None:
     """Load the state that another rank has described, and mark it as safe for the device.
 
     header  from `describe`
     fill    called with the key of each tensor, in that order, and with the tensor (maybe sharded) to write to
+    is_stored   it was described in a checkpoint or snapshot
 
     Raises NotRepairableError if this rank's parameters differ from those.
     """
@@ -217,7 +218,10 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
         raise NotRepairableError(f"this rank's optimizers have {len(own)} parameters, and the source {len(header)}")
     for (name, parameter, _, _, optimizer), (dtype, shape, entries) in zip(own, header, strict=True):
         if list(parameter.shape) != shape or str(parameter.dtype)[6:] != dtype:
-            raise NotRepairableError(f"{name} has shape {list(parameter.shape)}, and the source's has {shape}")
+            own_shape = list(parameter.shape)
+            if is_stored:
+                raise NotRepairableError(f"{name} is {own_shape} in the script's model, and {shape} in what was saved")
+            raise NotRepairableError(f"{name} has shape {own_shape}, and the source's has {shape}")
         fill(f"{name}/{WEIGHT}", parameter.detach())
         device.mark_safe(parameter)
         if not entries:

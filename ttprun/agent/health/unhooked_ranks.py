@@ -53,8 +53,9 @@ class UnhookedRanks:
         self._next_s = now + EVERY_S
         for slot in self._node.here:
             self._look_at(slot)
-        is_running = self._node.job.phase is JobPhase.RUNNING  # else it may be resuming
-        if self._since_s is not None and is_running and now >= self._since_s + NO_STEP_S:
+        if self._since_s is not None and self._node.job.phase is not JobPhase.RUNNING:
+            self._since_s = now  # it may be resuming
+        if self._since_s is not None and now >= self._since_s + NO_STEP_S:
             self._since_s = None
             if not any(self._node.board.get(slot.rank, Field.APPLIED) for slot in self._node.here):
                 why = "no optimizer step so far"

@@ -20,6 +20,7 @@ from typing import Any
 from ttprun.capture.data import loaders
 from ttprun.capture.effects import origins, output, script_files
 from ttprun.capture.host import Host, Optimizers
+from ttprun.capture.merging.merge import compared, optimizers_of, phrase_of
 from ttprun.capture.position import loop_sites, loops, placeholders
 from ttprun.capture.records import replayable
 from ttprun.capture.records.boundary_record import LoopRecord, Record
@@ -32,7 +33,7 @@ from ttprun.capture.replay.differences import (
 )
 from ttprun.capture.replay.findings import Findings
 from ttprun.capture.replay.jumps import Jumps
-from ttprun.capture.values import CannotRestoreError, Restore, restore_loop, room_to_walk
+from ttprun.capture.values import CannotRestoreError, Restore, Tree, restore_loop, room_to_walk
 from ttprun.introspect import random_state
 from ttprun.introspect.frames import user_frames
 
@@ -215,6 +216,21 @@ class Replay:
             return returned
         self.note_other_place(difference)
         return returned
+
+    def other_hyperparameters(self) -> list[str]:
+        """Those that the script sets otherwise than the run did whose records are restored, a phrase each.
+
+        Called before the first step, when the optimizers are as the set-up has made them.
+        """
+        stored, differing = self._host[Recorder].read_first(), list[str]()
+        if stored is None:
+            return differing
+        trees = Tree(*Record.of(*stored[1:])), Tree(*self.target)
+        for first, last, live in zip(*map(optimizers_of, trees), self._optimizers.optimizers(), strict=False):
+            for groups in zip(first.groups, last.groups, live.param_groups, strict=False):
+                for name, before, now, ours, _ in compared(*groups):
+                    differing += [] if ours in (before, now) else [phrase_of(name, ours, now, now)]
+        return list(dict.fromkeys(differing))
 
     def record_of(self, number: int) -> Record:
         """The record of a boundary on the way. Raises KeyError."""

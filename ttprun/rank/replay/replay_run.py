@@ -18,11 +18,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ttprun.capture.effects.effects import Effects
-from ttprun.capture.merging.merge import compared, optimizers_of, phrase_of
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.replay.replay import Replay
-from ttprun.capture.values import Tree
 from ttprun.groups.process_group import groups_of
 from ttprun.groups.results import Answers, Results, as_if_alone
 from ttprun.introspect import moments
@@ -113,8 +111,8 @@ class ReplayRun(Replay, Mode):
     def before_step(self, frame: FrameType, returned: Any = None, optimizer: Any = None) -> Any:
         """As in Replay; see step_hooks.before_step."""
         if self.setup_s is None and not self.is_joining:
-            with contextlib.suppress(Exception):  # what is not comparable is not named
-                self._compare_hyperparameters()
+            with contextlib.suppress(Exception):  # they are named, and no more
+                self.report_hyperparameters(self.other_hyperparameters())
         self._note_setup()
         return super().before_step(frame, returned, optimizer)
 
@@ -139,20 +137,6 @@ class ReplayRun(Replay, Mode):
         if is_before_step:
             self._go_live(is_before_step=True)
         return is_before_step
-
-    def _compare_hyperparameters(self) -> None:
-        """All resume from a stored state, whose hyperparameters are used: name those that the script sets otherwise."""
-        stored, differing = self.session[Recorder].read_first(), list[str]()
-        if stored is None:
-            return
-        trees = Tree(*Record.of(*stored[1:])), Tree(*self.target)
-        for first, last, live in zip(*map(optimizers_of, trees), optimizer_registry.optimizers(), strict=False):
-            groups = zip(first.groups, last.groups, live.param_groups, strict=False)
-            rows = (row for group in groups for row in compared(*group))
-            differing += [
-                phrase_of(name, ours, now, now) for name, before, now, ours, _ in rows if ours not in (before, now)
-            ]
-        self.report_hyperparameters(list(dict.fromkeys(differing)))
 
     def report_hyperparameters(self, differing: Sequence[str]) -> None:
         """Report, once a job, which of the script's are not the checkpoint's: a phrase each."""
