@@ -161,7 +161,7 @@ def report_before(previous: Any) -> Any:
         if held_signals.is_end_near() and not presence.is_ended_by_agent():
             # E.g. a scheduler has signalled the DataLoader's workers too. This process holds the state to be saved.
             with contextlib.suppress(KeyboardInterrupt):
-                held_signals.wait_for_end()
+                held_signals.wait_until_saved()
         if issubclass(kind, KeyboardInterrupt) or presence.is_ended_by_agent():
             presence.has_script_failed = True
             trace = _leave_out_ours(error)
