@@ -49,19 +49,22 @@ class Incidents:
 
     def look(self) -> None:
         """Confirm what was repaired, if all ranks here have completed a step since, or have finished."""
-        if not self._unconfirmed:
-            return
-        newest, board = self._unconfirmed[-1], self._node.board
-        slots = [slot for slot in self._node.here if slot.rank in newest.ranks or not self._node.job.are_alone]
-        going = (slot.rank for slot in slots if not slot.is_finished and slot.rank not in self._node.job.away)
-        if all(board.get(rank, Field.APPLIED) > (newest.boundary or 0) for rank in going):
-            self.conclude(is_done=True)
+        self._confirm([incident for incident in self._unconfirmed if self._has_helped(incident)])
+
+    def _has_helped(self, incident: Incident) -> bool:
+        node = self._node
+        slots = [slot for slot in node.here if slot.rank in incident.ranks or not node.job.are_alone]
+        going = (slot.rank for slot in slots if not slot.is_finished and slot.rank not in node.job.away)
+        return all(node.board.get(rank, Field.APPLIED) > (incident.boundary or 0) for rank in going)
 
     def conclude(self, is_done: bool) -> None:
-        """What was repaired is known to have helped, or the job has ended without another step."""
-        unconfirmed, self._unconfirmed = self._unconfirmed, []
-        for incident in unconfirmed:
-            self._note(incident if is_done else replace(incident, outcome="failed"))
+        """The job is done, or has ended, or begins anew, before another step was completed."""
+        self._confirm(self._unconfirmed, has_helped=is_done)
+
+    def _confirm(self, incidents: list[Incident], has_helped: bool = True) -> None:
+        self._unconfirmed = [incident for incident in self._unconfirmed if incident not in incidents]
+        for incident in incidents:
+            self._note(incident if has_helped else replace(incident, outcome="failed"))
             self.changes += 1
 
     def _note(self, incident: Incident) -> None:
