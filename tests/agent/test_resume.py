@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.rank.records import record_of
-from ttprun.agent.launcher.resume import check_records
+from ttprun.agent.launcher.resume import Resumption, check_records
 from ttprun.agent.repair.stored_states import Stored
 from ttprun.capture.records.boundary_record import LoopRecord
 from ttprun.capture.records.nodes import RefusedNode
 from ttprun.capture.records.packing import pack
 from ttprun.config import Config
+from ttprun.state.draft import LOCK_NAME
 from ttprun.state.save_errors import InvalidCheckpointError
+from ttprun.state.store import CheckpointStore
 
 GENERATOR = RefusedNode("is the generator stream, which does not show the positions of its loops")
 LOOP = LoopRecord(
@@ -50,3 +54,16 @@ def test_a_state_that_the_next_launch_would_refuse_or_could_not_restore_is_known
 
     assert len(said) == len(found)
     assert all(one.startswith(expected) for one, expected in zip(said, found, strict=True)), said
+
+
+def test_a_launch_after_one_that_was_killed_says_that_nothing_had_been_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / LOCK_NAME).write_text(json.dumps({"run_id": "day", "pid": 1, "host": "node"}))
+    store = CheckpointStore(tmp_path)
+    store.lock("night")
+
+    found = Resumption(Config(), store, 2, ["train.py"], is_place_named=True).find()
+
+    assert found == ()
+    assert "the launcher of run day was killed: it had saved nothing yet, so the script starts at" in caplog.text

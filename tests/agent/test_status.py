@@ -55,6 +55,29 @@ def test_an_incident_that_goes_on_is_open_in_the_status_as_in_the_event_log(tmp_
     run.release()
 
 
+@pytest.mark.parametrize(
+    ("applied", "is_done", "outcomes"),
+    [(8, False, ["open", "failed"]), (8, True, ["open", "recovered"]), (9, False, ["recovered", "recovered"])],
+)
+def test_an_incident_is_recovered_when_a_step_has_been_completed_after_it_or_all_is_done(
+    tmp_path: Path, applied: int, is_done: bool, outcomes: list[str]
+) -> None:
+    run, publisher, incident, incidents = publishing(tmp_path)
+    node = publisher._node
+    node.begin_group([(0, 0)])
+
+    incidents.note(replace(incident, outcome="recovered", phase="RUNNING", boundary=8, ranks=(0,), total_s=0.5))
+    node.board.set(0, Field.APPLIED, applied)
+    incidents.look()
+    shown = [incidents.published()[0].outcome]
+    incidents.conclude(is_done)
+    shown.append(incidents.published()[0].outcome)
+
+    assert shown == outcomes
+    assert incidents.published()[0].total_s == 0.5
+    run.release()
+
+
 def test_an_incident_has_one_list_of_what_is_not_proved(tmp_path: Path) -> None:
     run, publisher, incident, incidents = publishing(tmp_path)
     incidents.not_proved.take(0, ("game (sim.Game): it can change, and does not show its state",))

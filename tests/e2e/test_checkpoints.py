@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -269,6 +270,7 @@ def test_snapshots_go_to_the_disk_in_the_background_and_a_killed_launcher_loses_
     assert first.exit_code == -9
     assert_resumed(second, second.status["resume"]["boundary"])
     assert second.status["resume"]["boundary"] % 10 == 0
+    assert re.search(r"was killed in step \d+: this one resumes from its checkpoint of step", second.output)
     assert second.hashes == undisturbed(PLAIN, 2, ["--steps", "400"]).hashes, second.story()
 
 

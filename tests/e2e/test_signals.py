@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 
 import psutil
 import pytest
 
 from tests.e2e.harness import (
+    Launch,
     StartTtprun,
     assert_no_orphans,
 )
@@ -15,6 +17,14 @@ from tests.e2e.harness import (
 WAITS = "waits.py"
 INTERRUPTED = "interrupted.py"
 LOST = "kill:rank=1,step=3,phase=backward"  # its replacement then stays in its replay, and the recovery with it
+
+
+def terminate_all(launch: Launch) -> None:
+    """SIGTERM to the launcher and all that it has started, as Slurm's scancel and systemd do it."""
+    launcher = psutil.Process(launch.process.pid)
+    for process in (launcher, *launcher.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
 
 
 @pytest.mark.parametrize("place", ["set-up", "training", "replay"])
@@ -60,17 +70,18 @@ def test_what_the_script_does_about_a_signal_it_does_at_once_and_in_all_ranks(
     assert_no_orphans(run)
 
 
-@pytest.mark.parametrize("workers", [[], ["--workers", "1"]], ids=["", "DataLoader's workers too"])
+@pytest.mark.parametrize(
+    "script_args",
+    [[], ["--workers", "1"], ["--raises"]],
+    ids=["", "DataLoader's workers too", "one of which raises an error then"],
+)
 def test_a_job_all_of_whose_processes_are_signalled_saves_its_state_first(
-    start_ttprun: StartTtprun, workers: list[str]
+    start_ttprun: StartTtprun, script_args: list[str]
 ) -> None:
-    """As Slurm's scancel and systemd do it."""
-    launch = start_ttprun(INTERRUPTED, 2, script_args=workers)
+    launch = start_ttprun(INTERRUPTED, 2, script_args=script_args)
     launch.wait_for_file("out/trains-1")
 
-    launcher = psutil.Process(launch.process.pid)
-    for process in (launcher, *launcher.children(recursive=True)):
-        process.terminate()
+    terminate_all(launch)
     run = launch.finish()
 
     assert run.exit_code == 143, run.story()
@@ -114,9 +125,7 @@ def test_a_scheduler_that_signals_twice_and_differently_asks_for_one_thing(start
     launch = start_ttprun(INTERRUPTED, 2)
     launch.wait_for_file("out/trains-1")
 
-    launcher = psutil.Process(launch.process.pid)
-    for process in (launcher, *launcher.children(recursive=True)):
-        process.terminate()
+    terminate_all(launch)
     launch.process.send_signal(signal.SIGUSR1)
     launch.wait_for_event("ending")
     launch.process.send_signal(signal.SIGTERM)

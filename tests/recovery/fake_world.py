@@ -28,6 +28,7 @@ from ttprun.protocol.process_orders import Action, KillRank, Rewind, SpawnRank
 from ttprun.protocol.rank_events import Event, RankExited, RankStarted, RepairEvent, SpawnFailed, StopAsked
 from ttprun.protocol.to_rank import Replay
 from ttprun.recovery import Incident, Job, JobPhase, Settings, new_job
+from ttprun.recovery.phases import DEADLINE_NAMES, HALT
 from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
@@ -100,6 +101,8 @@ class FakeWorld:
         self.finished: set[int] = set()
         self.closed: list[Incident] = []
         self.snapshot_boundary = -1
+        self.limits: dict[str, float] = {}  # of the deadlines that were ordered last, by name
+        self.waited_s = 0.0  # for deadlines, until all was settled
         self.stored_boundary = -1  # of the state that the ranks were ordered back to
         self.unusable: set[str] = set()
         self.start_all()
@@ -291,6 +294,8 @@ class FakeWorld:
     def obey(self, action: Action) -> None:
         """Carry out an order."""
         match action:
+            case recovery.SetDeadline(name=name, after_s=after_s):
+                self.limits[name] = after_s
             case to_rank.Freeze(ranks, generation, lost):
                 assert ranks
                 assert not {*ranks} & {*lost}
@@ -434,11 +439,13 @@ class FakeWorld:
         for rank in ranks if self.job.away else ():
             assert self.replicas_of(rank).whole_copy(ranks) is not None
             assert len({*self.replicas_of(rank).ranks} & {*ranks}) == len(ranks) // self.tensor_parallel
+        is_complete = not any(self.processes[rank].is_stuck for rank in ranks)
         for rank in ranks:
             assert self.processes[rank].boundary == boundary
             self.processes[rank].is_whole = True
             self.say(rank, RankRebuilt(rank=rank, generation=generation, at_s=0.0))
-            self.say(rank, RankReissued(rank=rank, generation=generation, at_s=0.0))
+            if is_complete:  # else they wait for each other in a collective
+                self.say(rank, RankReissued(rank=rank, generation=generation, at_s=0.0))
 
     def kill(self, rank: int) -> None:
         """End a process: nothing that it has said is heard any more, but for its exit."""
@@ -466,6 +473,8 @@ class FakeWorld:
             elif self.job.phase in SETTLED:
                 return
             else:
+                is_halting = self.job.phase is JobPhase.PERSISTING and self.job.persists_at is None
+                self.waited_s += self.limits[HALT if is_halting else DEADLINE_NAMES[self.job.phase]]
                 self.pass_deadline()
         raise AssertionError(f"the job does not settle: {self.job}")
 

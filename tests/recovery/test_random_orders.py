@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.recovery.fake_world import FakeWorld
@@ -147,6 +147,43 @@ def test_whatever_happens_around_a_checkpoint_and_an_end_that_were_asked_for(
     is_over = world.job.phase in (JobPhase.DONE, JobPhase.FAILED)
     assert is_over or not world.awaits_checkpoint
     assert is_over or StopAsked not in kinds
+
+
+HEARD_LAST = {"before": b"", "handles_stop": True, "heard": 2, "rank": 0, "how": "hang", "is_asked_twice": False}
+
+
+@example(world=FakeWorld(Settings(world_size=2), restarts=0), **HEARD_LAST)
+@given(
+    world=WORLDS,
+    before=st.just(b"") | st.binary(max_size=60),
+    handles_stop=st.booleans(),
+    heard=st.integers(0, 6),
+    rank=st.integers(0, 3),
+    how=st.sampled_from(["", "error", "exit", "kill", "hang"]),
+    is_asked_twice=st.booleans(),
+)
+def test_a_job_that_is_ended_waits_for_no_rank_longer_than_for_one_to_halt(
+    world: FakeWorld, before: bytes, handles_stop: bool, heard: int, rank: int, how: str, is_asked_twice: bool
+) -> None:
+    world.settle()
+    world.train()
+    play(world, before)
+    world.handles_stop, world.waited_s, rank = handles_stop, 0.0, rank % len(world.unheard)
+
+    world.hear(StopAsked(reason="SIGTERM", at_s=0.0))
+    for number in range(heard):
+        world.hear_from(number) if number < len(world.unheard) else world.hear_agent()
+    if how == "hang":
+        world.hang(rank)
+    elif how:
+        code = {"error": 1, "exit": 0}.get(how)
+        world.end(rank, code, 9 if how == "kill" else None, is_script_error=how == "error", is_mute=False)
+    if is_asked_twice:
+        world.hear(StopAsked(reason="SIGTERM", at_s=0.0))
+    world.settle()
+
+    assert world.job.phase in (JobPhase.DONE, JobPhase.FAILED)
+    assert world.waited_s <= (len(world.unheard) + 1) * world.job.settings.limits.halt_s
 
 
 EACH_FOR_ITSELF = st.builds(

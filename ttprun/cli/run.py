@@ -6,7 +6,9 @@ the agent. Read `run` first. Imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shlex
 import uuid
 from argparse import Namespace
@@ -38,7 +40,7 @@ from ttprun.errors import Complaints, ConfigError, one_line
 from ttprun.observe import console
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory, node_name
-from ttprun.observe.status import RunStatus, write_status
+from ttprun.observe.status import RunStatus, read_status, write_status
 from ttprun.state.store import CheckpointStore
 from ttprun.web import otel
 from ttprun.web.address import is_loopback
@@ -47,6 +49,7 @@ from ttprun.web.notifier import notifying
 
 # torchrun's default; only static rendezvous uses it.
 MASTER_PORT = 29500
+_REFUSED_BY_ARGPARSE = re.compile("exited with code 2 .*failed before its first step")
 
 
 @dataclass(frozen=True)
@@ -127,13 +130,29 @@ def run(words: Sequence[str]) -> int:
             answering_probes(os.environ, directory),
         ):
             shown = "" if is_loopback(urlsplit(page).netloc) else page
-            return launch(config, launch_config, entrypoint, arguments, directory, page=shown, outcomes=outcomes, **how)
+            code = launch(config, launch_config, entrypoint, arguments, directory, page=shown, outcomes=outcomes, **how)
+            say_misplaced(torchrun, directory)
+            return code
     except ConfigError:
         directory.discard()
         raise
     except StoppedEarly as stopped:
         write_last_status(directory, stopped.exit_code, stopped.reason, is_stopped=True)
         raise
+
+
+def say_misplaced(torchrun: Namespace, directory: RunDirectory) -> None:
+    """After an argparse error of the script: say which of its options are ttprun's, given behind the script."""
+    reason = ""
+    with contextlib.suppress(OSError, ValueError):  # a full disk costs the hint
+        reason = read_status(directory.status).reason
+    if not _REFUSED_BY_ARGPARSE.search(reason):
+        return
+    known = build_parser()._option_string_actions
+    words = dict.fromkeys(word.partition("=")[0] for word in torchrun.training_script_args)
+    if misplaced := [word for word in words if word.startswith("--") and word in known and word != "--help"]:
+        script, options = os.path.basename(torchrun.training_script), ", ".join(misplaced)
+        console.say(f"{script} got {options}: ttprun's own options must stand before {script}")
 
 
 def read_command_line(words: Sequence[str]) -> Invocation:

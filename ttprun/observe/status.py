@@ -63,7 +63,7 @@ class IncidentStatus:
     kind        what happened first: "signal 9", "exit 1", "exception", "hang", "connection", ...
     ranks       the ranks that were lost; none if only connections broke
     rung        the rung of the ladder that was tried last: reconnect, replace, restart, ...
-    outcome     open, recovered, restarted or failed
+    outcome     open, recovered (a step has been completed since), restarted or failed
     reason      why this rung, or why not a better one; a sentence
     *_s         what each phase took; null for one that was not reached. spawn_s begins with freeze_s, the others follow
                 one another: replay_s begins when both are over

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from ttprun.protocol.codec import Message
 
 _OF_WORKER = re.compile(r"DataLoader worker \(pid.*\) (?:is killed by signal: Killed|exited unexpectedly)")
+_CRASH_IN_LINE = re.compile(r"SIG\w+, crashed in native code.* in .+:\d+ in ")  # exit_causes.py, and the script's line
 
 
 class Event(Message, frozen=True, kw_only=True):
@@ -128,6 +129,11 @@ class RankExited(RankEvent, frozen=True, kw_only=True):
         if self.signal is not None:
             return f"signal {self.signal}"
         return "exit" if self.code is None else f"exit {self.code}"
+
+    @property
+    def crashed_at(self) -> str:
+        """What has crashed in native code, and the script's line; "": no crash, or the line is not known."""
+        return self.reason if self.signal is not None and _CRASH_IN_LINE.match(self.reason) else ""
 
     @property
     def sentence(self) -> str:

@@ -312,7 +312,8 @@ OF_RECOVERY = (
     Reason(
         "same-fault-again",
         REFUSED,
-        "the same fault|incidents of the kind|error of the script itself|no memory left for it",
+        "the same fault|incidents of the kind|error of the script itself|no memory left for it"
+        "|crashes in the same line",
         "The same fault has come back too often, or is sure to: another attempt would not help.",
         "see the first of the incidents in `ttprun status`; --max-incidents-per-hour is the limit of all",
         "operating#Exit codes",

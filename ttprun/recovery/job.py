@@ -93,11 +93,15 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultIdentity:
-    """The fault that opened an incident, to recognize it if it comes back: rank (or NOBODY), kind and boundary."""
+    """The fault that opened an incident, to recognize it if it comes back: rank (or NOBODY), kind and boundary.
+
+    crashed_at   what crashed in native code, and in which line of the script; "": no crash, or the line is not known
+    """
 
     rank: int
     kind: str
     boundary: int
+    crashed_at: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

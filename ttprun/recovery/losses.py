@@ -48,6 +48,7 @@ from ttprun.recovery.resize import give_up_replacing
 OF_SCRIPT = "this is an error of the script itself"
 NO_MEMORY = "this machine had no memory left for it"
 AGAIN = "the script fails again in a new process"
+CRASH = "a new process crashes in the same line of the same step"
 LossEvent = RankExited | RankFaulted | RankHung | RankDiverged | NodeLost
 
 
@@ -111,8 +112,10 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
     if event.is_finish:
         return let_others_finish(job, event)
     is_new_process = is_replacement and not (member.is_rerun or event.is_of_worker)
+    if is_new_process and event.crashed_at and is_known(job, event):
+        return fail_for_good(note_fault(job, event), event)
     if is_new_process and is_of_script(event.kind) and is_known(job, event):
-        fault = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
+        fault = identity_of(event)
         job = replace(job, faults=(*job.faults, fault))
         is_left = job.faults.count(fault) <= job.settings.exception_retries
         if not (is_left and job.phase is JobPhase.RESUMING):
@@ -139,7 +142,13 @@ def on_faulted(job: Job, event: RankFaulted) -> Result:
 
 def is_known(job: Job, event: LossEvent) -> bool:
     """Whether the same fault has opened this incident or an earlier one."""
-    return FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary) in job.faults
+    return identity_of(event) in job.faults
+
+
+def identity_of(event: LossEvent) -> FaultIdentity:
+    """What must be alike in a fault that comes back."""
+    crashed_at = event.crashed_at if isinstance(event, RankExited) else ""
+    return FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary, crashed_at=crashed_at)
 
 
 def fail_for_good(job: Job, event: LossEvent) -> Result:
@@ -149,17 +158,28 @@ def fail_for_good(job: Job, event: LossEvent) -> Result:
     rank, say. Then that is the cause, and the script is not blamed.
     """
     is_of_incident = job.incident is not None and not is_of_script(job.incident.kind)
+    again = CRASH if isinstance(event, RankExited) and event.crashed_at else AGAIN
     if not why_no_restart(job):
-        ending = Ending(reason=reason_of(job, AGAIN), rung="restart", is_restart=True, why=reason_of(job, AGAIN))
+        why = reason_of(job, again)
+        ending = Ending(reason=why, rung="restart", is_restart=True, why=why)
         job = replace(job, ending=ending)
         return begin_persisting(job, event.at_s) if may_persist(job) else end_job(job, event.at_s)
-    why = AGAIN if is_of_incident else NO_MEMORY if "raised MemoryError" in event.sentence else OF_SCRIPT
+    why = again if is_of_incident else NO_MEMORY if "raised MemoryError" in event.sentence else OF_SCRIPT
     return fail_job(job, event.at_s, why, has_progress=False, rung="fail")
 
 
 def is_of_script(kind: str) -> bool:
     """Whether the script itself has ended a process: by an exception, or with an exit code."""
     return kind == "exception" or kind.startswith("exit ")
+
+
+def is_of_script_alone(event: LossEvent) -> bool:
+    """Whether an exception or an exit code is the script's doing: nothing from outside, and no error of a device.
+
+    A code above 128 is a shell's, which reports so that a signal has ended what it ran.
+    """
+    is_exit = isinstance(event, RankExited) and event.code is not None and event.code <= 128 and not event.device_fault
+    return event.is_script_error or is_exit
 
 
 def may_rerun(job: Job, rank: int) -> bool:
@@ -285,13 +305,13 @@ def answer_fault(job: Job, event: LossEvent, is_costly: bool = False) -> Result:
     phase = job.phase
     job = note_fault(job, event)
     at_s = event.at_s
-    is_early = event.is_script_error and event.boundary == 0 and is_first_fault
+    is_early = is_of_script_alone(event) and event.boundary == 0 and is_first_fault
     if is_early and (not why_not or why_no_restart(job)):
         why = f"the script failed before its first step in rank {event.rank}"
         return end_job(replace(job, ending=Ending(reason=reason_of(job, why), rung="fail")), at_s)
     is_repair_on = not job.settings.rungs.isdisjoint(("rerun", "replace"))
     why_hopeless = why_it_does_not_help(job) if is_first_fault and is_repair_on else ""
-    if why_hopeless == OF_SCRIPT:
+    if why_hopeless in (OF_SCRIPT, CRASH):
         return fail_for_good(job, event)
     if why_hopeless:
         return fail_job(job, at_s, why_hopeless, has_progress=False, rung="fail")
@@ -340,7 +360,9 @@ def why_it_does_not_help(job: Job) -> str:
     of incidents ends a job that would fail again and again for days.
     """
     newest = job.faults[-1]
-    times = job.faults.count(newest)
+    times = sum((past.rank, past.kind) == (newest.rank, newest.kind) for past in job.faults)
+    if newest.crashed_at and newest in job.faults[:-1]:
+        return CRASH
     if is_of_script(newest.kind):
         return OF_SCRIPT if times > job.settings.exception_retries else why_too_many_incidents(job)
     if times > job.settings.max_same_faults:
@@ -359,7 +381,7 @@ def note_fault(job: Job, event: LossEvent) -> Job:
             *(replace(member, pid=None, life=Life.LOST, is_rerun=False, is_protected=False) for member in lost)
         )
     if job.incident is None:
-        fault = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
+        fault = identity_of(event)
         job = replace(job, faults=(*(past for past in job.faults if past.boundary == fault.boundary), fault))
         job = open_incident(job, event.at_s, event.kind, event.sentence, event.detected_after_s)
         return job.with_incident(ranks=ranks_of(event))
@@ -375,7 +397,7 @@ def note_fault(job: Job, event: LossEvent) -> Job:
 
 def exit_as_cause(job: Job, event: RankExited) -> Job:
     """A rank's end outranks the connections that broke by it: the incident is that of the exit."""
-    fault = FaultIdentity(rank=event.rank, kind=event.kind, boundary=event.boundary)
+    fault = identity_of(event)
     past = (earlier for earlier in job.faults if earlier.boundary == fault.boundary and earlier.rank != NOBODY)
     openings = (*job.openings[:-1], *(replace(opening, kind=event.kind) for opening in job.openings[-1:]))
     job = replace(job, faults=(*past, fault), openings=openings, cause=event.sentence)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from ttprun.protocol.from_rank import RankFaulted, RankFrozen
 from ttprun.protocol.process_orders import Action, KillRank
 from ttprun.protocol.rank_events import Event, MismatchFound, RankExited, StopAsked
@@ -185,8 +187,10 @@ def go_on(job: Job, at_s: float, why_not: str = "", is_handled: bool = False) ->
         return end_job(job, at_s)
     if stands_at is None:  # a rank cannot write, and others are not quiesced yet
         return begin_attempt(open_incident(job, at_s, "mismatch", why_not, detect_s=0.0), at_s)
-    actions = (Resume(job.survivors, job.generation, stands_at), deadline_of(job, JobPhase.RESUMING))
-    return enter(job, JobPhase.RESUMING, at_s, actions)
+    deadline = deadline_of(job, JobPhase.RESUMING)
+    if job.ending is not None:  # its ranks only have to hear of the end: one that waits for another one never will
+        deadline = structs.replace(deadline, after_s=job.settings.limits.halt_s)
+    return enter(job, JobPhase.RESUMING, at_s, (Resume(job.survivors, job.generation, stands_at), deadline))
 
 
 def on_exit_to_persist(job: Job, event: RankExited) -> Result:

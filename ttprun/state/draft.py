@@ -26,6 +26,7 @@ class DirectoryLock:
     """The right to write to a save directory, as long as this process lives or until `release`.
 
     is_exclusive  False on a file system without locks: two jobs in one directory are then the user's to avoid
+    killed        run id of the job before this one, if its launcher was killed; "" if it has given the lock back
     """
 
     def __init__(self, save_dir: Path, run_id: str) -> None:
@@ -49,6 +50,7 @@ class DirectoryLock:
                 save_dir,
                 error.strerror,
             )
+        self.killed = _read_holder(self._fd)[0] or ""
         text = json.dumps({"run_id": run_id, "pid": os.getpid(), "host": os.uname().nodename})
         with suppress(OSError):  # a full disk: the lock holds all the same, only without a name
             os.ftruncate(self._fd, 0)

@@ -77,6 +77,11 @@ class CheckpointStore:
         """This process has the directory."""
         return self._lock is not None
 
+    @property
+    def killed(self) -> str:
+        """Run id of the job that had the directory before, if its launcher was killed; else ""."""
+        return self._lock.killed if self._lock is not None else ""
+
     def unlock(self) -> None:
         """Give the directory back before this process ends."""
         if self._lock is not None:

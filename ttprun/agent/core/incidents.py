@@ -1,14 +1,18 @@
-"""The incidents of a run: what is kept of them for the status, the event log and the operator."""
+"""The incidents of a run: what is kept of them for the status, the event log and the operator.
+
+An incident is shown as recovered once a step has been completed after it: until then the same fault may come back.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 from ttprun.agent.core.node import Node
 from ttprun.agent.report.unrecorded_report import NotProved
 from ttprun.observe.status import IncidentStatus, ResumeStatus
+from ttprun.protocol.board import Field
 from ttprun.protocol.reasons import kind_of, pointer
 from ttprun.recovery import Incident, is_of_script
 
@@ -31,9 +35,39 @@ class Incidents:
         self.not_proved = NotProved()
         self.changes = 0
         self._said: set[tuple[int, str, str]] = set()
+        self._unconfirmed: list[Incident] = []  # repaired, and no step has been completed since
 
     def note(self, incident: Incident) -> None:
         """An incident was opened, has gone on, or has ended; without a number it is the resume from a checkpoint."""
+        has_steps = incident.boundary is not None and not self._node.config.mindio
+        if incident.id and incident.outcome == "recovered" and incident.phase == "RUNNING" and has_steps:
+            self._unconfirmed.append(incident)
+            incident = replace(incident, outcome="open", total_s=None)
+        if incident.outcome == "restarted":
+            self.conclude(is_done=False)
+        self._note(incident)
+
+    def look(self) -> None:
+        """Confirm what was repaired, if all ranks here have completed a step since, or have finished."""
+        self._confirm([incident for incident in self._unconfirmed if self._has_helped(incident)])
+
+    def _has_helped(self, incident: Incident) -> bool:
+        node = self._node
+        slots = [slot for slot in node.here if slot.rank in incident.ranks or not node.job.are_alone]
+        going = (slot.rank for slot in slots if not slot.is_finished and slot.rank not in node.job.away)
+        return all(node.board.get(rank, Field.APPLIED) > (incident.boundary or 0) for rank in going)
+
+    def conclude(self, is_done: bool) -> None:
+        """The job is done, or has ended, or begins anew, before another step was completed."""
+        self._confirm(self._unconfirmed, has_helped=is_done)
+
+    def _confirm(self, incidents: list[Incident], has_helped: bool = True) -> None:
+        self._unconfirmed = [incident for incident in self._unconfirmed if incident not in incidents]
+        for incident in incidents:
+            self._note(incident if has_helped else replace(incident, outcome="failed"))
+            self.changes += 1
+
+    def _note(self, incident: Incident) -> None:
         if not incident.id or (self.resume is not None and self.resume.outcome == "open"):
             self.resume = ResumeStatus(incident.boundary, incident.outcome, incident.reason, incident.total_s)
         if incident.id and incident.id not in self._incidents:
@@ -43,6 +77,8 @@ class Incidents:
         self.not_proved.note_incident(incident)
         not_proved = self._not_proved_of(incident.id)
         event = asdict(incident) | ({"not_proved": not_proved} if not_proved else {})
+        if incident.total_s is not None:
+            event["at_s"] = incident.opened_at_s - (incident.detect_s or 0.0) + incident.total_s
         self._node.log("incident" if incident.id else "resume", **event)
         self._say(incident, self._compared.get(incident.id, ([], []))[1])
 

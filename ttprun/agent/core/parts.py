@@ -61,7 +61,8 @@ class Parts:
         self.quiesce_schedule = QuiesceSchedule(node)
         self.actuators = Actuators(node)
         self.injections = Injections(node, self.actuators, self.standbys)
-        incidents, times = Incidents(node), SnapshotTimes(node)
+        self.incidents = incidents = Incidents(node)
+        times = SnapshotTimes(node)
         self.own_states = OwnStates(node, times)
         self.mirrors = Mirrors(node)
         self.comparisons = Comparisons(node, self.actuators, times, incidents, self.mirrors)
@@ -191,6 +192,7 @@ class Parts:
     def end_turn(self) -> None:
         """All that had come was taken."""
         self._node.role.end_turn()
+        self._node.domains.look("incident notes", self.incidents.look)
 
     def look(self) -> None:
         """Time has passed."""

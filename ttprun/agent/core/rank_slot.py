@@ -346,7 +346,8 @@ class RankSlot:
         if self.script_error:
             return self.script_error
         stack = "" if of_signal is None else stack_dumps.left_behind(self.stack_fd)
-        self.traceback = stack
         crashed, main = stack_dumps.current_thread_of(stack), stack_dumps.main_thread_of(stack, self.main_thread)
         frame = stack_dumps.innermost_user_frame(crashed) or stack_dumps.innermost_user_frame(main)
+        own = stack_dumps.of_the_user(crashed)
+        self.traceback = f"The script, most recent call first:\n{own}\n\n{stack}" if own else stack
         return ", in ".join(filter(None, (of_signal, frame)))

@@ -358,6 +358,7 @@ class Supervisor:
         self._control.close()
         self.parts.checkpoint_writer.end(is_done=exit_code == 0, left_s=left_s)
         reason = self._with_what_was_saved(reason)
+        self.node.domains.run("incident notes", lambda: self.parts.incidents.conclude(is_done=exit_code == 0))
         self.parts.status.end(exit_code, reason, is_stopped)
         self.node.log("run_ended", exit_code=exit_code, reason=reason)
         return reason

@@ -6,6 +6,7 @@ alone, so that nothing is promised of a checkpoint which a later launch then ref
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -23,6 +24,8 @@ from ttprun.config import Config
 from ttprun.elastic_resume.acceptance import adapted
 from ttprun.errors import ConfigError, counted, in_short
 from ttprun.observe.console import ProgressLog
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.status import read_status
 from ttprun.state import save_errors
 from ttprun.state.checkpoint import Checkpoint, inspect
 from ttprun.state.save_errors import InvalidCheckpointError
@@ -97,6 +100,7 @@ class Resumption:
                 of_user = of_user or error
                 self._pass_over(candidate.name, str(error))
             else:
+                self._say_killed(f"this one resumes from its checkpoint of step {candidate.boundary}, {candidate.path}")
                 return tuple(
                     recovery.Saved(checkpoint.boundary, str(checkpoint.path)) for checkpoint in candidates[place:]
                 )
@@ -104,7 +108,19 @@ class Resumption:
             raise of_user
         if self._store.checkpoints():
             logger.warning("no checkpoint in '%s' can be used, so the script starts anew", self._store.save_dir)
+        else:
+            self._say_killed("it had saved nothing yet, so the script starts at its first step (--snapshot-every 5min)")
         return ()
+
+    def _say_killed(self, found: str) -> None:
+        """Of a run whose launcher was killed nobody could save the end: say what there is of it."""
+        killed, step = self._store.killed, 0
+        with contextlib.suppress(OSError, ValueError):  # it has run elsewhere, or its directory is gone
+            runs = Path(self._config.run_dir or "").parent
+            step = max(rank.step or 0 for rank in read_status(RunDirectory(runs / killed).status).ranks)
+        if killed:
+            where = f" in step {step + 1}" if step else ""
+            logger.warning("the launcher of run %s was killed%s: %s", killed, where, found)
 
     def _candidates(self) -> list[Checkpoint]:
         """The last written first; says which are passed over, if they could have been chosen."""

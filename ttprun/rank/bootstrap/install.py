@@ -48,6 +48,8 @@ _RANK_DIED = signal.SIGRTMAX - 6  # to its forked children; beside the signal of
 _TRACEBACK_BYTES = 16 << 10  # of a traceback, its end
 _OURS = os.path.dirname(text_hashes.__file__) + os.sep
 _ROOM_LIMIT_S, _LOOK_EVERY_S = 5.0, 0.1
+_EARLY_THREADS_LIMIT_S = 1.0  # for a failed script's threads; before the first step they have nothing to save
+_THREADS_LIMIT_S = 30.0  # as torch gives to ranks that it ends
 AGENT_VARIABLE = "_TTPRUN_AGENT_PID"
 
 
@@ -161,7 +163,7 @@ def report_before(previous: Any) -> Any:
         if held_signals.is_end_near() and not presence.is_ended_by_agent():
             # E.g. a scheduler has signalled the DataLoader's workers too. This process holds the state to be saved.
             with contextlib.suppress(KeyboardInterrupt):
-                held_signals.wait_for_end()
+                held_signals.wait_until_saved()
         if issubclass(kind, KeyboardInterrupt) or presence.is_ended_by_agent():
             presence.has_script_failed = True
             trace = _leave_out_ours(error)
@@ -197,6 +199,8 @@ def report_before(previous: Any) -> Any:
         is_replaying = presence.is_rerun and (session is None or not session.mode.is_live)
         if (is_live or is_replaying) and presence.welcome.options.is_replaced:
             _leave_at_once(presence.welcome.rank)
+        limit_s = _THREADS_LIMIT_S if session is not None and session.applied else _EARLY_THREADS_LIMIT_S
+        threading.Thread(target=_leave_threads, args=(presence, limit_s), name="ttprun-leaving", daemon=True).start()
 
     return report
 
@@ -217,6 +221,23 @@ def _leave_out_ours(error: BaseException) -> Any:
             trace.tb_next = following
         cause.__traceback__ = kept[0] if kept else cause.__traceback__
     return error.__traceback__
+
+
+def _leave_threads(presence: Presence, limit_s: float) -> None:
+    """The script has failed: end the process if threads of it that are no daemons would keep it beyond `limit_s`.
+
+    Python waits for them without a limit, and the job would wait for this process.
+    """
+    ends_s = time.monotonic() + limit_s
+    while threads := [
+        each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()
+    ]:
+        if time.monotonic() >= ends_s:
+            names = ", ".join(each.name for each in threads)
+            why = f"its script has failed, but {names} (threading.Thread without daemon=True) kept its process"
+            presence.channel.send(from_rank.Note(f"{why}, which is ended without waiting any longer"))
+            _leave_at_once(presence.welcome.rank)
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _wait_for_room(presence: Presence) -> None:

@@ -31,6 +31,7 @@ MOMENT_S = 0.5  # a scheduler signals all processes of a job within milliseconds
 _SPREAD_S = 0.1  # between the first process that is signalled and the last one
 _DEATH_LIMIT_S = 10 * MOMENT_S
 _LOOK_AGAIN_S = 0.01
+_SAVED_LIMIT_S = 660.0  # the agent ends a job within its limits for halting and for saving; then nobody saves
 _NO_SIGNAL = 0
 
 _set_handler, _handler_of = signal.signal, signal.getsignal
@@ -38,6 +39,7 @@ _read_fd = _write_fd = -1
 _board: Board | None = None
 _came = False
 _may_end = threading.Event()
+_is_saved = threading.Event()
 
 
 def hold(board: Board) -> None:
@@ -60,6 +62,7 @@ def hold(board: Board) -> None:
 def let_end() -> None:
     """The agent orders this process to end: a held signal now ends it."""
     _may_end.set()
+    _is_saved.set()
     _wake(_NO_SIGNAL)
 
 
@@ -68,9 +71,14 @@ def is_end_near() -> bool:
     return _came or _is_end_asked()
 
 
-def wait_for_end() -> None:
-    """Block until the agent orders this process to end, or a signal ends it."""
-    _may_end.wait()
+def note_saved() -> None:
+    """This rank has written its part of the state, and all go on: it is no longer needed."""
+    _is_saved.set()
+
+
+def wait_until_saved() -> None:
+    """Block until the state is saved, or the agent orders this process to end; _SAVED_LIMIT_S at most."""
+    _is_saved.wait(_SAVED_LIMIT_S)
 
 
 def wait_while_meant_alone(number: int) -> None:

@@ -27,7 +27,7 @@ from ttprun.protocol import from_rank, mindio, rank_events, to_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
-from ttprun.rank.process import heartbeat
+from ttprun.rank.process import heartbeat, held_signals
 from ttprun.rank.replay import freezing, repairing, resuming
 from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.session import Session
@@ -71,6 +71,7 @@ class Recovery:
         self._session = session
         self._orders: queue.Queue[Ordered | None] = queue.Queue()
         self._newest_generation = session.generation
+        self._saved_in = -1  # the generation in which this rank has written its part of a checkpoint
         self._thread = threading.Thread(target=self._work, name="ttprun-recovery", daemon=True)
 
     def begin_in(self, generation: int) -> None:
@@ -235,6 +236,7 @@ class Recovery:
                 repairing.load_state(session, order)
             case to_rank.Dump():
                 repairing.dump(session, order)
+                self._saved_in = order.generation
             case to_rank.Resume():
                 self._resume(order)
             case _:
@@ -256,6 +258,8 @@ class Recovery:
 
     def _resume(self, order: to_rank.Resume) -> None:
         session = self._session
+        if order.generation == self._saved_in and held_signals.is_end_near():
+            held_signals.note_saved()
         moments.reached("rebuild")
         if isinstance(session.mode, ReplayRun):
             resuming.go_live(session, session.mode, order)
