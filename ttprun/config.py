@@ -173,7 +173,8 @@ class Config(BaseModel):
     overhead_budget: str = Field(
         "1%",
         description="share of a step that protection may take without a fault (at least 0.3 ms); what it takes is in "
-        "'ttprun status', and a line says once if it is more. unlimited: no line",
+        "'ttprun status', and a line says once if it is more. unlimited: no line, and variables are recorded at "
+        "any price",
     )
     proof: Literal["evidence", "strict"] = Field(
         "evidence",

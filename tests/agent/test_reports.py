@@ -22,6 +22,7 @@ from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.reports import _ROWS, Reports
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.replays import Replays
+from ttprun.agent.report.unrecorded_report import NotProved
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.topology import read_topology
 from ttprun.protocol import from_rank, node_orders, to_rank
@@ -454,3 +455,19 @@ def test_each_row_of_the_table_names_something_that_takes_a_message() -> None:
     for row in _ROWS.values():
         first, _, rest = row.take.partition(".")
         assert hasattr(parts[first] if rest else Reports, rest or first), row
+
+
+@pytest.mark.parametrize("length", [20, 90, 3000])
+@pytest.mark.parametrize("count", [1, 3, 80])
+@pytest.mark.parametrize("take", ["take", "take_unrecorded"])
+def test_what_is_not_proved_is_one_line_that_can_be_read(
+    take: str, count: int, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = tuple(f"study{number}._storage{'.next' * (length // 5)} (a.Kind): hidden" for number in range(count))
+
+    getattr(NotProved(), take)(0, names)
+
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("not proved: study0._storage")
+    assert len(f"ttprun: {line}") <= 400
+    assert ("more, see 'ttprun status'" in line) == (line.count("study") < count)

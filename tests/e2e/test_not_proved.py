@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,3 +95,19 @@ def test_what_is_written_twice_is_named_before_and_what_a_handler_has_printed_co
     assert f"if a rank is replaced: {named} (ttprun explain written-again)" in result.output, result.story()
     said = [f"rank 1 step {step};" for step in range(1, 16)]
     assert result.stdout[1] == [*said[:10], "a handler prints", "and again", *said[10:]], result.story()
+
+
+def test_what_is_too_dear_to_record_is_left_alone_and_named_once(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
+) -> None:
+    result = run_ttprun("dear_study.py", 2, faults=["kill:rank=1,step=20,phase=backward"])
+
+    (named,) = {re.sub(r"\d+", "N", name) for name in result.status["not_proved"]}
+    lines = [line for line in result.output.splitlines() if "study" in line]
+    assert named == "study (__main__.Study): about N ms a step to record; not recorded"
+    assert_only_replaced(result)
+    assert result.incidents[0]["not_proved"][0].startswith("study (__main__.Study): about ")
+    assert lines
+    assert max(map(len, lines)) <= 400
+    assert result.status["cost"]["parts"]["record"] > 0
+    assert_same_outcome(result, undisturbed("dear_study.py", 2))

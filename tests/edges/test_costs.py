@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ttprun.introspect import costs
-from ttprun.introspect.costs import COLLECTIVES, PARTS, RECORD, Costs
+from ttprun.introspect.costs import COLLECTIVES, PARTS, RECORD, Ceiling, Costs
 
 MS = 1_000_000
 
@@ -77,3 +77,41 @@ def test_nothing_is_told_if_the_budget_is_kept_or_there_is_none(clock: Clock, sh
     train(known, clock, steps)
 
     assert known.over(share) == ""
+
+
+@pytest.mark.parametrize("parts_ms", [[0, 9, 0, 0, 0, 0], [0.9, 0, 0, 0, 0, 0]], ids=["the commit", "a small record"])
+def test_nothing_is_told_if_nothing_helps(parts_ms: list[float]) -> None:
+    known = Costs()
+    known._counted, known._average = 99, [20 * MS, *(part_ms * MS for part_ms in parts_ms)]
+
+    assert known.over(0.01) == ""
+
+
+@pytest.mark.parametrize(
+    ("records_ms", "others_ms", "budget", "at"),
+    [
+        ([50] * 4, 20, 0.01, [2]),  # three in a row
+        ([50, 50, 50, 50, 50, 50], 20, 0.01, [2, 5]),  # and three more, if that was not enough
+        ([2.9] * 20, 5, 0.01, []),  # much of a small step, and little in all
+        ([9] * 20, 100, 0.01, []),
+        ([12] * 3, 100, 0.01, [2]),
+        ([50] * 20, 100, 0.6, []),  # the user allows more
+        ([50] * 20, 20, 0.0, []),  # or all
+        ([50, 1, 50, 1, 50], 20, 0.01, [4]),  # every other step
+        ([*[60] + [0.5] * 30] * 5, 20, 0.01, []),  # a validation
+    ],
+)
+def test_a_record_that_is_too_dear_three_times_on_average_must_take_less(
+    records_ms: list[float], others_ms: int, budget: float, at: list[int], clock: Clock
+) -> None:
+    ceiling, found = Ceiling(), []
+
+    for number, record_ms in enumerate(records_ms):
+        clock.ns += round((record_ms + others_ms) * MS)
+        excess = ceiling.note(round(record_ms * MS), budget)
+        if excess is not None:
+            found.append(number)
+        if ceiling.prices is not None:
+            ceiling.prices.append("as the next record's walk does")
+
+    assert found == at

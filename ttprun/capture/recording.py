@@ -71,7 +71,7 @@ def describe(
     loops.note_steps(around, whereabouts.unfollowed)
     is_draining = loaders.note_boundary()
     values.begin_boundary()
-    snapshot = values.Snapshot(steps.storages, iterables.followed(around))
+    snapshot = values.Snapshot(steps.storages, iterables.followed(around), prices=host.costs.ceiling.prices)
     variables = [
         snapshot.variables(scope, (id(code), depth), is_lasting=code.co_name == "<module>")
         for depth, (code, scope) in enumerate(zip(whereabouts.codes, whereabouts.scopes, strict=True))

@@ -115,7 +115,7 @@ def draw_headline(shown: RunStatus) -> Text:
         line.append(f"\nsnapshot in shared memory: step {shown.snapshot_step}")
     if shown.protection != "on":
         line.append(f"\n{describe_protection(shown.protection)}{pointer(shown.protection)}")
-    if shown.cost is not None and not shown.has_ended:
+    if shown.cost is not None:
         line.append(f"\n{describe_cost(shown.cost)}")
     line.append("".join(f"\nnot proved: {name}" for name in shown.not_proved))
     return line

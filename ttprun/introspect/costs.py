@@ -1,7 +1,9 @@
 """What we take of a step on the thread that trains: measured in some steps, published, and reported once if it is much.
 
 A step is measured from boundary to boundary, about one in eight, so that measuring costs nothing in the others. Times
-are of the thread's processor; where a device is in use, what we wait for it counts, too. Begin with `Costs.begin`.
+are of the thread's processor; where a device is in use, what we wait for it counts, too. The record of a step, which
+can be as dear as the script's objects are many, is measured in each step, and has a ceiling. Begin with `Costs.begin`,
+and with `Ceiling.note`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,51 @@ _FIRST = 20  # steps that make what later ones use again are not measured
 _WEIGHT = 0.25  # of the newest measurement in the average
 _TRUSTED = 6  # measurements, from which on the average says whether the budget is kept
 LEAST_S = 0.3e-3  # what may be taken of the shortest step
+_IN_ANY_CASE_S = 1e-3  # what a part takes of a step that has little for it to do: nothing helps against that
+SHARE_OF_RECORD = 0.1  # of a step's other time that its record may take, whatever the budget
+LEAST_OF_RECORD_NS = 3_000_000  # what it may take of the shortest step
+_IN_A_ROW = 3  # records above the ceiling, from which on something is left out of them
+_MOST_DEBT = 10  # ceilings: what was taken long ago counts no more
+
+
+class Ceiling:
+    """What the record may take of the steps: on average a tenth of their other time, and 3 ms of a short one.
+
+    A record above it leaves a debt, which cheaper ones pay back: a dear one now and then is none.
+
+    prices   of the variables, as the record's walk measures them; None: they are not measured
+    """
+
+    __slots__ = ("_before", "_dear", "_debt", "prices")
+
+    def __init__(self) -> None:
+        self.prices: list[Any] | None = None
+        self._before = self._debt = self._dear = 0
+
+    def note(self, taken_ns: int, budget: float) -> tuple[int, int] | None:
+        """A record was written. Returns how many ns later ones must take less, and what is worth leaving out for it.
+
+        That is half the ceiling, or 5 % of a long step, and the less the more the record takes. None: all is well.
+
+        taken_ns   of the thread's processor: what else runs on the machine does not count
+        budget     share of the step that it may take if that is more; 0: all of it
+        """
+        now = time.perf_counter_ns()
+        others_ns, self._before = now - self._before - taken_ns, now
+        if not budget:
+            return None
+        ceiling = max(round(max(budget, SHARE_OF_RECORD) * others_ns), LEAST_OF_RECORD_NS)
+        above = taken_ns - ceiling
+        self._debt = max(0, min(self._debt + above, _MOST_DEBT * ceiling))
+        if not self._debt:
+            self._dear, self.prices = 0, None
+            return None
+        self._dear += above > 0
+        if above > 0 and self._dear >= _IN_A_ROW and self.prices:
+            self._dear = 0
+            return above, ceiling * ceiling // (2 * taken_ns)
+        self.prices = []
+        return None
 
 
 class Costs:
@@ -26,13 +73,15 @@ class Costs:
 
     is_on   this step is measured
     now     the clock: nanoseconds
+    ceiling of the record
     """
 
-    __slots__ = ("_average", "_began", "_cells", "_counted", "_next", "_spent", "is_on", "now")
+    __slots__ = ("_average", "_began", "_cells", "_counted", "_next", "_spent", "ceiling", "is_on", "now")
 
     def __init__(self, cells: Any = None) -> None:
         """The cells are where averages are published: the step's, then those of PARTS (int64, ns); None: nowhere."""
         self._cells = cells
+        self.ceiling = Ceiling()
         self.is_on = False
         self.now: Callable[[], int] = time.thread_time_ns
         self._spent = [0] * len(PARTS)
@@ -79,7 +128,7 @@ class Costs:
                 self._cells[at] = round(value)
 
     def over(self, share: float) -> str:
-        """How the budget is exceeded, as a sentence; "" if it is kept, or not enough is known.
+        """How the budget is exceeded, and what helps; "" if it is kept, nothing helps, or not enough is known.
 
         share   of the step that may be taken; 0: all
         """
@@ -90,10 +139,12 @@ class Costs:
         if taken <= max(share * step, LEAST_S):
             return ""
         most = max(range(len(PARTS)), key=parts.__getitem__)
+        shown, cure = _SHOWN[PARTS[most]]
+        if not cure or parts[most] < _IN_ANY_CASE_S:
+            return ""
         return (
             f"protection takes {taken * 1e3:.1f} ms of a step of {step * 1e3:.1f} ms ({taken / step:.1%}; the budget "
-            f"is {share:.1%}), {parts[most] * 1e3:.1f} ms of it for {_SHOWN[PARTS[most]]}; what helps: 'What a step "
-            "costs' in 'ttprun guide limits'"
+            f"is {share:.1%}), {parts[most] * 1e3:.1f} ms of it for {shown}; what helps: {cure}"
         )
 
 
@@ -118,10 +169,10 @@ def measured(part: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 _SHOWN = {
-    "record": "the record of the script's state",
-    "commit": "the commit",
-    "collectives": "collectives",
-    "data": "the batches of DataLoaders",
-    "copies": "copies of weights and state",
-    "checks": "comparisons",
+    "record": ("the record of the script's state", "fewer objects that change at each step, or arrays in their place"),
+    "commit": ("the commit", ""),
+    "collectives": ("collectives", "fewer and larger ones (DDP's bucket_cap_mb)"),
+    "data": ("the batches of DataLoaders", ""),
+    "copies": ("copies of weights and state", "--buddy off, where a restart from a snapshot will do"),
+    "checks": ("comparisons", "a larger --verify-every, or --on-nan warn"),
 }

@@ -267,6 +267,16 @@ OF_RECOVERY = (
         _NAMED,
     ),
     Reason(
+        "dear-to-record",
+        NOT_PROVED,
+        "a step to record; not recorded",
+        "The record of each step walks over the script's variables. These made it take more than a tenth of the step, "
+        "so they are left alone: a replacement has them as the script's set-up makes them.",
+        "fewer objects that change at each step: arrays and tensors in place of objects; or record them at any cost: "
+        "--overhead-budget unlimited",
+        "limits#What a step costs",
+    ),
+    Reason(
         "hidden-state",
         NOT_PROVED,
         r"^not proved: |^[^;]{1,120} \([\w.<>]+\): ",

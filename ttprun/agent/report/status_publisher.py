@@ -240,7 +240,7 @@ class StatusPublisher:
 
 def _cost(node: Node, slots: Sequence[RankSlot]) -> CostStatus | None:
     """What protection takes of a step; None while no rank here has measured it."""
-    rows = [node.board_row(slot)[Field.COST :] for slot in slots if slot.is_present]
+    rows = [node.board_row(slot)[Field.COST :] for slot in slots if slot.is_present or slot.is_finished]
     measured = [row for row in rows if row[0]]
     if not measured:
         return None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from itertools import accumulate
 
 from ttprun.protocol.reasons import pointer
 from ttprun.recovery import Incident
 
 logger = logging.getLogger(__name__)
 COST_OF_UNRECORDED = "If a rank is lost before the first loss of its step, it is not replaced"
+_MOST_LETTERS = 230  # of the names in a line, which has 400 at most
 _REPLAYED_BY_ALL = frozenset({"rewind", "restart", "resize"})
 
 
@@ -46,7 +48,7 @@ class NotProved:
             new.remove(name)
             logger.warning("if a rank is replaced: %s%s", name, pointer(name))
         if new:
-            said = f"not proved: {'; '.join(new)}"
+            said = _in_short(new)
             logger.warning("%s; a replacement has these as the script's set-up makes them%s", said, pointer(said))
 
     def take_unrecorded(self, rank: int, sentences: tuple[str, ...]) -> None:
@@ -55,7 +57,7 @@ class NotProved:
         new = [sentence for sentence in sentences if sentence not in self._said]
         self._said.update(new)
         if new:
-            said = f"not proved: {'; '.join(new)}"
+            said = _in_short(new)
             logger.warning("%s%s. %s", said, pointer(said), COST_OF_UNRECORDED)
 
     def note_incident(self, incident: Incident) -> None:
@@ -71,3 +73,13 @@ class NotProved:
     def _names_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         listed = (names for rank in ranks for names in (self._of_ranks.get(rank, ()), self._unrecorded.get(rank, ())))
         return tuple(dict.fromkeys(name for names in listed for name in names))
+
+
+def _in_short(names: list[str]) -> str:
+    """The beginning of a line for the console: as many of the names as there is room for, one at least."""
+    count = sum(length <= _MOST_LETTERS for length in accumulate(len(name) + 2 for name in names)) or 1
+    shown = "; ".join(names[:count])
+    shown = shown if len(shown) <= _MOST_LETTERS else f"{shown[:_MOST_LETTERS]} ..."
+    return f"not proved: {shown}" + (
+        f"; and {len(names) - count} more, see 'ttprun status'" if count < len(names) else ""
+    )

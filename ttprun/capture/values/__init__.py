@@ -7,13 +7,14 @@ the variable's name.
 """
 
 from ttprun.capture.records.packing import pack, unpack_named
-from ttprun.capture.values import data_trees, kinds, large, named, turns, unchanged
+from ttprun.capture.values import data_trees, kinds, large, named, not_proved, turns, unchanged
 from ttprun.capture.values.histories import is_awaited
 from ttprun.capture.values.large import fingerprint
 from ttprun.capture.values.named import names_of as names_not_proved
+from ttprun.capture.values.not_proved import leave_dearest
 from ttprun.capture.values.refusals import MARK_OF_REFUSED, refusals
 from ttprun.capture.values.restore import Restore
-from ttprun.capture.values.snapshot import FIXED, Snapshot, room_to_walk
+from ttprun.capture.values.snapshot import FIXED, LEFT, Snapshot, room_to_walk
 from ttprun.capture.values.suspended import restore_loop
 from ttprun.capture.values.trees import Tree
 from ttprun.capture.values.type_names import CannotRestoreError
@@ -22,8 +23,8 @@ from ttprun.introspect import futures
 
 __all__ = [
     "FIXED", "MARK_OF_REFUSED", "CannotRestoreError", "Restore", "Snapshot", "Tree", "UnrecordedTensorError",
-    "begin_boundary", "fingerprint", "forget", "is_awaited", "kinds", "let_go", "names_not_proved", "pack", "refusals",
-    "restore_loop", "room_to_walk", "saves", "unpack_named",
+    "begin_boundary", "fingerprint", "forget", "is_awaited", "kinds", "leave_dearest",
+    "let_go", "names_not_proved", "pack", "refusals", "restore_loop", "room_to_walk", "saves", "unpack_named",
 ]  # fmt: skip
 
 
@@ -47,4 +48,6 @@ def forget() -> None:
     data_trees.forget()
     large.forget()
     named.forget()
+    LEFT.clear()
+    not_proved.taken_ms.clear()
     futures.forget()

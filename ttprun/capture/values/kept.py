@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from operator import is_
-from typing import Any
+from time import thread_time_ns
+from typing import Any, NamedTuple
 
 from ttprun.capture.records.nodes import FixedNode
 from ttprun.capture.records.packing import pack
@@ -31,6 +32,8 @@ _FOLLOWED: dict[type, int] = {list: 4096, dict: 4096, OrderedDict: 1024, set: 51
 _STRIKES = 3  # how often something in a name's value may have changed before it is walked over at each boundary
 _AGAIN = (16, 1024)  # boundaries until such names are tried once more: at first, and at most
 _WITHOUT_ATTRIBUTES = {list, dict, set, deque}
+_PRICED = 2  # a variable (0), its attributes, and theirs: what is deeper is left alone with these
+TOO_DEAR = "it takes too long to record at each step, so it is not recorded"
 _next = 1 << 24  # the next of the numbers that last; above all numbers of a single walk
 
 
@@ -265,10 +268,26 @@ def _fitting(parts: list[Kept], met: Mapping[int, int | None] | None = None) -> 
     return fitting
 
 
+class Price(NamedTuple):
+    """What the walk over one name's value has taken.
+
+    first     number of the first price, among all of the walk, of what is in this value
+    met       objects that were met in it
+    """
+
+    names: Names
+    name: str
+    value: Any
+    taken_ns: int
+    first: int
+    met: list[Any]
+
+
 class Names:
     """What is remembered of the names of one dictionary.
 
     choose   which names of the dictionary are recorded
+    left     type of each value that is left alone (`leave`)
     kept     what of it is not walked over; None if nothing
     late     the same of names whose values refer to what is met among the others
     entered  `kept` in the newest walk
@@ -277,11 +296,12 @@ class Names:
 
     __slots__ = (
         *("_again", "_all", "_chosen", "_hints", "_pause", "_settled", "_strikes", "_version"),
-        *("choose", "entered", "kept", "late", "rest"),
+        *("choose", "entered", "kept", "late", "left", "rest"),
     )
 
-    def __init__(self, choose: Callable[[dict[str, Any]], list[str]]) -> None:
+    def __init__(self, choose: Callable[[dict[str, Any]], list[str]], left: dict[str, type] | None = None) -> None:
         self.choose = choose
+        self.left = {} if left is None else left
         self.kept: Kept | None = None
         self.late: Kept | None = None
         self.entered: Kept | None = None
@@ -312,9 +332,34 @@ class Names:
             if self.kept is not None:
                 self.kept.enter(snapshot)
         self.entered = self.kept
-        nodes = self._walk(snapshot, scope, depth, self.rest) if self.rest else {}
+        walk = self._walk if snapshot.prices is None or depth > _PRICED else self._walk_priced
+        nodes = walk(snapshot, scope, depth, self.rest) if self.rest else {}
         if self.late is not None:
             nodes |= self._nodes_of_late(self.late, snapshot, scope, depth)
+        if self.left:
+            nodes |= self._nodes_of_left(snapshot, scope, depth)
+        return nodes
+
+    def leave(self, name: str, kind: type) -> None:
+        """From now on a name's values of this type are left alone."""
+        self.left[name] = kind
+        self._all, self._version = None, -1
+        self._set(None, None)
+
+    def _nodes_of_left(self, snapshot: Snapshot, scope: dict[str, Any], depth: int) -> dict[str, Any]:
+        return {
+            name: snapshot.unproved(kind, TOO_DEAR) if type(value) is kind else snapshot.node(value, depth)
+            for name, kind in self.left.items()
+            if (value := scope.get(name, snapshot)) is not snapshot
+        }
+
+    def _walk_priced(self, snapshot: Snapshot, scope: dict[str, Any], depth: int, names: list[str]) -> dict[str, Any]:
+        nodes: dict[str, Any] = {}
+        for name in names:
+            first, met, since = len(snapshot.prices), len(snapshot.alive), thread_time_ns()
+            nodes |= self._walk(snapshot, scope, depth, [name])
+            taken_ns = thread_time_ns() - since
+            snapshot.prices.append(Price(self, name, scope[name], taken_ns, first, snapshot.alive[met:]))
         return nodes
 
     def _look_at(self, scope: dict[str, Any]) -> None:
@@ -322,7 +367,7 @@ class Names:
         names = list(scope)
         is_named_alike = names == self._all
         if not is_named_alike:
-            self._all, self._chosen = names, self.choose(scope)
+            self._all, self._chosen = names, [name for name in self.choose(scope) if name not in self.left]
         kept, late = self.kept, self.late
         if kept is not None:
             kept = self._without_others(kept, scope)

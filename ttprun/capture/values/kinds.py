@@ -53,6 +53,7 @@ from ttprun.capture.values import (
 )
 from ttprun.capture.values.restore import RESTORERS, Restorer
 from ttprun.capture.values.snapshot import Handler, Snapshot, choose_with
+from ttprun.capture.values.type_names import name_of
 from ttprun.capture.values.unrecorded import Unrecorded
 from ttprun.introspect import distributed_tensors, fail_open
 from ttprun.introspect.looks import has_dictionary, has_method, slots_of
@@ -208,6 +209,8 @@ def handler_for(kind: type) -> Handler:
     """How values of a type are recorded."""
     if kind in EXACT:
         return EXACT[kind]
+    if name_of(kind) in left_to_replay.DESCRIBING:
+        return process_local.record_same
     adapter = adapters.adapter_for(kind)
     if adapter is not None:
         return adapters.record_with(adapter, kind)

@@ -30,7 +30,7 @@ FIXED = {
         _frozen_importlib_external operator _operator zipimport string struct _struct warnings traceback gc pdb bdb
         unittest doctest time atexit platform locale gettext textwrap pprint reprlib dis tokenize code codeop site sys
         __future__ codecs _codecs encodings functools signal weakref _weakref _weakrefset re._parser re._compiler
-        click typer fire attr attrs pydantic_core jsonargparse hydra yaml""",
+        click typer fire attr attrs pydantic_core jsonargparse hydra yaml sqlalchemy alembic peewee""",
     "gives access to files or other machines, each request independent": """
         os posix shutil tempfile io _io zipfile tarfile gzip bz2.BZ2File lzma.LZMAFile mmap select selectors
         http urllib ftplib smtplib email xmlrpc socketserver ssl.SSLContext
@@ -56,7 +56,7 @@ _RECORDED = "torch.distributed.algorithms"
 ELSEWHERE = {
     "its state is shared with other processes": "multiprocessing.shared_memory multiprocessing.managers",
     "it is another process": "subprocess.Popen",
-    "it is a connection to another process or machine": "socket _socket ssl.SSLSocket zmq redis",
+    "it is a connection to another process or machine": "socket _socket ssl.SSLSocket zmq redis ray",
     "it runs scheduled code": "asyncio _asyncio",
     "its memory belongs to C++ code": "torch.ScriptObject torch._C.ScriptObject",
     "it holds other objects weakly": """
@@ -65,8 +65,13 @@ ELSEWHERE = {
         threading.Semaphore threading.BoundedSemaphore
         multiprocessing.synchronize.Semaphore multiprocessing.synchronize.BoundedSemaphore""",
     "it holds another value in each context": "_contextvars.ContextVar contextvars.ContextVar",
-    "its rows are not recorded": "sqlite3.Connection sqlite3.Cursor",
+    "its rows are not recorded": """
+        sqlite3.Connection sqlite3.Cursor sqlalchemy.engine sqlalchemy.orm.session sqlalchemy.ext.asyncio
+        optuna.storages._rdb optuna.storages._cached_storage optuna.storages.journal optuna.storages._grpc
+        peewee.Database psycopg psycopg2 pymysql MySQLdb asyncpg pymongo duckdb""",
 }
+# Their class is a dictionary's, and what they hold describes something all the same.
+DESCRIBING = frozenset({"sqlalchemy.orm.instrumentation:ClassManager"})
 
 
 def _table(of: dict[str, str]) -> dict[str, str]:

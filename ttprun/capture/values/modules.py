@@ -306,7 +306,7 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
         _layouts.keep(id(value), layout)
     first_number = layout.first_number
     snapshot.numbers.update(zip(layout.ids, range(first_number, first_number + len(layout.ids)), strict=True))
-    snapshot.alive.append(layout)
+    snapshot.alive += (layout, value)
     first = len(snapshot.blobs)
     snapshot.blobs += [plain(tensor) if tensor.is_cpu else tensor for tensor in layout.held]
     attributes = {

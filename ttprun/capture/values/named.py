@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ttprun.capture.records.nodes import Node, NotProvedNode
+from ttprun.capture.values import not_proved
+from ttprun.capture.values.kept import TOO_DEAR
 from ttprun.capture.values.snapshot import Snapshot
 from ttprun.capture.values.trees import walk
 
 _MOST_NAMES = 20
 _MOST_LETTERS = 100
+_LEFT_ALONE = " ms a step to record; not recorded"
 _known: tuple[list[str], list[str]] = ([], [])
 
 
@@ -35,6 +38,7 @@ def names_of(snapshot: Snapshot, scopes: Mapping[str, Mapping[str, Node]]) -> li
             for name, node in scope.items()
             for shown in _named(node, f"{where}: {name}" if where else name)
         ]
+        names.sort(key=lambda name: not name.endswith(_LEFT_ALONE))
         _known = (snapshot.not_proved, list(dict.fromkeys(names))[:_MOST_NAMES])
     return _known[1]
 
@@ -43,4 +47,5 @@ def _named(node: Node, name: str) -> Iterable[str]:
     for inner, where in walk(node, name):
         if isinstance(inner, NotProvedNode):
             where = where if len(where) <= _MOST_LETTERS else f"{where[:40]}...{where[-40:]}"
-            yield f"{where} ({inner.kind.removeprefix('builtins:').replace(':', '.')}): {inner.why}"
+            why = f"about {not_proved.taken_ms[inner.kind]:g}{_LEFT_ALONE}" if inner.why == TOO_DEAR else inner.why
+            yield f"{where} ({inner.kind.removeprefix('builtins:').replace(':', '.')}): {why}"

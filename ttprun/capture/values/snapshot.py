@@ -28,7 +28,7 @@ from ttprun.capture.records.nodes import (
     TupleNode,
 )
 from ttprun.capture.records.packing import unpack_named
-from ttprun.capture.values.kept import Names, Trace, lasting_numbers
+from ttprun.capture.values.kept import Names, Price, Trace, lasting_numbers
 from ttprun.capture.values.type_names import MAX_DEPTH, SETTLED, name_of
 from ttprun.capture.values.unchanged import Remembered
 from ttprun.introspect import fail_open
@@ -102,6 +102,7 @@ def _shown(scope: dict[str, Any]) -> list[str]:
     return [name for name in scope if not is_hidden(name)]
 
 
+LEFT: dict[Hashable, dict[str, type]] = {}  # by the key of a scope: variables that are left alone, and their types
 _scopes: Remembered[tuple[Any, Names]] = Remembered()  # with what optimizers update
 _numbers: Remembered[int] = Remembered()  # by id: of what has died another object may have it
 _attributes: Remembered[tuple[Any, Names]] = Remembered()  # by the id of an object's dictionary; with what is left out
@@ -134,12 +135,20 @@ class Snapshot:
     trace      what the nodes so far depend on
     is_keeping the nodes that are made may be kept
     parts      number of the first tensor met of which only the elements are recorded, by its storage's address
+    prices     what each variable's walk has taken, in the order of their ends; None: it is not measured
     """
 
     has_limit = True  # of MAX_OBJECTS
 
-    def __init__(self, stepped: Mapping[int, int], followed: Iterable[int] = (), is_separate: bool = False) -> None:
+    def __init__(
+        self,
+        stepped: Mapping[int, int],
+        followed: Iterable[int] = (),
+        is_separate: bool = False,
+        prices: list[Price] | None = None,
+    ) -> None:
         self.stepped = stepped
+        self.prices = prices
         self.is_separate = is_separate
         self.followed = set(followed)
         self.blobs: list[torch.Tensor] = []
@@ -167,7 +176,7 @@ class Snapshot:
             return {name: self.node(value, 0) for name, value in scope.items() if not is_hidden(name)}
         entry = _scopes.get(key)
         if entry is None or entry[0] is not self.stepped:
-            entry = (self.stepped, Names(_shown))
+            entry = (self.stepped, Names(_shown, LEFT.setdefault(key, {})))
             _scopes.keep(key, entry)
         names = entry[1]
         nodes = names.nodes(self, scope, 0, is_lasting)
@@ -232,9 +241,9 @@ class Snapshot:
             self.trace.referred.append((id(value), number))
             return ReferenceNode(number)
         if len(self.alive) > MAX_OBJECTS and self.has_limit:
-            return self._not_proved(kind, f"it comes after the {MAX_OBJECTS:,} objects that are recorded at each step")
+            return self.unproved(kind, f"it comes after the {MAX_OBJECTS:,} objects that are recorded at each step")
         if depth > MAX_DEPTH:
-            return self._not_proved(kind, f"it is nested more than {MAX_DEPTH} deep")
+            return self.unproved(kind, f"it is nested more than {MAX_DEPTH} deep")
         try:
             made = handler(self, value, depth)
         except Exception as error:  # e.g. another thread is changing it: record the others
@@ -248,7 +257,8 @@ class Snapshot:
             self.numbers[id(value)] = None  # where it is met again it is judged by that place: here it may be dead
         return made
 
-    def _not_proved(self, kind: type, why: str) -> NotProvedNode:
+    def unproved(self, kind: type, why: str) -> NotProvedNode:
+        """The node of an object of which only the type is known; `why` as for `record_not_proved`."""
         self.trace.open += 1
         self.not_proved.append(name_of(kind))
         return NotProvedNode(name_of(kind), why)

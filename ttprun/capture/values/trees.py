@@ -26,6 +26,7 @@ from ttprun.capture.records.nodes import (
     ModuleNode,
     Named,
     Node,
+    NotProvedNode,
     NumberedNode,
     Part,
     ReferenceNode,
@@ -108,9 +109,10 @@ def _named_parts(node: AnyNode, name: str) -> Iterator[tuple[Node, str]]:
 
 
 def is_by_history(node: Node) -> bool:
-    """Whether a record holds of a value what it has become since an earlier record, and not what it is."""
+    """Whether a record holds of a value what it has become since an earlier record, or nothing, and not what it is."""
     return any(
-        isinstance(part, LongNode | ChangedDataNode | DataNode) or (isinstance(part, DataTreeNode) and not part.packed)
+        isinstance(part, LongNode | ChangedDataNode | DataNode | NotProvedNode)
+        or (isinstance(part, DataTreeNode) and not part.packed)
         for part, _ in walk(node, "")
     )
 

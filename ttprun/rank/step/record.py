@@ -5,6 +5,7 @@ Begin with `write_record`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -30,6 +31,8 @@ from ttprun.tensors.mirror import Mirror
 from ttprun.tensors.own_state import OwnState
 from ttprun.tensors.snapshot_shares import SnapshotPart
 
+_SETTLING = 5  # records of a run, which are dear by nature: they make what later ones use again
+
 
 @costs_of.measured(costs_of.RECORD)
 def write_record(
@@ -48,6 +51,7 @@ def write_record(
         if why_not:
             session.give_up_protection(why_not)
         else:
+            since = time.thread_time_ns()
             Clock.is_whole = session.parts[SnapshotPart].may_be_due(boundary)
             with values.room_to_walk():
                 record, blobs, is_going_on = describe(session, boundary, frame, returned, optimizer, has_looked)
@@ -64,6 +68,12 @@ def write_record(
             except RecordTooLargeError as error:
                 raise RecordTooLargeError(f"{error}{_largest(record, blobs)}") from None
             session.parts[OwnState].is_apt = not hindrance and not is_open
+            ceiling = session.costs.ceiling
+            budget = session.options.overhead_budget if Clock.records > _SETTLING else 0
+            excess = ceiling.note(time.thread_time_ns() - since, budget)
+            if excess is not None and ceiling.prices:
+                values.leave_dearest(ceiling.prices, *excess)
+                ceiling.prices = None
             session.report_not_proved(record.not_proved)
             session.parts[Rehearsal].note(session.parts[Recorder], record, head, session.options.is_strict)
             if boundary == 1:
