@@ -87,7 +87,11 @@ CALLS: dict[str, Call] = {
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": ((THING,), {}),
     "torch.utils.data.dataloader._BaseDataLoaderIter._reset": ((THING, "loader", True), {}),
     "torch.utils.data.dataloader._BaseDataLoaderIter._next_index": ((THING,), {}),
-    "torch.utils.data._utils.worker._worker_loop": (tuple(range(14)), {}),
+    "torch.utils.data.dataloader._BaseDataLoaderIter.__init__": ((THING, "loader"), {}),
+    **{
+        f"torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader.{method}": ((THING,), {})
+        for method in ("__init__", "__iter__")
+    },
     "torch.serialization.save": (({"weights": 1}, "file"), {"pickle_protocol": 2}),
     "safetensors.serialize_file": (({"weights": 1}, "file"), {"metadata": None}),
     "torch.distributed.distributed_c10d.batch_isend_irecv": (([],), {}),
@@ -120,7 +124,7 @@ CALLS: dict[str, Call] = {
 }
 
 
-RETURNS_NOTHING = ("__init__", "_reset", "_worker_loop")
+RETURNS_NOTHING = ("__init__", "_reset")
 
 
 @pytest.mark.parametrize("is_rank", [True, False], ids=["in a rank", "in another process"])
@@ -224,7 +228,6 @@ def where_patched() -> dict[str, bool]:
         "os.urandom": os.urandom,
         "open": open,
         "io.open": io.open,
-        "worker_loop": torch_dataloader._utils.worker._worker_loop,
     }
     return {name: hasattr(found, "__wrapped__") for name, found in places.items()}
 
