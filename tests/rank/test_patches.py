@@ -12,6 +12,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,7 @@ CALLS: dict[str, Call] = {
     "torch.nn.parallel.distributed.DistributedDataParallel.__init__": ((THING, LINEAR), {"bucket_cap_mb": 1}),
     "torch.nn.parallel.distributed.DistributedDataParallel._get_ddp_logging_data": ((THING,), {}),
     "torch.distributed.fsdp._flat_param.FlatParamHandle.__init__": ((THING, [1, 2]), {"offload_params": False}),
+    "threading.Thread.start": ((threading.Thread(),), {}),
     "multiprocessing.util.spawnv_passfds": (("/bin/true", ["true"], ()), {}),
     **{
         f"torch.distributed.checkpoint._async_{kind}_executor._{name}BasedAsyncCheckpointExecutor.execute_save": (

@@ -3,9 +3,9 @@
 A worker draws from its own generators, batch after batch, ahead of the training. Before it hands one over, it writes
 its states, and a digest of the batch, to a ring in the rank's recorder, which outlives both. A replacement's worker
 that begins at batch k restores the states with which the lost one was to begin it, also if it had not begun it yet;
-what it then makes is compared with what the lost one had prepared. Workers are followed where they make what fetches batches,
-whatever their main function is. One that is not forked from the rank (spawn, forkserver) is given the recorder with its
-main function, whose pickled form is ours (`_Loop`).
+what it then makes is compared with what the lost one had prepared. Workers are followed where they make what fetches
+batches, whatever their main function is. One that is not forked from the rank (spawn, forkserver) is given the recorder
+with its main function, whose pickled form is ours (`_Loop`).
 """
 
 from __future__ import annotations

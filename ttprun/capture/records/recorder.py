@@ -261,11 +261,11 @@ class Recorder:
         if exported["appended"]:
             self._view[start:] = exported["appended"]
 
-    def append_log(self, entry: bytes) -> bool:
-        """Append an entry to the log of results; False when it is full."""
+    def append_log(self, entry: bytes, share: int = 1) -> bool:
+        """Append an entry to the log of results; False when it is full, or that part of it (2: the half)."""
         (used,) = _LOG.unpack_from(self._map, _LOG_AT)
         need = _ENTRY.size + len(entry)
-        if not 0 <= used <= LOG_BYTES - need:
+        if not 0 <= used <= LOG_BYTES // share - need:
             return False
         at = self._log_start + used
         _ENTRY.pack_into(self._map, at, len(entry), xxhash.xxh32_intdigest(entry))
