@@ -23,6 +23,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+import torch.utils.data.dataloader as torch_dataloader
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -394,6 +395,23 @@ def test_a_loader_whose_workers_prepare_other_batches_than_the_lost_ranks_had_is
 
     assert found[0, 4][1] == found[0, 4][2]
     assert all("another batch" in found[stop] for stop in [(1, 3), (1, 1)])
+
+
+def _names_after_a_batch(kind: str) -> list[str]:
+    patches.apply_all(with_replay=False)
+    become(make_session())
+    loader = DataLoader(Numbers(), 3)
+    next(iter(loader) if kind == "torch's" else torch_dataloader._SingleProcessDataLoaderIter(loader))
+    loaders.note_boundary()
+    return loaders.not_proved()
+
+
+@pytest.mark.parametrize(("kind", "count"), [("torch's", 0), ("made by hand", 1)])
+def test_a_loader_whose_position_is_not_recorded_is_named(kind: str, count: int) -> None:
+    names = run_alone(_names_after_a_batch, kind)
+
+    assert [name for name in names if "_SingleProcessDataLoaderIter" in name] == names
+    assert len(names) == count
 
 
 def _records_after(act: Callable[[DataLoader[Any]], Any], options: dict[str, Any]) -> list[Any]:
