@@ -126,7 +126,7 @@ CALLS: dict[str, Call] = {
 }
 
 
-RETURNS_NOTHING = ("__init__", "_reset")
+RETURNS_NOTHING = ("__init__", "_reset", "Thread.start")
 
 
 @pytest.mark.parametrize("is_rank", [True, False], ids=["in a rank", "in another process"])

@@ -71,7 +71,8 @@ def wrap_start(original: Any) -> Any:
     def start(self: threading.Thread) -> None:
         if (session := current()) is not None:
             _begun[self] = session.applied if session.mode.is_live else session.mode.step
-            session[Results].has_begun_threads = True
+            if (results := session.parts.get(Results)) is not None:  # a rank has none before its first group
+                results.has_begun_threads = True
         original(self)
 
     return start
