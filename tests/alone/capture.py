@@ -160,6 +160,9 @@ class Alone:
     def report(self, equal: list[str], not_proved: list[str]) -> None:
         self.not_proved += not_proved
 
+    def refuse(self, why: str) -> None:
+        raise NotRepeatedError(why)
+
     def weights(self) -> Sequence[torch.Tensor]:
         return list(self.optimizers.parameters())
 

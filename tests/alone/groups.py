@@ -252,7 +252,7 @@ class Groups:
 class _NoLog:
     """Results are for replays, of which there are none."""
 
-    def append_log(self, entry: bytes) -> bool:
+    def append_log(self, entry: bytes, share: int = 1) -> bool:
         """Keep nothing."""
         return True
 

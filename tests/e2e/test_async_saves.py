@@ -1,4 +1,7 @@
-"""Checkpoints that dcp.async_save writes on a thread: a rank is replaced beside them, or the one save is given up."""
+"""Threads that communicate beside the training: checkpoints of dcp.async_save, and a metric, scenario A65.
+
+A rank is replaced beside a save, or the one save is given up. What a thread has got, the replacement's gets.
+"""
 
 from __future__ import annotations
 
@@ -35,3 +38,14 @@ def test_a_save_that_is_open_when_a_rank_is_lost_is_given_up_and_the_script_goes
     assert GIVEN_UP in result.output
     whole = sorted(int(found.parent.name) for found in result.folder.glob("out/checkpoints/*/.metadata"))
     assert whole == [5, 17, 23, 29]
+
+
+@pytest.mark.parametrize("place", ["step=11,phase=after_step", "step=11,phase=in_step", "step=12,phase=backward"])
+def test_a_thread_of_a_replacement_gets_the_results_that_the_lost_ranks_thread_had(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, place: str
+) -> None:
+    result = run_ttprun("thread_metric.py", 2, faults=[f"kill:rank=0,{place}"])
+
+    assert_only_replaced(result)
+    expected = undisturbed("thread_metric.py", 2)
+    assert (result.hashes, result.stdout, result.exit_code) == (expected.hashes, expected.stdout, 0), result.story()

@@ -10,11 +10,21 @@ SCRIPT = "worker_contexts.py"  # 12 steps an epoch
 
 
 @pytest.mark.parametrize(
-    ("context", "step"), [("forkserver", 8), ("spawn", 17), ("forkserver --persistent", 17), ("spawn --persistent", 8)]
+    ("context", "step"),
+    [
+        ("forkserver", 8),
+        ("spawn", 17),
+        ("forkserver --persistent", 17),
+        ("spawn --persistent", 8),
+        ("fork --persistent --stateful", 17),
+        ("spawn --persistent --stateful", 17),
+    ],
 )
 def test_a_replacements_workers_draw_what_those_of_the_lost_rank_would_have_drawn(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, context: str, step: int
 ) -> None:
+    if "--stateful" in context:
+        pytest.importorskip("torchdata")
     args = ["--context", *context.split()]
     result = run_ttprun(SCRIPT, 2, faults=[f"kill:rank=1,step={step},phase=backward"], script_args=args)
 

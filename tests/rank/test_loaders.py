@@ -23,6 +23,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+import torch.utils.data.dataloader as torch_dataloader
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -50,6 +51,7 @@ from ttprun.capture.data import batch_fingerprints, loaders, workers
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import random_state, whose
 from ttprun.rank.bootstrap import install, patches
+from ttprun.rank.checks import replay_guard
 from ttprun.rank.context import Mode
 
 EPOCHS = 2
@@ -83,6 +85,52 @@ class Stream(IterableDataset[Any]):
         first, by = (0, 1) if info is None else (info.id, info.num_workers)
         for index in range(first, 24, by):
             yield torch.tensor([index, torch.rand(1).item()], dtype=torch.float64)
+
+
+class Shuffled(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        info: Any = get_worker_info()
+        return iter(torch.stack([torch.full((24,), info.id), torch.randperm(24)], 1))
+
+
+class Numbered(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(24))
+
+
+class Seeded(Numbers):
+    """Draws from a generator of its own, whose seed is that of its worker."""
+
+    def __getitem__(self, index: int) -> Any:
+        info: Any = get_worker_info()
+        return torch.rand(1, generator=torch.Generator().manual_seed(info.seed + index))
+
+
+class CountsItsEpochs(Stream):
+    """In each worker by itself, where no record has the count."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        return iter(100 * self.epoch + torch.arange(24))
+
+
+def stateful(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(dataset, 3, **options)
+
+
+def resumed(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    """One that begins behind its second batch."""
+    loader: Any = stateful(dataset, **options)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    loader = stateful(dataset, **options)
+    loader.load_state_dict(state)
+    return loader
 
 
 class Pairs(Sampler[list[int]]):
@@ -165,6 +213,16 @@ KINDS: dict[str, Callable[[], list[DataLoader[Any]]]] = {
     "augmented, a lasting worker behind": lambda: [behind(**LASTING)],
     "stream": lambda: [DataLoader(Stream(), 3)],
     "stream, workers": lambda: [DataLoader(Stream(), 3, **TWO)],
+    "stream, lasting workers": lambda: [DataLoader(Stream(), 3, **LASTING)],
+    "stream that draws at its start, lasting workers": lambda: [DataLoader(Shuffled(), 3, **LASTING)],
+    "seeded by its worker, lasting workers": lambda: [DataLoader(Seeded(), 3, **LASTING)],
+    "stateful": lambda: [stateful(Augmented(), shuffle=True)],
+    "stateful, workers": lambda: [stateful(Augmented(), shuffle=True, **TWO)],
+    "stateful, lasting workers": lambda: [stateful(Augmented(), shuffle=True, **LASTING)],
+    "stateful stream": lambda: [stateful(Numbered())],
+    "stateful stream, lasting workers": lambda: [stateful(Stream(), snapshot_every_n_steps=3, **LASTING)],
+    "stateful, resumed": lambda: [resumed(Augmented(), shuffle=True, **TWO)],
+    "stateful, resumed without workers": lambda: [resumed(Augmented(), shuffle=True)],
     "two in step": lambda: [DataLoader(Numbers(), 3, shuffle=True), DataLoader(Numbers(48), 3, shuffle=True)],
     "two in step, workers": lambda: [
         DataLoader(Augmented(), 3, shuffle=True, **TWO), DataLoader(Augmented(48), 3, shuffle=True, **TWO)
@@ -316,11 +374,44 @@ def _live(make: Callable[[], list[DataLoader[Any]]], life: Life, fd: int | None)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replacement_is_handed_the_batches_that_the_lost_rank_would_have_been_handed(kind: str) -> None:
+    if "stateful" in kind:
+        pytest.importorskip("torchdata")
+
     found = run_alone(lives_of, kind)
 
     wrong = {stop: f"{lives}"[:600] for stop, lives in found.items() if isinstance(lives, str) or lives[1] != lives[2]}
     assert wrong == {}
     assert all(lives[0] for lives in found.values())
+
+
+def lives_that_differ() -> dict[tuple[int, int], Any]:
+    replay_guard._KILL_LIMIT_S = 0.0
+    KINDS["lasting"] = lambda: [DataLoader(CountsItsEpochs(), 3, **LASTING)]
+    return lives_of("lasting")
+
+
+def test_a_loader_whose_workers_prepare_other_batches_than_the_lost_ranks_had_is_refused() -> None:
+    found = run_alone(lives_that_differ)
+
+    assert found[0, 4][1] == found[0, 4][2]
+    assert all("another batch" in found[stop] for stop in [(1, 3), (1, 1)])
+
+
+def _names_after_a_batch(kind: str) -> list[str]:
+    patches.apply_all(with_replay=False)
+    become(make_session())
+    loader = DataLoader(Numbers(), 3)
+    next(iter(loader) if kind == "torch's" else torch_dataloader._SingleProcessDataLoaderIter(loader))
+    loaders.note_boundary()
+    return loaders.not_proved()
+
+
+@pytest.mark.parametrize(("kind", "count"), [("torch's", 0), ("made by hand", 1)])
+def test_a_loader_whose_position_is_not_recorded_is_named(kind: str, count: int) -> None:
+    names = run_alone(_names_after_a_batch, kind)
+
+    assert [name for name in names if "_SingleProcessDataLoaderIter" in name] == names
+    assert len(names) == count
 
 
 def _records_after(act: Callable[[DataLoader[Any]], Any], options: dict[str, Any]) -> list[Any]:
@@ -425,25 +516,15 @@ def test_what_changes_between_the_making_of_an_iterator_and_its_first_batch_is_k
     assert fresh == lost
 
 
-@dataclass
-class FakeStates:
-    """A recorder that has kept these states of each worker."""
-
-    states: dict[tuple[int, int], bytes]
-
-    def worker_states(self, iterator: int, worker: int) -> dict[tuple[int, int], bytes]:
-        return self.states
-
-
 def test_a_worker_whose_states_are_overwritten_begins_only_if_it_draws_nothing() -> None:
-    states = {(0, batch): msgpack.packb(random_state.capture()) for batch in range(2, 5)}
+    states = {(0, batch): msgpack.packb((random_state.capture(), batch)) for batch in range(2, 5)}
 
-    workers._restore(FakeStates(states), 0, 0, (0, 1))
+    workers._restore(states, 0, (0, 1))
     torch.rand(1)
-    states[(0, 4)] = msgpack.packb(random_state.capture())
+    states[(0, 4)] = msgpack.packb((random_state.capture(), 4))
 
-    with pytest.raises(RuntimeError, match="worker 0 before its batch 1 are not kept any more"):
-        workers._restore(FakeStates(states), 0, 0, (0, 1))
+    with pytest.raises(workers.OtherBatchError, match="worker 0 before its batch 1 are not kept any more"):
+        workers._restore(states, 0, (0, 1))
 
 
 def test_an_iterator_that_has_been_positioned_and_not_yet_used_can_be_recorded() -> None:

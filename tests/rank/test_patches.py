@@ -12,6 +12,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,7 @@ CALLS: dict[str, Call] = {
     "torch.nn.parallel.distributed.DistributedDataParallel.__init__": ((THING, LINEAR), {"bucket_cap_mb": 1}),
     "torch.nn.parallel.distributed.DistributedDataParallel._get_ddp_logging_data": ((THING,), {}),
     "torch.distributed.fsdp._flat_param.FlatParamHandle.__init__": ((THING, [1, 2]), {"offload_params": False}),
+    "threading.Thread.start": ((threading.Thread(),), {}),
     "multiprocessing.util.spawnv_passfds": (("/bin/true", ["true"], ()), {}),
     **{
         f"torch.distributed.checkpoint._async_{kind}_executor._{name}BasedAsyncCheckpointExecutor.execute_save": (
@@ -87,7 +89,11 @@ CALLS: dict[str, Call] = {
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": ((THING,), {}),
     "torch.utils.data.dataloader._BaseDataLoaderIter._reset": ((THING, "loader", True), {}),
     "torch.utils.data.dataloader._BaseDataLoaderIter._next_index": ((THING,), {}),
-    "torch.utils.data._utils.worker._worker_loop": (tuple(range(14)), {}),
+    "torch.utils.data.dataloader._BaseDataLoaderIter.__init__": ((THING, "loader"), {}),
+    **{
+        f"torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader.{method}": ((THING,), {})
+        for method in ("__init__", "__iter__")
+    },
     "torch.serialization.save": (({"weights": 1}, "file"), {"pickle_protocol": 2}),
     "safetensors.serialize_file": (({"weights": 1}, "file"), {"metadata": None}),
     "torch.distributed.distributed_c10d.batch_isend_irecv": (([],), {}),
@@ -120,7 +126,7 @@ CALLS: dict[str, Call] = {
 }
 
 
-RETURNS_NOTHING = ("__init__", "_reset", "_worker_loop")
+RETURNS_NOTHING = ("__init__", "_reset", "Thread.start")
 
 
 @pytest.mark.parametrize("is_rank", [True, False], ids=["in a rank", "in another process"])
@@ -224,7 +230,6 @@ def where_patched() -> dict[str, bool]:
         "os.urandom": os.urandom,
         "open": open,
         "io.open": io.open,
-        "worker_loop": torch_dataloader._utils.worker._worker_loop,
     }
     return {name: hasattr(found, "__wrapped__") for name, found in places.items()}
 

@@ -116,8 +116,8 @@ def test_the_states_of_workers_are_found_by_their_place_until_the_ring_has_gone_
 
     found = [recorder.read_worker((1, 0, 2, batch)) for batch in (0, 2, 3, WORKER_BATCHES + 2)]
 
-    assert found == [None, None, b"state 3", f"state {WORKER_BATCHES + 2}".encode()]
-    assert list(recorder.worker_states(1, 2)) == [(0, batch) for batch in range(3, WORKER_BATCHES + 3)]
+    assert found == [b"state 0", None, b"state 3", f"state {WORKER_BATCHES + 2}".encode()]
+    assert list(recorder.worker_states(1, 2)) == [(0, 0), *((0, batch) for batch in range(3, WORKER_BATCHES + 3))]
     assert recorder.worker_states(5, 2) == {}
     assert recorder.read_worker((1, 1, 2, 5)) is None
     assert recorder.read_worker((1, 0, 3, 5)) is None

@@ -25,12 +25,18 @@ def main():
     parser.add_argument("--out", default="out")
     parser.add_argument("--context", default="forkserver")
     parser.add_argument("--persistent", action="store_true")
+    parser.add_argument("--stateful", action="store_true")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(1)
     sampler = DistributedSampler(Points(), seed=3)
-    loader = DataLoader(
+    make = DataLoader
+    if args.stateful:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        make = StatefulDataLoader
+    loader = make(
         *(Points(), 4),
         sampler=sampler,
         num_workers=1,

@@ -52,6 +52,9 @@ class Training(Protocol):
     def report(self, equal: list[str], not_proved: list[str]) -> None:
         """Report what was found equal (a noun with its number), and what is not proved (a sentence each)."""
 
+    def refuse(self, why: str) -> None:
+        """The script gets something else than the lost process did (a sentence): it must not go on with that."""
+
     def weights(self) -> Sequence[torch.Tensor]:
         """The parameters of all optimizers, at the newest boundary."""
 

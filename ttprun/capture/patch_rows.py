@@ -55,10 +55,21 @@ PATCHES: tuple[Patch, ...] = (
         "replay",
     ),
     Patch(
-        "torch.utils.data._utils.worker",
-        "_worker_loop",
-        "capture.data.workers:wrap_worker_loop",
-        "to keep the random states of DataLoader workers",
+        _LOADER,
+        "_BaseDataLoaderIter.__init__",
+        "capture.data.loaders:wrap_iterator_init",
+        "in a replay, to give its workers the seed of the lost rank's",
+        "replay",
+    ),
+    *(
+        Patch(
+            "torchdata.stateful_dataloader.stateful_dataloader",
+            f"StatefulDataLoader.{method}",
+            f"capture.data.loaders:{ours}",
+            "as torch's DataLoader",
+            "imported",
+        )
+        for method, ours in (("__init__", "wrap_init"), ("__iter__", "wrap_iter"))
     ),
     Patch("torch.serialization", "save", "capture.effects.script_files:wrap_save", "in a replay, to save nothing"),
     Patch("safetensors", "serialize_file", "capture.effects.script_files:wrap_save", "in a replay, to save nothing"),

@@ -82,7 +82,7 @@ def describe(
     }
     optimizers = [snapshot.node(optimizer, 0) for optimizer in steps.living]
     returned = snapshot.node(returned, 0)
-    not_proved = file_answers.not_proved()
+    not_proved = file_answers.not_proved() + loaders.not_proved()
     if snapshot.not_proved:
         names = ["" if code.co_name == "<module>" else code.co_qualname for code in whereabouts.codes]
         scopes = dict(zip(names, variables, strict=True)) | modules

@@ -100,8 +100,8 @@ class Adapted(ReplayRun):
             where = name[0].rpartition("|")[2].rpartition("/")[2]
             self.refuse(f"the DataLoader of {where} cannot resume with other ranks: {error}")
         epochs = (recorded.get("first") or recorded)["epochs"]
-        changed = {"yielded": 0, "lead": 0, "workers": None, "held": b"", "rest": rest, "source": source}
-        return recorded | changed | {"epochs": epochs, "first": None}
+        changed = {"yielded": 0, "lead": 0, "workers": None, "held": b"", "rest": rest, "seed": None}
+        return recorded | changed | {"source": source, "epochs": epochs, "first": None}
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """The first step begins with the first call of a model that trains: record the variables after the setup."""

@@ -98,6 +98,8 @@ class Entry:
     is_settled  all members have completed it: its inputs are dropped, and it is not issued again
     at          place in the order in which this rank has issued its collectives
     is_apart    another thread's own (apart.py)
+    begun       newest boundary when that thread was started
+    is_carried  another thread's own, of a step before the newest boundary
     save        of a checkpoint, to which it belongs; None: to none
     number      since the boundary: in its sequence: of messages, or of borrowed entries
     digest      of what was received with a message
@@ -123,6 +125,8 @@ class Entry:
     is_passing = False
     is_settled = False
     is_apart = False
+    begun = 0
+    is_carried = False
     save: Any = None
     at = 0
     number = 0

@@ -27,7 +27,7 @@ from ttprun.groups.operations import SAME_FOR_ALL
 from ttprun.groups.process_group import ManagedGroup, living
 from ttprun.groups.reissue import issue_again as issue_entry_again
 from ttprun.introspect import moments
-from ttprun.protocol.from_rank import GroupJournal
+from ttprun.protocol.from_rank import CARRIED, GroupJournal
 
 LOOK_AGAIN_S = 0.05
 LET_FINISH_S = 0.05  # time for operations between living ranks to end by themselves
@@ -95,7 +95,8 @@ def known(member: Member) -> dict[str, GroupJournal]:
     journals: dict[str, GroupJournal] = {}
     with member[Journal].lock:
         for entry in member[Journal].entries:
-            group = journals.setdefault(entry.sequence, GroupJournal(list(entry.members), []))
+            name = CARRIED + entry.sequence if entry.is_carried else entry.sequence
+            group = journals.setdefault(name, GroupJournal(list(entry.members), []))
             if entry.is_settled:
                 group.settled.append(entry.number)
             if entry.digest and len(group.received) == len(group.issued):
@@ -161,6 +162,8 @@ def _connect_up_to(member: Member, newest: Group | None) -> None:
 def complete(member: Member, check_overtaken: Callable[[], None]) -> None:
     """Wait until all that was issued again has completed. Raises the backend's error, or that of `check_overtaken`."""
     for entry, inner in member[Journal].issued_again:
+        if entry.is_carried:  # a thread that no replay starts once more would be waited for without end
+            continue
         while not has_ended(inner, LOOK_AGAIN_S):
             check_overtaken()
         inner.wait()

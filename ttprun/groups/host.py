@@ -63,6 +63,7 @@ class Group(Protocol):
     number: int
     links: Any
     messages: set[tuple[int, int]]
+    session: Any
 
     @property
     def group_name(self) -> str: ...
@@ -82,13 +83,20 @@ class Life:
 
     is_live       no replay is under way
     is_alone      groups are made, and collectives answered, without the other ranks
+    step          of a replay: the boundary that it has passed
     """
 
     is_live = True
     is_alone = False
 
-    def answer(self, entry: Any) -> None:
-        """Fill the outputs of a collective that is not issued."""
+    @property
+    def step(self) -> int:
+        """See above."""
+        return 0
+
+    def answer(self, entry: Any) -> bool:
+        """Fill the outputs of a collective that is not issued; False: another thread's own, issue it after all."""
+        return True
 
 
 class Training:
@@ -163,6 +171,8 @@ class Expecting(Protocol):
 
     def check(self, entry: Any) -> None: ...
     def note_proved(self) -> None: ...
+    def take_carried(self, entry: Any) -> bool: ...
+    def awaits(self, entry: Any) -> bool: ...
 
 
 @dataclass(kw_only=True)

@@ -178,17 +178,21 @@ class Journal:
     def clear(self) -> None:
         """Every rank has recorded the boundary: nothing older will be issued again."""
         with self.lock:
+            carried = [entry for entry in self.entries if entry.is_apart and not (entry.save or _is_over(entry))]
             for entry in self.entries:
+                entry.is_carried = entry in carried
+                if entry.is_carried:
+                    continue
                 if entry.is_done or not entry.input.tensors:  # a message may still be pending
                     self._recycle(entry)
                 entry.args = ()
-            self.entries.clear()
+            self.entries[:] = carried
             self.sources.clear()
             self.received = {}
             self.settled = {}
             self._unsettled.clear()
             self._numbers.clear()
-            self.held_bytes = 0
+            self.held_bytes = sum(entry.size_bytes for entry in carried)
             self._steps += 1
             if self._steps == 1:
                 self._spare.clear()
@@ -198,9 +202,13 @@ class Journal:
                 self._shapes_used.clear()
 
     def forget_saves_before(self, boundary: int) -> None:
-        """Remove the operations of saves that began before a boundary, and wake who waits for one."""
+        """Remove the operations of saves that began before a boundary, and wake who waits for one.
+
+        Those that other threads have carried over it are removed if they have completed.
+        """
         with self.changed:
-            self.entries = [entry for entry in self.entries if entry.save is None or entry.save.began_at >= boundary]
+            left = [entry for entry in self.entries if entry.save is None or entry.save.began_at >= boundary]
+            self.entries = [entry for entry in left if not (entry.is_carried and _is_over(entry))]
             self.changed.notify_all()
 
     def forget_completed(self) -> None:
@@ -215,9 +223,9 @@ class Journal:
         entry.input = NOTHING
 
     def of_group(self, name: str) -> list[Entry]:
-        """The collectives of one group, oldest first."""
+        """The collectives of one group since the boundary, oldest first."""
         with self.lock:
-            return [entry for entry in self.entries if entry.sequence == name]
+            return [entry for entry in self.entries if entry.sequence == name and not entry.is_carried]
 
     def number_of(self, message: Entry) -> int:
         """Count a new message."""

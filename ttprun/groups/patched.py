@@ -14,6 +14,12 @@ _SYNCHRONIZING: tuple[tuple[str, Literal["script", "imported"]], ...] = (
 )
 PATCHES: tuple[Patch, ...] = (
     Patch(
+        "threading",
+        "Thread.start",
+        "groups.apart:wrap_start",
+        "to give the collectives of a thread that a replay starts once more the lost rank's results",
+    ),
+    Patch(
         _C10D,
         "init_process_group",
         "groups.groups:wrap_init_process_group",

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from ttprun.device import accelerator
-from ttprun.groups import methods
-from ttprun.groups.apart import Own
+from ttprun.groups import apart, methods
 from ttprun.groups.buckets import Buckets
 from ttprun.groups.connection import Exchange
 from ttprun.groups.entry import Entry, Input
@@ -104,7 +103,7 @@ class ManagedGroup(SeenByTorch):
         self.gathers = Gathers()
         self._batch_on: Any = None  # the link on which operations are being started together
         self._description, self._exchanges = "", False
-        self._own = Own()
+        self._own = apart.Own()
         self.messages: set[tuple[int, int]] = set()
         self._rank, self._size = rank, size
         is_given = device is not None
@@ -236,13 +235,17 @@ class ManagedGroup(SeenByTorch):
         if op in GATHERING and outputs[0].is_cpu:
             caller, is_lent = distributed_tensors.fsdp_caller()
             entry.is_passing = caller is not None
-        if is_kept and not (is_apart or entry.is_passing) and _are_small(outputs):
+        is_on_host = not outputs or outputs[0].is_cpu
+        if is_kept and not entry.is_passing and (is_on_host or not is_apart) and _are_small(outputs):
             entry.place = place_of(op, outputs, location_key())
+            if is_apart:
+                entry.place = "" if entry.save else f"{entry.place} in a thread of step {entry.begun}"
             if outputs and not outputs[0].is_cpu:
                 entry.stream = accelerator.current_stream()
-        if is_skipped or session.mode.is_alone:
-            session.mode.answer(entry)
-            entry.is_done = True
+        if is_skipped or session.mode.is_alone or is_apart:
+            is_answered = apart.is_answered(session, entry) if is_apart else session.mode.answer(entry)
+            entry.is_done = is_answered
+        if entry.is_done:
             return ManagedWork(journal, entry)
         if session.is_applying and not is_apart:
             session.note_collective_step()
@@ -266,6 +269,8 @@ class ManagedGroup(SeenByTorch):
                 entry.input = Input([tensor.detach() for tensor in inputs], is_borrowed=True)
             elif is_lent and is_kept and caller is not None:
                 self.gathers.hold(entry, inputs[0], distributed_tensors.gathered_by(caller))
+        if is_apart and entry.place and not unusual:
+            session.parts[Results].note_issued(entry, inputs)
         is_kept = self.enter(entry, inputs)
         if is_kept and session.training.has_a_look():
             self.buckets.look_for_nan(entry)

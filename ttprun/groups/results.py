@@ -9,6 +9,7 @@ by its step. Entries of the log with a negative step are of others.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from functools import partial
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 # A place called in more steps than this belongs to the step itself, and is kept in the records alone.
 SELDOM = 16
+ISSUED, ENDED = "issued: ", "ended: "  # before the place of a thread's own operation: it was issued; so has the thread
+_LET_END_S = 0.1
+_SHARE = 2  # threads' own operations, which may be many, get that part of the log
 Result = tuple[int, str, list[bytes]]  # step (boundary that it follows), place, bytes of each output
 
 
@@ -44,7 +48,7 @@ def place_of(op: str, outputs: list[torch.Tensor], where: str) -> str:
 class Log(Protocol):
     """Where results are kept; in a rank its Recorder."""
 
-    def append_log(self, entry: bytes) -> bool: ...
+    def append_log(self, entry: bytes, share: int = 1) -> bool: ...
 
 
 class Results:
@@ -56,6 +60,11 @@ class Results:
         # Of this step; the last two: when those on a device are there, and whether they are for the log.
         self._newest: list[tuple[int, str, list[bytes] | list[torch.Tensor], Any, bool]] = []
         self._visits: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (-1, 0))  # last step, steps
+        # Threads that have issued operations of their own, with the places of these; those that go on: see `let_end`.
+        self.threads: dict[threading.Thread, set[str]] = {}
+        self._returned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self.has_begun_threads = False  # in this step
+        self.gate = threading.Lock()
         self.step = 0
 
     def keep(self, entry: Entry) -> None:
@@ -63,11 +72,12 @@ class Results:
         if any(tensor.layout is not torch.strided for tensor in entry.outputs):
             return
         with self._lock:
-            step = self.step
-            last, steps = self._visits[entry.place]
-            if last != step:
-                steps += 1
-                self._visits[entry.place] = (step, steps)
+            step, steps = self.step, 0
+            if not entry.is_apart:  # places of threads are many, and each has few
+                last, steps = self._visits[entry.place]
+                if last != step:
+                    steps += 1
+                    self._visits[entry.place] = (step, steps)
         outputs: list[bytes] | list[torch.Tensor]
         if any(not tensor.is_cpu for tensor in entry.outputs):
             with accelerator.on(entry.stream):  # that may write to it next
@@ -80,17 +90,41 @@ class Results:
         with self._lock:
             self._newest.append((step, entry.place, outputs, ready, steps <= SELDOM))
             if steps <= SELDOM and all(isinstance(output, bytes) for output in outputs):
-                self._recorder.append_log(msgpack.packb((step, entry.place, outputs)))
+                self._recorder.append_log(msgpack.packb((step, entry.place, outputs)), _SHARE if entry.is_apart else 1)
+
+    def note_issued(self, entry: Entry, inputs: list[torch.Tensor]) -> None:
+        """A thread's own operation is about to be issued; its inputs are kept, as a replay may come to others."""
+        given = [bytes_of(tensor).tobytes() for tensor in inputs]
+        with self._lock:
+            self.threads.setdefault(threading.current_thread(), set()).add(entry.place)
+            self._recorder.append_log(msgpack.packb((self.step, ISSUED + entry.place, given)), _SHARE)
+
+    def note_return(self) -> None:
+        """An operation of this thread's own has completed: it goes on, but not while a record is made."""
+        with self.gate:
+            self._returned.add(threading.current_thread())
+
+    def let_end(self) -> None:
+        """A record is about to be made: threads whose operation has completed may first do what they do with it.
+
+        Blocks for _LET_END_S at most for each. The caller holds `gate`.
+        """
+        for thread in list(self.threads):
+            if thread in self._returned:
+                thread.join(_LET_END_S)
 
     def begin_step(self, step: int) -> list[Result]:
-        """Called at a boundary; returns the results of the step that it ends.
+        """Called at a boundary, before its record is made; returns the results of the step that it ends.
 
         Those on a device are there, as bytes, after the next `host_copies.take`.
         """
-        with self._lock:
-            ended, self._newest = self._newest, []
-            self.step = step
         results: list[Result] = []
+        with self._lock:
+            if self.threads:
+                for thread in [thread for thread in self.threads if not thread.is_alive()]:
+                    results += [(self.step, ENDED + place, []) for place in self.threads.pop(thread)]
+            ended, self._newest = self._newest, []
+            self.step, self.has_begun_threads = step, False
         for at, place, outputs, ready, is_logged in ended:
             result: Result = (at, place, [output for output in outputs if isinstance(output, bytes)])
             results.append(result)
@@ -118,8 +152,14 @@ class Answers:
             if step >= 0 and (step, place) not in seen:
                 self._by_place[place].setdefault(step, deque()).append(outputs)
 
-    def answer(self, place: str, outputs: list[torch.Tensor], newest_step: int) -> bool:
-        """Fill `outputs` with the newest result of a place that is left.
+    def has(self, place: str) -> bool:
+        """Whether a result of a place is left."""
+        return any(self._by_place[place].values())
+
+    def answer(
+        self, place: str, outputs: list[torch.Tensor], newest_step: float, is_oldest_first: bool = False
+    ) -> bool:
+        """Fill `outputs` with the newest result of a place that is left, or the oldest one.
 
         place         where in the script the collective is called
         outputs       the call's own, as many and of the same sizes in bytes as the result
@@ -129,7 +169,7 @@ class Answers:
         steps = [step for step, results in self._by_place[place].items() if step <= newest_step and results]
         if not steps:
             return False
-        kept = self._by_place[place][max(steps)].popleft()
+        kept = self._by_place[place][(min if is_oldest_first else max)(steps)].popleft()
         if [len(raw) for raw in kept] != [tensor.nbytes for tensor in outputs]:
             return False
         for tensor, raw in zip(outputs, kept, strict=True):

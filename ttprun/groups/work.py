@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Work
 from ttprun.groups.entry import Entry
 from ttprun.groups.host import current
 from ttprun.groups.journal import EndedError, Journal, has_succeeded
+from ttprun.groups.results import Results
 from ttprun.introspect import fail_open, signal_handlers
 from ttprun.introspect.signal_handlers import waiting
 from ttprun.protocol.board import Phase
@@ -58,6 +59,8 @@ class ManagedWork(Work):
         finally:
             if session is not None:
                 session.touch(Phase.COMPUTING)
+            elif entry.place:
+                entry.group.session[Results].note_return()
 
     def _wait_plainly(self, entry: Entry) -> None:
         if entry.inner is not None and not entry.is_done:

@@ -205,6 +205,9 @@ class RowChanged(Message, frozen=True):
 # In a recovery.
 
 
+CARRIED = "carried: "  # before a sequence: of what other threads had issued before that boundary, and still wait for
+
+
 class GroupJournal(Message, frozen=True):
     """What a rank has issued in one process group since the newest boundary, or between two ranks of it.
 

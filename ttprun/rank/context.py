@@ -23,6 +23,9 @@ class Training(host.Training):
     def report(self, equal: list[str], not_proved: list[str]) -> None:
         """See capture/host.py."""
 
+    def refuse(self, why: str) -> None:
+        """See capture/host.py."""
+
     def weights(self) -> Sequence[torch.Tensor]:
         """See capture/host.py."""
         return ()

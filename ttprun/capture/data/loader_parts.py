@@ -33,6 +33,7 @@ _HELD: tuple[Any, ...] = (
     numpy.random.Generator,
     numpy.random.RandomState,
 )
+_any_node: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Node)
 _held_by_parts: msgspec.msgpack.Decoder[list[dict[str, Node]]] = msgspec.msgpack.Decoder(list[dict[str, Node]])
 
 
@@ -91,6 +92,25 @@ def hold_again(loader: DataLoader[Any], packed: bytes) -> None:
     recorded = unpack_as(_held_by_parts, packed)
     for part, nodes in zip(_parts(loader), recorded, strict=False):
         restore_attributes(restore, part, nodes, type(part).__qualname__, keep=None)
+
+
+def resumed_from(loader: DataLoader[Any]) -> bytes:
+    """The state that torchdata's StatefulDataLoader is about to resume from; b"" of any other loader."""
+    given = attributes_of(loader)
+    if "next_iter_state" not in given:
+        return b""
+    return values.pack(values.Snapshot({}, is_separate=True).node(given["next_iter_state"], 0))
+
+
+def resume_again(loader: DataLoader[Any], packed: bytes) -> bool:
+    """Have it resume from what `resumed_from` has returned; returns whether it is a StatefulDataLoader.
+
+    Its `state_dict` says what its sampler and its dataset have given: these have to give it once more in a replay.
+    """
+    if packed:
+        restore = values.Restore([], is_comparing=False)
+        loader.next_iter_state = restore.value(None, unpack_as(_any_node, packed), "next_iter_state")
+    return bool(packed)
 
 
 def _parts(loader: DataLoader[Any]) -> list[Any]:

@@ -8,6 +8,9 @@ the sampler's epoch, and the number of batches that it has yielded. A replay mak
 sampler skip those batches, without loading them. Without workers the sampler begins only with the first batch: what has
 changed by then (a framework may set a sampler's epoch after it has made the iterator) is noted.
 
+torchdata's StatefulDataLoader counts what its sampler and dataset have given, for its `state_dict`: a replay takes the
+batches that were used from it again, as from a stream. What any other class hands out is noted, but not made again.
+
 A resume with another number of ranks makes iterators over the rest of their epoch (`rest_of_epoch.py`); such an
 iterator has a "rest" in its record, and is made again in the same way.
 """
@@ -44,6 +47,8 @@ _order = itertools.count()
 _earlier: dict[tuple[Any, ...], list[str]] = {}  # loader's name: where iterators were made that ended before any step
 _MOST_EARLIER = 64  # of one loader
 _has_stepped = False
+_is_making = False  # an iterator, which may read ahead itself
+_not_recorded: list[str] = []  # loaders whose next batches may be others, and why
 _draining = 0  # number of next boundaries whose steps train on batches of an iterator that has ended
 
 
@@ -86,10 +91,9 @@ def wrap_iter(original: Any) -> Any:
             session.give_up_protection(f"the state of the DataLoader made at {name[0]} cannot be recorded: {error!r}")
             return original(self)
         began["workers"] = _workers_key(self)
-        workers.will_make(workers.Making(tuple(began["workers"])))
-        iterator = original(self)
-        workers.will_make(None)
-        _register(iterator, began)
+        iterator = _make(original, self, workers.Making(tuple(began["workers"])))
+        began |= {"from": iterator._num_yielded, "seed": iterator._base_seed}
+        _register(iterator, began, self)
         if _asks_late(iterator):
             iterator._ttprun_unbegun = (self, _state_of(self))
         return iterator
@@ -97,10 +101,30 @@ def wrap_iter(original: Any) -> Any:
     return make
 
 
+def _make(original: Any, loader: DataLoader[Any], making: workers.Making) -> Any:
+    """The loader's iterator, whose workers are followed."""
+    global _is_making
+    workers.will_make(making)
+    _is_making = True
+    try:
+        return original(loader)
+    except workers.OtherBatchError as error:
+        _refuse(error)
+        raise
+    finally:
+        _is_making = False
+        workers.will_make(None)
+
+
+def _refuse(error: workers.OtherBatchError) -> None:
+    if (session := current()) is not None:
+        session.training.refuse(str(error))
+
+
 def _workers_key(loader: DataLoader[Any]) -> list[int]:
     """[number of the iterator that owns the workers, their epoch]."""
-    persistent = getattr(loader, "_iterator", None)
-    if persistent is not None and hasattr(persistent, "_ttprun"):
+    persistent: Any = getattr(loader, "_iterator", None)
+    if getattr(persistent, "_persistent_workers", False) and hasattr(persistent, "_ttprun"):
         number, epoch = persistent._ttprun["workers"]
         return [number, epoch + 1]
     return [next(_order), 0]
@@ -122,6 +146,7 @@ def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
         "place": _note_made(name),
         "source": rest_of_epoch.source_of(loader),
         "rest": None,
+        "resumed": loader_parts.resumed_from(loader),
     }
 
 
@@ -146,7 +171,7 @@ def _state_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def _asks_late(iterator: Any) -> bool:
     """Whether it has no workers, and asks its sampler with the first batch."""
-    return isinstance(iterator, torch_dataloader._SingleProcessDataLoaderIter)
+    return not iterator._num_workers
 
 
 def _put_back(loader: DataLoader[Any], state: dict[str, Any]) -> None:
@@ -165,8 +190,9 @@ def _note_first(iterator: Any, loader: DataLoader[Any], made_with: dict[str, Any
         iterator._ttprun["first"] = now
 
 
-def _register(iterator: Any, began: dict[str, Any]) -> None:
+def _register(iterator: Any, began: dict[str, Any], loader: Any) -> None:
     iterator._ttprun = began
+    iterator._ttprun_is_kept = getattr(loader, "_iterator", None) is iterator
     iterator._ttprun_batch = None
     for worker in getattr(iterator, "_workers", ()):
         streams.is_worker(worker)
@@ -178,10 +204,12 @@ def _register(iterator: Any, began: dict[str, Any]) -> None:
 
 def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -> Any:
     global _has_stepped
+    recorded = {"from": 0, "seed": None, "resumed": b""} | recorded  # one of an older record has none of these
     _put_back(loader, recorded)
-    skip = max(0, recorded["yielded"] - max(1, recorded["lead"]))
-    is_iterable = loader._dataset_kind == torch_dataloader._DatasetKind.Iterable
-    Skipping.batches = 0 if is_iterable else skip
+    skip = max(0, recorded["yielded"] - recorded["from"] - max(1, recorded["lead"]))
+    is_read = loader_parts.resume_again(loader, recorded["resumed"])
+    is_read = is_read or loader._dataset_kind == torch_dataloader._DatasetKind.Iterable
+    Skipping.batches, Skipping.seed = 0 if is_read else skip, recorded["seed"]
     if recorded["rest"] is not None:
         Skipping.stream = rest_of_epoch.batches_of(loader, recorded["rest"])
     own_workers = recorded["workers"] or _workers_key(loader)
@@ -189,26 +217,27 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
     if own_workers[1]:
         # The lost rank's persistent iterator was restarted here; unlike making one, that draws no seed for workers.
         Skipping.before_first = functools.partial(_set_random_states, loader, recorded)
-    workers.will_make(workers.Making(tuple(own_workers), Skipping.batches))
-    iterator = original(loader)
-    workers.will_make(None)
+    iterator = _make(original, loader, workers.Making(tuple(own_workers), Skipping.batches, is_again=True))
     # Without workers no index has been requested yet, and another iterator may be made first.
     iterator._ttprun_skip, Skipping.batches = Skipping.batches, 0
     iterator._ttprun_stream, Skipping.stream = Skipping.stream, None
-    Skipping.before_first = None
+    Skipping.before_first, Skipping.seed = None, None
     if _asks_late(iterator):
         first = recorded.get("first") or _state_of(loader)
         iterator._ttprun_before_first = functools.partial(_put_back, loader, first)
-    if is_iterable:  # without a sampler, the batches have to be loaded
-        for _ in range(skip):
-            next(iterator)
-    iterator._num_yielded = skip
-    began = ("name", "rng", "epochs", "generators", "held", "first", "lead", "each", "source", "rest", "place")
     _earlier[tuple(recorded["name"])] = recorded.get("earlier", [])
     _has_stepped = True
     if recorded["each"]:
         _each[tuple(recorded["name"])] = recorded["each"]
-    _register(iterator, {key: recorded.get(key) for key in began} | {"workers": own_workers})
+    left_out = ("yielded", "batch", "ahead", "earlier")
+    began = {key: value for key, value in recorded.items() if key not in left_out}
+    _register(iterator, began | {"workers": own_workers}, loader)
+    if is_read:  # the batches have to be loaded
+        for _ in range(skip):
+            next(iterator)
+        iterator._ttprun_batch = None
+    else:
+        iterator._num_yielded = skip
     iterator._ttprun_passed_over = skip
     return iterator
 
@@ -225,11 +254,24 @@ class Skipping:
     batches       to skip
     before_first  called before the sampler begins
     stream        of batches that replaces the sampler's
+    seed          of the lost rank's workers
     """
 
     batches = 0
     before_first: Callable[[], None] | None = None
     stream: Iterator[Any] | None = None
+    seed: int | None = None
+
+
+def wrap_iterator_init(original: Any) -> Any:
+    """_BaseDataLoaderIter.__init__, in a replay: its workers get the seed of the lost rank's."""
+
+    def init(self: Any, loader: DataLoader[Any]) -> None:
+        original(self, loader)
+        if Skipping.seed is not None:
+            self._base_seed = Skipping.seed
+
+    return init
 
 
 def wrap_next_index(original: Any) -> Any:
@@ -237,8 +279,7 @@ def wrap_next_index(original: Any) -> Any:
 
     def next_index(self: Any) -> Any:
         skip, Skipping.batches = Skipping.batches or self.__dict__.pop("_ttprun_skip", 0), 0
-        before_first, Skipping.before_first = Skipping.before_first, None
-        before_first = self.__dict__.pop("_ttprun_before_first", before_first)
+        before_first = self.__dict__.pop("_ttprun_before_first", None)
         if before_first is not None:
             before_first()
         stream, Skipping.stream = Skipping.stream or self.__dict__.pop("_ttprun_stream", None), None
@@ -268,7 +309,8 @@ def forget() -> None:
     _each.clear()
     _earlier.clear()
     _has_stepped = False
-    Skipping.batches, Skipping.before_first, Skipping.stream = 0, None, None
+    Skipping.batches, Skipping.before_first, Skipping.stream, Skipping.seed = 0, None, None, None
+    _not_recorded.clear()
 
 
 def records() -> list[dict[str, Any]]:
@@ -311,13 +353,13 @@ def _alive() -> list[Any]:
 
 
 def _is_under_way(alive: list[Any], number: int) -> bool:
-    """Whether the script is inside an iterator's loop; the loader holds one with persistent workers for ever."""
+    """Whether the script is inside an iterator's loop; its loader may hold one for ever."""
     iterator = alive[number]
-    if not iterator._num_yielded or getattr(iterator, "_ttprun_ended", False):
+    if iterator._num_yielded == iterator._ttprun["from"] or getattr(iterator, "_ttprun_ended", False):
         return False
-    is_lasting = getattr(iterator, "_persistent_workers", False)
+    is_kept = iterator._ttprun_is_kept
     del iterator
-    return not is_lasting or sys.getrefcount(alive[number]) > _HELD_BY_ONE
+    return not is_kept or sys.getrefcount(alive[number]) > _HELD_BY_ONE
 
 
 def _references_of_one() -> int:
@@ -352,12 +394,34 @@ def note_boundary() -> bool:
         return is_draining
     for iterator in _alive():
         began, at, yielded = iterator._ttprun, iterator._ttprun_at, iterator._num_yielded
-        if yielded and not began["lead"]:
-            began["lead"] = yielded
+        if yielded > began["from"] and not began["lead"]:
+            began["lead"] = yielded - began["from"]
+            if iterator._num_workers and not workers.has_followed(began["workers"][0], iterator._num_workers):
+                _name(iterator, began["name"][0], "what its workers draw is not recorded")
         elif at and yielded > at:
             began["each"] = _each[tuple(began["name"])] = yielded - at
         iterator._ttprun_at = yielded
     return is_draining
+
+
+def _name(iterator: Any, place: str, why: str) -> None:
+    """The batches of a loader are not shown to be the lost rank's."""
+    where = place.rpartition("|")[2].rpartition("/")[2]
+    name = f"the loader of {where} ({type(iterator).__module__}.{type(iterator).__qualname__}): {why}"
+    if name not in _not_recorded and len(_not_recorded) < _MOST_EARLIER:
+        _not_recorded.append(name)
+
+
+def _meet_stranger(iterator: Any) -> dict[str, Any]:
+    """An iterator that no `__iter__` that we know has made hands out its first batch."""
+    place = location_key()
+    _name(iterator, place, "how far it has read, and what its workers draw, is not recorded")
+    return {"name": [place, 0]}
+
+
+def not_proved() -> list[str]:
+    """The loaders of the script whose batches a replacement may get otherwise."""
+    return list(_not_recorded)
 
 
 def _note_end(began: dict[str, Any]) -> None:
@@ -374,16 +438,22 @@ def wrap_next(original: Any) -> Any:
         unbegun = self.__dict__.pop("_ttprun_unbegun", None)
         if unbegun is not None:
             _note_first(self, *unbegun)
+        session, began = current(), getattr(self, "_ttprun", None)
         try:
             batch = self._ttprun_batch = original(self)
+        except workers.OtherBatchError as error:
+            _refuse(error)
+            raise
         except StopIteration:
             if not getattr(self, "_ttprun_ended", False) and hasattr(self, "_ttprun"):
                 _note_end(self._ttprun)
             self._ttprun_ended = True
             self._ttprun_batch = None
             raise
-        session, began = current(), getattr(self, "_ttprun", None)
-        if session is not None and began is not None and threading.current_thread() is threading.main_thread():
+        is_counted = threading.current_thread() is threading.main_thread() and not _is_making
+        if session is not None and is_counted:
+            if began is None:
+                began = self._ttprun_stranger = getattr(self, "_ttprun_stranger", None) or _meet_stranger(self)
             costs = session.costs
             since = costs.now() if costs.is_on else 0
             batch_fingerprints.note(session, str(began["name"]), batch)
@@ -425,6 +495,9 @@ def wrap_reset(original: Any) -> Any:
 
     def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
         self._ttprun_ended = False
+        before_first, Skipping.before_first = Skipping.before_first, None
+        if before_first is not None:
+            before_first()
         original(self, loader, first_iter)
 
     return reset

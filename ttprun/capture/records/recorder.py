@@ -30,8 +30,10 @@ FIRST = SLOTS  # the slot after those of the newest boundaries
 HEADER_BYTES = 4096
 LOG_BYTES = 16 << 20
 WORKER_ITERATORS, WORKERS, WORKER_BATCHES = 4, 16, 32  # ring: iterators x workers x newest batches of each
+WORKER_EPOCHS = 2  # whose first states are kept beside the newest: a stream is read again from its beginning
+_RING = WORKER_EPOCHS + WORKER_BATCHES
 WORKER_ENTRY_BYTES = 16 << 10
-WORKER_BYTES = WORKER_ITERATORS * WORKERS * WORKER_BATCHES * WORKER_ENTRY_BYTES
+WORKER_BYTES = WORKER_ITERATORS * WORKERS * _RING * WORKER_ENTRY_BYTES
 _WORKER = struct.Struct("<iiiii")  # iterator, epoch, worker, batch, bytes
 APPENDED_FILES = 1024
 _APPENDED = struct.Struct("<Qqqq")  # path's key, boundary, bytes since, bytes between the boundary before and it
@@ -259,11 +261,11 @@ class Recorder:
         if exported["appended"]:
             self._view[start:] = exported["appended"]
 
-    def append_log(self, entry: bytes) -> bool:
-        """Append an entry to the log of results; False when it is full."""
+    def append_log(self, entry: bytes, share: int = 1) -> bool:
+        """Append an entry to the log of results; False when it is full, or that part of it (2: the half)."""
         (used,) = _LOG.unpack_from(self._map, _LOG_AT)
         need = _ENTRY.size + len(entry)
-        if not 0 <= used <= LOG_BYTES - need:
+        if not 0 <= used <= LOG_BYTES // share - need:
             return False
         at = self._log_start + used
         _ENTRY.pack_into(self._map, at, len(entry), xxhash.xxh32_intdigest(entry))
@@ -288,9 +290,9 @@ class Recorder:
             at += size
 
     def _worker_at(self, place: tuple[int, int, int, int]) -> int:
-        iterator, _, worker, batch = place
+        iterator, epoch, worker, batch = place
         ring = (iterator % WORKER_ITERATORS) * WORKERS + worker % WORKERS
-        entry = ring * WORKER_BATCHES + batch % WORKER_BATCHES
+        entry = ring * _RING + (WORKER_EPOCHS + batch % WORKER_BATCHES if batch else epoch % WORKER_EPOCHS)
         return self._log_start + LOG_BYTES + entry * WORKER_ENTRY_BYTES
 
     def write_worker(self, place: tuple[int, int, int, int], state: bytes) -> None:
@@ -311,7 +313,7 @@ class Recorder:
     def worker_states(self, iterator: int, worker: int) -> dict[tuple[int, int], bytes]:
         """All that is kept of one worker: the states by (epoch, batch of this worker), oldest first."""
         at = self._worker_at((iterator, 0, worker, 0))
-        heads = [_WORKER.unpack_from(self._map, at + number * WORKER_ENTRY_BYTES) for number in range(WORKER_BATCHES)]
+        heads = [_WORKER.unpack_from(self._map, at + number * WORKER_ENTRY_BYTES) for number in range(_RING)]
         places = [tuple(head[:4]) for head in heads if head[0] == iterator and head[2] == worker]
         by_time = {(place[1], place[3]): self.read_worker(place) for place in sorted(places)}
         return {when: states for when, states in by_time.items() if states is not None}

@@ -7,9 +7,11 @@ replacement does not repeat the lost rank: nothing is communicated, and the next
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ttprun.protocol import from_rank, rank_events
+from ttprun.protocol.from_rank import CARRIED
 
 if TYPE_CHECKING:
     from ttprun.groups.entry import Entry
@@ -37,12 +39,23 @@ class Expected:
         self._generation = generation
         self._is_proved = is_proved
         self._left = {name: list(reversed(signatures)) for name, signatures in by_group.items() if signatures}
+        carried = {name: len(self._left.pop(name)) for name in list(self._left) if name.startswith(CARRIED)}
+        self._carried = Counter({name.removeprefix(CARRIED): count for name, count in carried.items()})
         self._report_if_done()
+
+    def take_carried(self, entry: Entry) -> bool:
+        """Whether survivors' threads wait for this thread's own operation since before the boundary."""
+        self._carried[entry.sequence] -= 1
+        return self._carried[entry.sequence] >= 0
+
+    def awaits(self, entry: Entry) -> bool:
+        """Whether survivors have issued more in an operation's group since the boundary."""
+        return entry.sequence in self._left
 
     def check(self, entry: Entry) -> None:
         """Compare a collective that is about to be issued. Raises MismatchError, after reporting it to the agent."""
         awaited = self._left.get(entry.sequence)
-        if not awaited:
+        if not awaited or entry.is_carried:
             return
         expected = awaited.pop()
         if expected != entry.signature:

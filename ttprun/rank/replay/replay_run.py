@@ -10,6 +10,7 @@ A replay that cannot reproduce something is refused: every failed check is repor
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import Counter
@@ -21,8 +22,10 @@ from ttprun.capture.effects.effects import Effects
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.replay.replay import Replay
+from ttprun.groups import apart
+from ttprun.groups.operations import OPERATIONS, tensors_in
 from ttprun.groups.process_group import groups_of
-from ttprun.groups.results import Answers, Results, as_if_alone
+from ttprun.groups.results import ENDED, ISSUED, Answers, Results, as_if_alone
 from ttprun.introspect import moments
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
 
 _MOST_NAMED = 4  # hyperparameters
 SET_VARIABLES = "a replay sets the variables where it jumps into a loop"  # among the origins: see `end_by_error`
+
+
+_THREAD_LIMIT_S = 5.0  # in which a thread ends that the lost rank's record has as ended
 
 
 class ReplayRun(Replay, Mode):
@@ -67,6 +73,8 @@ class ReplayRun(Replay, Mode):
         self.session = session
         super().__init__(session, optimizer_registry, target, before, session.options.is_strict)
         self.live = threading.Event()
+        self._is_over = threading.Event()
+        self._threads: list[threading.Thread] = []  # whose operations it has answered
         self.setup_s: float | None = None
         self._began_s = time.monotonic()
         self._answers = answers
@@ -97,10 +105,54 @@ class ReplayRun(Replay, Mode):
         why = f"the replay jumps into a loop without what the iterations before have made, and has met {what}"
         report_mismatch(self.session.channel, self.session.generation, why, is_near=True)
 
-    def answer(self, entry: Entry) -> None:
-        """Fill a collective's outputs: with the lost rank's result, if that was small, else with its own inputs."""
-        if not (entry.place and self._answers.answer(entry.place, entry.outputs, self.newest_step)):
+    @property
+    def step(self) -> int:
+        """As in Life."""
+        return self.newest_step if self.has_arrived or self.jumps.loops_used else 0
+
+    def answer(self, entry: Entry) -> bool:
+        """Fill a collective's outputs: with the lost rank's result, if that was small, else with its own inputs.
+
+        Another thread's own waits for the end of the replay, unless the lost rank's thread had ended before that.
+        """
+        answers, place, newest = self._answers, entry.place, self.newest_step
+        if entry.is_apart and place and self.has_arrived:
+            newest = self.boundary - 1
+            has_ended = answers.has(ENDED + place)
+        else:
+            has_ended = True
+        if has_ended and place and answers.answer(place, entry.outputs, newest, entry.is_apart):
+            if entry.is_apart:
+                answers.answer(ISSUED + place, [], math.inf, True)
+                self._threads.append(threading.current_thread())
+            return True
+        if not has_ended:
+            self._is_over.wait()  # if the script waits for the thread, the agent's deadline ends this process
+            return self._answer_late(entry)
+        as_if_alone(entry)
+        return True
+
+    def _answer_late(self, entry: Entry) -> bool:
+        """Answer an operation of a thread that this replay, which is over, has started; as in Life."""
+        expected = self.session.expected
+        inputs_at, _ = OPERATIONS[entry.op]
+        inputs = [] if inputs_at is None else tensors_in(entry.args[inputs_at])
+        was_issued = self._answers.answer(ISSUED + entry.place, inputs, math.inf, True)
+        entry.is_carried = expected is not None and expected.take_carried(entry)
+        if not was_issued:
+            self._name(entry, "gives what a replay has computed: the lost rank had not come to it")
+            return False
+        if entry.is_carried or (expected is not None and expected.awaits(entry)):
+            return False
+        if not self._answers.answer(entry.place, entry.outputs, math.inf, True):
             as_if_alone(entry)
+            self._name(entry, "has this rank's own input as its result, which the lost rank had not come to")
+        return True
+
+    def _name(self, entry: Entry, why: str) -> None:
+        line = entry.place.partition(" in a thread of step ")[0].rpartition("/")[2]
+        thread = threading.current_thread().name
+        proof.report(self.session, [], [f"{entry.op} of thread {thread!r} ({line}) {why}"])
 
     def is_decisive(self) -> bool:
         """As in Replay."""
@@ -114,6 +166,9 @@ class ReplayRun(Replay, Mode):
             with contextlib.suppress(Exception):  # they are named, and no more
                 self.report_hyperparameters(self.other_hyperparameters())
         self._note_setup()
+        for thread in self._threads:  # what they write to the variables is in the record
+            thread.join(_THREAD_LIMIT_S)
+        self._threads.clear()
         return super().before_step(frame, returned, optimizer)
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -193,7 +248,9 @@ class ReplayRun(Replay, Mode):
         if not is_before_step:
             session.row[Field.STEPPED] = self.boundary
             session[KeptWeights].note(self.boundary)
+        apart.Replayed.boundary, apart.Replayed.answer = self.boundary, self._answer_late
         session.go_live()
+        self._is_over.set()
         session.take_part()
         session.made.pass_boundary()
         session.stand_at(self.boundary)

@@ -46,7 +46,11 @@ def describe(
             sample = mark
 
         kept.compare_later(stepped, boundary, note)
-    results = session.parts[Results].begin_step(boundary)
+    of_step = session.parts[Results]
+    if is_beside := of_step.has_begun_threads or bool(of_step.threads):
+        of_step.gate.acquire()
+        of_step.let_end()
+    results = of_step.begin_step(boundary)
 
     def beside() -> recording.Beside:
         return recording.Beside(
@@ -65,7 +69,11 @@ def describe(
             number = at
             break
     steps = recording.Steps(living, stepped.storages, stepped.counts, number)
-    return recording.describe(session, boundary, frame, steps, beside, returned)
+    try:
+        return recording.describe(session, boundary, frame, steps, beside, returned)
+    finally:
+        if is_beside:
+            of_step.gate.release()
 
 
 def steps_now() -> recording.Steps:

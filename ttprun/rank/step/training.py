@@ -38,6 +38,9 @@ class Training(context.Training):
     def report(self, equal: list[str], not_proved: list[str]) -> None:
         proof.report(self._session, equal, not_proved)
 
+    def refuse(self, why: str) -> None:
+        report_mismatch(self._session.channel, self._session.generation, why)
+
     def weights(self) -> Sequence[torch.Tensor]:
         return optimizer_registry.newest().weights
 
@@ -56,8 +59,7 @@ class Training(context.Training):
             proof.report(session, [], [f"{difference}; it is small and not a gradient: perhaps a measured time"])
             return
         cause = "its steps depend on something that is neither recorded nor made again by its setup"
-        why = f"the script cannot be replayed: {difference}, so {cause}"
-        report_mismatch(session.channel, session.generation, why)
+        self.refuse(f"the script cannot be replayed: {difference}, so {cause}")
 
     def has_a_look(self) -> bool:
         return self._session.parts[Verifier].looks_before
