@@ -17,7 +17,7 @@ from ttprun.capture.data import loaders
 from ttprun.capture.effects import file_answers, os_entropy, script_files
 from ttprun.capture.host import Host
 from ttprun.capture.position import call_site, iterables, loop_sites, loops, made_inside
-from ttprun.capture.records.boundary_record import BoundaryRecord, ScriptState, read_state
+from ttprun.capture.records.boundary_record import BoundaryRecord, PassRecord, ScriptState, read_state
 from ttprun.introspect import host_copies, random_state
 from ttprun.introspect.tensor_bytes import bytes_of, plain_together
 
@@ -49,6 +49,7 @@ class Beside(msgspec.Struct, frozen=True, gc=False):
     is_before_step: bool
 
 
+_MOST_BYTES_OF_A_START = 256 << 10  # of a pass: they are written at each boundary
 NOTHING_BESIDE = Beside(b"", b"", False, [], {}, [], False)
 
 
@@ -124,6 +125,7 @@ def describe(
         is_draining=is_draining,
         stepping=steps.number,
         is_before_step=others.is_before_step,
+        passes=made_inside.starts(whereabouts) if loops.passes else [],
     )
     return record, blobs, any(map(values.is_awaited, snapshot.computed))
 
@@ -139,9 +141,28 @@ def look(frame: FrameType, steps: Steps) -> values.Tree:
 
     frame   the innermost frame of the script, or one called by it
     """
+    state, blobs = _state_of(frame, steps)
+    return tree_of(values.pack(state), plain_together(blobs))
+
+
+def start_of_pass(key: str, frame: FrameType, steps: Steps) -> PassRecord | None:
+    """The state of the script at the start of a `while` loop's pass; None if it is too large to go into each record.
+
+    key     of the loop
+    frame   runs the loop
+    """
+    state, blobs = _state_of(frame, steps)
+    packed = values.pack(state)
+    if len(packed) + sum(state.blobs) > _MOST_BYTES_OF_A_START:
+        return None
+    parts = [bytes(bytes_of(blob)) for blob in plain_together(blobs)]
+    return PassRecord(site=key, state=packed, blobs=parts, rng=random_state.capture())
+
+
+def _state_of(frame: FrameType, steps: Steps) -> tuple[ScriptState, list[torch.Tensor]]:
     whereabouts = call_site.look(frame)
     snapshot = values.Snapshot(steps.storages, iterables.followed(whereabouts.around))
-    state = ScriptState(
+    return ScriptState(
         place=whereabouts.place,
         variables=[snapshot.variables(scope) for scope in whereabouts.scopes],
         loops=[],
@@ -149,8 +170,8 @@ def look(frame: FrameType, steps: Steps) -> values.Tree:
         optimizers=[],
         stepped=steps.counts,
         blobs=[blob.nbytes for blob in snapshot.blobs],
-    )
-    return tree_of(values.pack(state), plain_together(snapshot.blobs))
+        dead=whereabouts.dead,
+    ), snapshot.blobs
 
 
 def tree_of(packed: bytes, tensors: list[torch.Tensor]) -> values.Tree:

@@ -22,15 +22,17 @@ class _OfUser:
     index       on the stack, the innermost frame being the first
     is_called_again   a loop of foreign code calls it, perhaps once for each training
     loops       the sites of the `for` statements around its instruction
+    whiles      the keys of the `while` statements around it
     gathering   what collects results there outside of variables; "" if nothing does
     dead        names of its variables that are dead
     """
 
-    __slots__ = ("dead", "gathering", "index", "is_called_again", "loops", "place")
+    __slots__ = ("dead", "gathering", "index", "is_called_again", "loops", "place", "whiles")
 
     def __init__(self, index: int, frame: FrameType, outer: FrameType | None) -> None:
         self.index = index
         self.loops = loops.around(frame)
+        self.whiles = [site.key for site in loops.around(frame, is_while=True)]
         self.is_called_again = (
             outer is not None
             and bool(self.loops)
@@ -51,9 +53,10 @@ class _Way:
     foreign       why foreign code prevents a replay: see library_loops.py
     is_compiled   all of the user's files were compiled with their loops followed
     whose         a remark on the first that was not
+    whiles        the keys of the `while` loops around the step, outermost first
     """
 
-    __slots__ = ("codes", "foreign", "frames", "is_compiled", "place", "whose")
+    __slots__ = ("codes", "foreign", "frames", "is_compiled", "place", "whiles", "whose")
 
     def __init__(self, stack: list[FrameType]) -> None:
         self.codes: list[CodeType] = [frame.f_code for frame in stack]
@@ -65,6 +68,7 @@ class _Way:
             self.frames.append(_OfUser(index, stack[index], outer))
             outer = stack[index]
         self.place = place([stack[index] for index in indexes])
+        self.whiles = [key for of_user in self.frames for key in of_user.whiles]
         self.foreign = library_loops.why_not(stack[0])
         others = [name for index in indexes if (name := stack[index].f_code.co_filename) not in ast_transform.followed]
         self.is_compiled = not others
@@ -88,12 +92,13 @@ class Whereabouts:
     active       of each of these frames, its active followed loops, outermost first
     unfollowed   active `for` statements that are not followed
     why_not      why a replacement cannot come here by itself; "" if it can
+    whiles       the keys of the `while` loops around the step, outermost first
     """
 
-    __slots__ = ("active", "codes", "dead", "place", "scopes", "unfollowed", "why_not")
+    __slots__ = ("active", "codes", "dead", "place", "scopes", "unfollowed", "whiles", "why_not")
 
     def __init__(self, way: _Way, stack: list[FrameType]) -> None:
-        self.place = way.place
+        self.place, self.whiles = way.place, way.whiles
         self.codes = [way.codes[of_user.index] for of_user in way.frames]
         self.scopes = [liveness.state_in(variables_of(stack[of_user.index]), of_user.dead) for of_user in way.frames]
         self.dead = [of_user.dead for of_user in way.frames]

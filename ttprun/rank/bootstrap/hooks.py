@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ttprun.capture import installing as capture
 from ttprun.capture.effects.effects import Effects
+from ttprun.capture.position import loops
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.rehearsal import Rehearsal
 from ttprun.chaos import observer, strikes
@@ -34,7 +35,7 @@ from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.replay.step_proof import StepProof
 from ttprun.rank.session import Session
-from ttprun.rank.step import step_hooks
+from ttprun.rank.step import boundary, step_hooks
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
 from ttprun.rank.step.training import Training
 from ttprun.tensors import optimizer_registry
@@ -58,6 +59,7 @@ def install(presence: Presence) -> None:
     before_step = fail_open.hook("the hook before Optimizer.step", step_hooks.before_step)
     register_optimizer_step_pre_hook(optimizer_registry.after_all_others(before_step))
     register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", step_hooks.after_step))
+    loops.Hooks.note_pass = fail_open.hook("the start of a `while` loop's pass", boundary.note_pass)
     leave_in_children()
     if options.allow_faults:
         moments.listener = observer.ordered(presence.welcome.rank) or strikes

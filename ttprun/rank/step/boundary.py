@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from ttprun.capture import recording
+from ttprun.capture.position import made_inside
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.groups.results import Results
-from ttprun.rank.session import Session
+from ttprun.rank.session import Session, current
 from ttprun.tensors import optimizer_registry
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.post_step_weights import KeptWeights
@@ -66,6 +67,12 @@ def describe(
             break
     steps = recording.Steps(living, stepped.storages, stepped.counts, number)
     return recording.describe(session, boundary, frame, steps, beside, returned)
+
+
+def note_pass(key: str, frame: FrameType) -> None:
+    """A `while` loop in which the script makes its optimizers begins another pass: note its start for a replay."""
+    if (session := current()) is not None and not session.unprotected:
+        made_inside.begin_pass(key, lambda: recording.start_of_pass(key, frame, steps_now()))
 
 
 def steps_now() -> recording.Steps:
