@@ -127,6 +127,8 @@ class Loop:
             self.current = _plain(item)
             if site.is_outer or self.position < 3:
                 self.item_rng = self._random_states()
+            if site.key in passes:
+                (begin_pass if site.is_outer else passes.pop)(site.key)
             if waiting:
                 signal_handlers.leave(is_from_c=True)
             yield (item, item := None)[0]  # the script alone keeps an item alive

@@ -34,9 +34,9 @@ class _Made:
         self.is_kept = is_kept
         whereabouts = call_site.look(frame)
         self.passes = [(loop.site, loop.position) for loop in whereabouts.around]
-        self.whiles = [(key, loops.passes.setdefault(key, loops.Pass())) for key in whereabouts.whiles]
-        for _, newest in self.whiles:
-            newest.has_made = True
+        for key in _keys(whereabouts):
+            loops.passes.setdefault(key, loops.Pass()).has_made = True
+        self.whiles = [(key, loops.passes[key]) for key in whereabouts.whiles]
         self.after, self.visited = _newest
         self.number = loops.Begun.count
 
@@ -105,9 +105,13 @@ def begin_pass(key: str, look: Callable[[], PassRecord | None]) -> None:
 
 
 def starts(whereabouts: call_site.Whereabouts) -> list[PassRecord]:
-    """Where a replay to this place begins the passes of `while` loops, outermost first."""
-    around = [loops.passes[key] for key in whereabouts.whiles if key in loops.passes]
+    """Where a replay to this place begins the passes of the loops around it."""
+    around = [loops.passes[key] for key in _keys(whereabouts) if key in loops.passes]
     return [newest.start for newest in around if newest.has_made and newest.start is not None]
+
+
+def _keys(whereabouts: call_site.Whereabouts) -> list[str]:
+    return [*whereabouts.whiles, *(loop.site.key for loop in whereabouts.around)]
 
 
 def forget() -> None:
