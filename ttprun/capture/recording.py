@@ -49,7 +49,7 @@ class Beside(msgspec.Struct, frozen=True, gc=False):
     is_before_step: bool
 
 
-_MOST_BYTES_OF_A_START = 256 << 10  # of a pass: they are written at each boundary
+_MOST_BYTES_OF_A_START = 1 << 20  # of a pass: they are written at each boundary
 NOTHING_BESIDE = Beside(b"", b"", False, [], {}, [], False)
 
 
@@ -145,16 +145,16 @@ def look(frame: FrameType, steps: Steps) -> values.Tree:
     return tree_of(values.pack(state), plain_together(blobs))
 
 
-def start_of_pass(key: str, frame: FrameType, steps: Steps) -> PassRecord | None:
-    """The state of the script at the start of a `while` loop's pass; None if it is too large to go into each record.
+def start_of_pass(key: str, frame: FrameType, steps: Steps) -> PassRecord | str:
+    """The state of the script at the start of a loop's pass; a sentence if it is too large to go into each record.
 
     key     of the loop
     frame   runs the loop
     """
     state, blobs = _state_of(frame, steps)
     packed = values.pack(state)
-    if len(packed) + sum(state.blobs) > _MOST_BYTES_OF_A_START:
-        return None
+    if (size := len(packed) + sum(state.blobs)) > _MOST_BYTES_OF_A_START:
+        return f"the script's variables where that iteration begins are too large to be kept ({size >> 10} KiB)"
     parts = [bytes(bytes_of(blob)) for blob in plain_together(blobs)]
     return PassRecord(site=key, state=packed, blobs=parts, rng=random_state.capture())
 

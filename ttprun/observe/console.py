@@ -12,12 +12,15 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Literal
 
 LogFormat = Literal["plain", "time", "json"]
+
+# A line of ttprun has 400 letters at most, with its time and the name of the program.
+MOST_LETTERS, MOST_PARTS = 350, 3
 
 _used: LogFormat = "plain"
 _run_id = ""
@@ -62,7 +65,21 @@ def line_of(text: str, level: str, unix_s: float, prefix: str = "ttprun: ") -> s
     if _used == "json":
         about = {"run_id": _run_id} if _run_id else {}
         return json.dumps({"time": at, "level": level, **about, "message": text}, ensure_ascii=False)
+    text = f"\n{prefix}".join(_wrapped(text)) if prefix else text  # without: a report of torch's
     return f"{at} {level} {prefix}{text}" if _used == "time" else f"{prefix}{text}"
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    """The parts of a text that is too long for one line, cut behind sentences; what is beyond MOST_PARTS is counted."""
+    for _ in range(MOST_PARTS - 1):
+        if len(text) <= MOST_LETTERS:
+            break
+        end = max(text.rfind(". ", 0, MOST_LETTERS), text.rfind("; ", 0, MOST_LETTERS))
+        end = end + 1 if end > 0 else MOST_LETTERS
+        yield text[:end]
+        text = text[end:].lstrip()
+    end = MOST_LETTERS - 50
+    yield text if len(text) <= MOST_LETTERS else f"{text[:end]}... ({len(text) - end} letters more: ttprun status)"
 
 
 # How far a long piece of work is: a line on stderr for who waits for it, or in the log; nothing for a short one.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterable
 
 from ttprun.protocol.reasons import pointer
 from ttprun.recovery import Incident
@@ -10,6 +12,21 @@ from ttprun.recovery import Incident
 logger = logging.getLogger(__name__)
 COST_OF_UNRECORDED = "If a rank is lost before the first loss of its step, it is not replaced"
 _REPLAYED_BY_ALL = frozenset({"rewind", "restart", "resize"})
+
+
+_VARIABLE = re.compile(r"(?:rank \d+: )?(?:a key of )*((?:[\w.<>]+: )*\w+)(?=[.\[]| \()")
+
+
+def grouped(sentences: Iterable[str]) -> list[str]:
+    """Sentences that begin with a variable's path, for the console: of several about one variable, only the first."""
+    groups: dict[str, list[str]] = {}
+    for sentence in sentences:
+        variable = _VARIABLE.match(sentence)
+        groups.setdefault(variable[1] if variable else sentence, []).append(sentence)
+    return [
+        group[0] if len(group) == 1 else f"{variable}: {len(group)} things in it (ttprun status), such as {group[0]}"
+        for variable, group in groups.items()
+    ]
 
 
 class NotProved:
@@ -46,7 +63,7 @@ class NotProved:
             new.remove(name)
             logger.warning("if a rank is replaced: %s%s", name, pointer(name))
         if new:
-            said = f"not proved: {'; '.join(new)}"
+            said = f"not proved: {'; '.join(grouped(new))}"
             logger.warning("%s; a replacement has these as the script's set-up makes them%s", said, pointer(said))
 
     def take_unrecorded(self, rank: int, sentences: tuple[str, ...]) -> None:
@@ -55,7 +72,7 @@ class NotProved:
         new = [sentence for sentence in sentences if sentence not in self._said]
         self._said.update(new)
         if new:
-            said = f"not proved: {'; '.join(new)}"
+            said = f"not proved: {'; '.join(grouped(new))}"
             logger.warning("%s%s. %s", said, pointer(said), COST_OF_UNRECORDED)
 
     def note_incident(self, incident: Incident) -> None:

@@ -326,13 +326,13 @@ def loop(key: str, token: Any, iterable: Iterable[Any]) -> Any:
 class Pass:
     """One pass of a `while` loop in which the script makes something: see made_inside.py.
 
-    start     the script's state at its start, where a replay begins; None: it comes there by itself, or it is not known
+    start     the script's state at its start, where a replay begins; or why it is not known; "": no replay needs it
     has_made  the script has made something in it
     """
 
     __slots__ = ("has_made", "start")
 
-    def __init__(self, start: PassRecord | None = None) -> None:
+    def __init__(self, start: PassRecord | str = "") -> None:
         self.start = start
         self.has_made = False
 

@@ -49,7 +49,7 @@ class _Made:
         if trained:
             now = {loop.site: loop.position for loop in whereabouts.around}
             return any(now.get(site) != position for site, position in trained)
-        if whiles and whiles[-1][1].start is not None:
+        if whiles and not isinstance(whiles[-1][1].start, str):
             return False
         outermost = next(iter(whereabouts.around), None)
         if outermost is not None and outermost.earlier and outermost.number >= self.number:
@@ -77,6 +77,7 @@ def note(what: str, cure: str, is_kept: Callable[[], bool], frame: FrameType | N
     if not (made.after or made.passes or any(newest.start for _, newest in made.whiles)):
         return  # before the training
     where = f" ({users[-1].f_code.co_filename}:{users[-1].f_lineno})" if users else ""
+    cure = next((newest.start for _, newest in made.whiles if newest.start and isinstance(newest.start, str)), cure)
     made.why = f"{what} inside the training loop{where}, in an iteration that a replay skips: {cure}"
     _made.append(made)
 
@@ -91,8 +92,8 @@ def why_skipped(boundary: int, whereabouts: call_site.Whereabouts) -> str:
     return next((made.why for made in _made if made.is_skipped(boundary, whereabouts)), "")
 
 
-def begin_pass(key: str, look: Callable[[], PassRecord | None]) -> None:
-    """A `while` loop begins a pass: note it if something was made in the one before, as it will be again.
+def begin_pass(key: str, look: Callable[[], PassRecord | str]) -> None:
+    """A loop begins a pass: note it if something was made in the one before, as it will be again.
 
     look   the script's state; it is asked for once in _SHARE boundaries at most
     """
@@ -101,13 +102,13 @@ def begin_pass(key: str, look: Callable[[], PassRecord | None]) -> None:
         return
     is_due = _looks * _SHARE < _newest[0]
     _looks += is_due
-    loops.passes[key] = loops.Pass(look() if is_due else None)
+    loops.passes[key] = loops.Pass(look() if is_due else "the iterations before it had too few steps")
 
 
 def starts(whereabouts: call_site.Whereabouts) -> list[PassRecord]:
     """Where a replay to this place begins the passes of the loops around it."""
     around = [loops.passes[key] for key in _keys(whereabouts) if key in loops.passes]
-    return [newest.start for newest in around if newest.has_made and newest.start is not None]
+    return [newest.start for newest in around if newest.has_made and not isinstance(newest.start, str)]
 
 
 def _keys(whereabouts: call_site.Whereabouts) -> list[str]:

@@ -137,7 +137,7 @@ class Replay:
     def _begin_pass(self, key: str, frame: FrameType) -> None:
         """Begin the first pass of a `while` loop as the lost rank has begun its newest one."""
         start = loops.passes[key].start
-        if start is None or key in self._begun:
+        if isinstance(start, str) or key in self._begun:
             return
         self._begun.add(key)
         try:
