@@ -141,28 +141,9 @@ def look(frame: FrameType, steps: Steps) -> values.Tree:
 
     frame   the innermost frame of the script, or one called by it
     """
-    state, blobs = _state_of(frame, steps)
-    return tree_of(values.pack(state), plain_together(blobs))
-
-
-def start_of_pass(key: str, frame: FrameType, steps: Steps) -> PassRecord | str:
-    """The state of the script at the start of a loop's pass; a sentence if it is too large to go into each record.
-
-    key     of the loop
-    frame   runs the loop
-    """
-    state, blobs = _state_of(frame, steps)
-    packed = values.pack(state)
-    if (size := len(packed) + sum(state.blobs)) > _MOST_BYTES_OF_A_START:
-        return f"the script's variables where that iteration begins are too large to be kept ({size >> 10} KiB)"
-    parts = [bytes(bytes_of(blob)) for blob in plain_together(blobs)]
-    return PassRecord(site=key, state=packed, blobs=parts, rng=random_state.capture())
-
-
-def _state_of(frame: FrameType, steps: Steps) -> tuple[ScriptState, list[torch.Tensor]]:
     whereabouts = call_site.look(frame)
     snapshot = values.Snapshot(steps.storages, iterables.followed(whereabouts.around))
-    return ScriptState(
+    state = ScriptState(
         place=whereabouts.place,
         variables=[snapshot.variables(scope) for scope in whereabouts.scopes],
         loops=[],
@@ -171,7 +152,22 @@ def _state_of(frame: FrameType, steps: Steps) -> tuple[ScriptState, list[torch.T
         stepped=steps.counts,
         blobs=[blob.nbytes for blob in snapshot.blobs],
         dead=whereabouts.dead,
-    ), snapshot.blobs
+    )
+    return tree_of(values.pack(state), plain_together(snapshot.blobs))
+
+
+def start_of_pass(key: str, frame: FrameType, steps: Steps) -> PassRecord | str:
+    """The state of the script at the start of a loop's pass; a sentence if it is too large to go into each record.
+
+    key     of the loop
+    frame   runs the loop
+    """
+    tree = look(frame, steps)
+    packed, blobs = values.pack(tree.fields), list(map(bytes, tree.blobs))
+    size = len(packed) + sum(map(len, blobs))
+    if size > _MOST_BYTES_OF_A_START:
+        return f"the script's variables where that iteration begins are too large to be kept ({size >> 10} KiB)"
+    return PassRecord(site=key, state=packed, blobs=blobs, rng=random_state.capture())
 
 
 def tree_of(packed: bytes, tensors: list[torch.Tensor]) -> values.Tree:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Literal
 
 LogFormat = Literal["plain", "time", "json"]
 
-# A line of ttprun has 400 letters at most, with its time and the name of the program.
-MOST_LETTERS, MOST_PARTS = 350, 3
+# A line has 400 letters at most, with its time and the program's name: a longer one is cut behind sentences.
+_PART = re.compile(r".{1,350}$|.{1,348}[.;] |.{1,350}")
 
 _used: LogFormat = "plain"
 _run_id = ""
@@ -65,21 +66,13 @@ def line_of(text: str, level: str, unix_s: float, prefix: str = "ttprun: ") -> s
     if _used == "json":
         about = {"run_id": _run_id} if _run_id else {}
         return json.dumps({"time": at, "level": level, **about, "message": text}, ensure_ascii=False)
-    text = f"\n{prefix}".join(_wrapped(text)) if prefix else text  # without: a report of torch's
+    if prefix:  # else it is a report of torch's
+        first, *more = text.split("\n")
+        parts = _PART.findall(first)
+        if left_out := sum(map(len, parts[3:])):
+            parts[2:] = [f"{parts[2][:300]}... ({left_out + len(parts[2][300:])} letters more: ttprun status)"]
+        text = "\n".join([f"\n{prefix}".join(map(str.rstrip, parts)), *more])
     return f"{at} {level} {prefix}{text}" if _used == "time" else f"{prefix}{text}"
-
-
-def _wrapped(text: str) -> Iterator[str]:
-    """The parts of a text that is too long for one line, cut behind sentences; what is beyond MOST_PARTS is counted."""
-    for _ in range(MOST_PARTS - 1):
-        if len(text) <= MOST_LETTERS:
-            break
-        end = max(text.rfind(". ", 0, MOST_LETTERS), text.rfind("; ", 0, MOST_LETTERS))
-        end = end + 1 if end > 0 else MOST_LETTERS
-        yield text[:end]
-        text = text[end:].lstrip()
-    end = MOST_LETTERS - 50
-    yield text if len(text) <= MOST_LETTERS else f"{text[:end]}... ({len(text) - end} letters more: ttprun status)"
 
 
 # How far a long piece of work is: a line on stderr for who waits for it, or in the log; nothing for a short one.

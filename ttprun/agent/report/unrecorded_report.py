@@ -21,8 +21,7 @@ def grouped(sentences: Iterable[str]) -> list[str]:
     """Sentences that begin with a variable's path, for the console: of several about one variable, only the first."""
     groups: dict[str, list[str]] = {}
     for sentence in sentences:
-        variable = _VARIABLE.match(sentence)
-        groups.setdefault(variable[1] if variable else sentence, []).append(sentence)
+        groups.setdefault(path[1] if (path := _VARIABLE.match(sentence)) else sentence, []).append(sentence)
     return [
         group[0] if len(group) == 1 else f"{variable}: {len(group)} things in it (ttprun status), such as {group[0]}"
         for variable, group in groups.items()
@@ -54,26 +53,23 @@ class NotProved:
     def _ranks(self) -> tuple[int, ...]:
         return tuple(sorted(self._of_ranks.keys() | self._unrecorded.keys()))
 
-    def take(self, rank: int, names: tuple[str, ...]) -> None:
-        """A rank has met such objects; the console gets each name once."""
-        self._of_ranks[rank] = names
-        new = [name for name in names if name not in self._said]
+    def take(self, rank: int, sentences: tuple[str, ...], is_unrecorded: bool = False) -> None:
+        """A rank has met such objects; the console gets each once.
+
+        is_unrecorded   it could not restore them
+        """
+        (self._unrecorded if is_unrecorded else self._of_ranks)[rank] = sentences
+        new = [sentence for sentence in sentences if sentence not in self._said]
         self._said.update(new)
         for name in [name for name in new if name.endswith("written again")]:
             new.remove(name)
             logger.warning("if a rank is replaced: %s%s", name, pointer(name))
         if new:
             said = f"not proved: {'; '.join(grouped(new))}"
-            logger.warning("%s; a replacement has these as the script's set-up makes them%s", said, pointer(said))
-
-    def take_unrecorded(self, rank: int, sentences: tuple[str, ...]) -> None:
-        """A rank could not restore these; the console gets each once."""
-        self._unrecorded[rank] = sentences
-        new = [sentence for sentence in sentences if sentence not in self._said]
-        self._said.update(new)
-        if new:
-            said = f"not proved: {'; '.join(grouped(new))}"
-            logger.warning("%s%s. %s", said, pointer(said), COST_OF_UNRECORDED)
+            if is_unrecorded:
+                logger.warning("%s%s. %s", said, pointer(said), COST_OF_UNRECORDED)
+            else:
+                logger.warning("%s; a replacement has these as the script's set-up makes them%s", said, pointer(said))
 
     def note_incident(self, incident: Incident) -> None:
         """An incident has gone on: what of its replays is not proved stays with it, whatever comes later."""

@@ -266,7 +266,7 @@ class Hooks:
     enter: Callable[[Site, FrameType], Any] | None = None
     loop: Callable[[Site, Any, Iterable[Any]], Any] | None = None
     begin_pass: Callable[[str, FrameType], Any] | None = None
-    note_pass: Callable[[str, FrameType], Any] | None = None
+    note_pass: Any = None
     is_compiling: Callable[[], bool] | None = None
 
 
@@ -323,28 +323,14 @@ def loop(key: str, token: Any, iterable: Iterable[Any]) -> Any:
     return made
 
 
-class Pass:
-    """One pass of a `while` loop in which the script makes something: see made_inside.py.
-
-    start     the script's state at its start, where a replay begins; or why it is not known; "": no replay needs it
-    has_made  the script has made something in it
-    """
-
-    __slots__ = ("has_made", "start")
-
-    def __init__(self, start: PassRecord | str = "") -> None:
-        self.start = start
-        self.has_made = False
-
-
-passes: dict[str, Pass] = {}  # the newest pass of each `while` loop whose passes are noted, by the loop's key
+# Of each loop whose passes are noted, by its key, the newest one: the script's state at its start, from where a replay
+# runs it; or why that is not known; "" if no replay needs it.
+passes: dict[str, PassRecord | str] = {}
 
 
 def begin_pass(key: str) -> None:
     """Called at the start of each pass of such a loop."""
-    begin = Hooks.begin_pass or Hooks.note_pass
-    if begin is not None and not (Hooks.is_compiling is not None and Hooks.is_compiling()):
-        begin(key, sys._getframe(1))
+    (Hooks.begin_pass or Hooks.note_pass)(key, sys._getframe(1))
 
 
 def owed(loop: Any) -> Generator[Any, Any, Any]:

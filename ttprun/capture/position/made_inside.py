@@ -24,7 +24,7 @@ class _Made:
     after     the boundary that it was made after
     visited   the script's place at that boundary
     number    followed loops that had begun by then
-    whiles    (key, pass) for each `while` loop around its making, outermost first
+    whiles    (key, start of the pass) for each `while` loop around its making, outermost first
     """
 
     __slots__ = ("after", "is_kept", "number", "passes", "visited", "whiles", "why")
@@ -34,22 +34,22 @@ class _Made:
         self.is_kept = is_kept
         whereabouts = call_site.look(frame)
         self.passes = [(loop.site, loop.position) for loop in whereabouts.around]
-        for key in _keys(whereabouts):
-            loops.passes.setdefault(key, loops.Pass()).has_made = True
+        loops.passes.update({key: loops.passes.get(key, "") for key in _keys(whereabouts)})
+        _makers.update(_keys(whereabouts))
         self.whiles = [(key, loops.passes[key]) for key in whereabouts.whiles]
         self.after, self.visited = _newest
         self.number = loops.Begun.count
 
     def is_skipped(self, boundary: int, whereabouts: call_site.Whereabouts) -> bool:
         """Whether a replay up to a boundary at this place runs past its making."""
-        whiles = [(key, newest) for key, newest in self.whiles if key in whereabouts.whiles]
-        if any(loops.passes.get(key) is not newest for key, newest in whiles):
+        whiles = [(key, start) for key, start in self.whiles if key in whereabouts.whiles]
+        if any(loops.passes.get(key) is not start for key, start in whiles):
             return True
         trained = [(site, position) for site, position in self.passes if site.has_steps]
         if trained:
             now = {loop.site: loop.position for loop in whereabouts.around}
             return any(now.get(site) != position for site, position in trained)
-        if whiles and not isinstance(whiles[-1][1].start, str):
+        if whiles and not isinstance(whiles[-1][1], str):
             return False
         outermost = next(iter(whereabouts.around), None)
         if outermost is not None and outermost.earlier and outermost.number >= self.number:
@@ -59,7 +59,8 @@ class _Made:
 
 
 _SHARE = 4
-_looks = 0  # at the script's state at the start of a pass
+_looks = 0
+_makers: set[str] = set()  # keys of the loops in whose newest pass something was made
 _made: list[_Made] = []
 _newest: tuple[int, list[list[str | int]]] = (0, [])  # boundary, and the script's place there
 
@@ -74,10 +75,10 @@ def note(what: str, cure: str, is_kept: Callable[[], bool], frame: FrameType | N
     """
     users = user_frames(frame)
     made = _Made(what, is_kept, frame)
-    if not (made.after or made.passes or any(newest.start for _, newest in made.whiles)):
+    if not (made.after or made.passes or any(start for _, start in made.whiles)):
         return  # before the training
     where = f" ({users[-1].f_code.co_filename}:{users[-1].f_lineno})" if users else ""
-    cure = next((newest.start for _, newest in made.whiles if newest.start and isinstance(newest.start, str)), cure)
+    cure = next((start for _, start in made.whiles if start and isinstance(start, str)), cure)
     made.why = f"{what} inside the training loop{where}, in an iteration that a replay skips: {cure}"
     _made.append(made)
 
@@ -92,23 +93,23 @@ def why_skipped(boundary: int, whereabouts: call_site.Whereabouts) -> str:
     return next((made.why for made in _made if made.is_skipped(boundary, whereabouts)), "")
 
 
-def begin_pass(key: str, look: Callable[[], PassRecord | str]) -> None:
-    """A loop begins a pass: note it if something was made in the one before, as it will be again.
+def has_to_note(key: str) -> bool:
+    """A loop whose passes are noted begins another one: whether that is noted, as the one before has made something.
 
-    look   the script's state; it is asked for once in _SHARE boundaries at most
+    That takes a look at all variables, so it is done once in _SHARE boundaries at most.
     """
     global _looks
-    if not loops.passes.pop(key).has_made:
-        return
-    is_due = _looks * _SHARE < _newest[0]
+    del loops.passes[key]
+    is_due = key in _makers and _looks * _SHARE < _newest[0]
     _looks += is_due
-    loops.passes[key] = loops.Pass(look() if is_due else "the iterations before it had too few steps")
+    _makers.discard(key)
+    return is_due
 
 
 def starts(whereabouts: call_site.Whereabouts) -> list[PassRecord]:
     """Where a replay to this place begins the passes of the loops around it."""
-    around = [loops.passes[key] for key in _keys(whereabouts) if key in loops.passes]
-    return [newest.start for newest in around if newest.has_made and not isinstance(newest.start, str)]
+    around = [loops.passes.get(key, "") for key in _keys(whereabouts) if key in _makers]
+    return [start for start in around if not isinstance(start, str)]
 
 
 def _keys(whereabouts: call_site.Whereabouts) -> list[str]:
@@ -120,4 +121,5 @@ def forget() -> None:
     global _looks, _newest
     _made.clear()
     loops.passes.clear()
+    _makers.clear()
     _looks, _newest = 0, (0, [])

@@ -22,7 +22,7 @@ from ttprun.capture.effects import origins, output, script_files
 from ttprun.capture.host import Host, Optimizers
 from ttprun.capture.position import loop_sites, loops, placeholders
 from ttprun.capture.records import replayable
-from ttprun.capture.records.boundary_record import LoopRecord, Record, ScriptState, read_state
+from ttprun.capture.records.boundary_record import LoopRecord, PassRecord, Record, ScriptState, read_state
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.replay.differences import (
     difference_of_batches,
@@ -86,7 +86,7 @@ class Replay:
         self.has_arrived = before is None
         self.is_at_target = False
         self._steps_passed = 0
-        self._begun: set[str] = set()  # `while` loops, whose newest pass was begun
+        self._starts: dict[str, PassRecord] = {}  # of passes that are to be begun, by the loop's key
         self._steps_left_out = 0  # by a GradScaler
         self.difference = ""
         self.output = output.Diverted(host)
@@ -120,7 +120,8 @@ class Replay:
     def begin(self) -> None:
         """Take over the loops' hooks; the script may start."""
         if self.before is not None:
-            loops.passes.update((start.site, loops.Pass(start)) for start in self.before.fields.passes)
+            self._starts = {start.site: start for start in self.before.fields.passes}
+            loops.passes.update(self._starts)
             loops.take_over(self.enter, self._loop, self._begin_pass)
 
     def enter(self, site: loop_sites.Site, frame: FrameType) -> Any:
@@ -135,16 +136,15 @@ class Replay:
         return self.jumps.loop(site, token, iterable)
 
     def _begin_pass(self, key: str, frame: FrameType) -> None:
-        """Begin the first pass of a `while` loop as the lost rank has begun its newest one."""
-        start = loops.passes[key].start
-        if isinstance(start, str) or key in self._begun:
+        """Begin the first pass of a loop as the lost rank has begun its newest one."""
+        start = self._starts.pop(key, None)
+        if start is None:
             return
-        self._begun.add(key)
         try:
             self._set_variables(frame, read_state(start.state), [memoryview(blob) for blob in start.blobs])
             random_state.restore(start.rng)
         except Exception as error:  # the script must not run with half of the variables
-            self.refuse(f"the variables at the start of the `while` loop's pass ({key}) cannot be restored: {error!r}")
+            self.refuse(f"the variables at the start of a pass of the loop at {key} cannot be restored: {error!r}")
 
     def _set_variables(self, frame: FrameType, fields: ScriptState, blobs: list[memoryview]) -> None:
         """Write the variables of the place where the replay begins already here, before the code that leads there.

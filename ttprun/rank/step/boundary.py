@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ttprun.capture import recording
-from ttprun.capture.position import made_inside
+from ttprun.capture.position import loops, made_inside
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.groups.results import Results
 from ttprun.rank.session import Session, current
@@ -70,9 +70,10 @@ def describe(
 
 
 def note_pass(key: str, frame: FrameType) -> None:
-    """A `while` loop in which the script makes its optimizers begins another pass: note its start for a replay."""
-    if (session := current()) is not None and not session.unprotected:
-        made_inside.begin_pass(key, lambda: recording.start_of_pass(key, frame, steps_now()))
+    """A loop in which the script makes its optimizers begins another pass: note its start for a replay."""
+    session = current()
+    if session is not None and not session.unprotected and made_inside.has_to_note(key):
+        loops.passes[key] = recording.start_of_pass(key, frame, steps_now())
 
 
 def steps_now() -> recording.Steps:
