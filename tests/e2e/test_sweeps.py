@@ -38,7 +38,7 @@ def test_a_rank_that_is_lost_in_the_second_training_of_a_scripts_own_sweep_is_re
     assert_same_outcome(result, undisturbed(OWN_LOOP, 2))
 
 
-@pytest.mark.parametrize("form", ["while", "queue", "drawn", "for"])
+@pytest.mark.parametrize("form", ["counted", "while", "drawn", "for"])
 def test_a_rank_that_is_lost_in_a_later_trial_is_replaced_with_the_model_and_optimizer_of_that_trial(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, form: str
 ) -> None:

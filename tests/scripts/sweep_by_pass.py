@@ -12,19 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
-parser.add_argument("form", nargs="?", default="while")
+parser.add_argument("form", choices=["counted", "while", "drawn", "for"])
 args = parser.parse_args()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 scores: list[float] = []
-steps = 0
+waiting = list(range(5))
+steps = number = 0
 
 
 class Pruned(Exception):
     pass
 
 
-def train(number: int) -> float:
+def train(number: int) -> None:
     global model, steps
     torch.manual_seed(number)
     model = DistributedDataParallel(torch.nn.Linear(8, 8 + number))
@@ -38,35 +39,23 @@ def train(number: int) -> float:
         print(f"[rank {rank}] trial {number} step {steps} loss {loss.item()!r}", flush=True)
         if number % 2 and step == 5:
             raise Pruned
-    return loss.item()
+    scores.append(loss.item())
 
 
 def attempt(number: int) -> None:
     try:
-        scores.append(train(number))
+        train(number)
     except Pruned:
         scores.append(1.0)
 
 
-if args.form == "while":
-    trial = 0
-    while True:
-        if trial >= 5:
-            break
-        attempt(trial)
-        trial += 1
-elif args.form == "queue":
-    waiting = list(range(5))
-    while waiting:
-        attempt(waiting.pop(0))
-elif args.form == "drawn":
-    waiting = list(range(5))
-    for _ in range(5):
-        attempt(waiting.pop(0))
-else:
-    for trial in range(5):
-        attempt(trial)
-print(f"[rank {rank}] scores {scores!r}")
+while args.form == "counted" and number < 5:
+    attempt(number)
+    number += 1
+while args.form == "while" and waiting:
+    attempt(waiting.pop(0))
+for item in range(5 if args.form in ("drawn", "for") else 0):
+    attempt(waiting.pop(0) if args.form == "drawn" else item)
 if rank == 0:
     os.makedirs(args.out, exist_ok=True)
     torch.save((scores, model.module.state_dict()), os.path.join(args.out, "final.pt"))

@@ -80,10 +80,8 @@ def _wrap(node: ast.For, filename: str, is_generator: bool) -> None:
 
 def _note_passes(node: ast.While, filename: str) -> None:
     key = loop_sites.new_site(filename, _place_of(node, node.test)._replace(is_while=True))
-    noting = ast.parse(f"if {key!r} in {PASSES}: {PASS}({key!r})").body[0]
-    for part in ast.walk(noting):
-        ast.copy_location(part, node.test)
-    node.body.insert(0, noting)
+    noting = ast.parse(f"if {key!r} in {PASSES}: {PASS}({key!r})")
+    node.body.insert(0, ast.increment_lineno(noting, node.test.lineno - 1).body[0])
 
 
 def _place_of(node: ast.For | ast.While, over: ast.expr) -> loop_sites.Extent:

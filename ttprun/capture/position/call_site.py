@@ -22,17 +22,15 @@ class _OfUser:
     index       on the stack, the innermost frame being the first
     is_called_again   a loop of foreign code calls it, perhaps once for each training
     loops       the sites of the `for` statements around its instruction
-    whiles      the keys of the `while` statements around it
     gathering   what collects results there outside of variables; "" if nothing does
     dead        names of its variables that are dead
     """
 
-    __slots__ = ("dead", "gathering", "index", "is_called_again", "loops", "place", "whiles")
+    __slots__ = ("dead", "gathering", "index", "is_called_again", "loops", "place")
 
     def __init__(self, index: int, frame: FrameType, outer: FrameType | None) -> None:
         self.index = index
         self.loops = loops.around(frame)
-        self.whiles = [site.key for site in loops.around(frame, is_while=True)]
         self.is_called_again = (
             outer is not None
             and bool(self.loops)
@@ -68,7 +66,7 @@ class _Way:
             self.frames.append(_OfUser(index, stack[index], outer))
             outer = stack[index]
         self.place = place([stack[index] for index in indexes])
-        self.whiles = [key for of_user in self.frames for key in of_user.whiles]
+        self.whiles = [site.key for index in indexes for site in loops.around(stack[index], is_while=True)]
         self.foreign = library_loops.why_not(stack[0])
         others = [name for index in indexes if (name := stack[index].f_code.co_filename) not in ast_transform.followed]
         self.is_compiled = not others

@@ -137,8 +137,7 @@ class Replay:
 
     def _begin_pass(self, key: str, frame: FrameType) -> None:
         """Begin the first pass of a loop as the lost rank has begun its newest one."""
-        start = self._starts.pop(key, None)
-        if start is None:
+        if (start := self._starts.pop(key, None)) is None:
             return
         try:
             self._set_variables(frame, read_state(start.state), [memoryview(blob) for blob in start.blobs])
