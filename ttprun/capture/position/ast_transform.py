@@ -29,12 +29,9 @@ from ttprun.introspect import signal_handlers, whose
 ENTER = "__ttprun_enter__"
 LOOP = "__ttprun_loop__"
 OWED = "__ttprun_owed__"
-PASS = "__ttprun_pass__"
 PASSES = "__ttprun_passes__"
 # What the compiled code uses.
-BUILTINS = {
-    ENTER: loops.enter, LOOP: loops.loop, OWED: loops.owed, PASS: loops.begin_pass, PASSES: loops.passes
-}  # fmt: skip
+BUILTINS = {ENTER: loops.enter, LOOP: loops.loop, OWED: loops.owed, PASSES: loops.Passes}
 
 _BODIES = ("body", "orelse", "finalbody")
 
@@ -80,7 +77,7 @@ def _wrap(node: ast.For, filename: str, is_generator: bool) -> None:
 
 def _note_passes(node: ast.While, filename: str) -> None:
     key = loop_sites.new_site(filename, _place_of(node, node.test)._replace(is_while=True))
-    noting = ast.parse(f"if {key!r} in {PASSES}: {PASS}({key!r})")
+    noting = ast.parse(f"if {key!r} in {PASSES}.noted: {PASSES}.begin({key!r})")
     node.body.insert(0, ast.increment_lineno(noting, node.test.lineno - 1).body[0])
 
 

@@ -20,7 +20,7 @@ The state of a `while` loop is in variables, which are restored where an optimiz
 optimizer, as in a sweep, they are needed before that: `while TEST: ...` is compiled as
 
     while TEST:
-        if KEY in __ttprun_passes__: __ttprun_pass__(KEY)
+        if KEY in __ttprun_passes__.noted: __ttprun_passes__.begin(KEY)
         ...
 
 and made_inside.py says of which loops the passes are noted.
@@ -38,7 +38,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from types import CodeType, FrameType, GeneratorType
-from typing import Any
+from typing import Any, ClassVar
 
 from ttprun.capture.position import control_flow
 from ttprun.capture.position.loop_sites import Site, sites
@@ -128,7 +128,7 @@ class Loop:
             if site.is_outer or self.position < 3:
                 self.item_rng = self._random_states()
             if site.key in passes:
-                (begin_pass if site.is_outer else passes.pop)(site.key)
+                (Passes.begin if site.is_outer else passes.pop)(site.key)
             if waiting:
                 signal_handlers.leave(is_from_c=True)
             yield (item, item := None)[0]  # the script alone keeps an item alive
@@ -323,14 +323,22 @@ def loop(key: str, token: Any, iterable: Iterable[Any]) -> Any:
     return made
 
 
-# Of each loop whose passes are noted, by its key, the newest one: the script's state at its start, from where a replay
-# runs it; or why that is not known; "" if no replay needs it.
-passes: dict[str, PassRecord | str] = {}
+class Passes:
+    """What the compiled code of a `while` loop asks; a class, whose attributes torch.compile can trace.
+
+    noted   of each loop whose passes are noted, by its key, the newest one: the script's state at its start, from where
+            a replay runs it; or why that is not known; "" if no replay needs it
+    """
+
+    noted: ClassVar[dict[str, PassRecord | str]] = {}
+
+    @staticmethod
+    def begin(key: str) -> None:
+        """Called at the start of each pass of such a loop."""
+        (Hooks.begin_pass or Hooks.note_pass)(key, sys._getframe(1))
 
 
-def begin_pass(key: str) -> None:
-    """Called at the start of each pass of such a loop."""
-    (Hooks.begin_pass or Hooks.note_pass)(key, sys._getframe(1))
+passes = Passes.noted
 
 
 def owed(loop: Any) -> Generator[Any, Any, Any]:
