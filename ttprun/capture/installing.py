@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ttprun.capture import framework_patches, values
@@ -10,8 +12,12 @@ from ttprun.capture.effects import origins, output, trackers
 from ttprun.capture.position import loops, made_inside, torch_compile
 
 
-def install() -> str:
-    """Install what needs torch; returns which times are not repeated for a replacement, "" if all are."""
+def install(note_pass: Any = None) -> str:
+    """Install what needs torch; returns which times are not repeated for a replacement, "" if all are.
+
+    note_pass   see loops.Hooks
+    """
+    loops.Hooks.note_pass = note_pass
     loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
     torch_compile.leave_us_alone()
     output.note_lines()

@@ -156,18 +156,21 @@ def look(frame: FrameType, steps: Steps) -> values.Tree:
     return tree_of(values.pack(state), plain_together(snapshot.blobs))
 
 
-def start_of_pass(key: str, frame: FrameType, steps: Steps) -> PassRecord | str:
-    """The state of the script at the start of a loop's pass; a sentence if it is too large to go into each record.
+def note_pass(key: str, frame: FrameType, steps: Callable[[], Steps]) -> None:
+    """Note the state of the script at the start of a loop's pass, if a replay may need it.
 
     key     of the loop
     frame   runs the loop
     """
-    tree = look(frame, steps)
+    if not made_inside.has_to_note(key):
+        return
+    tree = look(frame, steps())
     packed, blobs = values.pack(tree.fields), list(map(bytes, tree.blobs))
     size = len(packed) + sum(map(len, blobs))
-    if size > _MOST_BYTES_OF_A_START:
-        return f"the script's variables where that iteration begins are too large to be kept ({size >> 10} KiB)"
-    return PassRecord(site=key, state=packed, blobs=blobs, rng=random_state.capture())
+    loops.passes[key] = PassRecord(site=key, state=packed, blobs=blobs, rng=random_state.capture())
+    if size > _MOST_BYTES_OF_A_START:  # it would go into each record
+        why = f"the script's variables where that iteration begins are too large to be kept ({size >> 10} KiB)"
+        loops.passes[key] = why
 
 
 def tree_of(packed: bytes, tensors: list[torch.Tensor]) -> values.Tree:

@@ -11,7 +11,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ttprun.capture import installing as capture
 from ttprun.capture.effects.effects import Effects
-from ttprun.capture.position import loops
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.rehearsal import Rehearsal
 from ttprun.chaos import observer, strikes
@@ -49,7 +48,7 @@ from ttprun.tensors.snapshot_shares import SnapshotPart
 def install(presence: Presence) -> None:
     """Install what lasts as long as the process."""
     options = presence.welcome.options
-    why_not = capture.install()
+    why_not = capture.install(fail_open.hook("the start of a loop's pass", boundary.note_pass))
     groups.register()
     missing = patches.apply_all(with_replay=False)
     if missing:
@@ -59,7 +58,6 @@ def install(presence: Presence) -> None:
     before_step = fail_open.hook("the hook before Optimizer.step", step_hooks.before_step)
     register_optimizer_step_pre_hook(optimizer_registry.after_all_others(before_step))
     register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", step_hooks.after_step))
-    loops.Hooks.note_pass = fail_open.hook("the start of a `while` loop's pass", boundary.note_pass)
     leave_in_children()
     if options.allow_faults:
         moments.listener = observer.ordered(presence.welcome.rank) or strikes

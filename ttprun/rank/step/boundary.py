@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ttprun.capture import recording
-from ttprun.capture.position import loops, made_inside
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.groups.results import Results
 from ttprun.rank.session import Session, current
@@ -72,8 +71,8 @@ def describe(
 def note_pass(key: str, frame: FrameType) -> None:
     """A loop in which the script makes its optimizers begins another pass: note its start for a replay."""
     session = current()
-    if session is not None and not session.unprotected and made_inside.has_to_note(key):
-        loops.passes[key] = recording.start_of_pass(key, frame, steps_now())
+    if session is not None and not session.unprotected:
+        recording.note_pass(key, frame, steps_now)
 
 
 def steps_now() -> recording.Steps:
