@@ -156,9 +156,10 @@ def look(frame: FrameType, steps: Steps) -> values.Tree:
     return tree_of(values.pack(state), plain_together(snapshot.blobs))
 
 
-def note_pass(key: str, frame: FrameType, steps: Callable[[], Steps]) -> None:
+def note_pass(steps: Callable[[], Steps], key: str, frame: FrameType) -> None:
     """Note the state of the script at the start of a loop's pass, if a replay may need it.
 
+    steps   asked only then
     key     of the loop
     frame   runs the loop
     """

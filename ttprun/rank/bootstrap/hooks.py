@@ -48,7 +48,7 @@ from ttprun.tensors.snapshot_shares import SnapshotPart
 def install(presence: Presence) -> None:
     """Install what lasts as long as the process."""
     options = presence.welcome.options
-    why_not = capture.install(fail_open.hook("the start of a loop's pass", boundary.note_pass))
+    why_not = capture.install(boundary.steps_now)
     groups.register()
     missing = patches.apply_all(with_replay=False)
     if missing:

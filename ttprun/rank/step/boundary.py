@@ -13,7 +13,7 @@ import torch
 from ttprun.capture import recording
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.groups.results import Results
-from ttprun.rank.session import Session, current
+from ttprun.rank.session import Session
 from ttprun.tensors import optimizer_registry
 from ttprun.tensors.holdings import Holdings
 from ttprun.tensors.post_step_weights import KeptWeights
@@ -66,13 +66,6 @@ def describe(
             break
     steps = recording.Steps(living, stepped.storages, stepped.counts, number)
     return recording.describe(session, boundary, frame, steps, beside, returned)
-
-
-def note_pass(key: str, frame: FrameType) -> None:
-    """A loop in which the script makes its optimizers begins another pass: note its start for a replay."""
-    session = current()
-    if session is not None and not session.unprotected:
-        recording.note_pass(key, frame, steps_now)
 
 
 def steps_now() -> recording.Steps:
