@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,10 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.node_agent import NodeAgent
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.core.reports import _ROWS, Reports
+from ttprun.agent.health.protection import Protection
 from ttprun.agent.repair.comparisons import Comparisons
 from ttprun.agent.repair.replays import Replays
-from ttprun.agent.report.unrecorded_report import NotProved
+from ttprun.agent.report.unrecorded_report import grouped
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.topology import read_topology
 from ttprun.protocol import from_rank, node_orders, to_rank
@@ -108,7 +110,8 @@ def reports(node: FakeNode) -> Reports:
     times: Any = SimpleNamespace(is_off=True, most_lost="at most some 2 s of work")
     comparisons = Comparisons(node, node.actuators(), times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
     comparisons.begin_group()
-    found = part(Reports, node, actuators=node.actuators(), comparisons=comparisons, injections=NoFaults())
+    parts = {"comparisons": comparisons, "injections": NoFaults(), "protection": Protection(node, times, nobody)}  # type: ignore[arg-type]
+    found = part(Reports, node, actuators=node.actuators(), **parts)
     found.begin_group()
     hold(found, node, 1, "aaa")
     for handler in node.handlers:
@@ -137,6 +140,26 @@ def test_each_rank_is_sent_word_when_all_have_been_compared_in_full(node: FakeNo
 
     assert sent == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
     assert [handler.reported for handler in node.handlers] == [[to_rank.AllCompared(3)]] * N_RANKS
+
+
+def test_a_reason_that_comes_back_is_said_again_until_it_has_come_and_gone_three_times(
+    node: FakeNode, reports: Reports, caplog: pytest.LogCaptureFixture
+) -> None:
+    for boundary in range(1, 11):
+        reports.take(node.slots[1], from_rank.RankHindered("a lock is held" if boundary % 2 else "", boundary))
+
+    said = [re.sub(" reports: .*", "", line) for line in caplog.messages]
+    again = [f"from step {boundary} on a lost rank can be replaced" for boundary in (2, 4, 6)]
+    once = "not protected: rank 1"
+    assert said == [once, again[0], once, again[1], once, f"{again[2]}; for further changes see 'ttprun status'", once]
+
+
+def test_several_things_in_one_variable_are_one_sentence_on_the_console() -> None:
+    inside = [f"study._storage[{number}].pool (weakref.ref): it holds other objects weakly" for number in range(79)]
+    inside.append(f"a key of {inside[0]}")
+    others = ["main: game (sim.Game): it can change", "what t.py:7 asks the file system", "rank 1: no loss was left"]
+
+    assert grouped([*others, *inside]) == [*others, f"study: 80 things in it (ttprun status), such as {inside[0]}"]
 
 
 def test_of_the_process_groups_of_ranks_that_have_ended_nothing_is_left_when_others_begin(
@@ -455,19 +478,3 @@ def test_each_row_of_the_table_names_something_that_takes_a_message() -> None:
     for row in _ROWS.values():
         first, _, rest = row.take.partition(".")
         assert hasattr(parts[first] if rest else Reports, rest or first), row
-
-
-@pytest.mark.parametrize("length", [20, 90, 3000])
-@pytest.mark.parametrize("count", [1, 3, 80])
-@pytest.mark.parametrize("take", ["take", "take_unrecorded"])
-def test_what_is_not_proved_is_one_line_that_can_be_read(
-    take: str, count: int, length: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    names = tuple(f"study{number}._storage{'.next' * (length // 5)} (a.Kind): hidden" for number in range(count))
-
-    getattr(NotProved(), take)(0, names)
-
-    (line,) = (record.getMessage() for record in caplog.records)
-    assert line.startswith("not proved: study0._storage")
-    assert len(f"ttprun: {line}") <= 400
-    assert ("more, see 'ttprun status'" in line) == (line.count("study") < count)

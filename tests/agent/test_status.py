@@ -192,7 +192,7 @@ def test_what_cannot_be_restored_is_said_once_on_the_console_and_is_named_with_e
     run, publisher, incident, incidents = publishing(tmp_path)
 
     for rank in (0, 1):
-        incidents.not_proved.take_unrecorded(rank, ("main: lines cannot be recorded: it is a csv.reader",))
+        incidents.not_proved.take(rank, ("main: lines cannot be recorded: it is a csv.reader",), is_unrecorded=True)
     incidents.note(replace(incident, ranks=(0,)))
     publisher.publish()
 

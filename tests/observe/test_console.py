@@ -7,6 +7,11 @@ import re
 import subprocess
 import sys
 
+import pytest
+
+from ttprun.observe import console
+from ttprun.protocol.reasons import REASONS
+
 PROGRAM = """
 import logging
 from ttprun.observe import console
@@ -46,3 +51,18 @@ def test_each_message_is_one_line_of_json_however_many_lines_it_has() -> None:
         ("ERROR", "two\nlines"),
     ]
     assert all(line["run_id"] == "r1" and line.keys() == {"time", "level", "run_id", "message"} for line in lines)
+
+
+@pytest.mark.parametrize("form", ["plain", "time"])
+@pytest.mark.parametrize("text", ["x" * 500, "x" * 26_369, *(f"{row.means} {row.cure}; " * 9 for row in REASONS)])
+def test_no_line_is_longer_than_400_letters_and_what_is_left_out_is_counted(
+    monkeypatch: pytest.MonkeyPatch, form: console.LogFormat, text: str
+) -> None:
+    monkeypatch.setattr(console, "_used", form)
+
+    lines = console.line_of(text, "CRITICAL", 0.0).splitlines()
+
+    shown = re.sub(r"\s+", "", "".join(line.partition("ttprun: ")[2] for line in lines))
+    whole, (_, cut, more) = re.sub(r"\s+", "", text), shown.rpartition("...(")
+    assert max(map(len, lines)) <= 400
+    assert shown == whole if not cut else whole.startswith(shown[: -len(cut + more)]) and more.endswith("ttprunstatus)")

@@ -1,11 +1,15 @@
 """What torch.compile does with our own functions."""
 
+import builtins
 import subprocess
 import sys
+from typing import Any
 
+import pytest
+import torch
 import torch._dynamo.trace_rules as rules
 
-from ttprun.capture.position import loops, torch_compile
+from ttprun.capture.position import ast_transform, loops, torch_compile
 from ttprun.rank.step import step_hooks
 
 
@@ -14,6 +18,15 @@ def test_dynamo_traces_no_function_of_ours_but_those_that_stand_in_the_middle_of
 
     skipped = {module: rules.check_file(module.__file__).skipped for module in (step_hooks, loops, torch_compile)}
     assert skipped == {step_hooks: True, loops: False, torch_compile: False}
+
+
+def test_a_while_loop_of_the_users_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtins, ast_transform.PASSES, loops.Passes, raising=False)
+    source = b"def double(x, n):\n    while n > 0:\n        x, n = x * 2, n - 1\n    return x\n"
+    scope: dict[str, Any] = {}
+    exec(ast_transform.compile_followed(source, "/script/doubling.py"), scope)
+
+    assert torch.compile(scope["double"], backend="eager", fullgraph=True)(torch.ones(1), 3).item() == 8
 
 
 def test_a_replacement_does_not_wait_until_dynamo_has_compiled_its_rules_anew_for_each_of_our_modules() -> None:

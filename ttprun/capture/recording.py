@@ -17,7 +17,7 @@ from ttprun.capture.data import loaders
 from ttprun.capture.effects import file_answers, os_entropy, script_files
 from ttprun.capture.host import Host
 from ttprun.capture.position import call_site, iterables, loop_sites, loops, made_inside
-from ttprun.capture.records.boundary_record import BoundaryRecord, ScriptState, read_state
+from ttprun.capture.records.boundary_record import BoundaryRecord, PassRecord, ScriptState, read_state
 from ttprun.introspect import host_copies, random_state
 from ttprun.introspect.tensor_bytes import bytes_of, plain_together
 
@@ -49,6 +49,7 @@ class Beside(msgspec.Struct, frozen=True, gc=False):
     is_before_step: bool
 
 
+_MOST_BYTES_OF_A_START = 1 << 20  # of a pass: they are written at each boundary
 NOTHING_BESIDE = Beside(b"", b"", False, [], {}, [], False)
 
 
@@ -124,6 +125,7 @@ def describe(
         is_draining=is_draining,
         stepping=steps.number,
         is_before_step=others.is_before_step,
+        passes=made_inside.starts(whereabouts) if loops.passes else [],
     )
     return record, blobs, any(map(values.is_awaited, snapshot.computed))
 
@@ -149,8 +151,27 @@ def look(frame: FrameType, steps: Steps) -> values.Tree:
         optimizers=[],
         stepped=steps.counts,
         blobs=[blob.nbytes for blob in snapshot.blobs],
+        dead=whereabouts.dead,
     )
     return tree_of(values.pack(state), plain_together(snapshot.blobs))
+
+
+def note_pass(steps: Callable[[], Steps], key: str, frame: FrameType) -> None:
+    """Note the state of the script at the start of a loop's pass, if a replay may need it.
+
+    steps   asked only then
+    key     of the loop
+    frame   runs the loop
+    """
+    if not made_inside.has_to_note(key):
+        return
+    tree = look(frame, steps())
+    packed, blobs = values.pack(tree.fields), list(map(bytes, tree.blobs))
+    size = len(packed) + sum(map(len, blobs))
+    loops.passes[key] = PassRecord(site=key, state=packed, blobs=blobs, rng=random_state.capture())
+    if size > _MOST_BYTES_OF_A_START:  # it would go into each record
+        why = f"the script's variables where that iteration begins are too large to be kept ({size >> 10} KiB)"
+        loops.passes[key] = why
 
 
 def tree_of(packed: bytes, tensors: list[torch.Tensor]) -> values.Tree:

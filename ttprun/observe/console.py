@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import sys
 import threading
 import time
@@ -18,6 +19,9 @@ from types import TracebackType
 from typing import Literal
 
 LogFormat = Literal["plain", "time", "json"]
+
+# A line has 400 letters at most, with its time and the program's name: a longer one is cut behind sentences.
+_PART = re.compile(r".{1,350}$|.{1,348}[.;] |.{1,350}")
 
 _used: LogFormat = "plain"
 _run_id = ""
@@ -62,6 +66,12 @@ def line_of(text: str, level: str, unix_s: float, prefix: str = "ttprun: ") -> s
     if _used == "json":
         about = {"run_id": _run_id} if _run_id else {}
         return json.dumps({"time": at, "level": level, **about, "message": text}, ensure_ascii=False)
+    if prefix:  # else it is a report of torch's
+        first, *more = text.split("\n")
+        parts = _PART.findall(first)
+        if left_out := sum(map(len, parts[3:])):
+            parts[2:] = [f"{parts[2][:300]}... ({left_out + len(parts[2][300:])} letters more: ttprun status)"]
+        text = "\n".join([f"\n{prefix}".join(map(str.rstrip, parts)), *more])
     return f"{at} {level} {prefix}{text}" if _used == "time" else f"{prefix}{text}"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 
 from ttprun.agent.core.node import Node
-from ttprun.agent.report.unrecorded_report import NotProved
+from ttprun.agent.report.unrecorded_report import NotProved, grouped
 from ttprun.observe.status import IncidentStatus, ResumeStatus
 from ttprun.protocol.board import Field
 from ttprun.protocol.reasons import kind_of, pointer
@@ -98,7 +98,7 @@ class Incidents:
         elif incident.id:
             outcome += {True: " from a standby", False: " (no standby was ready)", None: ""}[incident.had_standby]
             outcome += f", {incident.steps_lost or 0} steps lost"
-            outcome += f"; not proved: {'; '.join(uncompared)}" if uncompared else ""
+            outcome += f"; not proved: {'; '.join(grouped(uncompared))}" if uncompared else ""
             logger.warning("%s: %s: %s%s", name, incident.reason, outcome, pointer(incident.reason))
         elif incident.boundary:
             logger.warning("%s: resumed from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)

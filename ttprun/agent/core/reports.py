@@ -189,7 +189,7 @@ class Reports:
 
     def _on_not_recorded(self, slot: RankSlot, message: from_rank.NotRecorded) -> None:
         self.node.log("not_recorded", rank=slot.rank, sentences=message.sentences)
-        self.incidents.not_proved.take_unrecorded(slot.rank, message.sentences)
+        self.incidents.not_proved.take(slot.rank, message.sentences, is_unrecorded=True)
 
     def _on_note(self, slot: RankSlot, message: from_rank.Note) -> None:
         self.node.log("note", rank=slot.rank, text=message.text)

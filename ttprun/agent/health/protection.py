@@ -14,6 +14,7 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.reasons import pointer
 
 logger = logging.getLogger("ttprun")
+_MOST_RETURNS = 3  # of protection: a script may lose it in each epoch
 
 
 class Protection:
@@ -24,7 +25,7 @@ class Protection:
         self._times = times
         self._own_states = own_states
         self._announced: set[str] = set()
-        self._has_announced_end = False
+        self._returns = 0
 
     def note_unprotected(self, slot: RankSlot, reason: str) -> None:
         """No rank can be repaired any more."""
@@ -58,12 +59,14 @@ class Protection:
         node.advance(message)
         if why:
             self._announce(slot, why)
-        elif was_hindered and not node.job.hindrance and not self._has_announced_end:
-            self._has_announced_end = True
-            logger.warning("from step %d on a lost rank can be replaced", boundary)
+        elif was_hindered and not node.job.hindrance and self._returns < _MOST_RETURNS:
+            self._returns += 1
+            self._announced.clear()  # what comes back is said again
+            more = "" if self._returns < _MOST_RETURNS else "; for further changes see 'ttprun status'"
+            logger.warning("from step %d on a lost rank can be replaced%s", boundary, more)
 
     def _announce(self, slot: RankSlot, why: str) -> None:
-        """Say on the console why no rank can be replaced any more, and what that means; once a run, not once a rank."""
+        """Say on the console why no rank can be replaced now, and what that means; once, not once a rank."""
         job = self._node.job
         if why in self._announced or job.settings.rungs.isdisjoint(("replace", "rerun", "rewind")):
             return

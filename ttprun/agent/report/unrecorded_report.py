@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import logging
-from itertools import accumulate
+import re
+from collections.abc import Iterable
 
 from ttprun.protocol.reasons import pointer
 from ttprun.recovery import Incident
 
 logger = logging.getLogger(__name__)
 COST_OF_UNRECORDED = "If a rank is lost before the first loss of its step, it is not replaced"
-_MOST_LETTERS = 230  # of the names in a line, which has 400 at most
 _REPLAYED_BY_ALL = frozenset({"rewind", "restart", "resize"})
+_VARIABLE = re.compile(r"(?:rank \d+: )?(?:a key of )*((?:[\w.<>]+: )*\w+)(?=[.\[]| \()")
+
+
+def grouped(sentences: Iterable[str]) -> list[str]:
+    """Sentences that begin with a variable's path, for the console: of several about one variable, only the first."""
+    groups: dict[str, list[str]] = {}
+    for sentence in sentences:
+        groups.setdefault(path[1] if (path := _VARIABLE.match(sentence)) else sentence, []).append(sentence)
+    return [
+        group[0] if len(group) == 1 else f"{variable}: {len(group)} things in it (ttprun status), such as {group[0]}"
+        for variable, group in groups.items()
+    ]
 
 
 class NotProved:
@@ -39,26 +51,23 @@ class NotProved:
     def _ranks(self) -> tuple[int, ...]:
         return tuple(sorted(self._of_ranks.keys() | self._unrecorded.keys()))
 
-    def take(self, rank: int, names: tuple[str, ...]) -> None:
-        """A rank has met such objects; the console gets each name once."""
-        self._of_ranks[rank] = names
-        new = [name for name in names if name not in self._said]
+    def take(self, rank: int, sentences: tuple[str, ...], is_unrecorded: bool = False) -> None:
+        """A rank has met such objects; the console gets each once.
+
+        is_unrecorded   it could not restore them
+        """
+        (self._unrecorded if is_unrecorded else self._of_ranks)[rank] = sentences
+        new = [sentence for sentence in sentences if sentence not in self._said]
         self._said.update(new)
         for name in [name for name in new if name.endswith("written again")]:
             new.remove(name)
             logger.warning("if a rank is replaced: %s%s", name, pointer(name))
         if new:
-            said = _in_short(new)
-            logger.warning("%s; a replacement has these as the script's set-up makes them%s", said, pointer(said))
-
-    def take_unrecorded(self, rank: int, sentences: tuple[str, ...]) -> None:
-        """A rank could not restore these; the console gets each once."""
-        self._unrecorded[rank] = sentences
-        new = [sentence for sentence in sentences if sentence not in self._said]
-        self._said.update(new)
-        if new:
-            said = _in_short(new)
-            logger.warning("%s%s. %s", said, pointer(said), COST_OF_UNRECORDED)
+            said = f"not proved: {'; '.join(grouped(new))}"
+            if is_unrecorded:
+                logger.warning("%s%s. %s", said, pointer(said), COST_OF_UNRECORDED)
+            else:
+                logger.warning("%s; a replacement has these as the script's set-up makes them%s", said, pointer(said))
 
     def note_incident(self, incident: Incident) -> None:
         """An incident has gone on: what of its replays is not proved stays with it, whatever comes later."""
@@ -73,13 +82,3 @@ class NotProved:
     def _names_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         listed = (names for rank in ranks for names in (self._of_ranks.get(rank, ()), self._unrecorded.get(rank, ())))
         return tuple(dict.fromkeys(name for names in listed for name in names))
-
-
-def _in_short(names: list[str]) -> str:
-    """The beginning of a line for the console: as many of the names as there is room for, one at least."""
-    count = sum(length <= _MOST_LETTERS for length in accumulate(len(name) + 2 for name in names)) or 1
-    shown = "; ".join(names[:count])
-    shown = shown if len(shown) <= _MOST_LETTERS else f"{shown[:_MOST_LETTERS]} ..."
-    return f"not proved: {shown}" + (
-        f"; and {len(names) - count} more, see 'ttprun status'" if count < len(names) else ""
-    )

@@ -29,13 +29,15 @@ from ttprun.introspect import signal_handlers, whose
 ENTER = "__ttprun_enter__"
 LOOP = "__ttprun_loop__"
 OWED = "__ttprun_owed__"
-BUILTINS = {ENTER: loops.enter, LOOP: loops.loop, OWED: loops.owed}  # what the compiled code calls
+PASSES = "__ttprun_passes__"
+# What the compiled code uses.
+BUILTINS = {ENTER: loops.enter, LOOP: loops.loop, OWED: loops.owed, PASSES: loops.Passes}
 
 _BODIES = ("body", "orelse", "finalbody")
 
 
 def _follow(statements: list[ast.stmt], filename: str, is_generator: bool = False) -> None:
-    """Wrap what each `for` statement runs over; comprehensions and `async for` are left alone.
+    """Wrap what each `for` statement runs over, and note passes of `while`; comprehensions, `async for` are left alone.
 
     is_generator   the statements are a generator's
     """
@@ -48,6 +50,8 @@ def _follow(statements: list[ast.stmt], filename: str, is_generator: bool = Fals
             _follow(getattr(part, name, None) or [], filename, is_of_generator)
         if isinstance(statement, ast.For):
             _wrap(statement, filename, is_generator)
+        elif isinstance(statement, ast.While):
+            _note_passes(statement, filename)
 
 
 def _yields(function: ast.FunctionDef) -> bool:
@@ -63,7 +67,7 @@ def _yields(function: ast.FunctionDef) -> bool:
 
 
 def _wrap(node: ast.For, filename: str, is_generator: bool) -> None:
-    key = loop_sites.new_site(filename, _place_of(node))
+    key = loop_sites.new_site(filename, _place_of(node, node.iter))
     entered = ast.Call(ast.Name(ENTER, ast.Load()), [ast.Constant(key)], [])
     begun: ast.expr = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(key), entered, node.iter], [])
     if is_generator:
@@ -71,12 +75,18 @@ def _wrap(node: ast.For, filename: str, is_generator: bool) -> None:
     node.iter = ast.fix_missing_locations(ast.copy_location(begun, node.iter))
 
 
-def _place_of(node: ast.For) -> loop_sites.Extent:
+def _note_passes(node: ast.While, filename: str) -> None:
+    key = loop_sites.new_site(filename, _place_of(node, node.test)._replace(is_while=True))
+    noting = ast.parse(f"if {key!r} in {PASSES}.noted: {PASSES}.begin({key!r})")
+    node.body.insert(0, ast.increment_lineno(noting, node.test.lineno - 1).body[0])
+
+
+def _place_of(node: ast.For | ast.While, over: ast.expr) -> loop_sites.Extent:
     first, last = node.body[0], node.body[-1]
     begin = min([first, *getattr(first, "decorator_list", ())], key=lambda part: (part.lineno, part.col_offset))
     return loop_sites.Extent(
         start=(node.lineno, node.col_offset),
-        over=(node.iter.lineno, node.iter.col_offset),
+        over=(over.lineno, over.col_offset),
         body=(begin.lineno, begin.col_offset),
         body_end=(last.end_lineno or last.lineno, last.end_col_offset or 0),
     )

@@ -51,9 +51,10 @@ class _Way:
     foreign       why foreign code prevents a replay: see library_loops.py
     is_compiled   all of the user's files were compiled with their loops followed
     whose         a remark on the first that was not
+    whiles        the keys of the `while` loops around the step, outermost first
     """
 
-    __slots__ = ("codes", "foreign", "frames", "is_compiled", "place", "whose")
+    __slots__ = ("codes", "foreign", "frames", "is_compiled", "place", "whiles", "whose")
 
     def __init__(self, stack: list[FrameType]) -> None:
         self.codes: list[CodeType] = [frame.f_code for frame in stack]
@@ -65,6 +66,7 @@ class _Way:
             self.frames.append(_OfUser(index, stack[index], outer))
             outer = stack[index]
         self.place = place([stack[index] for index in indexes])
+        self.whiles = [site.key for index in indexes for site in loops.around(stack[index], is_while=True)]
         self.foreign = library_loops.why_not(stack[0])
         others = [name for index in indexes if (name := stack[index].f_code.co_filename) not in ast_transform.followed]
         self.is_compiled = not others
@@ -88,12 +90,13 @@ class Whereabouts:
     active       of each of these frames, its active followed loops, outermost first
     unfollowed   active `for` statements that are not followed
     why_not      why a replacement cannot come here by itself; "" if it can
+    whiles       the keys of the `while` loops around the step, outermost first
     """
 
-    __slots__ = ("active", "codes", "dead", "place", "scopes", "unfollowed", "why_not")
+    __slots__ = ("active", "codes", "dead", "place", "scopes", "unfollowed", "whiles", "why_not")
 
     def __init__(self, way: _Way, stack: list[FrameType]) -> None:
-        self.place = way.place
+        self.place, self.whiles = way.place, way.whiles
         self.codes = [way.codes[of_user.index] for of_user in way.frames]
         self.scopes = [liveness.state_in(variables_of(stack[of_user.index]), of_user.dead) for of_user in way.frames]
         self.dead = [of_user.dead for of_user in way.frames]

@@ -21,7 +21,7 @@ from typing import Any
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIGEST_BYTES = hashlib.sha256().digest_size
-Places = list[tuple[tuple[int, int], ...]]  # of the followed loops: see loop_sites.Extent
+Places = list[tuple[Any, ...]]  # of the loops: see loop_sites.Extent
 
 
 class KeptCode:
@@ -33,21 +33,17 @@ class KeptCode:
     """
 
     def __init__(self, source: bytes, filename: str, how: str) -> None:
-        self._name = hashlib.sha256(os.fsencode(filename)).hexdigest()[:32] + f".{_python()}"
+        self._name = (
+            hashlib.sha256(os.fsencode(filename)).hexdigest()[:32]
+            + f".{sys.implementation.cache_tag}-{sys.flags.optimize}"
+        )
         self._key = hashlib.sha256(b"\0".join((_settings(how), os.fsencode(filename), source))).digest()
 
     def read(self) -> tuple[CodeType, Places] | None:
         """The code and its loops; None if it is not there, or not to be used."""
-        content = read(self._name)
-        return None if content is None else self._unpack(content)
-
-    def _unpack(self, content: bytes) -> tuple[CodeType, Places] | None:
-        key, digest, packed = (
-            content[:_DIGEST_BYTES],
-            content[_DIGEST_BYTES : 2 * _DIGEST_BYTES],
-            content[2 * _DIGEST_BYTES :],
-        )
-        if key != self._key or digest != hashlib.sha256(packed).digest():
+        content = read(self._name) or b""
+        packed = content[2 * _DIGEST_BYTES :]
+        if content[: 2 * _DIGEST_BYTES] != self._key + hashlib.sha256(packed).digest():
             return None
         code, places = marshal.loads(packed)
         return code, places
@@ -109,11 +105,6 @@ def _opened_folder() -> Iterator[int]:
 def _refuse_others(status: os.stat_result, is_right: Any) -> None:
     if not is_right(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError("somebody else could have written it")
-
-
-def _python() -> str:
-    """Which compiler this is, in a file's name."""
-    return f"{sys.implementation.cache_tag}-{sys.flags.optimize}"
 
 
 def _settings(how: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The `for` statements of the user's code: where each stands, and whether a step is taken inside."""
+"""The loops of the user's code: where each stands, and whether a step is taken inside."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Extent(NamedTuple):
-    """Where a `for` statement stands in its file; lines begin at 1, columns (in bytes) at 0.
+    """Where a `for` or `while` statement stands in its file; lines begin at 1, columns (in bytes) at 0.
 
     start              of the statement
-    over               of EXPR
+    over               of EXPR, or the condition
     body, body_end     of its body, without `else`
     """
 
@@ -17,6 +17,7 @@ class Extent(NamedTuple):
     over: tuple[int, int]
     body: tuple[int, int]
     body_end: tuple[int, int]
+    is_while: bool = False
 
     def is_around(self, line: int, column: int | None, is_next: bool) -> bool:
         """Whether an instruction that comes from there is executed within the loop.
@@ -30,7 +31,7 @@ class Extent(NamedTuple):
 
 
 class Site:
-    """One `for` statement of the user's code.
+    """One `for` or `while` statement of the user's code.
 
     key          file:line:column, the same in every rank
     has_steps    an optimizer step has been seen inside

@@ -14,8 +14,16 @@ and in a generator into
 
 KEY is "file:7:4", the loop's place, so that compiled code can be kept on disk. The script's variables stay as they are:
 the `for` alone holds the iterator that we return, so it dies with the loop, also at `break` and at an exception, and
-`_running` finds it by the frame that runs the loop. `while` loops need nothing: their state is in variables. Code that
-torch.compile traces iterates over EXPR itself.
+`_running` finds it by the frame that runs the loop. Code that torch.compile traces iterates over EXPR itself.
+
+The state of a `while` loop is in variables, which are restored where an optimizer steps inside. If each pass makes an
+optimizer, as in a sweep, they are needed before that: `while TEST: ...` is compiled as
+
+    while TEST:
+        if KEY in __ttprun_passes__.noted: __ttprun_passes__.begin(KEY)
+        ...
+
+and made_inside.py says of which loops the passes are noted.
 
 Most loops never have an optimizer step inside. Those cost two calls each time they begin and nothing per item: after a
 few times without a step inside, the loop iterates over EXPR itself.
@@ -30,12 +38,12 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from types import CodeType, FrameType, GeneratorType
-from typing import Any
+from typing import Any, ClassVar
 
 from ttprun.capture.position import control_flow
 from ttprun.capture.position.loop_sites import Site, sites
 from ttprun.capture.position.placeholders import END, FirstJump, hand_out, pass_over
-from ttprun.capture.records.boundary_record import LoopRecord
+from ttprun.capture.records.boundary_record import LoopRecord, PassRecord
 from ttprun.introspect import random_state, signal_handlers
 from ttprun.introspect.frames import SCALARS
 from ttprun.introspect.signal_handlers import waiting
@@ -119,6 +127,8 @@ class Loop:
             self.current = _plain(item)
             if site.is_outer or self.position < 3:
                 self.item_rng = self._random_states()
+            if site.key in passes:
+                (Passes.begin if site.is_outer else passes.pop)(site.key)
             if waiting:
                 signal_handlers.leave(is_from_c=True)
             yield (item, item := None)[0]  # the script alone keeps an item alive
@@ -248,27 +258,35 @@ class Begun:
 class Hooks:
     """Functions that the compiled code calls before it follows a loop.
 
-    enter, loop    a replay's own functions, during the replay
+    enter, loop, begin_pass    a replay's own functions, during the replay
+    note_pass      what else begins a noted pass
     is_compiling   torch.compiler.is_dynamo_compiling, if the script has torch: code that it traces is left alone
     """
 
     enter: Callable[[Site, FrameType], Any] | None = None
     loop: Callable[[Site, Any, Iterable[Any]], Any] | None = None
+    begin_pass: Callable[[str, FrameType], Any] | None = None
+    note_pass: Any = None
     is_compiling: Callable[[], bool] | None = None
 
 
-def take_over(enter: Callable[[Site, FrameType], Any], loop: Callable[[Site, Any, Iterable[Any]], Any]) -> None:
+def take_over(
+    enter: Callable[[Site, FrameType], Any],
+    loop: Callable[[Site, Any, Iterable[Any]], Any],
+    begin_pass: Callable[[str, FrameType], Any] | None = None,
+) -> None:
     """A replay begins, and decides how loops begin until its first boundary.
 
     enter   called before a loop's EXPR is evaluated; what it returns is handed to `loop`
     loop    called with that and the value of EXPR; returns what the `for` runs over
+    begin_pass   called with the key and the frame of a `while` loop, at the start of a noted pass
     """
-    Hooks.enter, Hooks.loop, FirstJump.is_open = enter, loop, True
+    Hooks.enter, Hooks.loop, Hooks.begin_pass, FirstJump.is_open = enter, loop, begin_pass, True
 
 
 def give_back() -> None:
     """The replay has reached its first boundary: loops are followed as in a run."""
-    Hooks.enter, Hooks.loop, FirstJump.is_open = None, None, False
+    Hooks.enter, Hooks.loop, Hooks.begin_pass, FirstJump.is_open = None, None, None, False
 
 
 def enter(key: str) -> Any:
@@ -305,6 +323,24 @@ def loop(key: str, token: Any, iterable: Iterable[Any]) -> Any:
     return made
 
 
+class Passes:
+    """What the compiled code of a `while` loop asks; a class, whose attributes torch.compile can trace.
+
+    noted   of each loop whose passes are noted, by its key, the newest one: the script's state at its start, from where
+            a replay runs it; or why that is not known; "" if no replay needs it
+    """
+
+    noted: ClassVar[dict[str, PassRecord | str]] = {}
+
+    @staticmethod
+    def begin(key: str) -> None:
+        """Called at the start of each pass of such a loop."""
+        (Hooks.begin_pass or Hooks.note_pass)(key, sys._getframe(1))
+
+
+passes = Passes.noted
+
+
 def owed(loop: Any) -> Generator[Any, Any, Any]:
     """Called before a `for` in a generator with what it runs over: yields the items that the generator owes.
 
@@ -318,21 +354,23 @@ def owed(loop: Any) -> Generator[Any, Any, Any]:
 # (id of the frame, key of the site) -> its loop. A frame outlives its loops: its id is not reused as long as they run.
 _running: weakref.WeakValueDictionary[tuple[int, str], Loop] = weakref.WeakValueDictionary()
 # By the code's id, since hashing a code is slow; it is held here, so that its id is not reused.
-_sites: dict[int, tuple[CodeType, list[Site]]] = {}
+_sites: dict[int, tuple[CodeType, list[Site], list[Site]]] = {}
 
 
-def _sites_of(code: CodeType) -> list[Site]:
+def _sites_of(code: CodeType, is_while: bool = False) -> list[Site]:
     """The loops of a code, in their order: an outer one comes before those inside."""
     entry = _sites.get(id(code))
     if entry is None:
         own = [sites[constant] for constant in code.co_consts if type(constant) is str and constant in sites]
-        entry = _sites[id(code)] = (code, sorted(own, key=lambda site: site.place.start))
-    return entry[1]
+        own.sort(key=lambda site: site.place.start)
+        whiles = [site for site in own if site.place.is_while]
+        entry = _sites[id(code)] = (code, [site for site in own if site not in whiles], whiles)
+    return entry[2] if is_while else entry[1]
 
 
-def around(frame: FrameType) -> list[Site]:
-    """The loops around a frame's instruction, outermost first, followed or not."""
-    if not (of_code := _sites_of(frame.f_code)):
+def around(frame: FrameType, is_while: bool = False) -> list[Site]:
+    """The `for` (or `while`) loops around a frame's instruction, outermost first, followed or not."""
+    if not (of_code := _sites_of(frame.f_code, is_while)):
         return []
     opname, line, column = control_flow.position_of(frame)
     return [site for site in of_code if site.place.is_around(line, column, is_next=opname == "FOR_ITER")]

@@ -46,6 +46,21 @@ class LoopRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     earlier: int = 0
 
 
+class PassRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Where a pass of a `while` loop began in which the script has made an optimizer: a replay begins with that pass.
+
+    site    of the loop: file:line:column
+    state   the ScriptState there, packed
+    blobs   its blobs
+    rng     states of the global random generators there
+    """
+
+    site: str
+    state: bytes
+    blobs: list[bytes]
+    rng: RngState
+
+
 class ScriptState(msgspec.Struct, frozen=True, kw_only=True):
     """The variables of the script, at a boundary or between two.
 
@@ -57,6 +72,7 @@ class ScriptState(msgspec.Struct, frozen=True, kw_only=True):
     stepped     of each optimizer: numbers of its parameters and of its state tensors
     blobs       bytes of each
     returned    the result of the step's closure
+    dead        of each frame: names of its variables that are set before they are read
     """
 
     place: list[list[Any]]
@@ -67,13 +83,17 @@ class ScriptState(msgspec.Struct, frozen=True, kw_only=True):
     stepped: list[list[int]]
     blobs: list[int]
     returned: Node = None
+    dead: list[list[str]] = []
+
+    def frames(self) -> Iterator[tuple[list[Any], Scope, list[str]]]:
+        """(place, variables, names of the dead ones) of each of the user's frames, outermost first."""
+        return zip(self.place, self.variables, self.dead or [[]] * len(self.place), strict=True)
 
 
 class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     """All that is written at a boundary, beside the blobs.
 
     boundary         its number
-    dead             of each frame: names of its variables that are set before they are read
     unfollowed       why no replay can come here; "" if one may
     generator_loops  active loops in suspended generators of the user's
     rng              states of the global random generators
@@ -94,6 +114,7 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     is_draining      batches of an ended loader are trained on
     stepping         number of the optimizer that is about to step; None: it is not known
     is_before_step   the optimizer communicates inside step(): the boundary lies before the step, not after it
+    passes           of the `while` loops around the step whose passes make optimizers, outermost first
     """
 
     boundary: int
@@ -111,17 +132,13 @@ class BoundaryRecord(ScriptState, frozen=True, kw_only=True):
     entropy: int
     is_straight: bool = False
     not_proved: list[str] = []
-    dead: list[list[str]] = []
     loaders_made: dict[str, int] = {}
     groups_made: dict[str, int] = {}
     held: bytes = b""
     is_draining: bool = False
     stepping: int | None = None
     is_before_step: bool = False
-
-    def frames(self) -> Iterator[tuple[list[Any], Scope, list[str]]]:
-        """(place, variables, names of the dead ones) of each of the user's frames, outermost first."""
-        return zip(self.place, self.variables, self.dead or [[]] * len(self.place), strict=True)
+    passes: list[PassRecord] = []
 
     def active(self) -> list[LoopRecord]:
         """All active loops, those of suspended generators last."""

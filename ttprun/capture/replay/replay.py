@@ -23,7 +23,7 @@ from ttprun.capture.host import Host, Optimizers
 from ttprun.capture.merging.merge import compared, optimizers_of, phrase_of
 from ttprun.capture.position import loop_sites, loops, placeholders
 from ttprun.capture.records import replayable
-from ttprun.capture.records.boundary_record import LoopRecord, Record
+from ttprun.capture.records.boundary_record import LoopRecord, PassRecord, Record, ScriptState, read_state
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.replay.differences import (
     difference_of_batches,
@@ -87,6 +87,7 @@ class Replay:
         self.has_arrived = before is None
         self.is_at_target = False
         self._steps_passed = 0
+        self._starts: dict[str, PassRecord] = {}  # of passes that are to be begun, by the loop's key
         self._steps_left_out = 0  # by a GradScaler
         self.difference = ""
         self.output = output.Diverted(host)
@@ -120,7 +121,9 @@ class Replay:
     def begin(self) -> None:
         """Take over the loops' hooks; the script may start."""
         if self.before is not None:
-            loops.take_over(self.enter, self._loop)
+            self._starts = {start.site: start for start in self.before.fields.passes}
+            loops.passes.update(self._starts)
+            loops.take_over(self.enter, self._loop, self._begin_pass)
 
     def enter(self, site: loop_sites.Site, frame: FrameType) -> Any:
         """A loop begins; see loops.take_over."""
@@ -129,20 +132,29 @@ class Replay:
     def _loop(self, site: loop_sites.Site, token: Any, iterable: Iterable[Any]) -> Any:
         if self.sets_variables and isinstance(token, LoopRecord):
             self.sets_variables = False
-            self._set_variables(sys._getframe(1))
+            assert self.before is not None
+            self._set_variables(sys._getframe(1), self.before.fields, self.before.blobs)
         return self.jumps.loop(site, token, iterable)
 
-    def _set_variables(self, frame: FrameType) -> None:
+    def _begin_pass(self, key: str, frame: FrameType) -> None:
+        """Begin the first pass of a loop as the lost rank has begun its newest one."""
+        if (start := self._starts.pop(key, None)) is None:
+            return
+        try:
+            self._set_variables(frame, read_state(start.state), [memoryview(blob) for blob in start.blobs])
+            random_state.restore(start.rng)
+        except Exception as error:  # the script must not run with half of the variables
+            self.refuse(f"the variables at the start of a pass of the loop at {key} cannot be restored: {error!r}")
+
+    def _set_variables(self, frame: FrameType, fields: ScriptState, blobs: list[memoryview]) -> None:
         """Write the variables of the place where the replay begins already here, before the code that leads there.
 
         That code belongs to an iteration of an outer loop, and finds what the ones before have made (the last epoch's
         loss, a progress bar that has begun). The variables are those of a few steps later, and are written once more
         when the replay is there.
         """
-        assert self.before is not None
-        fields = self.before.fields
         with room_to_walk():
-            restore = Restore(self.before.blobs, False, list(self._optimizers.parameters()))
+            restore = Restore(blobs, False, list(self._optimizers.parameters()))
             for here, (at, variables, names) in zip(user_frames(frame), fields.frames(), strict=False):
                 if [here.f_code.co_filename, here.f_code.co_qualname] != at[:2]:
                     break

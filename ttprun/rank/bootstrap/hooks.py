@@ -34,7 +34,7 @@ from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.replay.step_proof import StepProof
 from ttprun.rank.session import Session
-from ttprun.rank.step import step_hooks
+from ttprun.rank.step import boundary, step_hooks
 from ttprun.rank.step.inter_node_commit import InterNodeCommit
 from ttprun.rank.step.training import Training
 from ttprun.tensors import optimizer_registry
@@ -48,7 +48,7 @@ from ttprun.tensors.snapshot_shares import SnapshotPart
 def install(presence: Presence) -> None:
     """Install what lasts as long as the process."""
     options = presence.welcome.options
-    why_not = capture.install()
+    why_not = capture.install(boundary.steps_now)
     groups.register()
     missing = patches.apply_all(with_replay=False)
     if missing:
