@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.web.runs import status_of, write_run
 from ttprun.chaos.drill.twins import Twin
 from ttprun.cli import doctor, machine_checks, repair_check, software_checks
 from ttprun.cli.finding import Finding
@@ -89,6 +90,33 @@ def test_in_a_pipe_each_finding_is_one_plain_line_and_the_verdict_is_the_last(tm
     assert {line.split()[0] for line in lines} <= {"ok", "note"}
     assert verdict.startswith("training with recovery can work here (")
     assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_report_has_what_was_found_and_the_newest_run_but_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_run: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = Finding("limits", "open files", "64", "note", "few", "raise it")
+    monkeypatch.setattr(doctor, "all_findings", lambda: [found])
+    if has_run:
+        run = write_run(tmp_path / "ttprun-runs" / "one", status_of(state="done", exit_code=0))
+        run.config.write_text("# ttprun train.py --api-key s3cret\non_event: curl https://s3cret@x\nstandbys: 1\n")
+
+    code = main(["doctor", "--report"])
+
+    text = (tmp_path / "ttprun-report.md").read_text()
+    assert (code, "s3cret" in text, "* torch " in text) == (0, False, True)
+    assert "    note   limits    open files                64  few  raise it\n" in text
+    shown = ("Done after step 50 on 4 ranks", '"incidents"', "train.py --api-key (hidden)", "standbys: 1", "## Newest")
+    assert [words in text for words in (*shown, "there is no run in")] == [has_run] * len(shown) + [not has_run]
+
+
+def test_a_file_that_is_no_report_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+
+    assert [main(["doctor", *asked, f"{tmp_path}/train.py"]) for asked in (["--report"], [])] == [2, 2]
+    assert "is there, and is no report" in capsys.readouterr().err
 
 
 @pytest.fixture

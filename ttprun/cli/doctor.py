@@ -4,37 +4,63 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from importlib.metadata import distributions
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from ttprun import __version__
 from ttprun.cli.device_check import devices_at_work
 from ttprun.cli.finding import Finding
 from ttprun.cli.machine_checks import CHECKS
 from ttprun.cli.repair_check import repair
 from ttprun.cli.software_checks import Probe, accelerators, mindio_variables, software
 from ttprun.cli.terminal import open_console
-from ttprun.errors import counted
+from ttprun.errors import ConfigError, counted
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.web.page import as_markdown, read_run
 
 MARKS = {"ok": "ok", "note": "note", "fails": "FAILS"}
 STYLES = {"ok": "green", "note": "yellow", "fails": "bold red"}
 # Columns of mark, area and subject; what is found begins behind them, so that rows can be printed as they come.
 WIDTHS = (5, 8, 24)
+# Packages whose releases matter to whoever reads a bug report, as pip names them.
+PACKAGES = re.compile(
+    r"(?i)ttprun|torch.*|numpy|transformers|trl|accelerate|datasets|.*lightning|deepspeed|nvidia-nccl.*"
+)
+# What a bug report leaves out: the rest of an address, and the value behind a name such as `--api-key` or `token:`.
+HIDDEN = re.compile(
+    r"""(?i)(\w+://)[^\s"'\\]+|([\w-]*(?:(?:api|[_-])key|token|secret|passw(?:or)?d|credentials?)"""
+    r"""[ \t:="'\\]+)[^\s"',}\\]+"""
+)
+NEWEST_EVENTS = 200
 
 
 def doctor(
+    file: Annotated[str | None, typer.Argument(help="With --report: the file. Default: ttprun-report.md.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False,
+    with_report: Annotated[
+        bool, typer.Option("--report", help="Also write one file for a bug report, with the newest run here.")
+    ] = False,
 ) -> int:
     """Check this machine: what of recovery works here, what does not, and how to fix it.
 
     Each row is printed when it is known. A job of two tiny ranks is run, one of which is killed and must be replaced:
     that takes about ten seconds, and another ten where there is a GPU or an NPU, on which two ranks try what a recovery
-    needs. Nothing is changed, and nothing remains afterwards. Exit code: 0 training with recovery can work here, 1 it
+    needs. Nothing is changed, and nothing but a report remains. Exit code: 0 training with recovery can work here, 1 it
     cannot.
     """
+    report = Path(file or "ttprun-report.md") if with_report else None
+    if file and report is None:
+        raise ConfigError(f"'{file}' is not needed", f"to write a file for a bug report: ttprun doctor --report {file}")
+    if report is not None:
+        write_report(report, [])  # if it cannot be written, that is said before the checks
     console = open_console()
     findings = []
     if not as_json and not console.is_terminal:
@@ -48,6 +74,12 @@ def doctor(
         print(json.dumps({"ok": can_work, "findings": [asdict(finding) for finding in findings]}))
     else:
         conclude(console, findings)
+    if report is not None:
+        write_report(report, findings)
+        if not as_json:
+            console.print(
+                f"{report}: written; read it before you publish it: it has command lines, paths and host names"
+            )
     return 0 if can_work else 1
 
 
@@ -76,18 +108,23 @@ def examined(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Find
 
 def show(console: Console, finding: Finding) -> None:
     """Print one finding, at once: in a pipe one line, on a terminal with what it means and the cure below it."""
-    cells = (MARKS[finding.level], finding.area, finding.subject)
-    begin = "  ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True))
-    further = [text for text in (finding.means, finding.cure) if text]
+    begin, *further = cells_of(finding)
     style = None if finding.level == "ok" else STYLES[finding.level]
     if console.is_terminal:
         indent = " " * (sum(WIDTHS[:2]) + 4)
-        lines = (f"{begin}  {finding.found}", *(f"{indent}{text}" for text in further))
+        lines = (begin, *(f"{indent}{text}" for text in further))
         for line in lines:
             console.print(line, style=style)
     else:
-        console.print("  ".join((begin, finding.found, *further)))
+        console.print("  ".join((begin, *further)))
     console.file.flush()
+
+
+def cells_of(finding: Finding) -> list[str]:
+    """What is printed of a finding: what was found, then what it means and the cure, if there are any."""
+    heads = zip((MARKS[finding.level], finding.area, finding.subject), WIDTHS, strict=True)
+    begin = "  ".join((*(cell.ljust(width) for cell, width in heads), finding.found))
+    return [begin, *(text for text in (finding.means, finding.cure) if text)]
 
 
 def conclude(console: Console, findings: list[Finding]) -> None:
@@ -99,3 +136,29 @@ def conclude(console: Console, findings: list[Finding]) -> None:
     else:
         console.print(f"training with recovery cannot work here: {', '.join(failed)}")
     console.file.flush()
+
+
+def write_report(file: Path, findings: list[Finding]) -> None:
+    """Write what a bug report needs: versions, findings, the newest run. Raises ConfigError if it cannot be written."""
+    installed = {f"{one.name} {one.version}" for one in distributions() if PACKAGES.fullmatch(one.name)}
+    parts = [
+        f"# ttprun {__version__}, Python {platform.python_version()}, {platform.platform()}\n",
+        "\n".join(f"* {package}" for package in sorted(installed)),
+        "\n## ttprun doctor\n",
+        "\n".join("    " + "  ".join(cells_of(finding)) for finding in findings),
+        "",
+    ]
+    try:
+        run = read_run(RunDirectory.find())
+    except ConfigError as error:
+        parts.append(f"# No run\n\n{error}\n")
+    else:
+        events = "\n".join(json.dumps(event) for event in run.events[-NEWEST_EVENTS:])
+        blocks = {"Status": json.dumps(asdict(run.status)), "Newest events": events, "Configuration": run.settings}
+        parts += [as_markdown(run), *(f"## {name}\n\n```\n{text}\n```\n" for name, text in blocks.items())]
+    try:
+        if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith("# ttprun "):
+            raise ConfigError(f"'{file}' is there, and is no report", "name another file")
+        file.write_text(HIDDEN.sub(r"\1\2(hidden)", "\n".join(parts)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{file}' cannot be written ({error.strerror})", "name another file") from None
