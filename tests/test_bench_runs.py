@@ -25,17 +25,11 @@ with Run("torchrun", 1, Path(sys.argv[1]), within=("sh", "-c", "exec sleep 1000"
 def test_each_benchmark_finds_all_that_it_imports() -> None:
     sources = {path.stem: path.read_text(encoding="utf-8") for path in BENCH.glob("*.py")}
     names = sorted(name for name, source in sources.items() if "\ndef main(" in source and "ArgumentParser(" in source)
-    assert {"overhead", "recovery", "faults", "timeline"} <= set(names)
+    assert {"overhead", "recovery", "faults", "timeline", "bars"} <= set(names)
     environment = os.environ | {"PYTHONPATH": f"{BENCH}{os.pathsep}{BENCH.parent.parent}"}
 
     command = [sys.executable, "-c", f"import {', '.join(names)}"]
-    asked = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
     assert asked.returncode == 0, asked.stderr
 

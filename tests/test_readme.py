@@ -24,6 +24,15 @@ def test_it_is_one_or_two_screens() -> None:
     assert max(map(len, README.splitlines())) <= 160
 
 
+def test_the_bars_are_as_long_as_the_table_says() -> None:
+    rows = README[README.index("| SIGKILL to next step") :]
+    seconds = {float(figure) for figure in re.findall(r"([\d.]+) s\b", rows)}
+
+    for name in ("bars-light.svg", "bars-dark.svg"):
+        bars = re.findall(r">([\d.]+) s<", (REPOSITORY / "docs" / name).read_text())
+        assert (len(bars), {*map(float, bars)} <= seconds) == (6, True)
+
+
 def test_the_two_commands_are_there_and_can_be_run() -> None:
     block = README[README.index("```bash\n./scripts") :].split("```")[1]
 
