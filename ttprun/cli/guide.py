@@ -91,7 +91,7 @@ TOPICS = {
     "fault-drills": "break a job on purpose and compare it with an undisturbed one",
     "devices": "device errors, GPUs, NPUs and the simulated NPU",
     "mindio": "frameworks that recover by callbacks of their own",
-    "troubleshoot": "by message: what it means, and what to do",
+    "troubleshoot": "by symptom and by message: what it means, and what to do",
     "migrate": "from torchrun, accelerate, deepspeed, mp.spawn, Slurm, Kubernetes, ...: before and after",
     "glossary": "the words that ttprun uses: boundary, rung, standby, replay, ...",
     "configuration": "every key, variable and option, generated from the configuration model",
