@@ -25,8 +25,7 @@ def test_it_is_one_or_two_screens() -> None:
 
 
 def test_the_bars_are_as_long_as_the_table_says() -> None:
-    rows = README[README.index("| SIGKILL to next step") :]
-    seconds = {float(figure) for figure in re.findall(r"([\d.]+) s\b", rows)}
+    seconds = {float(one) for one in re.findall(r"([\d.]+) s\b", README[README.index("| SIGKILL to next step") :])}
 
     for name in ("bars-light.svg", "bars-dark.svg"):
         bars = re.findall(r">([\d.]+) s<", (REPOSITORY / "docs" / name).read_text())
