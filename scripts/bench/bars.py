@@ -21,7 +21,7 @@ PROGRAMS = ("a loop of your own", "Lightning", "transformers")
 # "0.4 s; without a standby 2.9 s (torchrun: 3.0 s)": ttprun's figure, and torchrun's.
 FIGURES = re.compile(r"([\d.]+) s(?:; [^|(]*)? \((?:torchrun: )?([\d.]+) s\)")
 WIDTH, LEFT, RIGHT, ROW, BAR = 860, 228, 60, 21, 15
-TITLE = "Seconds from the kill of one rank to the next step (2 ranks on 2 CPU cores; torchrun starts both again)"
+TITLE = "Seconds from the kill of one rank to the next step (2 ranks on 2 CPU cores; under ttprun a standby was ready)"
 
 
 def figures_of(readme: str) -> list[tuple[str, float, float]]:
