@@ -101,6 +101,11 @@ class Run:
         """Rank -> the lines in which the script printed a SHA-256."""
         return {rank: [line for line in lines if " sha256 " in line] for rank, lines in self.stdout.items()}
 
+    @property
+    def last_words(self) -> str:
+        """How the launcher says that the job has ended, in one line."""
+        return self.output[self.output.rindex("ttprun: the job has ended") :].replace("\nttprun: ", " ")
+
     def story(self) -> str:
         """What a person needs to see why this run was not as expected."""
         parts = [f"{self.script} in {self.folder}: exit code {self.exit_code}, faults {list(self.faults)}"]

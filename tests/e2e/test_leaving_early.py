@@ -16,7 +16,7 @@ def test_a_job_whose_rank_leaves_in_mid_run_with_exit_code_0_ends_with_a_line_an
     result = run_ttprun(SCRIPT, 2, script_args=["--how", how])
 
     assert result.exit_code == 1, result.story()
-    last = result.output.splitlines()[-1]
+    last = result.last_words
     assert last.startswith(
         "ttprun: the job has ended: rank 1 left with exit code 0 while rank 0 still needed it; its state"
     )

@@ -23,14 +23,14 @@ def test_an_exception_is_tried_again_as_often_as_asked_for_and_ends_the_job_with
     assert [line for line in frames if SCRIPT not in line] == []  # none of ours, nor of what has run the script
     tries = [line.rpartition(": ")[2] for line in result.output.splitlines() if "trying again" in line]
     assert tries == [f"trying again, {number} of {retries + 1}" for number in range(2, runs + 1)]
-    assert result.output.splitlines()[-1].startswith(f"ttprun: the job has ended: {RAISED}")
+    assert result.last_words.startswith(f"ttprun: the job has ended: {RAISED}")
 
 
 def test_an_exit_with_a_code_is_the_cause_and_not_the_connections_that_broke_by_it(run_ttprun: RunTtprun) -> None:
     result = run_ttprun(SCRIPT, 2, script_args=["--how", "exit"], options=["--exception-retries", "0"])
 
     assert result.exit_code == 1, result.story()
-    last = result.output.splitlines()[-1]
+    last = result.last_words
     assert last.startswith(
         "ttprun: the job has ended: rank 1 exited with code 3 at boundary 8; not replaced: this is an"
     )
@@ -60,6 +60,6 @@ def test_a_crash_in_the_same_line_of_the_same_step_ends_the_job_with_the_scripts
 
     assert result.exit_code == 93, result.story()
     assert result.process_counts == [1, 2]
-    assert "not replaced: a new process crashes in the same line of the same step" in result.output.splitlines()[-1]
+    assert "not replaced: a new process crashes in the same line of the same step" in result.last_words
     assert "traceback : The script, most recent call first:" in result.output
     assert "recovered" not in result.output

@@ -52,7 +52,7 @@ class Ceiling:
         """
         now = time.perf_counter_ns()
         others_ns, self._before = now - self._before - taken_ns, now
-        if not budget:
+        if not budget or (taken_ns <= LEAST_OF_RECORD_NS and not self._debt):
             return None
         ceiling = max(round(max(budget, SHARE_OF_RECORD) * others_ns), LEAST_OF_RECORD_NS)
         above = taken_ns - ceiling

@@ -2,8 +2,9 @@
 
 The digests of the newest lines are kept in the rank's recorder, each with the boundary after which it was printed. A
 replacement writes to a replay log until it goes live at a boundary. From then on it leaves out the lines that the lost
-rank has printed in the same step: those that are equal but for the time of day, whoever has printed what else between
-them (a signal handler, a thread). What is not equal is printed. A line ends with \n or \r, or with its step.
+rank has printed in the same step: those of the same place in the script, as often as the lost rank was there; of
+another thread, those that are equal but for the time of day. What a signal handler or a thread has printed between them
+counts for itself. A line ends with \n or \r, or with its step.
 
 Begin with `_NotedRaw.write`.
 """
@@ -25,6 +26,7 @@ import xxhash
 from ttprun.capture.host import Host, current
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import signal_handlers
+from ttprun.introspect.frames import location_key
 from ttprun.protocol.board import Field
 
 _LAST_LINES, _LAST_BYTES = 3, 2000
@@ -127,8 +129,14 @@ class _NotedRaw(io.RawIOBase):
         return out + (are_new if is_held else raw)
 
     def _is_left_out(self, session: Host, boundary: int, line: bytes) -> bool:
-        """Whether the lost rank has printed this line; else it is noted."""
-        digest = xxhash.xxh3_64_intdigest(_TIME_OF_DAY.sub(b"", line), self._number)
+        """Whether the lost rank has printed this line; else it is noted.
+
+        A line of the main thread is known by the place in the script where it is printed: it may show a duration, or
+        what a file system was asked that has changed since.
+        """
+        place = location_key() if threading.current_thread() is threading.main_thread() else ""
+        known_by = place.encode() if place else _TIME_OF_DAY.sub(b"", line)
+        digest = xxhash.xxh3_64_intdigest(known_by, self._number)
         if _left_out and self._begun.is_held and (left := _left_out[boundary, digest]):
             _left_out[boundary, digest] = left - 1
             if left == 1:
