@@ -194,7 +194,8 @@ WIDE = {
     ("capture", "introspect"): 96,
     ("rank", "tensors"): 57,
     ("rank", "introspect"): 53,
-    ("rank", "groups"): 42,
+    ("rank", "groups"): 47,
+    ("rank", "capture"): 41,
 }
 
 

@@ -140,7 +140,7 @@ def conclude(console: Console, findings: list[Finding]) -> None:
 
 def write_report(file: Path, findings: list[Finding]) -> None:
     """Write what a bug report needs: versions, findings, the newest run. Raises ConfigError if it cannot be written."""
-    installed = {f"{one.name} {one.version}" for one in distributions() if PACKAGES.fullmatch(one.name)}
+    installed = {f"{package.name} {package.version}" for package in distributions() if PACKAGES.fullmatch(package.name)}
     parts = [
         f"# ttprun {__version__}, Python {platform.python_version()}, {platform.platform()}\n",
         "\n".join(f"* {package}" for package in sorted(installed)),

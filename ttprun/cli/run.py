@@ -148,9 +148,9 @@ def say_misplaced(torchrun: Namespace, directory: RunDirectory) -> None:
         reason = read_status(directory.status).reason
     if not _REFUSED_BY_ARGPARSE.search(reason):
         return
-    known = build_parser()._option_string_actions
+    ours = build_parser()._option_string_actions
     words = dict.fromkeys(word.partition("=")[0] for word in torchrun.training_script_args)
-    if misplaced := [word for word in words if word.startswith("--") and word in known and word != "--help"]:
+    if misplaced := [word for word in words if word.startswith("--") and word in ours and word != "--help"]:
         script, options = os.path.basename(torchrun.training_script), ", ".join(misplaced)
         console.say(f"{script} got {options}: ttprun's own options must stand before {script}")
 

@@ -207,8 +207,8 @@ class Journal:
         Those that other threads have carried over it are removed if they have completed.
         """
         with self.changed:
-            left = [entry for entry in self.entries if entry.save is None or entry.save.began_at >= boundary]
-            self.entries = [entry for entry in left if not (entry.is_carried and _is_over(entry))]
+            newer = [entry for entry in self.entries if entry.save is None or entry.save.began_at >= boundary]
+            self.entries = [entry for entry in newer if not (entry.is_carried and _is_over(entry))]
             self.changed.notify_all()
 
     def forget_completed(self) -> None:

@@ -112,7 +112,7 @@ class Resumption:
             self._say_killed("it had saved nothing yet, so the script starts at its first step (--snapshot-every 5min)")
         return ()
 
-    def _say_killed(self, found: str) -> None:
+    def _say_killed(self, what_is_saved: str) -> None:
         """Of a run whose launcher was killed nobody could save the end: say what there is of it."""
         killed, step = self._store.killed, 0
         with contextlib.suppress(OSError, ValueError):  # it has run elsewhere, or its directory is gone
@@ -120,7 +120,7 @@ class Resumption:
             step = max(rank.step or 0 for rank in read_status(RunDirectory(runs / killed).status).ranks)
         if killed:
             where = f" in step {step + 1}" if step else ""
-            logger.warning("the launcher of run %s was killed%s: %s", killed, where, found)
+            logger.warning("the launcher of run %s was killed%s: %s", killed, where, what_is_saved)
 
     def _candidates(self) -> list[Checkpoint]:
         """The last written first; says which are passed over, if they could have been chosen."""

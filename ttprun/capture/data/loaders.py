@@ -363,11 +363,8 @@ def _is_under_way(alive: list[Any], number: int) -> bool:
 
 
 def _references_of_one() -> int:
-    class Holder:
-        held: Any
-
-    Holder.held = object()
-    alive = [Holder.held]
+    holder = [object()]
+    alive = [*holder]
     return sys.getrefcount(alive[0])
 
 

@@ -174,20 +174,20 @@ def _unpack(packed: bytes | None) -> tuple[Any, int]:
     return states, digest
 
 
-def _restore(left: dict[tuple[int, int], bytes], worker: int, when: tuple[int, int]) -> None:
+def _restore(of_lost: dict[tuple[int, int], bytes], worker: int, when: tuple[int, int]) -> None:
     """Restore the states that the lost rank's worker had at `when`: before a batch of an epoch.
 
-    left   what the lost one has left
+    of_lost   what the lost one has left
 
     Raises OtherBatchError if they are not kept any more.
     """
     _, number = when
-    state, _ = _unpack(left.get(when))
+    state, _ = _unpack(of_lost.get(when))
     if state is None and number == 0:  # the lost worker had not begun this epoch
-        newest = next((left[earlier] for earlier in sorted(left, reverse=True) if earlier < when), None)
+        newest = next((of_lost[earlier] for earlier in sorted(of_lost, reverse=True) if earlier < when), None)
         state, _ = _unpack(newest)
-    elif state is None and left:
-        state, *others = (_unpack(packed)[0] for packed in left.values())
+    elif state is None and of_lost:
+        state, *others = (_unpack(packed)[0] for packed in of_lost.values())
         if any(other != state for other in others):
             raise OtherBatchError(
                 f"the random states of DataLoader worker {worker} before its batch {number} are not kept any more: it"

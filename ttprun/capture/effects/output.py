@@ -105,8 +105,8 @@ class _NotedRaw(io.RawIOBase):
 
     def _take_held(self) -> bytes:
         begun = self._begun
-        held, begun.is_held = begun.text if begun.is_held else b"", False
-        return held
+        text, begun.is_held = begun.text if begun.is_held else b"", False
+        return text
 
     def _noted(self, session: Host, raw: bytes) -> bytes:
         """Note the lines that end in it; returns what is to be written, which may have been held."""
@@ -137,9 +137,9 @@ class _NotedRaw(io.RawIOBase):
         place = location_key() if threading.current_thread() is threading.main_thread() else ""
         known_by = place.encode() if place else _TIME_OF_DAY.sub(b"", line)
         digest = xxhash.xxh3_64_intdigest(known_by, self._number)
-        if _left_out and self._begun.is_held and (left := _left_out[boundary, digest]):
-            _left_out[boundary, digest] = left - 1
-            if left == 1:
+        if _left_out and self._begun.is_held and (times := _left_out[boundary, digest]):
+            _left_out[boundary, digest] = times - 1
+            if times == 1:
                 del _left_out[boundary, digest]
             return True
         session[Recorder].note_printed(next(_numbers), boundary, digest)

@@ -299,9 +299,11 @@ class Names:
         *("choose", "entered", "kept", "late", "left", "rest"),
     )
 
-    def __init__(self, choose: Callable[[dict[str, Any]], list[str]], left: dict[str, type] | None = None) -> None:
+    def __init__(
+        self, choose: Callable[[dict[str, Any]], list[str]], left_alone: dict[str, type] | None = None
+    ) -> None:
         self.choose = choose
-        self.left = {} if left is None else left
+        self.left = {} if left_alone is None else left_alone
         self.kept: Kept | None = None
         self.late: Kept | None = None
         self.entered: Kept | None = None

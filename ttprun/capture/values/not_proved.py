@@ -52,15 +52,15 @@ def leave_dearest(prices: list[Price], above_ns: int, least_ns: int) -> None:
     above_ns    what it took too much
     least_ns    what takes less is recorded all the same
     """
-    found, at = [], len(prices) - 1
+    untrained, at = [], len(prices) - 1
     while at >= 0:
         price = prices[at]
         if is_a(price.value, _TRAINED) or any(is_a(met, _TRAINED) for met in price.met):
             at -= 1  # the next one is within it, if there is any
         else:
-            found.append(price)
+            untrained.append(price)
             at = price.first - 1
-    for price in sorted(found, key=lambda price: -price.taken_ns):
+    for price in sorted(untrained, key=lambda price: -price.taken_ns):
         if above_ns <= 0 or price.taken_ns < least_ns:
             break
         above_ns -= price.taken_ns
