@@ -50,19 +50,14 @@ def test_a_fault_in_a_recovery_follows_the_one_that_is_repaired() -> None:
     assert all(first.rank == second.rank for first, second in pairs)
 
 
-def test_killed_workers_are_drawn_for_scripts_that_have_some() -> None:
-    kinds = {
-        subject.script: {fault.kind for seed in range(20) for fault in drawn(subject, seed, "step", "worker")}
+def test_workers_are_killed_in_scripts_that_have_some_but_not_between_two_epochs() -> None:
+    killed = [
+        (subject, fault.step or 0)
         for subject in SUBJECTS
-    }
+        for seed in range(200)
+        for fault in drawn(subject, seed, "step", "worker")
+        if fault.kind == "worker-kill"
+    ]
 
-    assert [script for script, found in kinds.items() if "worker-kill" in found] == ["epochs_dataloader.py"]
-
-
-def test_no_worker_is_killed_between_two_epochs_when_there_is_none() -> None:
-    subject = SUBJECTS[0]
-
-    steps = [f.step for seed in range(200) for f in drawn(subject, seed, "step", "worker") if f.kind == "worker-kill"]
-
-    assert steps
-    assert not [step for step in steps if (step or 0) % subject.epoch_steps == 0]
+    assert {subject.script for subject, _ in killed} == {"epochs_dataloader.py"}
+    assert all(step % subject.epoch_steps for subject, step in killed)

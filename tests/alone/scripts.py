@@ -67,7 +67,6 @@ model = torch.nn.Linear(3, 2)
 best = train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), 18)
 print(best.hex())
 {TAIL}"""
-CALL = "import sys; from tests.alone.capture import Capture; {}"
 
 
 def run(folder: Path, *arguments: str, kill_after: int = 0) -> str:

@@ -23,22 +23,16 @@ EXACT = [
 RESUMED = ("track", "chain", "accumulated", "nested", "slice")
 
 
-@pytest.mark.parametrize(("manner", "step"), EXACT)
+@pytest.mark.parametrize(
+    ("manner", "step", "phase"),
+    [*((manner, step, "backward") for manner, step in EXACT), ("nested", 15, "after_step")],
+    ids=[*(f"{manner}-{step}" for manner, step in EXACT), "nested, where no loss shows it"],
+)
 def test_a_replacement_counts_on_where_the_lost_rank_had_counted_to(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, manner: str, step: int
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, manner: str, step: int, phase: str
 ) -> None:
     args = ["--manner", manner]
-    run = run_ttprun(SCRIPT, 2, faults=[f"kill:rank=1,step={step},phase=backward"], script_args=args)
-
-    assert_only_replaced(run)
-    assert_same_outcome(run, undisturbed(SCRIPT, 2, args))
-
-
-def test_a_generator_inside_a_generator_counts_on_also_where_no_loss_would_show_it(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    args = ["--manner", "nested"]
-    run = run_ttprun(SCRIPT, 2, faults=["kill:rank=1,step=15,phase=after_step"], script_args=args)
+    run = run_ttprun(SCRIPT, 2, faults=[f"kill:rank=1,step={step},phase={phase}"], script_args=args)
 
     assert_only_replaced(run)
     assert_same_outcome(run, undisturbed(SCRIPT, 2, args))

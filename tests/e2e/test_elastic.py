@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import Launch, Run, Undisturbed, assert_no_orphans, start_ttprun
+from tests.e2e.test_nodes import at_gate, leading, start_gated
 from tests.nodes import Nodes, why_none
 
 pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none())
@@ -44,6 +45,14 @@ class Job:
         )
         self.launches[name or str(number)] = launch
         return launch
+
+    def begun(self, *joining: int) -> list[Launch]:
+        """Node 0 begins alone, and these join it at step 3; returns the launchers."""
+        launches = [self.start(0)]
+        launches[0].wait_for_line(0, "step 3 ")
+        launches += [self.start(number) for number in joining]
+        self.wait_for_resizes("0", 1)
+        return launches
 
     def open(self, step: int) -> None:
         """Let the ranks go on from this gate."""
@@ -95,10 +104,7 @@ def resizes(run: Run) -> list[tuple[str, int, int]]:
 def test_a12_nodes_join_while_the_job_runs_and_each_sample_is_trained_on_once_an_epoch(tmp_path: Path) -> None:
     with Nodes(3) as nodes:
         job = Job(nodes, tmp_path, "1:3", 120, "3,6")
-        first = job.start(0)
-        first.wait_for_line(0, "step 3 ")
-        job.start(1)
-        job.wait_for_resizes("0", 1)
+        first, _ = job.begun(1)
         job.open(3)
         first.wait_for_line(0, "step 6 ")
         job.start(2)
@@ -118,10 +124,7 @@ def test_a12_nodes_join_while_the_job_runs_and_each_sample_is_trained_on_once_an
 def test_a13_nodes_leave_one_after_the_other_also_the_one_that_leads_and_nothing_is_lost(tmp_path: Path) -> None:
     with Nodes(3) as nodes:
         job = Job(nodes, tmp_path, "1:3", 120, "3,6,9")
-        first = job.start(0)
-        first.wait_for_line(0, "step 3 ")
-        second, third = job.start(1), job.start(2)
-        job.wait_for_resizes("0", 1)
+        first, second, third = job.begun(1, 2)
         job.open(3)
         second.wait_for_line(0, "step 6 ")
         third.process.send_signal(signal.SIGUSR1)
@@ -142,10 +145,7 @@ def test_a13_nodes_leave_one_after_the_other_also_the_one_that_leads_and_nothing
 def test_a17_a_lost_node_costs_no_step_and_when_it_comes_back_it_trains_again(tmp_path: Path) -> None:
     with Nodes(2) as nodes:
         job = Job(nodes, tmp_path, "1:2", 120, "3,6,9")
-        first = job.start(0)
-        first.wait_for_line(0, "step 3 ")
-        job.start(1)
-        job.wait_for_resizes("0", 1)
+        first, _ = job.begun(1)
         job.open(3)
         first.wait_for_line(0, "step 6 ")
         nodes.end_processes(1)
@@ -204,37 +204,17 @@ def test_a14_hosts_that_the_discovery_command_names_replace_others_and_not_a_bit
     assert runs[1].final == reference.final, runs[1].story()
 
 
-def leader_of(folder: Path) -> int:
-    """Which of the first two launchers leads."""
-    read = [json.loads((folder / f"{number}/run/status.json").read_text()) for number in range(2)]
-    return [status["is_leading"] for status in read].index(True)
-
-
-def start_gated(nodes: Nodes, number: int, folder: Path, options: tuple[str, ...] = ()) -> Launch:
-    """A launcher of a job of two nodes at least, whose ranks wait before step 12."""
-    return start_ttprun(
-        GATED,
-        1,
-        folder / str(number),
-        options=[*nodes.rendezvous(number, "2:3"), "--elastic", "--save-dir", str(folder / "save"), *options],
-        script_args=["--gate", str(folder / "gate")],
-        out=folder / "out",
-        within=nodes.inside(number),
-    )
-
-
 def test_a8_a9_with_too_few_nodes_all_wait_and_continue_when_a_node_comes(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
+    elastic = ["--elastic", "--save-dir", str(tmp_path / "save")]
     with Nodes(3) as nodes:
-        launches = [start_gated(nodes, number, tmp_path) for number in range(2)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
-        leader = leader_of(tmp_path)
+        launches = at_gate(nodes, range(2), tmp_path, options=elastic)
+        leader = leading(launches)
         nodes.end_processes(1 - leader)
         status = tmp_path / f"{leader}/run/status.json"
         wait_until(lambda: "more for a launcher to take its place" in json.loads(status.read_text())["reason"])
-        came = start_gated(nodes, 2, tmp_path)
+        came = start_gated(nodes, 2, tmp_path, options=elastic)
         (tmp_path / "gate").touch()
         runs = [launches[leader].finish(), came.finish()]
 
@@ -244,11 +224,10 @@ def test_a8_a9_with_too_few_nodes_all_wait_and_continue_when_a_node_comes(
 
 
 def test_a8_when_no_node_comes_in_time_the_state_is_saved_and_the_job_may_be_started_again(tmp_path: Path) -> None:
+    options = ["--elastic", "--save-dir", str(tmp_path / "save"), "--node-wait-s", "1"]
     with Nodes(2) as nodes:
-        launches = [start_gated(nodes, number, tmp_path, ("--node-wait-s", "1")) for number in range(2)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
-        leader = leader_of(tmp_path)
+        launches = at_gate(nodes, range(2), tmp_path, options=options)
+        leader = leading(launches)
         nodes.end_processes(1 - leader)
         run = launches[leader].finish()
 
@@ -261,11 +240,7 @@ def test_a8_when_no_node_comes_in_time_the_state_is_saved_and_the_job_may_be_sta
 def test_a_lost_leader_of_an_elastic_job_is_left_out_and_the_next_one_goes_on_with_the_others(tmp_path: Path) -> None:
     with Nodes(3) as nodes:
         job = Job(nodes, tmp_path, "1:3", 120, "3,6")
-        first = job.start(0)
-        first.wait_for_line(0, "step 3 ")
-        second = job.start(1)
-        job.start(2)
-        job.wait_for_resizes("0", 1)
+        _, second, _ = job.begun(1, 2)
         job.open(3)
         second.wait_for_line(0, "step 6 ")
         wait_until(lambda: '"compared"' in (tmp_path / "0/run/events.jsonl").read_text())
@@ -284,11 +259,7 @@ def test_a_lost_leader_of_an_elastic_job_is_left_out_and_the_next_one_goes_on_wi
 def test_a_leader_that_is_lost_before_the_first_step_after_a_resize_costs_no_step(tmp_path: Path) -> None:
     with Nodes(3) as nodes:
         job = Job(nodes, tmp_path, "1:3", 120, "3")
-        first = job.start(0)
-        first.wait_for_line(0, "step 3 ")
-        job.start(1)
-        job.start(2)
-        job.wait_for_resizes("0", 1)
+        job.begun(1, 2)
         events = tmp_path / "0/run/events.jsonl"
         wait_until(lambda: '"outcome": "recovered"' in events.read_text())  # all stand at the resize's boundary
         nodes.end_processes(0)

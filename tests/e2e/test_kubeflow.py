@@ -82,32 +82,16 @@ def assert_trained_as(reference: Run, runs: list[Run]) -> None:
     assert sorted(hashes) == sorted(chain(*reference.hashes.values())), runs[0].story()
 
 
+@pytest.mark.parametrize(("index", "options"), [(1, []), (0, ["--run-id", "train"])], ids=["second", "with the store"])
 def test_a_pod_that_comes_back_with_its_index_takes_its_place_and_no_step_is_lost(
-    start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path
+    start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path, index: int, options: list[str]
 ) -> None:
-    pods = Pods(start_ttprun, tmp_path, "--node-wait-s", "120")
+    pods = Pods(start_ttprun, tmp_path, "--node-wait-s", "120", *options)
     pods.start_at_gate()
-    lost = pods.status(1)["node"]
+    lost = pods.status(index)["node"]
 
-    pods.kill(1)
-    pods.start(1)
-    runs = pods.finish()
-
-    assert_trained_as(undisturbed(GATED, 2), runs)
-    leader = next(run for run in runs if run.status["is_leading"])
-    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [lost])]
-    assert leader.incidents[0]["steps_lost"] == 0, leader.story()
-
-
-def test_the_first_pod_comes_back_and_finds_the_job_though_the_store_was_lost_with_it(
-    start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    pods = Pods(start_ttprun, tmp_path, "--node-wait-s", "120", "--run-id", "train")
-    pods.start_at_gate()
-    lost = pods.status(0)["node"]
-
-    pods.kill(0)
-    pods.start(0)
+    pods.kill(index)
+    pods.start(index)
     runs = pods.finish()
 
     assert_trained_as(undisturbed(GATED, 2), runs)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -322,9 +322,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_and_no_step_is_lost(
     undisturbed: Undisturbed, tmp_path: Path, is_cut: bool
 ) -> None:
     with Nodes(3) as nodes:
-        launches = [start_gated(nodes, number, tmp_path) for number in range(2)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
+        launches = at_gate(nodes, range(2), tmp_path)
         spare = start_gated(nodes, 2, tmp_path)
         launches[0].wait_for_event("node_waits")
 
@@ -333,8 +331,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_and_no_step_is_lost(
         leader, runs = finished([launches[0], spare])
         lost = launches[1].finish()
 
-    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [1])]
-    assert leader.incidents[0]["steps_lost"] == 0, leader.story()
+    assert_replaced(leader, [1])
     assert_same_weights(runs, undisturbed(GATED, 2))
     assert lost.exit_code == (143 if is_cut else -signal.SIGKILL), lost.story()
     assert ("reaches 1 of 3 agents: the others may go on without it" in lost.output) == is_cut, lost.story()
@@ -344,9 +341,7 @@ def test_a_lost_node_that_comes_back_takes_its_slots_again_and_no_step_is_lost(
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     with Nodes(2) as nodes:
-        launches = [start_gated(nodes, number, tmp_path, ranks=2, size="2") for number in range(2)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
+        launches = at_gate(nodes, range(2), tmp_path, ranks=2, size="2")
 
         nodes.kill(1)
         nodes.join(1)
@@ -354,24 +349,20 @@ def test_a_lost_node_that_comes_back_takes_its_slots_again_and_no_step_is_lost(
         (tmp_path / "gate").touch()
         leader, runs = finished([launches[0], again])
 
-    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [2, 3])]
-    assert leader.incidents[0]["steps_lost"] == 0, leader.story()
+    assert_replaced(leader, [2, 3])
     assert_same_weights(runs, undisturbed(GATED, 4))
 
 
 def test_one_of_three_nodes_is_lost_and_the_others_wait_for_a_spare(undisturbed: Undisturbed, tmp_path: Path) -> None:
     with Nodes(4) as nodes:
-        launches = [start_gated(nodes, number, tmp_path, size="3:4") for number in range(3)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
+        launches = at_gate(nodes, range(3), tmp_path, size="3:4")
 
         nodes.kill(1)
         (tmp_path / "gate").touch()
         spare = start_gated(nodes, 3, tmp_path, size="3:4")
         leader, runs = finished([launches[0], launches[2], spare])
 
-    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [1])]
-    assert leader.incidents[0]["steps_lost"] == 0, leader.story()
+    assert_replaced(leader, [1])
     assert_same_weights(runs, undisturbed(GATED, 3))
 
 
@@ -379,9 +370,7 @@ def test_the_node_that_has_the_rendezvous_store_but_does_not_lead_is_replaced_as
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     with Nodes(3) as nodes:
-        launches = [start_gated(nodes, number, tmp_path, host=1) for number in (1, 0)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
+        launches = at_gate(nodes, (1, 0), tmp_path, host=1)
         spare = start_gated(nodes, 2, tmp_path, host=1)
         launches[1].wait_for_event("node_waits")
 
@@ -389,7 +378,7 @@ def test_the_node_that_has_the_rendezvous_store_but_does_not_lead_is_replaced_as
         (tmp_path / "gate").touch()
         leader, runs = finished([launches[1], spare])
 
-    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [1])]
+    assert_replaced(leader, [1])
     assert_same_weights(runs, undisturbed(GATED, 2))
 
 
@@ -397,9 +386,7 @@ def test_who_comes_after_the_leader_was_lost_finds_the_job_if_the_store_is_elsew
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     with Nodes(3) as nodes:
-        launches = [start_gated(nodes, number, tmp_path, host=1) for number in (1, 0)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
+        launches = at_gate(nodes, (1, 0), tmp_path, host=1)
 
         nodes.end_processes(0)
         launches[0].wait_for_event("leads")
@@ -408,7 +395,7 @@ def test_who_comes_after_the_leader_was_lost_finds_the_job_if_the_store_is_elsew
         (tmp_path / "gate").touch()
         leader, runs = finished([launches[0], came])
 
-    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [0])]
+    assert_replaced(leader, [0])
     assert_same_weights(runs, undisturbed(GATED, 2))
 
 
@@ -425,9 +412,7 @@ def test_who_comes_after_the_node_with_the_store_was_lost_finds_the_job(
             [*save, "--run-id", "job"] if is_file else [*save, "--elastic", "--discovery", f"printf '%s\\n' {named}"]
         )
         size = "2" if is_file else "2:2"
-        launches = [start_gated(nodes, number, tmp_path, size=size, host=host, options=options) for number in range(2)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
+        launches = at_gate(nodes, range(2), tmp_path, size=size, host=host, options=options)
 
         nodes.end_processes(host)
         came = start_gated(nodes, 2, tmp_path, size=size, host=host, options=options)
@@ -444,9 +429,7 @@ def test_a_launcher_that_comes_while_the_job_saves_its_state_waits_and_takes_par
 ) -> None:
     options = ["--save-dir", str(tmp_path / "save"), "--run-id", "job"]
     with Nodes(2) as nodes:
-        launches = [start_gated(nodes, number, tmp_path, size="2", options=options) for number in range(2)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
+        launches = at_gate(nodes, range(2), tmp_path, size="2", options=options)
         stopped, lead = rank_pid(launches[1]), leading(launches)
         os.kill(stopped, signal.SIGSTOP)  # so that saving takes as long as the test needs
         launches[0].process.send_signal(signal.SIGTERM)
@@ -469,9 +452,7 @@ def test_if_the_leader_is_lost_while_a_rank_of_another_node_is_repaired_both_are
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     with Nodes(4) as nodes:
-        launches = [start_gated(nodes, number, tmp_path, size="3:4") for number in range(3)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
+        launches = at_gate(nodes, range(3), tmp_path, size="3:4")
         spare = start_gated(nodes, 3, tmp_path, size="3:4")
         lead = leading(launches)
         launches[lead].wait_for_event("node_waits")
@@ -483,8 +464,7 @@ def test_if_the_leader_is_lost_while_a_rank_of_another_node_is_repaired_both_are
         (tmp_path / "gate").touch()
         leader, runs = finished([*followers, spare])
 
-    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [0, 2])]
-    assert leader.incidents[0]["steps_lost"] == 0, leader.story()
+    assert_replaced(leader, [0, 2])
     assert_same_weights(runs, undisturbed(GATED, 3))
 
 
@@ -546,14 +526,26 @@ def start_gated(
     )
 
 
+def at_gate(nodes: Nodes, numbers: Iterable[int], folder: Path, **how: Any) -> list[Launch]:
+    """Launchers as above, whose ranks have come to the gate."""
+    launches = [start_gated(nodes, number, folder, **how) for number in numbers]
+    for launch in launches:
+        launch.wait_for_line(0, "step 11 ")
+    return launches
+
+
+def assert_replaced(leader: Run, ranks: list[int]) -> None:
+    """A node was lost, and its ranks were replaced without the loss of a step."""
+    incidents = [(one["kind"], one["rung"], one["ranks"], one["steps_lost"]) for one in leader.incidents]
+    assert incidents == [("node-lost", "replace", ranks, 0)], leader.story()
+
+
 @pytest.mark.parametrize("is_cut", [False, True], ids=["its processes are killed", "its link is cut"])
 def test_the_node_whose_agent_leads_is_lost_and_the_next_one_takes_over_with_a_spare(
     undisturbed: Undisturbed, tmp_path: Path, is_cut: bool
 ) -> None:
     with Nodes(3) as nodes:
-        launches = [start_gated(nodes, number, tmp_path) for number in range(2)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
+        launches = at_gate(nodes, range(2), tmp_path)
         spare = start_gated(nodes, 2, tmp_path)
         lead = leading(launches)
         launches[lead].wait_for_event("node_waits")
@@ -562,6 +554,5 @@ def test_the_node_whose_agent_leads_is_lost_and_the_next_one_takes_over_with_a_s
         (tmp_path / "gate").touch()
         leader, runs = finished([launches[1 - lead], spare])
 
-    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [0])]
-    assert leader.incidents[0]["steps_lost"] == 0, leader.story()
+    assert_replaced(leader, [0])
     assert_same_weights(runs, undisturbed(GATED, 2))

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Launch, start_ttprun
-from tests.e2e.test_nodes import leading
+from tests.e2e.test_nodes import at_gate, leading, start_gated
 from tests.nodes import Nodes, why_none
 
 pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none())
@@ -49,32 +48,16 @@ def ask(nodes: Nodes, number: int, source: int) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def start(nodes: Nodes, number: int, folder: Path) -> Launch:
-    token = folder / "token"
-    token.write_text(TOKEN)
-    token.chmod(0o600)
-    return start_ttprun(
-        "gated_steps.py",
-        1,
-        folder / str(number),
-        options=[
-            *nodes.rendezvous(number, "2:3"),
-            *("--http", f"0.0.0.0:{PORT}", "--http-token-file", str(token), "--node-wait-s", "60"),
-        ],
-        script_args=["--gate", str(folder / "gate")],
-        out=folder / "out",
-        within=nodes.inside(number),
-    )
-
-
 def test_a_node_leads_to_the_page_of_the_one_that_leads_and_shows_the_job_itself_when_that_is_lost(
     tmp_path: Path,
 ) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    options = ["--http", f"0.0.0.0:{PORT}", "--http-token-file", str(token)]
     with Nodes(3) as nodes:
-        launches = [start(nodes, number, tmp_path) for number in range(2)]
-        for launch in launches:
-            launch.wait_for_line(0, "step 11 ")
-        spare = start(nodes, 2, tmp_path)
+        launches = at_gate(nodes, range(2), tmp_path, options=options)
+        spare = start_gated(nodes, 2, tmp_path, options=options)
         lead = leading(launches)
         launches[lead].wait_for_event("node_waits")
 

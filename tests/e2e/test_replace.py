@@ -13,6 +13,7 @@ their sizes, for choosing moments:
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 
@@ -55,6 +56,22 @@ EARLY_KILL = [
 ]
 
 
+def assert_replaced(
+    run_ttprun: RunTtprun,
+    undisturbed: Undisturbed,
+    script: str,
+    ranks: int,
+    faults: Sequence[str],
+    options: Sequence[str] = (),
+) -> None:
+    """After each fault the lost rank is replaced, no other one is disturbed, and nothing differs."""
+    result = run_ttprun(script, ranks, faults=faults, options=options)
+
+    assert_only_replaced(result, incidents=len(faults))
+    assert_same_outcome(result, undisturbed(script, ranks))
+    assert_survivors_kept_their_pids(result)
+
+
 @pytest.mark.parametrize(("script", "ranks"), [(EPOCHS, 3), (WHILE_TRUE, 2)])
 def test_a_run_in_which_nothing_fails_is_as_under_torchrun(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, ranks: int
@@ -71,41 +88,27 @@ def test_a_run_in_which_nothing_fails_is_as_under_torchrun(
 def test_a_rank_killed_in_any_phase_of_a_step_is_replaced_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, ranks: int, rank: int, step: int, phase: str
 ) -> None:
-    result = run_ttprun(script, ranks, faults=[f"kill:rank={rank},step={step},phase={phase}"])
-
-    assert_only_replaced(result)
-    assert_same_outcome(result, undisturbed(script, ranks))
-    assert_survivors_kept_their_pids(result)
+    assert_replaced(run_ttprun, undisturbed, script, ranks, [f"kill:rank={rank},step={step},phase={phase}"])
 
 
 @pytest.mark.parametrize(("script", "ranks", "rank", "phase"), EARLY_KILL)
 def test_a_rank_killed_before_its_first_step_is_replaced_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, ranks: int, rank: int, phase: str
 ) -> None:
-    result = run_ttprun(script, ranks, faults=[f"kill:rank={rank},phase={phase}"])
-
-    assert_only_replaced(result)
-    assert_same_outcome(result, undisturbed(script, ranks))
-    assert_survivors_kept_their_pids(result)
+    assert_replaced(run_ttprun, undisturbed, script, ranks, [f"kill:rank={rank},phase={phase}"])
 
 
 @pytest.mark.parametrize("fault", ["exit:rank=1,step=12,phase=backward", "exception:rank=0,step=13,phase=forward"])
 def test_a_rank_that_ends_by_itself_is_replaced_like_a_killed_one(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str
 ) -> None:
-    result = run_ttprun(TWO_OPTIMIZERS, 2, faults=[fault])
-
-    assert_only_replaced(result)
-    assert_same_outcome(result, undisturbed(TWO_OPTIMIZERS, 2))
-    assert_survivors_kept_their_pids(result)
+    assert_replaced(run_ttprun, undisturbed, TWO_OPTIMIZERS, 2, [fault])
 
 
 def test_a_rank_is_replaced_without_a_standby(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
-    result = run_ttprun(WHILE_TRUE, 2, faults=["kill:rank=1,step=12,phase=backward"], options=["--standbys", "0"])
-
-    assert_only_replaced(result)
-    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
-    assert_survivors_kept_their_pids(result)
+    assert_replaced(
+        run_ttprun, undisturbed, WHILE_TRUE, 2, ["kill:rank=1,step=12,phase=backward"], options=["--standbys", "0"]
+    )
 
 
 def test_three_ranks_killed_one_after_the_other_are_each_replaced(
@@ -117,10 +120,7 @@ def test_three_ranks_killed_one_after_the_other_are_each_replaced(
         "kill:rank=2,step=35,phase=after_step",
     ]
 
-    result = run_ttprun(EPOCHS, 3, faults=faults)
-
-    assert_only_replaced(result, incidents=3)
-    assert_same_outcome(result, undisturbed(EPOCHS, 3))
+    assert_replaced(run_ttprun, undisturbed, EPOCHS, 3, faults)
 
 
 @pytest.mark.parametrize("phase", ["replay", "transfer"])
@@ -152,21 +152,13 @@ def test_two_ranks_that_are_lost_in_one_step_are_replaced_together(
 def test_the_same_rank_killed_twice_is_replaced_twice(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
     faults = ["kill:rank=0,step=8,phase=forward", "kill:rank=0,step=27,phase=in_step"]
 
-    result = run_ttprun(WHILE_TRUE, 2, faults=faults)
-
-    assert_only_replaced(result, incidents=2)
-    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
-    assert_survivors_kept_their_pids(result)
+    assert_replaced(run_ttprun, undisturbed, WHILE_TRUE, 2, faults)
 
 
 def test_a_rank_killed_after_its_last_step_is_replaced_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
-    result = run_ttprun(TWO_OPTIMIZERS, 2, faults=["kill:rank=1,phase=exit"])
-
-    assert_only_replaced(result)
-    assert_same_outcome(result, undisturbed(TWO_OPTIMIZERS, 2))
-    assert_survivors_kept_their_pids(result)
+    assert_replaced(run_ttprun, undisturbed, TWO_OPTIMIZERS, 2, ["kill:rank=1,phase=exit"])
 
 
 def test_a_rank_that_leaves_early_with_code_0_is_no_fault(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
@@ -240,20 +232,14 @@ def _number(line: str, name: str) -> float:
 def test_a_rank_of_a_compiled_model_is_replaced_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
-    run = run_ttprun("compiled_model.py", 2, faults=["kill:rank=1,step=10,phase=backward"])
-
-    assert_only_replaced(run)
-    assert_same_outcome(run, undisturbed("compiled_model.py", 2))
+    assert_replaced(run_ttprun, undisturbed, "compiled_model.py", 2, ["kill:rank=1,step=10,phase=backward"])
 
 
 @pytest.mark.parametrize("fault", ["kill:rank=0,step=18,phase=backward", "kill:rank=1,step=33,phase=after_step"])
 def test_a_loop_over_iterators_that_are_made_of_others_goes_on_in_the_replacement(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str
 ) -> None:
-    run = run_ttprun("composed_iterators.py", 2, faults=[fault])
-
-    assert_only_replaced(run)
-    assert_same_outcome(run, undisturbed("composed_iterators.py", 2))
+    assert_replaced(run_ttprun, undisturbed, "composed_iterators.py", 2, [fault])
 
 
 @pytest.mark.parametrize(
@@ -263,20 +249,14 @@ def test_a_loop_over_a_generator_goes_on_in_the_replacement(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str
 ) -> None:
     """In the second epoch over pieces of the data, in the rows of a table, and where the generator takes the steps."""
-    run = run_ttprun("generators_that_train.py", 2, faults=[fault])
-
-    assert_only_replaced(run)
-    assert_same_outcome(run, undisturbed("generators_that_train.py", 2))
+    assert_replaced(run_ttprun, undisturbed, "generators_that_train.py", 2, [fault])
 
 
 @pytest.mark.parametrize("fault", ["kill:rank=0,step=7,phase=collective", "kill:rank=1,step=29,phase=after_step"])
 def test_what_parts_of_the_users_own_hold_goes_on_in_the_replacement(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str
 ) -> None:
-    run = run_ttprun("own_parts.py", 2, faults=[fault])
-
-    assert_only_replaced(run)
-    assert_same_outcome(run, undisturbed("own_parts.py", 2))
+    assert_replaced(run_ttprun, undisturbed, "own_parts.py", 2, [fault])
 
 
 def test_what_else_torch_offers_works_as_under_torchrun(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
@@ -303,7 +283,4 @@ def test_collectives_of_one_line_and_one_size_are_told_apart_in_a_replay(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
     """DDP's forward pass broadcasts the sizes of two buckets once, and a buffer as large in each step."""
-    run = run_ttprun("buckets_and_buffers.py", 2, faults=["kill:rank=1,step=8,phase=backward"])
-
-    assert_only_replaced(run)
-    assert_same_outcome(run, undisturbed("buckets_and_buffers.py", 2))
+    assert_replaced(run_ttprun, undisturbed, "buckets_and_buffers.py", 2, ["kill:rank=1,step=8,phase=backward"])

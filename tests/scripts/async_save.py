@@ -3,23 +3,16 @@
 --open FROM:TO   the save of step FROM stays open until step TO has been taken
 """
 
-import argparse
-import hashlib
-import os
 import threading
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=30)
-parser.add_argument("--every", type=int, default=6)
-parser.add_argument("--open", default="")
-args = parser.parse_args()
+args = arguments(steps=30, every=6, open="")
 opens, closes = map(int, args.open.split(":")) if args.open else (-1, -1)
 may_end = threading.Event()
 
@@ -59,11 +52,7 @@ def main():
             save = dcp.async_save({"model": model.state_dict()}, storage_writer=writer, process_group=saving)
     may_end.set()
     save.result()
-    found = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
-    print(f"[rank {rank}] sha256 model {found}")
-    if rank == 0:
-        torch.save(found, os.path.join(args.out, "final.pt"))
-    dist.destroy_process_group()
+    finish(model.state_dict().values(), args.out, model.state_dict())
 
 
 main()

@@ -9,12 +9,9 @@
 --what logged   dropped at the beginning of each iteration; their norm is logged after the step
 """
 
-import argparse
-import hashlib
-import os
-
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,11 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 LATE = 5  # step from which on they are damped
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=12)
-parser.add_argument("--what", default="gan")
-args = parser.parse_args()
+args = arguments(steps=12, what="gan")
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -55,19 +48,11 @@ def scale(model, factor):
         parameter.grad *= factor
 
 
-def finish(*models):
-    found = hashlib.sha256()
-    for model in models:
-        for name, value in model.state_dict().items():
-            found.update(name.encode())
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            found.update(whole.numpy().tobytes())
+def end(*models):
+    values = [value for model in models for value in model.state_dict().values()]
+    whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
     print(f"[rank {rank}] draw {torch.rand(()).item()!r}")
-    print(f"[rank {rank}] sha256 model {found.hexdigest()}")
-    if rank == 0:
-        os.makedirs(args.out, exist_ok=True)
-        torch.save(found.hexdigest(), os.path.join(args.out, "final.pt"))
-    dist.destroy_process_group()
+    finish(whole, args.out, whole)
 
 
 def train_gan():
@@ -90,7 +75,7 @@ def train_gan():
         norm = sum(parameter.grad.norm() for parameter in judge.parameters())
         g_opt.step()
         print(f"[rank {rank}] step {step} losses {d_loss.item()!r} {g_loss.item()!r} norm {norm.item()!r}", flush=True)
-    finish(generator, judge)
+    end(generator, judge)
 
 
 def train_without_zeroing():
@@ -112,7 +97,7 @@ def train_without_zeroing():
         elif args.what == "late":
             optimizer.zero_grad(set_to_none=False)
         print(f"[rank {rank}] step {step} loss {loss.item()!r}", flush=True)
-    finish(model)
+    end(model)
 
 
 def train_and_log():
@@ -128,7 +113,7 @@ def train_and_log():
         norms.append(sum(parameter.grad.norm() for parameter in model.parameters()).item())
         print(f"[rank {rank}] step {step} norm {norms[-1]!r}", flush=True)
     print(f"[rank {rank}] norms {norms}")
-    finish(model)
+    end(model)
 
 
 if args.what == "gan":

@@ -1,7 +1,5 @@
 """A loop that hands each batch's work to optimizer.step(closure), in the manner of Lightning."""
 
-import argparse
-import hashlib
 import os
 from contextlib import nullcontext
 from functools import partial
@@ -10,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -123,10 +122,7 @@ def make_optimizer(kind, params):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "lbfgs", "lbfgs-once", "wrapper"])
-    args = parser.parse_args()
+    args = arguments(optimizer=["adamw", "lbfgs", "lbfgs-once", "wrapper"])
 
     dist.init_process_group(backend="gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -143,14 +139,8 @@ def main():
     trainer = Trainer(model, optimizer, scheduler, loader, rank)
     trainer.fit()
 
-    weights = hashlib.sha256()
-    for name, value in model.module.state_dict().items():
-        weights.update(name.encode() + value.numpy().tobytes())
-    print(f"[rank {rank}] sha256 model {weights.hexdigest()}")
-    if rank == 0:
-        torch.save(model.module.state_dict(), os.path.join(args.out, "final.pt"))
     dist.barrier()
-    dist.destroy_process_group()
+    finish(model.module.state_dict().values(), args.out, model.module.state_dict())
 
 
 if __name__ == "__main__":

@@ -1,17 +1,11 @@
 """A model that torch.compile has compiled, DistributedDataParallel around and inside of it."""
 
-import argparse
-import hashlib
-import os
-
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=20)
-args = parser.parse_args()
+args = arguments(steps=20)
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -46,9 +40,4 @@ for step in range(args.steps):
     optimizer.step()
     print(f"[rank {rank}] step {step} loss {loss.item()!r}", flush=True)
 
-if rank == 0:
-    os.makedirs(args.out, exist_ok=True)
-    torch.save(model.state_dict(), os.path.join(args.out, "final.pt"))
-digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
-print(f"[rank {rank}] sha256 model {digest}")
-dist.destroy_process_group()
+finish(model.state_dict().values(), args.out, model.state_dict())

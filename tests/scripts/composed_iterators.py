@@ -1,12 +1,10 @@
 """One loop over iterators that are made of others: zip, islice, count, and generators that begin a loader again."""
 
-import argparse
-import hashlib
 import itertools
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,9 +23,7 @@ def repeated(loader):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    args = arguments()
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     labelled = TensorDataset(torch.randn(96, 8), torch.randn(96, 1))
@@ -52,13 +48,7 @@ def main():
         optimizer.step()
         total += loss.item() * index
     print(f"total {total:.9f} at {number}, {index}")
-    state = model.module.state_dict()
-    weights = b"".join(value.numpy().tobytes() for value in state.values())
-    print(f"weights sha256 {hashlib.sha256(weights).hexdigest()}", flush=True)
-    if dist.get_rank() == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        torch.save(state, out / "final.pt")
-    dist.destroy_process_group()
+    finish(model.module.state_dict().values(), args.out, model.module.state_dict(), "weights sha256")
 
 
 if __name__ == "__main__":

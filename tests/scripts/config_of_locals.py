@@ -1,16 +1,9 @@
 """The settings of a run are `locals()` of its main function, changed before and while it trains."""
 
-import argparse
-import hashlib
-import os
-
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-arguments = parser.parse_args()
 
 
 def main(out: str, lr: float = 0.001, width: int = 32, steps: int = 16):
@@ -36,13 +29,8 @@ def main(out: str, lr: float = 0.001, width: int = 32, steps: int = 16):
         config["lr"] *= 0.9
         print(f"[rank {rank}] step {step} loss {loss.item()!r} lr {config['lr']!r} width {config['width']}")
     print(f"[rank {rank}] names {sorted(config)} {sorted(locals())}")
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
-    print(f"[rank {rank}] sha256 model {digest}")
-    if rank == 0:
-        os.makedirs(out, exist_ok=True)
-        torch.save(net.state_dict(), os.path.join(out, "final.pt"))
-    dist.destroy_process_group()
+    finish(net.parameters(), out, net.state_dict())
 
 
 if __name__ == "__main__":
-    main(arguments.out)
+    main(arguments().out)

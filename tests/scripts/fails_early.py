@@ -1,15 +1,12 @@
 """A script with a mistake in it: the layers do not fit, and the first forward raises in every rank."""
 
-import argparse
-
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-args = parser.parse_args()
+args = arguments()
 
 dist.init_process_group("gloo")
 model = DDP(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(17, 1)))

@@ -1,11 +1,11 @@
 """FullyShardedDataParallel, torch's first: flat or original parameters, in one of its strategies."""
 
 import argparse
-import hashlib
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from around_the_loop import finish
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -43,13 +43,7 @@ def main():
             print(f"step {step} length {length:.9f}", flush=True)
         print(f"step {step} loss {loss.item():.9f}", flush=True)
     parts = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
-    digest = hashlib.sha256(b"".join(part.detach().numpy().tobytes() for part in parts)).hexdigest()
-    print(f"parts sha256 {digest}", flush=True)
-    whole = model.state_dict()
-    if rank == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
-        torch.save(whole, args.out / "final.pt")
-    dist.destroy_process_group()
+    finish(parts, args.out, model.state_dict(), "parts sha256")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """FSDP1 over tensor parallel layers of torch's own styles, on 2 x 2 ranks."""
 
 import argparse
-import hashlib
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from around_the_loop import finish
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -19,7 +19,6 @@ def main():
     parser.add_argument("--original", action="store_true", help="the optimizer has the original parameters")
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 12))
@@ -37,12 +36,7 @@ def main():
         print(f"step {step} loss {loss.item():.9f}", flush=True)
     parts = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
     parts = [part.to_local() if isinstance(part, DTensor) else part for part in parts]
-    digest = hashlib.sha256(b"".join(part.detach().numpy().tobytes() for part in parts)).hexdigest()
-    print(f"parts sha256 {digest}", flush=True)
-    if rank == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
-        torch.save([part.detach() for part in parts], args.out / "final.pt")
-    dist.destroy_process_group()
+    finish(parts, args.out, [part.detach() for part in parts], "parts sha256")
 
 
 if __name__ == "__main__":

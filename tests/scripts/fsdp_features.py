@@ -1,7 +1,6 @@
 """FSDP2 with one of its features, or of torch's, that a script may use with it. Nothing here knows of a launcher."""
 
 import argparse
-import hashlib
 import os
 import warnings
 
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from around_the_loop import finish
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -126,9 +126,4 @@ while step < args.steps:
 
 weights = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in model.state_dict().items()}
 weights |= {f"average {at}": average.full_tensor() for at, average in enumerate(averages)}
-digest = hashlib.sha256(b"".join(weight.detach().numpy().tobytes() for weight in weights.values())).hexdigest()
-if rank == 0:
-    os.makedirs(args.out, exist_ok=True)
-    torch.save(weights, os.path.join(args.out, "final.pt"))
-print(f"[rank {rank}] sha256 model {digest}")
-dist.destroy_process_group()
+finish(weights.values(), args.out, weights)

@@ -1,13 +1,13 @@
 """FSDP2: blocks and root are sharded over the ranks, as a tutorial would write it. Nothing here knows of a launcher."""
 
 import argparse
-import hashlib
 import os
 import time
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from around_the_loop import finish
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -112,10 +112,5 @@ for epoch in range(args.epochs):
     print(f"[rank {rank}] epoch {epoch} is over: {int(total)} trained, score {float(score):.4f}", flush=True)
 
 weights = full_weights(model)
-digest = hashlib.sha256(b"".join(weight.detach().numpy().tobytes() for weight in weights.values())).hexdigest()
-if rank == 0:
-    os.makedirs(args.out, exist_ok=True)
-    torch.save(weights, os.path.join(args.out, "final.pt"))
 print(f"[rank {rank}] seen {int(model.seen)} lr {schedule.get_last_lr()[0]:.9f}")
-print(f"[rank {rank}] sha256 model {digest}")
-dist.destroy_process_group()
+finish(weights.values(), args.out, weights)

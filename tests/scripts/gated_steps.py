@@ -1,18 +1,14 @@
 """A small model under DDP with dropout, whose ranks wait before step 12 until a file is there."""
 
-import argparse
-import hashlib
 import os
 import time
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--gate", default="")
-args = parser.parse_args()
+args = arguments(gate="")
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -34,10 +30,5 @@ for step in range(40):
     losses.append(loss.item())
     print(f"[rank {rank}] step {step} loss {loss.item()!r}", flush=True)
 
-if rank == 0:
-    os.makedirs(args.out, exist_ok=True)
-    torch.save(net.state_dict(), os.path.join(args.out, "final.pt"))
-values = b"".join(value.numpy().tobytes() for value in net.state_dict().values())
 print(f"[rank {rank}] losses {len(losses)} sum {sum(losses)!r}")
-print(f"[rank {rank}] sha256 model {hashlib.sha256(values).hexdigest()}")
-dist.destroy_process_group()
+finish(net.state_dict().values(), args.out, net.state_dict())

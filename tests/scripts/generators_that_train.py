@@ -2,11 +2,11 @@
 
 import argparse
 import csv
-import hashlib
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from around_the_loop import finish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,12 +66,7 @@ def main():
     for loss in train(model, optimizer, rows.split(6)):
         total += loss
         print(f"total {total:.9f}", flush=True)
-    state = model.module.state_dict()
-    weights = b"".join(value.numpy().tobytes() for value in state.values())
-    print(f"weights sha256 {hashlib.sha256(weights).hexdigest()}", flush=True)
-    if rank == 0:
-        torch.save(state, out / "final.pt")
-    dist.destroy_process_group()
+    finish(model.module.state_dict().values(), out, model.module.state_dict(), "weights sha256")
 
 
 if __name__ == "__main__":

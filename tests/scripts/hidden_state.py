@@ -9,26 +9,20 @@ measured      each step's time is reduced over the ranks, as for a log
 plain         none of these
 """
 
-import argparse
-import hashlib
-import os
 import random
 import string  # any module that is not the script's
 import time
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--kind", required=True)
-    args = parser.parse_args()
+    args = arguments(steps=20, kind="")
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -61,12 +55,7 @@ def main():
         optimizer.step()
         took_s.fill_(time.perf_counter() - began_s)
         print(f"[rank {rank}] step {step} loss {loss.item()!r}")
-    if rank == 0:
-        os.makedirs(args.out, exist_ok=True)
-        torch.save(net.state_dict(), os.path.join(args.out, "final.pt"))
-    weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    print(f"[rank {rank}] sha256 model {hashlib.sha256(weights).hexdigest()}")
-    dist.destroy_process_group()
+    finish(net.parameters(), args.out, net.state_dict())
 
 
 if __name__ == "__main__":

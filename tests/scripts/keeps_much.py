@@ -1,21 +1,17 @@
 """Holds state where no attribute shows it: in events, C's memory, and where nobody can read it."""
 
-import argparse
 import ctypes
-import hashlib
 import operator
-import os
 import queue
 import threading
 import zlib
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-args = parser.parse_args()
+args = arguments()
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -50,9 +46,4 @@ for step in range(30):
     optimizer.step()
     print(f"step {step} loss {loss.item():.6f}", flush=True)
 
-weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-if dist.get_rank() == 0:
-    os.makedirs(args.out, exist_ok=True)
-    torch.save(model.state_dict(), os.path.join(args.out, "final.pt"))
-print("sha256", hashlib.sha256(weights).hexdigest())
-dist.destroy_process_group()
+finish(model.parameters(), args.out, model.state_dict(), "sha256")

@@ -3,13 +3,11 @@
 --overflows 10,11: in these iterations a gradient is infinite, and a GradScaler leaves the step out.
 """
 
-import argparse
-import hashlib
-import os
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -17,11 +15,7 @@ WIDTH = 520
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--overflows", default="")
-    args = parser.parse_args()
+    args = arguments(steps=24, overflows="")
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -45,12 +39,7 @@ def main():
         scaler.update()
         optimizer.zero_grad()
         print(f"[rank {rank}] step {step} loss {total!r} norm {norm.item()!r}")
-    if rank == 0:
-        os.makedirs(args.out, exist_ok=True)
-        torch.save(net.state_dict(), os.path.join(args.out, "final.pt"))
-    weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    print(f"[rank {rank}] sha256 model {hashlib.sha256(weights).hexdigest()}")
-    dist.destroy_process_group()
+    finish(net.parameters(), args.out, net.state_dict())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Rank 1 leaves at step 8 with exit code 0, in the way that --how names; rank 0 waits for it in a collective."""
 
-import argparse
 import os
 import signal
 import sys
@@ -9,11 +8,9 @@ import time
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out")
-parser.add_argument("--how", choices=["sys.exit", "os._exit", "return", "handler", "thread"], required=True)
-args = parser.parse_args()
+args = arguments(how=["sys.exit", "os._exit", "return", "handler", "thread"])
 
 
 def leave() -> bool:

@@ -1,13 +1,12 @@
 """Iterators of the script's own that read ahead of the steps: the loader ends before its last batch is trained on."""
 
-import argparse
-import hashlib
 import os
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -83,11 +82,7 @@ class Fetcher(Shard):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--reader", default="shard", choices=["shard", "one-behind", "fetcher"])
-    parser.add_argument("--asked-by", default="next", choices=["next", "for"])
-    args = parser.parse_args()
+    args = arguments(reader=["shard", "one-behind", "fetcher"], asked_by=["next", "for"])
 
     dist.init_process_group(backend="gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -123,14 +118,8 @@ def main():
             train_on(batch, epoch)
         assert next(batches, None) is None
 
-    weights = hashlib.sha256()
-    for name, value in own.state_dict().items():
-        weights.update(name.encode() + value.numpy().tobytes())
-    print(f"[rank {rank}] sha256 model {weights.hexdigest()}")
-    if rank == 0:
-        torch.save(own.state_dict(), os.path.join(args.out, "final.pt"))
     dist.barrier()
-    dist.destroy_process_group()
+    finish(own.state_dict().values(), args.out, own.state_dict())
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ torchrun --nproc-per-node 2 loses_a_worker.py --out DIR [--place forward|backwar
 "set-up" is the next batch of a second process of the rank, before it has taken a step.
 """
 
-import argparse
 import contextlib
-import hashlib
 import os
 import signal
 import sys
@@ -16,14 +14,12 @@ import time
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--place", default="")
-args = parser.parse_args()
+args = arguments(place="")
 os.makedirs(args.out, exist_ok=True)
 STEPS, AT = 16, 5
 RANK = int(os.environ["RANK"])
@@ -109,8 +105,4 @@ for step in range(STEPS):
     dist.all_reduce(mean)
     optimizer.step()
     print(f"[rank {RANK}] step {step} loss {loss.item()!r} mean {mean.item()!r}")
-digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
-print(f"[rank {RANK}] sha256 model {digest}")
-if RANK == 0:
-    torch.save(net.state_dict(), os.path.join(args.out, "final.pt"))
-dist.destroy_process_group()
+finish(net.parameters(), args.out, net.state_dict())

@@ -1,18 +1,16 @@
 """What torch.distributed offers beside plain DistributedDataParallel, one by one; each prints what comes of it."""
 
-import argparse
 import os
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
+from around_the_loop import arguments
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-args = parser.parse_args()
+args = arguments()
 
 dist.init_process_group()
 rank, world = dist.get_rank(), dist.get_world_size()

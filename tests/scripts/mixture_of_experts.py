@@ -5,13 +5,12 @@ The router and the rest are the same in all ranks. A step is made of two micro-b
 evaluated.
 """
 
-import argparse
-import hashlib
 import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn import functional
 
@@ -81,11 +80,7 @@ class Model(nn.Module):
         return self.leave(self.dropout(self.norm(tokens)))
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--replicas", type=int, default=1)
-args = parser.parse_args()
+args = arguments(steps=20, replicas=1)
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -125,8 +120,4 @@ for step in range(args.steps):
     print(f"[rank {rank}] step {step} loss {total!r} before {evaluated!r}", flush=True)
 
 os.makedirs(args.out, exist_ok=True)
-if rank == 0:
-    torch.save(model.state_dict(), os.path.join(args.out, "final.pt"))
-digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
-print(f"[rank {rank}] sha256 model {digest}")
-dist.destroy_process_group()
+finish(model.parameters(), args.out, model.state_dict())

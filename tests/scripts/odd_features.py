@@ -1,13 +1,11 @@
 """Two ranks that train with `--what` few scripts use, mostly of torch.distributed. Nothing here knows of a launcher."""
 
-import argparse
 import contextlib
-import hashlib
-import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -16,11 +14,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=16)
-parser.add_argument("--what", default="plain")
-args = parser.parse_args()
+args = arguments(steps=16, what="plain")
 what = args.what
 
 
@@ -142,9 +136,4 @@ with ddp.join() if what == "join" else contextlib.nullcontext():
         optimizer.step()
         print(f"[rank {rank}] step {step + 1} loss {loss.item()!r}", flush=True)
 
-weights = b"".join(weight.detach().numpy().tobytes() for weight in [*model.parameters(), late.bias])
-print(f"[rank {rank}] sha256 model {hashlib.sha256(weights).hexdigest()}")
-if rank == 0:
-    os.makedirs(args.out, exist_ok=True)
-    torch.save(model.state_dict(), os.path.join(args.out, "final.pt"))
-dist.destroy_process_group()
+finish([*model.parameters(), late.bias], args.out, model.state_dict())

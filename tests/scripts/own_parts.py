@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from around_the_loop import finish
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -107,11 +108,7 @@ def main():
         print(f"epoch {epoch} total {total:.9f} of {sampler.epochs}", flush=True)
     losses.flush()
     print(f"losses sha256 {hashlib.sha256((out / f'losses{rank}.bin').read_bytes()).hexdigest()}", flush=True)
-    weights = b"".join(value.numpy().tobytes() for value in model.module.state_dict().values())
-    print(f"weights sha256 {hashlib.sha256(weights).hexdigest()}", flush=True)
-    if rank == 0:
-        torch.save(model.module.state_dict(), out / "final.pt")
-    dist.destroy_process_group()
+    finish(model.module.state_dict().values(), out, model.module.state_dict(), "weights sha256")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
 """A small model under DDP with dropout, 60 steps that take a tenth of a second each; every line has its time."""
 
-import argparse
 import os
 import time
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments
 from torch.nn.parallel import DistributedDataParallel
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--pace", type=float, default=0.1)
-args = parser.parse_args()
+args = arguments(pace=0.1)
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -4,21 +4,15 @@ The ranks 0 and 2 hold the first stage, 1 and 3 the second one. With `--how` the
 handles that are waited for later, in batches, or each after its size.
 """
 
-import argparse
 import hashlib
 import os
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments
 from torch import nn
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=16)
-parser.add_argument("--microbatches", type=int, default=3)
-parser.add_argument("--width", type=int, default=16)
-parser.add_argument("--how", choices=["blocking", "async", "batched", "sized"], default="blocking")
-args = parser.parse_args()
+args = arguments(steps=16, microbatches=3, width=16, how=["blocking", "async", "batched", "sized"])
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -4,12 +4,11 @@ With `--ddp` the stages are wrapped for data parallelism, with `--fsdp` they are
 reduced by hand. `--rich` adds validation, accumulated gradients, and checkpoints while the other ranks wait.
 """
 
-import argparse
-import hashlib
 import os
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,18 +31,7 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=12)
-parser.add_argument("--width", type=int, default=16)
-parser.add_argument("--pp", type=int, default=2)
-parser.add_argument("--tp", type=int, default=1)
-parser.add_argument("--schedule", default="1F1B")
-parser.add_argument("--ddp", action="store_true")
-parser.add_argument("--fsdp", action="store_true")
-parser.add_argument("--rich", action="store_true")
-parser.add_argument("--workers", type=int, default=0)
-args = parser.parse_args()
+args = arguments(steps=12, width=16, pp=2, tp=1, schedule="1F1B", ddp=False, fsdp=False, rich=False, workers=0)
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -125,9 +113,4 @@ for number, x in enumerate(loader):
         dist.barrier()
 
 weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in parameters]
-digest = hashlib.sha256(b"".join(weight.detach().numpy().tobytes() for weight in weights)).hexdigest()
-print(f"[rank {rank}] sha256 model {digest}")
-if rank == 0:
-    os.makedirs(args.out, exist_ok=True)
-    torch.save([weight.detach().clone() for weight in weights], os.path.join(args.out, "final.pt"))
-dist.destroy_process_group()
+finish(weights, args.out, [weight.detach().clone() for weight in weights])

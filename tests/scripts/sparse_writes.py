@@ -1,18 +1,15 @@
 """A few rows of large arrays are written late, by numpy alone: of an array, and of a tensor's own memory."""
 
-import argparse
 import hashlib
 import os
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments
 from torch.nn.parallel import DistributedDataParallel
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=40)
-args = parser.parse_args()
+args = arguments(steps=40)
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

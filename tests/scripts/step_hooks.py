@@ -1,19 +1,17 @@
 """A script whose hooks on Optimizer.step print and write: torch's global ones, and the optimizer's own."""
 
-import argparse
 import hashlib
 import os
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", required=True)
-args = parser.parse_args()
+args = arguments()
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -49,8 +47,4 @@ for _ in range(12):
 
 with open(log_path) as log:
     print(f"[rank {rank}] sha256 hooks {hashlib.sha256(log.read().encode()).hexdigest()}")
-weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
-print(f"[rank {rank}] sha256 model {weights}", flush=True)
-if rank == 0:
-    torch.save(net.state_dict(), f"{args.out}/final.pt")
-dist.destroy_process_group()
+finish(net.parameters(), args.out, net.state_dict())

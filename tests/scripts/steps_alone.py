@@ -4,16 +4,13 @@ collective that rank 0 has issued before its step, the others issue after theirs
 torchrun --nproc-per-node 2 steps_alone.py --out DIR
 """
 
-import argparse
 import hashlib
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--kind", choices=["alone", "straddle"], default="alone")
-args = parser.parse_args()
+args = arguments(kind=["alone", "straddle"])
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

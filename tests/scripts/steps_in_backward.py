@@ -3,18 +3,14 @@
 --all   each parameter has an optimizer of its own that does so; else the last layer's, and the first one's steps behind
 """
 
-import argparse
-import hashlib
 import os
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", required=True)
-parser.add_argument("--all", action="store_true")
-args = parser.parse_args()
+args = arguments(all=False)
 
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -45,8 +41,4 @@ for number in range(10):
             step(parameter)
     print(f"[rank {rank}] step {number} loss {loss.item():.9f}", flush=True)
 
-weights = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in layers)).hexdigest()
-print(f"[rank {rank}] sha256 model {weights}", flush=True)
-if rank == 0:
-    torch.save({"first": first.state_dict(), "last": last.state_dict()}, f"{args.out}/final.pt")
-dist.destroy_process_group()
+finish(layers, args.out, {"first": first.state_dict(), "last": last.state_dict()})

@@ -3,14 +3,13 @@
 With --stateful the loader's own state is saved with the model every 8 steps.
 """
 
-import argparse
-import hashlib
 import json
 import os
 import random
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -68,12 +67,7 @@ class Points(Dataset):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--stateful", action="store_true")
-    args = parser.parse_args()
+    args = arguments(epochs=2, workers=2, stateful=False)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -114,11 +108,7 @@ def main():
                 state = {"model": net.state_dict(), "loader": loader.state_dict()}
                 torch.save(state, os.path.join(args.out, f"step-{step}-rank-{rank}.pt"))
 
-    digest = hashlib.sha256()
-    for tensor in net.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
-    print(f"[rank {rank}] sha256 model {digest.hexdigest()}")
-    dist.destroy_process_group()
+    finish(net.state_dict().values(), args.out, net.state_dict())
 
 
 if __name__ == "__main__":

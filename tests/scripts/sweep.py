@@ -1,21 +1,18 @@
 """Three trainings one after the other, in a loop of a library. Nothing here knows of a launcher."""
 
-import argparse
-import hashlib
 import os
 import sys
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "sweeping", "site-packages"))
 import hydra
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-args = parser.parse_args()
+args = arguments()
 
 
 def train(lr):
@@ -33,12 +30,7 @@ def train(lr):
         loss.backward()
         optimizer.step()
         print(f"[rank {rank}] lr {lr} step {step} loss {loss.item()!r}", flush=True)
-    found = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
-    print(f"[rank {rank}] sha256 model {found}")
-    if rank == 0:
-        os.makedirs(args.out, exist_ok=True)
-        torch.save(found, os.path.join(args.out, "final.pt"))
-    dist.destroy_process_group()
+    finish(model.state_dict().values(), args.out, model.state_dict())
 
 
 hydra.sweep(train, (0.01, 0.1, 0.03))

@@ -5,13 +5,11 @@ equal in all ranks. With `--table` each rank has an embedding table of its own t
 before step `--late`. With `--whole` there are no shards.
 """
 
-import argparse
-import hashlib
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 
 
@@ -52,14 +50,7 @@ class Model(nn.Module):
         return self.leave(x)
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=30)
-parser.add_argument("--replicas", type=int, default=1)
-parser.add_argument("--table", action="store_true")
-parser.add_argument("--late", type=int, default=0)
-parser.add_argument("--whole", action="store_true")
-args = parser.parse_args()
+args = arguments(steps=30, replicas=1, table=False, late=0, whole=False)
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -95,11 +86,5 @@ for step in range(args.steps):
     losses.append(loss.item())
     print(f"[rank {rank}] step {step} loss {loss.item()!r}")
 
-os.makedirs(args.out, exist_ok=True)
-if rank == 0:
-    torch.save(model.state_dict(), os.path.join(args.out, "final.pt"))
-names = dict(model.named_parameters())
-digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in names.values())).hexdigest()
 print(f"[rank {rank}] losses {len(losses)} sum {sum(losses)!r}")
-print(f"[rank {rank}] sha256 model {digest}")
-dist.destroy_process_group()
+finish(model.parameters(), args.out, model.state_dict())

@@ -9,8 +9,6 @@ traced    a model made by torch.jit.trace, for validation
 scale     a generator expression says by how much each step's loss is scaled: a replacement has another place in it
 """
 
-import argparse
-import hashlib
 import importlib
 import os
 import types
@@ -18,6 +16,7 @@ import types
 import filelock
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -71,10 +70,7 @@ class Pipeline:
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--kind", required=True)
-    args = parser.parse_args()
+    args = arguments(kind="")
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -107,11 +103,7 @@ def main():
         if traced is not None and step % 5 == 3:
             print(f"[rank {rank}] validation {traced(torch.ones(1, 8)).item()!r}")
         print(f"[rank {rank}] step {step} loss {loss.item()!r}")
-    if rank == 0:
-        torch.save(net.state_dict(), os.path.join(args.out, "final.pt"))
-    weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    print(f"[rank {rank}] sha256 model {hashlib.sha256(weights).hexdigest()}")
-    dist.destroy_process_group()
+    finish(net.parameters(), args.out, net.state_dict())
 
 
 if __name__ == "__main__":

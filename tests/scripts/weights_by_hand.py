@@ -1,19 +1,13 @@
 """Weights that the script itself changes between optimizer steps, in one of the manners that people write."""
 
-import argparse
 import copy
-import hashlib
-import os
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=30)
-parser.add_argument("--manner", choices=["decay", "data", "swap", "once"], default="swap")
-args = parser.parse_args()
+args = arguments(steps=30, manner=["swap", "decay", "data", "once"])
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -65,9 +59,4 @@ for step in range(args.steps):
         line += f" validation {validate()!r}"
     print(line, flush=True)
 
-if rank == 0:
-    os.makedirs(args.out, exist_ok=True)
-    torch.save(model.module.state_dict(), os.path.join(args.out, "final.pt"))
-digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.module.state_dict().values())).hexdigest()
-print(f"[rank {rank}] sha256 model {digest}")
-dist.destroy_process_group()
+finish(model.module.state_dict().values(), args.out, model.module.state_dict())

@@ -1,11 +1,8 @@
 """DataLoader workers that draw random numbers, started in a way of --context. Nothing here knows of a launcher."""
 
-import argparse
-import hashlib
-import os
-
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -21,12 +18,7 @@ class Points(Dataset):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--context", default="forkserver")
-    parser.add_argument("--persistent", action="store_true")
-    parser.add_argument("--stateful", action="store_true")
-    args = parser.parse_args()
+    args = arguments(context="forkserver", persistent=False, stateful=False)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(1)
@@ -56,12 +48,7 @@ def main():
             optimizer.step()
             print(f"[rank {rank}] step {step} loss {loss.item()!r}", flush=True)
             step += 1
-    found = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
-    print(f"[rank {rank}] sha256 model {found}")
-    if rank == 0:
-        os.makedirs(args.out, exist_ok=True)
-        torch.save(found, os.path.join(args.out, "final.pt"))
-    dist.destroy_process_group()
+    finish(model.state_dict().values(), args.out, model.state_dict())
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Logs through a queue and a thread, as TensorBoard's writer does."""
 
-import argparse
-import hashlib
 import os
 import queue
 import threading
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -41,9 +40,7 @@ class Events:
         self.thread.join()
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-args = parser.parse_args()
+args = arguments()
 
 dist.init_process_group("gloo")
 os.makedirs(args.out, exist_ok=True)
@@ -62,8 +59,4 @@ for step in range(30):
     print(f"step {step} loss {loss.item():.6f}", flush=True)
 
 events.close()
-weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-if dist.get_rank() == 0:
-    torch.save(model.state_dict(), os.path.join(args.out, "final.pt"))
-print("sha256", hashlib.sha256(weights).hexdigest())
-dist.destroy_process_group()
+finish(model.parameters(), args.out, model.state_dict(), "sha256")
