@@ -22,14 +22,14 @@ _WEIGHT = 0.25  # of the newest measurement in the average
 _TRUSTED = 6  # measurements, from which on the average says whether the budget is kept
 LEAST_S = 0.3e-3  # what may be taken of the shortest step
 _IN_ANY_CASE_S = 1e-3  # what a part takes of a step that has little for it to do: nothing helps against that
-SHARE_OF_RECORD = 0.1  # of a step's other time that its record may take, whatever the budget
-LEAST_OF_RECORD_NS = 3_000_000  # what it may take of the shortest step
-_IN_A_ROW = 3  # records above the ceiling, from which on something is left out of them
+SHARE_OF_RECORD = 0.15  # of a step's other time that its record may take, whatever the budget
+LEAST_OF_RECORD_NS = 10_000_000  # what it may take of the shortest step: else a busy machine would choose
+_IN_A_ROW = 5  # records above the ceiling, from which on something is left out of them
 _MOST_DEBT = 10  # ceilings: what was taken long ago counts no more
 
 
 class Ceiling:
-    """What the record may take of the steps: on average a tenth of their other time, and 3 ms of a short one.
+    """What the record may take of the steps: on average 15 % of their other time, and 10 ms of a short one.
 
     A record above it leaves a debt, which cheaper ones pay back: a dear one now and then is none.
 

@@ -270,7 +270,7 @@ OF_RECOVERY = (
         "dear-to-record",
         NOT_PROVED,
         "a step to record; not recorded",
-        "The record of each step walks over the script's variables. These made it take more than a tenth of the step, "
+        "The record of each step walks over the script's variables. These made it take more than 15 % of the step, "
         "so they are left alone: a replacement has them as the script's set-up makes them.",
         "fewer objects that change at each step: arrays and tensors in place of objects; or record them at any cost: "
         "--overhead-budget unlimited",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import reduction
 from typing import Any
 
@@ -61,14 +62,16 @@ class _Loop:
 
     def __reduce__(self) -> Any:
         shared = reduction.DupFd(self._recorder.fd)
-        return _followed, (self.loop, self._making, shared, self._recorder.slot_bytes, self._run_dir)
+        # By its names: in this process this object stands in its place.
+        loop = (self.loop.__module__, self.loop.__qualname__)
+        return _followed, (*loop, self._making, shared, self._recorder.slot_bytes, self._run_dir)
 
 
-def _followed(loop: Any, making: Making, recorder: Any, slot_bytes: int, run_dir: str) -> Any:
+def _followed(module: str, name: str, making: Making, recorder: Any, slot_bytes: int, run_dir: str) -> Any:
     """In a worker that is not forked from the rank: its main function, followed."""
     children.note(run_dir)
     _follow(making, Recorder(recorder.detach(), slot_bytes))
-    return loop
+    return getattr(import_module(module), name)
 
 
 def keep_in(recorder: Recorder) -> None:
