@@ -24,8 +24,9 @@ LEAST_S = 0.3e-3  # what may be taken of the shortest step
 _IN_ANY_CASE_S = 1e-3  # what a part takes of a step that has little for it to do: nothing helps against that
 SHARE_OF_RECORD = 0.15  # of a step's other time that its record may take, whatever the budget
 LEAST_OF_RECORD_NS = 10_000_000  # what it may take of the shortest step: else a busy machine would choose
-_IN_A_ROW = 5  # records above the ceiling, from which on something is left out of them
-_MOST_DEBT = 10  # ceilings: what was taken long ago counts no more
+_IN_A_ROW = 3  # records above the ceiling, from which on something is left out of them
+_TOO_MUCH = 60  # ceilings of debt, from which on it is: what has changed is walked over for 16 records in any case
+_MOST_DEBT = 80  # ceilings: what was taken long ago counts no more
 
 
 class Ceiling:
@@ -61,7 +62,7 @@ class Ceiling:
             self._dear, self.prices = 0, None
             return None
         self._dear += above > 0
-        if above > 0 and self._dear >= _IN_A_ROW and self.prices:
+        if above > 0 and self._dear >= _IN_A_ROW and self._debt >= _TOO_MUCH * ceiling and self.prices:
             self._dear = 0
             return above, ceiling * ceiling // (2 * taken_ns)
         self.prices = []
