@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -261,7 +262,8 @@ def test_a_leader_that_is_lost_before_the_first_step_after_a_resize_costs_no_ste
         job = Job(nodes, tmp_path, "1:3", 120, "3")
         job.begun(1, 2)
         events = tmp_path / "0/run/events.jsonl"
-        wait_until(lambda: '"outcome": "recovered"' in events.read_text())  # all stand at the resize's boundary
+        resized = re.compile('"outcome": "open".*"phase": "RUNNING"')  # all stand at the resize's boundary
+        wait_until(lambda: resized.search(events.read_text()) is not None)
         nodes.end_processes(0)
         del job.launches["0"]
         wait_until(lambda: any('"regroup"' in (tmp_path / f"{n}/run/events.jsonl").read_text() for n in "12"))
