@@ -37,7 +37,7 @@ def test_parameters_that_are_sharded_are_dealt_out_again_when_a_node_comes_and_w
     with Nodes(3) as nodes:
         launches = with_a_third_node(nodes, tmp_path, ranks, layout)
         os.kill(launches[2].wait_for_rank(last)["pid"], signal.SIGKILL)
-        launches[leading(launches)].wait_for_event("incident", rung="replace", outcome="recovered")
+        launches[leading(launches)].wait_for_event("incident", rung="replace", phase="RUNNING")
         launches[2].process.send_signal(signal.SIGUSR1)
         wait_for_resizes(tmp_path, 2)
         (tmp_path / f"gate{LEAVES_AT}").touch()
