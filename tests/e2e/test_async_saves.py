@@ -44,8 +44,12 @@ def test_a_save_that_is_open_when_a_rank_is_lost_is_given_up_and_the_script_goes
 def test_a_thread_of_a_replacement_gets_the_results_that_the_lost_ranks_thread_had(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, place: str
 ) -> None:
+    """Or the incident names the operation: the lost rank may die between the others' result and its own."""
     result = run_ttprun("thread_metric.py", 2, faults=[f"kill:rank=0,{place}"])
 
     assert_only_replaced(result)
     expected = undisturbed("thread_metric.py", 2)
-    assert (result.hashes, result.stdout, result.exit_code) == (expected.hashes, expected.stdout, 0), result.story()
+    assert (result.hashes, result.exit_code) == (expected.hashes, 0), result.story()
+    is_named = "allreduce of thread" in " ".join(result.incidents[0]["not_proved"])
+    assert is_named or result.stdout == expected.stdout, result.story()
+    assert result.stdout[1] == expected.stdout[1], result.story()
