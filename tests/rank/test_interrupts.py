@@ -106,13 +106,13 @@ def fail_while_the_job_is_ended(directory: str, is_interrupted: bool) -> list[st
         held_signals.let_end()  # also behind a signal of which the script's own handler makes nothing
 
     threading.Thread(target=end).start()
-    wait_for_end = held_signals.wait_for_end
+    wait_until_saved = held_signals.wait_until_saved
 
     def wait() -> None:
         is_parked.set()
-        wait_for_end()
+        wait_until_saved()
 
-    held_signals.wait_for_end = wait  # type: ignore[assignment]
+    held_signals.wait_until_saved = wait  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     printed = shown(RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated."))
     return [*map(repr, printed), *(type(message).__name__ for message in line.sent)]
