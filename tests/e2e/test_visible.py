@@ -45,7 +45,7 @@ def test_a_page_that_is_open_sees_a_rank_replaced_and_the_end_and_a_command_is_n
         text=True,
     ) as launcher:
         assert launcher.stderr is not None
-        assert re.match(r"ttprun: run \S+: protected", launcher.stderr.readline())
+        assert re.match(r"ttprun: run \S+: started", launcher.stderr.readline())
         second = launcher.stderr.readline()
         port = int(re.match(r"ttprun: http://127\.0\.0\.1:(\d+)/ shows this run \(read only\)", second)[1])  # type: ignore[index]
         messages = list(messages_of(port))
