@@ -345,7 +345,7 @@ class HangWatch:
                 own_s = max(limit_s, self.limits.own_limit_s(track.observation))
             if way is Way.BUSY:
                 idle_s, own_s = busy_s, max(own_s, self.limits.busy_limit_s)
-                limit_s = min(own_s, max(limit_s, LEAST_LIMIT_S))  # it may be about to stand still, which is said then
+                limit_s = min(own_s, max(limit_s, LEAST_LIMIT_S))  # it computes, and is named all the same
             if idle_s > limit_s:
                 hung.append(self._hung(at_s, track, way, own_s, awaited, idle_s))
         return tuple(hung)

@@ -53,7 +53,7 @@ class _Begun(threading.local):
 class _NotedRaw(io.RawIOBase):
     """A stream to a descriptor that notes lines, and leaves out those that the lost rank has printed.
 
-    number   tells the lines of stdout from those of stderr
+    number   distinguishes the lines of stdout from those of stderr
     """
 
     def __init__(self, stream: Any, number: int) -> None:
