@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rank.records import record_of
+from tests.capture.records import record_of
 from ttprun.agent.repair.stored_states import Stored
 from ttprun.capture import values
 from ttprun.capture.records.packing import pack

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.rank.records import record_of
+from tests.capture.records import record_of
 from ttprun.agent.launcher.resume import Resumption, check_records
 from ttprun.agent.repair.stored_states import Stored
 from ttprun.capture.records.boundary_record import LoopRecord

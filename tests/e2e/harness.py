@@ -44,7 +44,7 @@ RUN_LIMIT_S = 360.0  # against hanging: most runs take 5 to 10 s, the longest 60
 ORPHAN_LIMIT_S = 5.0
 # Left by an outer launcher, set by a person, or by pytest and torch in the tests' process.
 FOREIGN = re.compile(
-    r"(PYTEST|TORCHINDUCTOR|PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$"
+    r"(PYTEST|TORCHINDUCTOR|PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$|TORCH_HOME$"
 )
 
 _GLOO = "[Gloo] Rank "  # some releases say on stdout that a group has connected; after a repair they say it again

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tests.agent.nodes import node_of, part
-from tests.rank.records import record_of
+from tests.capture.records import record_of
 from tests.state.making import DESCRIPTION, locked
 from ttprun import recovery
 from ttprun.agent.cluster.follower import Follower

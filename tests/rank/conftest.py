@@ -17,7 +17,7 @@ from tests.rank.worlds import run_world
 from ttprun.capture.position import loop_sites, loops
 
 torch.set_num_threads(1)
-os.environ["TORCH_HOME"] = str(Path(__file__).parent)  # tests are nobody's own code, unless one says so
+os.environ["TORCH_HOME"] = str(Path(__file__).parents[1])  # tests are nobody's own code, unless one says so
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "ttprun-hypothesis")
 
 

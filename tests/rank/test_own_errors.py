@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.capture.records import record_of
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
-from tests.rank.records import record_of
 from ttprun.capture.data import loaders
 from ttprun.capture.records.boundary_record import Record
 from ttprun.groups.results import Answers

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.capture.records import record_of
 from tests.rank.fakes import make_session
-from tests.rank.records import record_of
 from ttprun.capture.position import ast_transform, loops
 from ttprun.capture.records.boundary_record import Record
 from ttprun.groups.results import Answers

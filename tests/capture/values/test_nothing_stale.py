@@ -1,0 +1,280 @@
+"""Whatever a script has in its variables: never is an old value left standing."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import decimal
+import functools
+import logging
+import math
+import pathlib
+import queue
+import re
+import struct
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tqdm
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.capture import user_values
+from tests.capture.user_values import Meter
+from tests.capture.values.carrying import (
+    Scope,
+    are_alike,
+    big,
+    carry,
+    is_refused,
+    record,
+)
+from ttprun.capture import values
+from ttprun.capture.records.nodes import DataNode, ListNode, Number, ValueObjectNode, WeightNode
+from ttprun.capture.values import CannotRestoreError, Restore
+from ttprun.capture.values.snapshot import Snapshot, with_fixed
+
+
+def test_a_name_that_the_lost_rank_has_deleted_is_not_in_the_replacement() -> None:
+    here: Scope = {"step": 0, "batch": [1], "scratch": 2}
+
+    carry({"step": 1, "batch": [1]}, here)
+
+    assert here == {"step": 1, "batch": [1]}
+
+
+def test_what_the_replacement_has_not_made_and_cannot_make_is_refused_with_its_name() -> None:
+    with pytest.raises(CannotRestoreError, match="writer, a Logger, is not in the replacement"):
+        carry({"writer": logging.getLogger("x")}, {})
+
+
+def test_what_has_no_state_and_was_not_made_is_named_and_what_holds_it_is_no_doubt() -> None:
+    """The locks of an evaluation that the replay has passed over."""
+    recorded, blobs = record({"locks": [threading.Lock()], "by_name": {"log": logging.getLogger("x")}, "best": 3})
+    restore = Restore(blobs, is_comparing=True, is_strict=False)
+    here: Scope = {"locks": None, "by_name": {}, "best": 0}
+
+    restore.module(here, recorded, "")
+
+    assert here == {"locks": [], "by_name": {}, "best": 3}
+    assert restore.doubts == []
+    assert [name.partition(",")[0] for name in restore.named] == ["locks[0]", "by_name['log']"]
+
+
+def test_on_the_way_to_the_boundary_what_cannot_be_made_again_is_left_as_it_is() -> None:
+    recorded, blobs = record({"step": 7, "writer": logging.getLogger("x"), "meter": Meter(), "data": big(1.0)})
+    here: Scope = {"step": 1, "data": None}
+
+    Restore(blobs, is_comparing=False).module(here, recorded, "")
+
+    assert here.keys() == {"step", "data", "meter"}
+    assert (here["step"], here["data"], vars(here["meter"])) == (7, None, vars(Meter()))
+
+
+REPRODUCED: dict[str, Callable[[], Any]] = {
+    "lock": threading.Lock, "event": threading.Event, "logger": lambda: logging.getLogger("a"), "parser": argparse.ArgumentParser,
+    "progress bar": lambda: tqdm.tqdm(range(3), disable=True), "file": lambda: sys.__stdout__, "context": contextlib.nullcontext,
+    "pattern": lambda: re.compile("a+"), "data set": lambda: TensorDataset(torch.zeros(3)), "weak reference": lambda: weakref.ref(Meter),
+    "lambda": lambda: (lambda x: x), "partial": lambda: functools.partial(print, end=""), "cache": lambda: functools.lru_cache(math.sin),
+    "module": lambda: torch, "exception": lambda: ValueError("bad"), "no grad": torch.no_grad, "autocast": lambda: torch.autocast("cpu"),
+    "property": lambda: property(math.sin), "keys": lambda: {"a": 1}.keys(), "object": object, "queue": queue.Queue,
+    "loader": lambda: DataLoader(TensorDataset(torch.zeros(3))), "thread": threading.Thread, "summary": lambda: struct.Struct("<q"),
+    "ufunc": lambda: np.add, "builtin method": lambda: [].append, "library function": lambda: torch.nn.functional.relu,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REPRODUCED)
+def test_what_ordinary_scripts_have_in_variables_does_not_hinder_a_recovery(kind: str) -> None:
+    here: Scope = {"thing": REPRODUCED[kind](), "step": 0, "holder": types.SimpleNamespace(it=[REPRODUCED[kind]()])}
+    lost: Scope = {"thing": REPRODUCED[kind](), "step": 3, "holder": types.SimpleNamespace(it=[REPRODUCED[kind]()])}
+    thing = here["thing"]
+
+    assert carry(lost, here) == []
+
+    assert here["step"] == 3
+    assert type(here["thing"]) is type(thing)
+
+
+def test_the_name_of_a_file_that_was_closed_long_ago_does_not_hinder_a_recovery(tmp_path: pathlib.Path) -> None:
+    with open(tmp_path / "log", "w") as file:
+        file.write("x")
+    here: Scope = {}
+
+    carry({"file": file}, here)
+
+    assert here["file"].closed
+    with pytest.raises(ValueError, match="closed"):
+        here["file"].write("y")
+
+
+def test_an_object_of_an_extension_module_is_compared() -> None:
+    assert not is_refused({"x": decimal.Context(prec=5)}, {"x": decimal.Context(prec=5)})
+    assert is_refused({"x": decimal.Context(prec=5)}, {"x": decimal.Context(prec=6)})
+
+
+def test_nothing_in_a_record_can_call_what_the_script_has_not_made() -> None:
+    """A record names functions and types; it never calls a function, and makes only values of known kinds."""
+    struck: list[int] = []
+    here: Scope = {"x": 0, "strike": lambda: struck.append(1)}
+
+    with pytest.raises((CannotRestoreError, KeyError)):
+        Restore([], True).module(here, {"x": ListNode(Number(0), [], "os:system", {})}, "")
+    with pytest.raises((CannotRestoreError, KeyError)):
+        Restore([], True).module(here, {"x": ValueObjectNode("subprocess:Popen", {"args": "true"})}, "")
+
+    assert struck == []
+
+
+def _put_another_dictionary_in_place(one: Any) -> None:
+    one.__dict__ = {"rate": 0.5, "name": "b"}
+
+
+ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "another value": lambda one: setattr(one, "rate", 0.25),
+    "an equal value of another type": lambda one: setattr(one, "count", True),
+    "a new name": lambda one: setattr(one, "fresh", None),
+    "a name that is gone": lambda one: delattr(one, "name"),
+    "by its dictionary": lambda one: vars(one).update(name="c"),
+    "another dictionary": _put_another_dictionary_in_place,
+    "an object in place of a number": lambda one: setattr(one, "rate", Meter()),
+}
+
+
+@pytest.mark.parametrize("change", ATTRIBUTES)
+def test_attributes_that_change_behind_many_boundaries_come_as_they_are_now(change: str) -> None:
+    lost, expected = (argparse.Namespace(rate=0.5, count=1, name="a") for _ in range(2))
+    for _ in range(40):
+        values.begin_boundary()
+        record({"options": lost})
+
+    for one in (lost, expected):
+        ATTRIBUTES[change](one)
+    values.begin_boundary()
+
+    assert are_alike(record({"options": lost}), record({"options": expected}))
+
+
+OPTIMIZERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "a rate": lambda one: one.param_groups[0].update(lr=0.25),
+    "a pair of rates": lambda one: one.param_groups[0].update(betas=(0.5, 0.25)),
+    "a value of the script's": lambda one: one.param_groups[0].update(scale=2.0),
+    "a group added": lambda one: one.add_param_group({"params": [torch.zeros(1)], "lr": 3.0}),
+    "a group loaded": lambda one: one.load_state_dict(one.state_dict() | {"param_groups": _with_rate(one, 7.0)}),
+    "an attribute": lambda one: setattr(one, "scale", 2.0),
+}
+
+
+def _with_rate(optimizer: torch.optim.Optimizer, rate: float) -> list[dict[str, Any]]:
+    return [group | {"lr": rate} for group in optimizer.state_dict()["param_groups"]]
+
+
+@pytest.mark.parametrize("change", OPTIMIZERS)
+def test_what_changes_of_an_optimizer_behind_many_boundaries_comes_as_it_is_now(change: str) -> None:
+    lost, expected = torch.optim.Adam([torch.zeros(1)]), torch.optim.Adam([torch.zeros(1)])
+    before: Any = None
+    for _ in range(40):
+        values.begin_boundary()
+        before = record({"optimizer": lost})
+
+    for one in (lost, expected):
+        OPTIMIZERS[change](one)
+    values.begin_boundary()
+
+    after = record({"optimizer": lost})
+    assert not are_alike(before, after)
+    assert are_alike(after, record({"optimizer": expected}))
+
+
+MODULES: dict[str, Callable[[Scope], Any]] = {
+    "another value": lambda scope: scope.update(rate=0.25),
+    "a new name": lambda scope: scope.update(fresh=1),
+    "a name that is gone": lambda scope: scope.pop("rate"),
+    "an attribute of a function": lambda scope: setattr(scope["function"], "calls", 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_function_as_it_was() -> Iterator[None]:
+    yield
+    vars(user_values.wait_for).clear()
+
+
+@pytest.mark.parametrize("boundaries", [3, 30])
+@pytest.mark.parametrize("change", MODULES)
+def test_what_changes_in_a_module_behind_many_boundaries_comes_as_it_is_now(change: str, boundaries: int) -> None:
+    scope: Scope = {"rate": 0.5, "function": user_values.wait_for, "batch": [1]}
+    before: Any = None
+    for number in range(boundaries):
+        scope["batch"][0] = number
+        before = record(scope, key=f"{change} {boundaries}", is_lasting=True)
+
+    MODULES[change](scope)
+    found = record(scope, key=f"{change} {boundaries}", is_lasting=True)
+
+    assert not are_alike(before, found)
+    assert are_alike(found, record(scope))
+
+
+def test_another_module_of_the_same_name_is_not_taken_for_the_one_before() -> None:
+    for number in range(3):
+        found = record({"number": number}, key="of one name", is_lasting=True)[0]
+
+        assert with_fixed(found) == {"number": number}
+
+
+LARGE_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "one number": lambda one: one[3].fill_(7.0),
+    "all numbers, unseen by its version": lambda one: one.data.fill_(7.0),
+    "another shape": lambda one: one.unsqueeze_(0),
+    "another size": lambda one: one.resize_(50_000).fill_(1.0),
+    "other memory": lambda one: setattr(one, "data", torch.ones(50_000)),
+    "another type": lambda one: setattr(one, "data", torch.ones(40_000, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("change", LARGE_TENSORS)
+def test_a_large_tensor_that_changes_behind_many_boundaries_comes_as_it_is_now(change: str) -> None:
+    lost = big(1.0)
+    nothing: dict[int, int] = {}
+    for _ in range(3):
+        before = Snapshot(nothing).node(lost, 0)
+
+    LARGE_TENSORS[change](lost)
+    found = Snapshot(nothing).node(lost, 0)
+
+    assert isinstance(before, DataNode)
+    assert found != before
+    assert found.shape == list(lost.shape)
+    assert str(lost.dtype) == f"torch.{found.dtype}"
+
+
+def test_a_large_tensor_that_an_optimizer_has_now_is_reported_as_a_weight() -> None:
+    lost = big(1.0)
+    nothing: dict[int, int] = {}
+    for _ in range(3):
+        Snapshot(nothing).node(lost, 0)
+
+    found = Snapshot({lost.untyped_storage().data_ptr(): 0}).node(lost, 0)
+
+    assert isinstance(found, WeightNode)
+
+
+def test_what_a_walk_has_met_does_not_outlive_its_variables_though_the_walk_is_still_held() -> None:
+    """An iterator over a loader that is still there would count as one in use."""
+    loader = DataLoader(TensorDataset(torch.arange(4)))
+    here: Scope = {"meter": Meter(), "loader": loader}
+    recorded, blobs = record({"meter": Meter(), "loader": loader})
+    restore = Restore(blobs, is_comparing=True)
+    restore.module(here, recorded, "")
+    met = weakref.ref(here["meter"])
+
+    restore.forget()
+    here.clear()
+
+    assert met() is None
