@@ -94,6 +94,7 @@ def _be_rank(script: str, arguments: list[str], folder: Path, environment: dict[
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for fd, name in ((1, "stdout.log"), (2, "stderr.log")):
         os.dup2(os.open(logs / name, os.O_WRONLY | os.O_CREAT, 0o644), fd)
+    torch.set_num_threads(1)  # see tests/rank/worlds.py: no thread may be the first to ask for torch's pool
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = [script, *arguments]

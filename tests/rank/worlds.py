@@ -240,6 +240,9 @@ def _be_rank(
 
     rank, size = welcome.rank, welcome.world_size
     try:
+        # torch makes its pool of threads anew in a child, at first use: threads of autograd that come there at once
+        # find none, and abort. So it is made here, while there is one thread.
+        torch.set_num_threads(1)
         torch.manual_seed(rank)
         if is_managed:
             whose.add_user_directory(os.path.dirname(__file__))
