@@ -13,12 +13,12 @@ import pytest
 
 from tests.commits import TURNS, git
 from tests.turns import ORDINARY, Results, load_not_green, load_results
-from ttprun.cli import support
+from ttprun.cli import guide
 from ttprun.cli.main import main
 
 TESTS = Path(__file__).resolve().parent
 README = (TESTS.parent / "README.md").read_text(encoding="utf-8")
-PARTS, ROWS = support.read_table()["parts"], support.read_table()["rows"]
+PARTS, ROWS = guide.read_table()["parts"], guide.read_table()["rows"]
 PROOF = {often: {test for row in ROWS for test in row["proof"].get(often, ())} for often in ("every check", "in turns")}
 # A proof is too old after two rounds of the slow list. They are counted in days, one slice a day: histories get
 # squashed, which leaves no commits to count; dates stay.
@@ -30,7 +30,7 @@ GREEN = {"commit": "abc", "date": "2026-11-24", "torch": "2.13.0", "python": "3.
 def test_each_row_has_a_rung_and_names_tests_that_are_there(row: dict[str, Any]) -> None:
     tests = [test.split("::") for named in row["proof"].values() for test in named]
 
-    assert row["lost"] in support.COSTS
+    assert row["lost"] in guide.COSTS
     assert row["device"] in ("cpu", "simulated")
     assert set(row["proof"]) <= {"every check", "in turns", "by hand"}
     assert tests
@@ -51,7 +51,7 @@ def test_the_readme_has_eight_rows_in_words_and_each_row_of_the_matrix_is_in_one
     costs = [{row["lost"] for row in ROWS if row["part"] == part} for part in range(1, len(PARTS) + 1)]
 
     assert table == [f"| {part['what']} | {part['lost']} |" for part in PARTS]
-    assert [set(re.findall("|".join(support.COSTS), part["lost"])) for part in PARTS] == costs
+    assert [set(re.findall("|".join(guide.COSTS), part["lost"])) for part in PARTS] == costs
     assert "test_" not in README
 
 
@@ -77,7 +77,7 @@ def test_the_page_says_of_each_test_when_it_was_green(capsys: pytest.CaptureFixt
     ids=["nothing", "a failure", "another test", "two cases"],
 )
 def test_of_several_cases_the_one_longest_ago_counts(results: dict[str, Any], said: str) -> None:
-    assert support.last_green("e2e/a.py::b", results) == said
+    assert guide.last_green("e2e/a.py::b", results) == said
 
 
 def test_each_proof_that_is_run_in_turns_was_green_lately() -> None:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed.run import get_args_parser
 
-from ttprun.cli.options import take_options
-from ttprun.cli.torchrun_parser import build_parser
+from ttprun.cli.command_line import build_parser, take_options
 from ttprun.errors import ConfigError
 
 # An option's own lines in the help are indented by two; others speak of it inside their texts.

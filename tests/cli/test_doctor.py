@@ -17,8 +17,8 @@ import pytest
 
 from tests.web.runs import status_of, write_run
 from ttprun.chaos.drill.twins import Twin
-from ttprun.cli import doctor, machine_checks, repair_check, software_checks
-from ttprun.cli.finding import Finding
+from ttprun.cli import doctor, machine_checks, software_checks
+from ttprun.cli.machine_checks import Finding
 from ttprun.cli.main import main
 from ttprun.cli.software_checks import SHIM, Probe, accelerators, cann_version, software
 
@@ -373,9 +373,9 @@ def test_a_torch_that_nobody_has_tried_is_noted() -> None:
 
 
 def test_a_repair_that_does_not_come_about_fails_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repair_check, "SCRIPT", "raise ValueError('no such torch')")
+    monkeypatch.setattr(doctor, "SCRIPT", "raise ValueError('no such torch')")
 
-    (found,) = repair_check.repair("2.99.0")
+    (found,) = doctor.repair("2.99.0")
 
     assert (found.subject, found.level) == ("repair", "fails")
     assert "no such torch" in found.found
@@ -383,9 +383,9 @@ def test_a_repair_that_does_not_come_about_fails_with_the_reason(monkeypatch: py
 
 
 def test_a_repair_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repair_check, "SCRIPT", "import time; time.sleep(600)")
+    monkeypatch.setattr(doctor, "SCRIPT", "import time; time.sleep(600)")
 
-    (found,) = repair_check.repair("2.99.0", limit_s=4.0)
+    (found,) = doctor.repair("2.99.0", limit_s=4.0)
 
     assert (found.level, "did not end within 4 s" in found.found) == ("fails", True)
 
@@ -397,9 +397,9 @@ def test_the_tiny_job_takes_no_port_that_another_job_may_have(monkeypatch: pytes
         started.append(words)
         return Twin(folder, 1, 0.1, {}, "not run")
 
-    monkeypatch.setattr(repair_check, "run_launcher", runs)  # torch before 2.13 takes port 29500 otherwise
+    monkeypatch.setattr(doctor, "run_launcher", runs)  # torch before 2.13 takes port 29500 otherwise
 
-    list(repair_check.repair("2.11.0"))
+    list(doctor.repair("2.11.0"))
 
     assert "--standalone" in started[0]
 

@@ -11,9 +11,8 @@ import pytest
 
 from tests.cli.test_status_command import status_of
 from tests.cli.test_topology_command import MESH
+from ttprun.cli.command_line import GROUPS, build_parser, torchrun_options
 from ttprun.cli.main import OF_TORCHRUN, main
-from ttprun.cli.options import GROUPS
-from ttprun.cli.torchrun_parser import build_parser, torchrun_options
 from ttprun.config import Config
 from ttprun.config_sources import FILE_ONLY, option_name
 from ttprun.observe.run_directory import RunDirectory, replace_file

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.state.making import locked, take
-from ttprun.cli.old_runs import Keep, remove_old_runs
+from ttprun.cli.run import Keep, remove_old_runs
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import BASE, RunDirectory
 from ttprun.observe.status import RunState, RunStatus, write_status

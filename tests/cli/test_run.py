@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from tests.cli.fakes import FakeLaunch
+from ttprun.cli.command_line import build_parser, torchrun_options
 from ttprun.cli.main import main
 from ttprun.cli.run import fill_rendezvous, read_command_line
-from ttprun.cli.torchrun_parser import build_parser, torchrun_options
 from ttprun.config_sources import OF_TORCHRUN
 from ttprun.observe.status import read_status
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.cli.options import take_script_config
+from ttprun.cli.command_line import take_script_config
 from ttprun.config_sources import ConfigSource
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ttprun.cli.main import main
-from ttprun.cli.status_command import WIDTH, draw_waterfall
+from ttprun.cli.run_reports import WIDTH, draw_waterfall
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import IncidentStatus, RankStatus, RunState, RunStatus, write_status

@@ -37,7 +37,7 @@ from ttprun.capture.records.packing import MalformedRecordError
 from ttprun.capture.records.recorder import HEADER_BYTES, Recorder
 from ttprun.capture.values import pack
 from ttprun.chaos.faults import parse_fault
-from ttprun.cli.status_command import status as show_status
+from ttprun.cli.run_reports import status as show_status
 from ttprun.errors import ConfigError
 from ttprun.observe.events import read_events, read_history
 from ttprun.observe.run_directory import RunDirectory

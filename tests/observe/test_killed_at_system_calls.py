@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.system_calls import killed_at_each_change, why_not_traced
-from ttprun.cli.old_runs import Keep, remove_old_runs
+from ttprun.cli.run import Keep, remove_old_runs
 from ttprun.observe.events import EventLog, read_events, timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, read_status, write_status

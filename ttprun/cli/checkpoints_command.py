@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ttprun.cli.control import ask_running
-from ttprun.cli.status_command import load
+from ttprun.cli.run_reports import load
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.errors import ConfigError, counted, one_line, suggestion
 from ttprun.observe.console import SILENT_S, ProgressLine, format_bytes

@@ -1,18 +1,33 @@
-"""Ask a run's agent for something, by the control socket in the run's directory."""
+"""What a running job's agent is asked for, by the control socket in the run's directory.
+
+`ttprun stacks`, `recall` and `inject-fault`. Begin with `ask`. Without torch.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
-from typing import get_args
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Annotated, get_args
 
-from msgspec.structs import asdict
+import typer
+from msgspec import structs
 
-from ttprun.cli.status_command import load
-from ttprun.errors import ConfigError
+from ttprun.chaos.faults import KINDS, PHASES, RANDOM, Fault, check_word, parse_fault, phases_of
+from ttprun.chaos.schedule import PlannedStrike, strikes
+from ttprun.cli.run_reports import load
+from ttprun.cli.terminal import new_table, open_console
+from ttprun.config_sources import read_config_file, resolve
+from ttprun.errors import ConfigError, in_short
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.stacks import StackReport, groups_of, read_stacks
+from ttprun.observe.status import RunStatus, read_status
 from ttprun.protocol.codec import Refused, decode
-from ttprun.protocol.control_requests import Accepted, Rejected, Reply, Request
+from ttprun.protocol.control_requests import Accepted, InjectFault, Recall, Rejected, Reply, Request, TakeStacks
 
 ANSWER_LIMIT_S = 10.0
 _REPLIES = {kind.__name__: kind for kind in get_args(Reply)}
@@ -42,7 +57,7 @@ def ask(directory: RunDirectory, request: Request) -> Reply:
     Waits at most ANSWER_LIMIT_S. Raises ConfigError if there is no answer.
     """
     try:
-        request_line = {"op": type(request).__name__, "token": directory.read_token(), **asdict(request)}
+        request_line = {"op": type(request).__name__, "token": directory.read_token(), **structs.asdict(request)}
         with (
             directory.control_address() as address,
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
@@ -57,3 +72,246 @@ def ask(directory: RunDirectory, request: Request) -> Reply:
     if isinstance(answer, Refused):
         raise ConfigError(f"the run's agent does not answer ({answer.reason})", "see 'ttprun status'")
     return answer
+
+
+# `ttprun stacks`: where each rank is now, equal stacks together.
+
+
+_STACKS_LIMIT_S = 10.0
+_LOOK_AGAIN_S = 0.02
+_MOST_RANKS = 16
+
+
+def stacks(
+    run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
+    rank: Annotated[list[int] | None, typer.Option(help="Only this rank, with all of its threads; repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False,
+) -> int:
+    """Show where each rank of this node is in its Python code, without stopping any. Equal stacks are shown once.
+
+    Ranks that are not waiting for others are listed first: if a job hangs, look there. On several nodes, ask on each.
+    """
+    directory, answer = ask_running(run, TakeStacks(), "no stacks")
+    report = _wait_for(directory, answer.after)
+    if rank:
+        _check_ranks(report, rank, answer.message)
+        report = StackReport(report.number, report.at, tuple(stack for stack in report.ranks if stack.rank in rank))
+    if as_json:
+        print(report.to_json())
+    elif rank:
+        print("\n\n".join(f"rank {stack.rank}, pid {stack.pid}\n{stack.all_threads.strip()}" for stack in report.ranks))
+    else:
+        _show_stacks(report, answer.message)
+    return 0
+
+
+def _wait_for(directory: RunDirectory, after: int) -> StackReport:
+    """The first report whose number is above `after`. Raises ConfigError if none comes."""
+    give_up_at_s = time.monotonic() + _STACKS_LIMIT_S
+    while time.monotonic() < give_up_at_s:
+        with suppress(FileNotFoundError):
+            report = read_stacks(directory.stacks)
+            if report.number > after:
+                return report
+        time.sleep(_LOOK_AGAIN_S)
+    why = f"no stacks have come within {_STACKS_LIMIT_S:.0f} s"
+    raise ConfigError(why, "see 'stacks_not_written' in events.jsonl of the run directory")
+
+
+def _check_ranks(report: StackReport, wanted: list[int], elsewhere: str) -> None:
+    there = [stack.rank for stack in report.ranks]
+    missing = [str(number) for number in wanted if number not in there]
+    if missing:
+        listed = in_short([*map(str, there)], _MOST_RANKS) or "none"
+        cure = elsewhere or "a lost or finished rank has none"
+        raise ConfigError(f"no stack of rank {', '.join(missing)}; there are those of {listed}", cure)
+
+
+def _show_stacks(report: StackReport, elsewhere: str) -> None:
+    for group in groups_of(report.ranks):
+        ranks = in_short([*map(str, group.ranks)], _MOST_RANKS)
+        print(f"rank{'s' if len(group.ranks) > 1 else ''} {ranks}: {group.place}")
+        print(group.main or "  no Python frame of the script")
+        print()
+    if not report.ranks:
+        print("no rank of this node is running")
+    if elsewhere:
+        print(elsewhere)
+
+
+# `ttprun recall`: have ranks that are away train again.
+
+
+def recall(
+    run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")] = False,
+) -> int:
+    """Re-admit ranks that left the job (--mindio): they get new processes and the state of the others.
+
+    Exit code: 0 they are being started (see 'ttprun status'), 2 no rank has left, or none can be started now.
+    """
+    directory, answer = ask_running(run, Recall(), "no rank was called back")
+    described = {"run": str(directory.path), "ok": True, "message": answer.message}
+    print(json.dumps(described) if as_json else answer.message)
+    return 0
+
+
+# `ttprun inject-fault`: break a running job on purpose, to see it recover.
+
+
+# Of a schedule without end, so many strikes are shown.
+SHOWN_STRIKES = 20
+
+
+def inject_fault(
+    kind: Annotated[
+        str, typer.Argument(help="Kind of fault; several with commas, or 'random', with --seed; 'list' shows them all.")
+    ],
+    rank: Annotated[int | None, typer.Option(help="Global rank in which it strikes.")] = None,
+    at_step: Annotated[int | None, typer.Option(help="Optimizer step, from 0; default: the running one.")] = None,
+    phase: Annotated[str | None, typer.Option(help="Phase of the step; default: wherever the rank is.")] = None,
+    after: Annotated[float | None, typer.Option(help="Seconds to wait first.")] = None,
+    every: Annotated[str | None, typer.Option(help="Repeat: every 10s (seconds) or 5steps.")] = None,
+    count: Annotated[int | None, typer.Option(help="How often; default: once, with --every without end.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Draw what is not given, the same each time: rank, phase, step.")
+    ] = None,
+    code: Annotated[int | None, typer.Option(help="Exit code, for exit.")] = None,
+    peer: Annotated[int | None, typer.Option(help="Other end of the link, for reset, silent and slow.")] = None,
+    rate: Annotated[int | None, typer.Option(help="Bytes a second, for slow.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="How long a hang or a broken link lasts.")] = None,
+    run: Annotated[str | None, typer.Option(help="Run id or run directory; default: the newest run here.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done; do nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")] = False,
+) -> int:
+    """Cause a fault in a run that was started with --allow-faults, once or by a schedule.
+
+    For example: ttprun inject-fault kill --rank 1 --at-step 20 --phase backward
+
+    A storm: ttprun inject-fault random --seed 7 --every 10s --count 5 (see it first with --dry-run)
+
+    The same is written in one word for --fault and for configurations: random:every=10s,count=5,seed=7
+    """
+    if kind == "list":
+        print_words(as_json)
+        return 0
+    values = {"rank": rank, "step": at_step, "phase": phase, "after": after, "every": every, "count": count}
+    values |= {"seed": seed, "code": code, "peer": peer, "rate": rate, "seconds": seconds}
+    fault = read_fault(kind, values)
+    directory = RunDirectory.find(run)
+    status = check_run(directory, fault)
+    if dry_run:
+        show_strikes(status, fault, as_json)
+        return 0
+    message = send_fault(directory, fault)
+    answer = {"run_id": status.run_id, "fault": str(fault), "dry_run": False, "message": message}
+    print(json.dumps(answer) if as_json else message)
+    return 0
+
+
+def print_words(as_json: bool) -> None:
+    """Print the kinds and phases of faults."""
+    if as_json:
+        kinds = {kind: {"what": meaning, "phases": phases_of(kind)} for kind, meaning in KINDS.items()}
+        print(json.dumps({"kinds": kinds, "phases": PHASES}))
+        return
+    console = open_console()
+    for title, words in (("kind", KINDS), ("phase", PHASES)):
+        table = new_table(console, title, "what happens" if title == "kind" else "when it strikes")
+        for word, meaning in words.items():
+            table.add_row(word, meaning)
+        console.print(table)
+
+
+def read_fault(kind: str, values: Mapping[str, object]) -> Fault:
+    """The fault that the command line describes; `values` has the keys of Fault. Raises ConfigError."""
+    for key, value in values.items():
+        if isinstance(value, int | float) and value < 0:
+            option = "--at-step" if key == "step" else f"--{key}"
+            raise ConfigError(
+                f"{option}: {value} is below 0",
+                "give 0 or more" if isinstance(value, float) else "give a whole number from 0",
+            )
+    given = ",".join(f"{key}={value}" for key, value in values.items() if value is not None)
+    try:
+        for word in kind.split(","):
+            check_word("fault", word, [*KINDS, RANDOM])
+        if (
+            values["rank"] is None
+            and values["seed"] is None
+            and not kind.endswith(("agent-kill", "standby-kill", "stall"))
+        ):
+            raise ValueError("no rank is named; add --rank R, or --seed S to draw one")
+        return parse_fault(f"{kind}:{given}")
+    except ValueError as error:
+        raise ConfigError(*str(error).split("; ", 1)) from None
+
+
+def show_strikes(status: RunStatus, fault: Fault, as_json: bool) -> None:
+    """Print what an order would cause if it were given now: SHOWN_STRIKES at most.
+
+    status    of the run, for its number of ranks and its step
+    fault     the order, a fault or a schedule
+    as_json   one line of JSON instead of a table
+    """
+    running_step = max((rank.step or 0 for rank in status.ranks), default=0)
+    coming = list(islice(strikes(fault, status.world_size, running_step), SHOWN_STRIKES + 1))
+    shown, has_more = coming[:SHOWN_STRIKES], len(coming) > SHOWN_STRIKES
+    if as_json:
+        planned = [{"after_s": strike.after_s} | _given(strike.fault) for strike in shown]
+        print(json.dumps({"run_id": status.run_id, "fault": str(fault), "dry_run": True, "strikes": planned}))
+        return
+    console = open_console()
+    console.print(f"run {status.run_id}, step {running_step}: dry run, nothing is done; the order would be")
+    table = new_table(
+        console, "#", "after", "kind", "rank", "step", "phase", "with", right=("#", "after", "rank", "step")
+    )
+    for strike in shown:
+        table.add_row(*_row(strike))
+    console.print(table)
+    if has_more:
+        console.print("... and so on")
+
+
+def _row(strike: PlannedStrike) -> tuple[str, ...]:
+    fault = strike.fault
+    own = {key: value for key, value in _given(fault).items() if key not in ("kind", "rank", "step", "phase")}
+    after = "at once" if strike.after_s is None and strike.number == 0 else "the one before"
+    return (
+        str(strike.number + 1),
+        after if strike.after_s is None else f"{strike.after_s:g} s",
+        fault.kind,
+        *("-" if value is None else str(value) for value in (fault.rank, fault.step, fault.phase)),
+        " ".join(f"{key}={value}" for key, value in own.items()) or "-",
+    )
+
+
+def _given(fault: Fault) -> dict[str, object]:
+    return {key: value for key, value in dataclasses.asdict(fault).items() if value is not None}
+
+
+def check_run(directory: RunDirectory, fault: Fault) -> RunStatus:
+    """The run must live, allow faults and have that rank; returns its status. Raises ConfigError."""
+    try:
+        status = read_status(directory.status)
+        config = resolve([read_config_file(str(directory.config))], {}, {})
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"run '{directory.path}' cannot be read ({error})", "name another with --run") from None
+    if status.has_ended:
+        ending = f"{status.state}: {status.reason}" if status.reason else status.state
+        raise ConfigError(f"run {status.run_id} has ended ({ending})", "name a running one with --run")
+    if not config.allow_faults:
+        raise ConfigError(f"run {status.run_id} does not allow faults", "start it with --allow-faults")
+    for option, rank in (("--rank", fault.rank), ("--peer", fault.peer)):
+        if rank is not None and rank >= status.world_size:
+            last = status.world_size - 1
+            raise ConfigError(f"{option}: run {status.run_id} has no rank {rank}", f"name one from 0 to {last}")
+    return status
+
+
+def send_fault(directory: RunDirectory, fault: Fault) -> str:
+    """Ask the run's agent to cause the fault; returns its answer. Raises ConfigError."""
+    answer = ask(directory, InjectFault(str(fault)))
+    if isinstance(answer, Rejected):
+        raise ConfigError(f"the run refuses the fault: {answer.error}", "see 'ttprun inject-fault list'")
+    return answer.message

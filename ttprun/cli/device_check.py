@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ttprun.chaos.drill.twins import FOREIGN
-from ttprun.cli.finding import Finding
+from ttprun.cli.machine_checks import Finding
 from ttprun.device.device_errors import in_one_line
 from ttprun.device.environment import VARIABLES
 from ttprun.rank.bootstrap.install import PR_SET_PDEATHSIG
@@ -206,10 +206,6 @@ STEPS: dict[str, Callable[[Rank], None]] = {
     "new communicator": connect_again,
     "killed peer": lose_peer,
 }
-
-if __name__ == "__main__":
-    main()
-
 
 LIMIT_S = 60.0  # importing torch and a first context take most of it, where the machine is busy
 NAMES = {"cuda": "NCCL", "npu": "HCCL", "cpu": "gloo"}

@@ -1,28 +1,101 @@
-"""`ttprun guide`: the handbook, from the Markdown files that are shipped in the package; without torch."""
+"""`ttprun guide` and `ttprun explain`: the handbook, and what of it is generated from tables of the code.
+
+Without torch. Begin with `guide` and `explain`.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
+import shutil
 import sys
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
+import yaml
 from msgspec.structs import fields as fields_of
 from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.markdown import Markdown
 
-from ttprun.cli.options import metavar
-from ttprun.cli.support import support_matrix
+from ttprun.cli.command_line import metavar
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config import Config
 from ttprun.config_sources import FILE_ONLY, VARIABLE_PREFIX, option_name, preset
 from ttprun.errors import ConfigError, suggestion
 from ttprun.protocol.channel import Report
-from ttprun.protocol.reasons import REASONS
+from ttprun.protocol.reason import WORDS, Reason
+from ttprun.protocol.reasons import KINDS, REASONS, reason_of
+
+TABLE = Path(__file__).resolve().parent.parent / "guide" / "support.yaml"
+COSTS = {
+    "replace": "that rank alone gets a new process; no step is lost",
+    "rerun": "the same, in its own process",
+    "rewind": "all ranks go back to the newest snapshot",
+    "resize": "the others train on without it",
+    "restart": "all ranks start again, from the state that is saved when the rank is lost if that can be used",
+    "not protected": "as under torchrun",
+}
+
+
+def support_matrix() -> str:
+    """Markdown: each row with its tests, and the releases that were tried."""
+    table, slow = read_table(), read_results("slow.json")
+    lines: list[str] = []
+    for lost, cost in COSTS.items():
+        lines += [f"## {lost}: {cost}", ""]
+        for row in table["rows"]:
+            if row["lost"] == lost:
+                lines += [*_row(row, slow), ""]
+    lines += ["## Releases", "", "A dozen whole jobs, one of each kind of recovery, were run on these:", ""]
+    for pair, seen in read_results("versions.json").items():
+        lines.append(f"* {pair}: {seen['passed']} passed, {seen['failed']} failed, {seen['date']}, {seen['commit']}")
+    return "\n".join(lines)
+
+
+def _row(row: dict[str, Any], slow: dict[str, dict[str, Any]]) -> Iterator[str]:
+    device = ", on a simulated device only" if row["device"] == "simulated" else ""
+    yield f"* **{row['backend']} · {row['parallelism']}**{device}: {row['program']}"
+    for often, tests in row["proof"].items():
+        for test in tests:
+            seen = "" if often == "every check" else f" ({last_green(test, slow)})"
+            yield f"  * {often}{seen}: `tests/{test}`"
+
+
+def last_green(test: str, slow: dict[str, dict[str, Any]]) -> str:
+    """When the cases of a test were last seen green, and with what; of several cases, the one longest ago."""
+    name = test.rpartition("/")[2]
+    cases = [seen for case, seen in slow.items() if case.partition("[")[0] == name]
+    greens = sorted((case["green"] for case in cases if "green" in case), key=lambda green: str(green["date"]))
+    failed = sum("failed" in case for case in cases)
+    words = [f"{failed} cases failed in their last run"] if failed else []
+    if not greens:
+        return ", ".join(["not seen green on this code yet", *words])
+    first = greens[0]
+    versions = f"torch {first['torch']}, Python {first['python']}"
+    return ", ".join([f"{len(greens)} cases green, {first['date']}, {first['commit']}, {versions}", *words])
+
+
+def read_table() -> dict[str, Any]:
+    """The parts (the README's rows) and the rows of the matrix."""
+    table: dict[str, Any] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return table
+
+
+def read_results(name: str) -> dict[str, dict[str, Any]]:
+    """A file of results: in an installed package beside this one, in a checkout among the tests; {} where it is not."""
+    package = TABLE.parent.parent
+    for folder in (package / "results", package.parent / "tests" / "results"):
+        if (folder / name).is_file():
+            results: dict[str, dict[str, Any]] = json.loads((folder / name).read_text(encoding="utf-8"))
+            return results
+    return {}
+
 
 # The reference of the configuration as Markdown, generated from the model and from the commented preset `default`.
 
@@ -166,3 +239,98 @@ def show_in_pager(page: str) -> None:
     console = Console(emoji=False, width=min(Console().width, 120))
     with console.pager(styles=True):
         console.print(Markdown(page))
+
+
+# `ttprun explain`: what ttprun changes inside the user's process, how it judges variables, and what a reason means.
+
+
+MEANING = (
+    "ttprun does not change your files: it wraps the functions below inside each rank's process, to record what a "
+    "replacement of that rank needs and to rebuild its connections."
+)
+JUDGEMENT = (
+    "When a rank is replaced, each variable of the script is judged by the first line that fits; behind the arrow, "
+    "what follows from it."
+)
+KINDS_OF_REASONS = (
+    "Why a rank is not replaced, or not proved, has one of these kinds; 'ttprun explain KIND' explains one."
+)
+_MOST_COLUMNS = 100
+
+
+def explain(
+    reason: Annotated[
+        list[str] | None, typer.Argument(help="A kind of reason, as journal-full, or a message, in quotes.")
+    ] = None,
+) -> int:
+    """Show what ttprun changes inside your process, and why; and how it judges your variables.
+
+    Your files are never changed. With a reason that ttprun has given: what it means, what ttprun does then, and what
+    helps. Exit code: 0, or 2 if the reason is not known.
+    """
+    if reason:
+        explain_reason(find_reason(" ".join(reason)))
+    else:
+        explain_changes()
+    return 0
+
+
+def find_reason(text: str) -> Reason:
+    """The reason of this kind, or of this message. Raises ConfigError if there is none."""
+    row = KINDS.get(text) or reason_of(" ".join(text.split()))
+    if row is None:
+        cure = suggestion(text, KINDS, "")
+        words = set(re.findall(r"[a-z]{4,}", text.lower()))
+        alike = {
+            reason.kind: len(words & set(re.findall(r"[a-z]{4,}", f"{reason.kind} {reason.means}")))
+            for reason in REASONS
+        }
+        nearest = max(alike, key=alike.__getitem__)
+        cure = cure or (f"did you mean '{nearest}'?" if alike[nearest] else "'ttprun explain' lists the kinds")
+        raise ConfigError(f"no reason is known as '{text[:80]}'", cure)
+    return row
+
+
+def explain_reason(row: Reason) -> None:
+    """Print a row of the table of reasons."""
+    topic, _, heading = row.where.partition("#")
+    width = width_of_lines()
+    print(f"{row.kind}: {row.word}\n")
+    print("\n".join(_indented([row.means], width)))
+    for title, text in (
+        ("what ttprun does then", row.then or WORDS[row.word]),
+        ("what helps", row.cure),
+        ("more", f"ttprun guide {topic}, under '{heading}'"),
+    ):
+        print("\n".join(["", title, *_indented([text], width)]))
+
+
+def explain_changes() -> None:
+    """Print the tables of what is changed, of how variables are judged, and the kinds of reasons."""
+    from ttprun.capture.position.judgement import ORDER
+    from ttprun.rank.bootstrap.patch_table import ALSO, PATCHES, Change, Patch
+
+    rows: tuple[Patch | Change, ...] = (*PATCHES, *ALSO)
+    width = width_of_lines()
+    print(textwrap.fill(MEANING, width))
+    for patch in rows:
+        name = f"{patch.module}: {patch.attribute}"
+        name = textwrap.fill(name, width, break_long_words=False, break_on_hyphens=False)
+        print("\n".join(["", name, *_indented([patch.why], width)]))
+    print("\n" + textwrap.fill(JUDGEMENT, width))
+    for rule in ORDER:
+        print("\n".join(["", rule.name, *_indented([rule.when, f"→ {rule.follows}"], width)]))
+    print("\n" + textwrap.fill(KINDS_OF_REASONS, width))
+    for word in WORDS:
+        kinds = ", ".join(row.kind for row in REASONS if row.word == word)
+        print("\n".join(["", word, *_indented([kinds], width)]))
+
+
+def width_of_lines() -> int:
+    """Characters of a line: those of the terminal, or COLUMNS, and no more than are read with ease."""
+    return max(20, min(shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns, _MOST_COLUMNS))
+
+
+def _indented(paragraphs: Iterable[str], width: int) -> Iterable[str]:
+    for text in paragraphs:
+        yield textwrap.fill(text, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)

@@ -18,11 +18,35 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from ttprun.cli.finding import Finding
 from ttprun.protocol.board import Board, Field
 from ttprun.rank.bootstrap.install import PR_SET_PDEATHSIG
+
+Level = Literal["ok", "note", "fails"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    area     "software", "devices", "kernel", "limits", "network", "files" or "mindio"
+    subject  the thing
+    found    what is there: a version, a number
+    level    "ok"; "note": it works, but something is less or worth knowing; "fails": recovery cannot work
+    means    what works less, or not at all, because of it; "" if ok
+    cure     what to do about it; "" if nothing
+    """
+
+    area: str
+    subject: str
+    found: str
+    level: Level = "ok"
+    means: str = ""
+    cure: str = ""
+
 
 LOOK_UP_LIMIT_S = 1.0
 DEFAULT_PORT = 29500  # torchrun's, where no rendezvous is named

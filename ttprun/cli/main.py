@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from ttprun import __version__, early_signals
-from ttprun.cli.alike import ALIKE, through
 from ttprun.cli.commands import COMMANDS, LAUNCHING
+from ttprun.cli.terminal import ALIKE, through
 from ttprun.errors import ConfigError
 
 USAGE_ERROR = 2
@@ -163,11 +163,44 @@ def run_script(words: list[str]) -> int:
     except Exception as error:
         early_signals.look()
 
-        from ttprun.cli import torchrun_parser
+        from torch.distributed.elastic.rendezvous import RendezvousError
 
-        if not torchrun_parser.can_run(error):
+        elastic = sys.modules.get("ttprun.agent.launcher.elastic_agent")
+        has_started = elastic is not None and elastic.ReplacingAgent.has_started_ranks
+        if has_started or isinstance(error, RendezvousError):  # the latter is torch's own
             raise
-        return torchrun_parser.run(words, error)
+        return run_as_torchrun(words, error)
+
+
+def run_as_torchrun(words: list[str], error: Exception) -> int:
+    """Say why protection is off, and run the command line by torch's own launcher. Returns the exit code.
+
+    A bug of ours, or a release of torch that is not as we think, must not keep a job from running.
+
+    words   of the command line, ours among them. If they ask for no run, none is started: the exit code is 1
+    error   what has kept ttprun from running it
+    """
+    import torch.distributed.run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from ttprun.cli.command_line import add_options, asked_instead
+    from ttprun.observe import console
+
+    parser = torchrun.get_args_parser()
+    with contextlib.suppress(Exception):
+        add_options(parser)
+    arguments = parser.parse_args(words)
+    is_run, why = not asked_instead(arguments), f"{type(error).__name__}: {' '.join(str(error).split())}"
+    what = "protection is off, and the job runs as under torchrun" if is_run else "nothing was started"
+    console.say(f"an error in ttprun itself ({why}); {what}; 'ttprun doctor' checks this machine")
+    if not is_run:
+        return 1
+    try:
+        torchrun.run(arguments)  # type: ignore[no-untyped-call]
+    except ChildFailedError as failed:
+        print(failed, file=sys.stderr)
+        return 1
+    return 0
 
 
 def run_command(name: str, command: Callable[..., Any], arguments: list[str]) -> int:
@@ -205,7 +238,7 @@ def run_command(name: str, command: Callable[..., Any], arguments: list[str]) ->
 
 def complete(arguments: list[str]) -> int:
     """Answer a shell that completes a command line, or install what makes it ask. Ends the process when it answers."""
-    from ttprun.cli.completion import build_app
+    from ttprun.cli.commands import build_app
 
     return build_app()(arguments, prog_name="ttprun", standalone_mode=False) or 0
 
@@ -214,7 +247,7 @@ def print_help() -> None:
     """The short help: teaches by examples, lists commands and our own options; torch is not imported."""
     from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
-    from ttprun.cli.options import add_options
+    from ttprun.cli.command_line import add_options
 
     parser = ArgumentParser(
         "ttprun",

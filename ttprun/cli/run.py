@@ -7,14 +7,18 @@ the agent. Read `run` first. Imports torch.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shlex
+import shutil
+import time
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from secrets import token_hex
 from urllib.parse import urlsplit
 
@@ -27,19 +31,24 @@ from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT
 from ttprun.agent.launcher.outcome import Outcomes
 from ttprun.agent.report.status_publisher import write_last_status
 from ttprun.cli import programs
-from ttprun.cli.alike import CommandOutput
-from ttprun.cli.dry_run import dry_run, launch_origins, print_config
-from ttprun.cli.old_runs import Keep, remove_old_runs
-from ttprun.cli.options import asked_instead, take_options, take_script_config
-from ttprun.cli.preflight import check_host, check_launch, check_options
-from ttprun.cli.torchrun_parser import SCRIPT, build_parser, launch_words, parse
+from ttprun.cli.command_line import (
+    SCRIPT,
+    asked_instead,
+    build_parser,
+    launch_words,
+    parse,
+    take_options,
+    take_script_config,
+)
+from ttprun.cli.preflight import check_host, check_launch, check_options, dry_run, launch_origins, print_config
+from ttprun.cli.terminal import CommandOutput
 from ttprun.config import Config, LaunchValue
 from ttprun.config_sources import ConfigSource, Origins, option_name, origins, read_config_file, resolve
 from ttprun.early_signals import StoppedEarly
 from ttprun.errors import Complaints, ConfigError, one_line
 from ttprun.observe import console
 from ttprun.observe.events import timestamp
-from ttprun.observe.run_directory import RunDirectory, node_name
+from ttprun.observe.run_directory import BASE, RunDirectory, node_name
 from ttprun.observe.status import RunStatus, read_status, write_status
 from ttprun.state.store import CheckpointStore
 from ttprun.web import otel
@@ -308,3 +317,138 @@ def write_first_status(directory: RunDirectory, config: Config, launch: LaunchCo
         protection="not yet: the ranks are being started" if is_repaired else "off: a failure restarts the whole group",
     )
     write_status(directory.status, status)
+
+
+# Run directories of earlier runs in `ttprun-runs/`: by number, age and size, old ones are removed when a run starts.
+
+
+_DOOMED = ".removing-"
+_DAY_S = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which run directories stay: those within all limits.
+
+    runs   how many, the one of the run that starts among them
+    days   since they were started; None: no limit
+    gib    on the disk, all together; None: no limit. The newest always stays.
+    """
+
+    runs: int
+    days: float | None = None
+    gib: float | None = None
+
+
+def remove_old_runs(keep: Keep, used: str, base: Path = BASE) -> list[str]:
+    """Remove the runs that `keep` does not keep; returns their names.
+
+    used   a path that the run that starts reads from, which stays: what --resume names
+
+    Never raises: what cannot be removed stays, and is tried again by the next run.
+    """
+    removed = []
+    with contextlib.suppress(OSError):
+        for leftover in base.glob(f"{_DOOMED}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        jobs = sorted(_jobs_in(base), key=lambda job: job.started_at_s, reverse=True)
+        old = _beyond(keep, jobs)
+        needed = _with_newest_checkpoints(jobs) if old else set()
+        for job in old:
+            is_used = Path(os.path.expanduser(used)).absolute().is_relative_to(job.path)
+            if job.path not in needed and not is_used and all(map(_has_ended, job.runs)) and _remove(job.path):
+                removed.append(job.path.name)
+    return removed
+
+
+def _beyond(keep: Keep, jobs: list[_Job]) -> list[_Job]:
+    """Those of `jobs`, the newest first, that pass one of the limits."""
+    oldest_s = 0.0 if keep.days is None else time.time() - keep.days * _DAY_S
+    left_bytes = None if keep.gib is None else keep.gib * 2**30
+    old = []
+    for number, job in enumerate(jobs):
+        is_old = number >= keep.runs or job.started_at_s < oldest_s
+        if left_bytes is not None and not is_old:  # a directory is measured only if a limit asks for it
+            left_bytes -= _bytes_in(job.path)
+            is_old = left_bytes < 0
+        if is_old and number > 0:
+            old.append(job)
+    return old
+
+
+def _bytes_in(folder: Path) -> int:
+    """What the files below a folder take on the disk."""
+    taken = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                taken += os.lstat(os.path.join(where, name)).st_blocks * 512
+    return taken
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A directory in `ttprun-runs/`.
+
+    runs   it alone, or the folders of the nodes in it
+    """
+
+    path: Path
+    runs: list[RunDirectory]
+
+    @property
+    def started_at_s(self) -> float:
+        return max(run.started_at_s for run in self.runs)
+
+
+def _jobs_in(base: Path) -> Iterator[_Job]:
+    """Directories that this user's runs have made here."""
+    for path in base.iterdir():
+        if path.is_symlink() or path.lstat().st_uid != os.geteuid() or path.name[0] == ".":
+            continue
+        run = RunDirectory(path)
+        runs = [run] if run.is_run else run.nodes
+        if runs:
+            yield _Job(path.absolute(), runs)
+
+
+def _with_newest_checkpoints(jobs: list[_Job]) -> set[Path]:
+    """For each script, the directory of the job that has written its newest valid checkpoint."""
+    newest: dict[str, tuple[str, Path]] = {}
+    for place, run in ((job.path, run) for job in jobs for run in job.runs):
+        for checkpoint in CheckpointStore(run.path / "checkpoints").checkpoints():
+            if checkpoint.manifest is not None and checkpoint.is_valid:
+                candidate = (checkpoint.manifest.created_at, place)
+                newest[checkpoint.manifest.script] = max(newest.get(checkpoint.manifest.script, candidate), candidate)
+    return {path for _, path in newest.values()}
+
+
+def _has_ended(run: RunDirectory) -> bool:
+    """No process holds its lock, and it says so, or was killed before it had a status."""
+    try:
+        fd = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    try:
+        return read_status(run.status).has_ended
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
+
+
+def _remove(path: Path) -> bool:
+    """Renamed first, so that one that is half removed is not taken for a run."""
+    doomed = path.with_name(_DOOMED + path.name)
+    try:
+        path.rename(doomed)
+    except OSError:
+        return False
+    shutil.rmtree(doomed, ignore_errors=True)
+    return True

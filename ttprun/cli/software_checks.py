@@ -1,16 +1,20 @@
-"""What `ttprun doctor` makes of Python, torch and the accelerators, from what `torch_probe` says of them.
+"""What `ttprun doctor` makes of Python, torch and the accelerators. Begin with `Probe`, which asks them.
 
-Versions of drivers are read from where vendors leave them, so that they are reported even where torch cannot use them.
+That is done in a process of its own (`main`), which prints a line of JSON: torch may take seconds to import, may fail,
+and may crash in a driver; none of that is to end the doctor. Versions of drivers are read from where vendors leave
+them, so that they are reported even where torch cannot use them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,16 +22,73 @@ from typing import Any
 
 import ttprun
 from ttprun import torch_versions
-from ttprun.cli.finding import Finding, Level
+from ttprun.cli.machine_checks import Finding, Level
+from ttprun.device import cuda, npu, nvml
+from ttprun.device.device_errors import in_one_line
+from ttprun.device.interface import Device, DeviceMissingError
 from ttprun.device.npu import AUTOLOAD
 from ttprun.mindio import variables
+
+
+def main() -> None:
+    """Print what is found; the last line of stdout is the answer."""
+    answer: dict[str, Any] = {"hooks": getattr(sys.modules.get("sitecustomize"), "__file__", None)}
+    started = time.monotonic()
+    try:
+        import torch
+    except BaseException as error:  # torch_npu without CANN: RuntimeError; a broken build: OSError, ImportError
+        answer["error"] = in_one_line(error)
+    else:
+        answer |= {"import_s": time.monotonic() - started, "torch": torch.__version__, "cuda": torch.version.cuda}
+        distributed = torch.distributed
+        answer["backends"] = [
+            name
+            for name in ("gloo", "nccl", "mpi", "ucc", "xccl")
+            if distributed.is_available() and getattr(distributed, f"is_{name}_available", bool)()
+        ]
+        answer["devices"], answer["missing"] = [], []
+        for device in devices(torch, answer["missing"]):
+            answer["devices"].append(described(device))
+    print(json.dumps(answer), flush=True)
+
+
+def devices(torch: Any, missing: list[str]) -> Iterator[Device]:
+    """The accelerators that torch can use; why a library that is installed finds none goes to `missing`."""
+    with contextlib.suppress(Exception):
+        management = nvml.load()
+        for index in range(torch.cuda.device_count()):
+            yield cuda.CudaDevice(torch, index, management)
+    try:
+        module = npu.load()
+        reinit = getattr(torch.distributed, "reinit_process_group", None)
+        for index in range(module.npu.device_count()):
+            yield npu.NpuDevice(module, index, reinit)
+    except DeviceMissingError as error:
+        missing.append(str(error))
+    except Exception as error:
+        missing.append(npu.why_not_loaded(error))
+
+
+def described(device: Device) -> dict[str, Any]:
+    """One device, whatever it answers."""
+    try:
+        identity, health = device.identify(), device.health()
+        facts = {"kind": identity.kind, "name": identity.name, "index": identity.index, "versions": identity.versions}
+        facts |= {"is_usable": health.is_usable, "findings": list(health.findings)}
+        with contextlib.suppress(Exception):
+            facts["total_bytes"], facts["free_bytes"] = device.memory().total_bytes, device.memory().free_bytes
+    except Exception as error:
+        facts = {"kind": "unknown", "name": in_one_line(error), "index": 0, "versions": {}}
+        facts |= {"is_usable": False, "findings": []}
+    return facts
+
 
 PROBE_LIMIT_S = 60.0
 SHIM = Path(ttprun.__file__).resolve().parent / "shim"
 NVIDIA = Path("/proc/driver/nvidia/version")
 ASCEND = Path("/usr/local/Ascend")
 TOOLKIT_INFO = "ascend_toolkit_install.info"
-PROBE = "import sys; sys.path.append({!r}); from ttprun.cli.torch_probe import main; main()"
+PROBE = "import sys; sys.path.append({!r}); from ttprun.cli.software_checks import main; main()"
 
 
 class Probe:

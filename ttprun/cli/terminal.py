@@ -1,18 +1,77 @@
-"""Where commands print: in colour and to the terminal's width on a terminal, plain and never wrapped in a pipe."""
+"""A command's output, which may lack characters, a reader or room. Begin with `CommandOutput` and `open_console`.
+
+`ALIKE` writes what looks alike in place of our dots, dashes and arrows where a stream's encoding lacks them. rich is
+imported only when a console is opened: whatever starts a job passes here.
+"""
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich import box
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
-from ttprun.cli.alike import ALIKE
+
+PIPE_CLOSED = 141  # 128 + SIGPIPE, as the shell's own commands end
+
+ALIKE = "ttprun.alike"  # an error handler of encodings
+_LOOK_ALIKE = {"·": "-", "–": "-", "—": "-", "×": "x", "→": "->", "←": "<-", "…": "...", "≤": "<=", "≥": ">=", "µ": "u"}
+_LOOK_ALIKE |= zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    """Write what looks alike where an encoding lacks a character, else its number."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    shown = (
+        _LOOK_ALIKE.get(character) or character.encode("ascii", "backslashreplace").decode() for character in lacking
+    )
+    return "".join(shown), error.end
+
+
+codecs.register_error(ALIKE, _replace)
+
+
+class CommandOutput(io.FileIO):
+    """The file below stdout: a command whose output cannot be written ends at once.
+
+    By SystemExit, which neither a library's answer to a closed pipe nor our own answer to a bug of ours takes up.
+    """
+
+    ends_the_command = True  # until ranks are about to be started: a job goes on without a reader
+
+    def write(self, data: Any) -> int:
+        """Write; after a failure nothing more, so that the end of Python does not fail as well."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not self.ends_the_command:
+                raise
+            self.write = len  # type: ignore[method-assign,assignment]
+            raise SystemExit(
+                PIPE_CLOSED
+                if isinstance(error, BrokenPipeError)
+                else f"ttprun: error: the output cannot be written ({error.strerror})"
+            ) from None
+
+
+def through(stream: TextIO) -> TextIO:
+    """A stream that writes to the same file, by way of `CommandOutput`."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(CommandOutput(stream.fileno(), "w", closefd=False)),
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.isatty(),
+        write_through=bool(getattr(stream, "write_through", False)),
+    )
+
 
 # Wider than any line of ours, so that rich neither wraps nor cuts what another program will read.
 _PIPE_COLUMNS = 100_000
@@ -20,6 +79,8 @@ _PIPE_COLUMNS = 100_000
 
 def open_console() -> Console:
     """A console on stdout as it is now; in a pipe it writes no control codes, whatever the environment asks for."""
+    from rich.console import Console
+
     # No markup: what we print may hold brackets of its own, such as a rank's error message.
     if sys.stdout.isatty():
         if isinstance(sys.stdout, io.TextIOWrapper) and not is_utf8(os.environ):
@@ -42,6 +103,9 @@ def is_utf8(environment: Mapping[str, str]) -> bool:
 
 def new_table(console: Console, *columns: str, right: Collection[str] = ()) -> Table:
     """An empty table with these headings; those in `right` hold numbers. In a pipe: plain columns without lines."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.ROUNDED if console.is_terminal else None, header_style="bold", pad_edge=console.is_terminal)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", no_wrap=not console.is_terminal)
@@ -86,4 +150,6 @@ def _filled(table: Table, columns: Sequence[str], rows: Iterable[Sequence[str]])
 
 def _width(console: Console, table: Table) -> int:
     """Characters of a line that is not wrapped."""
+    from rich.measure import Measurement
+
     return Measurement.get(console, console.options.update_width(_PIPE_COLUMNS), table).maximum

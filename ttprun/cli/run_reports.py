@@ -1,4 +1,7 @@
-"""`ttprun status`: the state of a run, from the files in its directory, so also after its end; without torch."""
+"""`ttprun status`, `topology` and `report`: what the files in a run's directory say, so also after its end.
+
+Without torch. Begin with `status`, and with `draw` for what of it people see.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,7 +20,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ttprun.cli.terminal import fitting_table
-from ttprun.errors import ConfigError, counted
+from ttprun.errors import ConfigError, counted, in_short
 from ttprun.observe.console import format_bytes
 from ttprun.observe.events import COLUMNS, read_history, seconds_of, spans_of
 from ttprun.observe.run_directory import RunDirectory
@@ -29,10 +33,9 @@ from ttprun.observe.status import (
     describe_protection,
     read_status,
 )
+from ttprun.observe.topology import Topology, read_topology
 from ttprun.protocol.reasons import pointer
-
-# What `ttprun status` shows to people. Apart from the command, so that `--json` need not import rich.
-
+from ttprun.state.memory_share import in_words
 
 STYLES = {"healthy": "green", "done": "green", "failed": "red"}
 STYLES |= dict.fromkeys(("recovering", "restarting", "stopped"), "yellow")
@@ -338,3 +341,110 @@ def print_status(directory: RunDirectory, shown: RunStatus, as_json: bool, proof
 def _gist(shown: RunStatus) -> tuple[object, ...]:
     pids = tuple(rank.pid for rank in shown.ranks)
     return shown.state, shown.generation, shown.incidents, shown.protection, shown.away, pids
+
+
+# `ttprun topology`: which ranks hold the same, and what the loss of each would cost.
+
+
+_MOST_PEERS = 8
+
+
+_MOST_NAMES = 12
+
+
+_LOSSES = {
+    "peer": "replaced, no step lost",
+    "buddy": "replaced from its mirror, no step lost",
+    "snapshot": "all ranks go back to the newest snapshot",
+    "restart": "all ranks start again",
+}
+
+
+def topology(
+    run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False,
+) -> int:
+    """Show which ranks hold the same weights and optimizer state, and from where a lost rank would get its own.
+
+    Coordinates are those in the script's device meshes. Without a mesh they are those in its process groups: ep, cp
+    and pp if what the ranks send each other shows experts, context or a pipeline. Who holds the same was compared by
+    digests in the first steps, not assumed.
+    """
+    directory = RunDirectory.find(run)
+    try:
+        shown = read_topology(directory.topology)
+    except FileNotFoundError:
+        why = f"the ranks of the run in '{directory.path}' have not been compared yet"
+        raise ConfigError(why, "this happens in the first two steps; try again then") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the topology cannot be read ({error})", "name another run") from None
+    if as_json:
+        print(shown.to_json(), flush=True)
+    else:
+        _show_topology(shown)
+    return 0
+
+
+def _show_topology(shown: Topology) -> None:
+    from ttprun.cli.terminal import new_table, open_console
+
+    console = open_console()
+    for name, members in shown.groups.items():
+        console.print(f"{name} = {{{', '.join(map(str, members))}}}")
+    dimensions = list(dict.fromkeys(name for rank in shown.ranks for name in rank.coordinates))
+    mirror = ("mirror",) if any(rank.mirror_bytes for rank in shown.ranks) else ()
+    numbers = ("rank", *dimensions, *mirror)
+    table = new_table(console, "rank", *dimensions, "replica peers", *mirror, "if it is lost", right=numbers)
+    for rank in shown.ranks:
+        coordinates = [str(rank.coordinates.get(name, "-")) for name in dimensions]
+        peers = in_short([*map(str, shown.peers(rank.rank))], _MOST_PEERS) or "-"
+        size = [in_words(rank.mirror_bytes) if rank.mirror_bytes else "-"] if mirror else []
+        table.add_row(str(rank.rank), *coordinates, peers, *size, _LOSSES[rank.loss])
+    console.print(table)
+    if not shown.unequal:
+        console.print(f"all ranks hold the same (compared at step {shown.boundary})")
+        return
+    unequal = in_short(shown.unequal, _MOST_NAMES)
+    console.print(f"not the same in all ranks (compared at step {shown.boundary}): {unequal}")
+    for part in shown.parts:
+        holders = " | ".join(in_short([*map(str, ranks)], _MOST_PEERS) for ranks in part.holders[:_MOST_PEERS])
+        more = f" and {len(part.holders) - _MOST_PEERS} more parts" if len(part.holders) > _MOST_PEERS else ""
+        console.print(f"parts held by ranks {holders}{more}: {in_short(part.names, _MOST_NAMES)}")
+    if any(rank.loss in ("snapshot", "restart") for rank in shown.ranks):
+        console.print(
+            "A shard with one holder is gone with its rank. A mesh of 2 replicas (HSDP, tensor x data parallel) "
+            "gives each a second holder; --snapshot-every says how many steps are lost otherwise."
+        )
+
+
+# `ttprun report`: a run as one HTML file or as Markdown.
+
+
+def report(
+    run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="File to write; -: standard output. Default: report.html.")
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Markdown for a ticket; to standard output, unless -o names a file.")
+    ] = False,
+) -> int:
+    """Write a report of a run: state, speed, where the time went, incidents with what was proved, and events.
+
+    The HTML file is complete in itself and loads nothing from elsewhere.
+    """
+    from ttprun.web.page import as_html, as_markdown, read_run
+
+    recorded = read_run(RunDirectory.find(run))
+    text = as_markdown(recorded) if markdown else as_html(recorded)
+    target = output or ("-" if markdown else "report.html")
+    if target == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return 0
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{target}' cannot be written ({error.strerror})", "name another file with -o") from None
+    print(f"{target}: {recorded.summary.sentence}")
+    return 0
