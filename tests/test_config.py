@@ -222,7 +222,7 @@ def test_an_installed_package_finds_the_presets_that_are_packed_with_it(tmp_path
     root = Path(__file__).parents[1]
     package = tmp_path / "site" / "ttprun"
     shutil.copytree(root / "configs", package / "configs")
-    for module in ("config.py", "config_sources.py", "errors.py", "yaml_files.py"):
+    for module in ("config.py", "config_sources.py", "errors.py"):
         shutil.copy(root / "ttprun" / module, package)
     for part in ("chaos", "device"):
         shutil.copytree(root / "ttprun" / part, package / part)

@@ -40,7 +40,7 @@ FLOORS = {
     | _BASE,
     "elastic_resume": {"agent", "capture", "errors", "groups", "introspect", "protocol", "rank", "state"},
     "chaos": {"agent", "capture", "config", "config_sources", "device", "errors", "groups", "introspect", "observe"}
-    | {"protocol", "rank", "tensors", "text_hashes", "yaml_files"},
+    | {"protocol", "rank", "tensors", "text_hashes"},
     "shim": {"rank"},
     "mindio": {"errors", "protocol", "rank"},
     "agent": {"capture", "chaos", "config", "device", "elastic_resume", "errors", "groups", "introspect", "mindio"}
@@ -48,7 +48,7 @@ FLOORS = {
     | {"__version__", "early_signals", "state", "text_hashes", "torch_versions"},
     "web": {"__version__", "errors", "observe"},
     "cli": {"agent", "capture", "chaos", "config", "config_sources", "device", "errors", "introspect", "mindio"}
-    | {"observe", "protocol", "rank", "yaml_files", "__version__", "early_signals", "frameworks", "state"}
+    | {"observe", "protocol", "rank", "__version__", "early_signals", "frameworks", "state"}
     | {"torch_versions", "web"},
 }
 # What runs inside a rank, room by room: each imports only from those before it, for annotations too.

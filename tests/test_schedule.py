@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttprun.chaos.faults import DRAWN_PHASES, ENDING_KINDS, KINDS, parse_fault, phases_of
-from ttprun.chaos.schedule import DRAWN_STEPS, strikes
+from ttprun.chaos.faults import DRAWN_PHASES, DRAWN_STEPS, ENDING_KINDS, KINDS, parse_fault, phases_of, strikes
 
 
 def reported(text: str, ranks: int = 4, running_step: int = 0, count: int = 9) -> list[tuple[float | None, str]]:

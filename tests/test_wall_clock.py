@@ -17,13 +17,13 @@ ALLOWED = {
     "cli/machine_checks.py": "`ttprun doctor` says that the clock is wrong",
     "cli/run.py": "the name of a run, and which old run directories are removed, beside their number",
     "cli/run_reports.py": "shown",
-    "device/updates.py": "a device dates its memory errors by it: that clock says whether one came after an update",
+    "device/device_errors.py": "a device dates its memory errors by it: did one come after an update?",
     "observe/console.py": "a date in a line of the console",
     "observe/events.py": "a date in the log, and in the history",
     "observe/status.py": "whether a pid is still that of the agent: the status that is compared is half a second old",
     "capture/effects/origins.py": "the script's own question, whose answer a replacement gets again",
     "state/store.py": "a date in the manifest: checkpoints are in order by their numbers",
-    "web/app.py": "shown",
+    "web/server.py": "shown",
 }
 
 

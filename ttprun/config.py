@@ -13,10 +13,8 @@ from ttprun.chaos.faults import parse_fault
 from ttprun.device.device_errors import check_additions
 from ttprun.errors import suggestion
 from ttprun.observe.console import LogFormat
-from ttprun.state.interval import parse_interval
-from ttprun.state.memory_share import parse_memory
-from ttprun.web.address import parse_address
-from ttprun.web.companion import USUAL, Kind
+from ttprun.state.cost_limits import parse_interval, parse_memory
+from ttprun.web.companion import USUAL, Kind, parse_address
 
 # One path component, since it names a directory: no slash, no leading dot or dash.
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"

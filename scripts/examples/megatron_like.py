@@ -56,7 +56,7 @@ from mindio_ttp.framework_ttp import (
     tft_start_updating_os,
 )
 
-from ttprun.device import accelerator, registry
+from ttprun.device import accelerator, interface
 from ttprun.device.interface import MemoryCheck
 
 RET_OK, RET_ERROR, RET_NO_REBUILD = 0, 1, 2
@@ -150,12 +150,12 @@ def fail_if_due(state: State) -> None:
 
 def stop(args: Any, ctx: Any) -> None:
     """End what runs on the device."""
-    registry.current().stop()
+    interface.current().stop()
 
 
 def clean(is_uce_error: bool, args: Any, ctx: Any) -> int:
     """Make the device ready for work; say whether memory that held something was lost."""
-    device = registry.current()
+    device = interface.current()
     check = device.check_memory() if is_uce_error else MemoryCheck.NONE
     if check is MemoryCheck.OUTSIDE_POOL:
         return RET_ERROR
@@ -191,7 +191,7 @@ def repair(
             else:
                 dist.recv(tensor, source, group=group)
     for tensor in state.optimizer.tensors():
-        registry.current().mark_safe(tensor)
+        interface.current().mark_safe(tensor)
     accelerator.synchronize()  # before the group ends, which aborts what has not completed on the device
     dist.destroy_process_group(group)
 

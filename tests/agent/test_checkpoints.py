@@ -24,8 +24,7 @@ from ttprun.protocol import to_rank
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.snapshot_messages import Dumped, Share, SnapshotTaken
 from ttprun.recovery.replicas import Replicas
-from ttprun.state.draft import Draft
-from ttprun.state.store import CheckpointStore
+from ttprun.state.store import CheckpointStore, Draft
 
 LIMIT_S = 60.0
 

@@ -16,7 +16,7 @@ from ttprun.agent.launcher import launch as module
 from ttprun.config import Config
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.state.save_errors import SaveDirectoryInUseError
+from ttprun.state.files import SaveDirectoryInUseError
 from ttprun.state.store import CheckpointStore
 
 

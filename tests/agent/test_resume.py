@@ -15,9 +15,8 @@ from ttprun.capture.records.boundary_record import LoopRecord
 from ttprun.capture.records.nodes import RefusedNode
 from ttprun.capture.records.packing import pack
 from ttprun.config import Config
-from ttprun.state.draft import LOCK_NAME
-from ttprun.state.save_errors import InvalidCheckpointError
-from ttprun.state.store import CheckpointStore
+from ttprun.state.files import InvalidCheckpointError
+from ttprun.state.store import LOCK_NAME, CheckpointStore
 
 GENERATOR = RefusedNode("is the generator stream, which does not show the positions of its loops")
 LOOP = LoopRecord(

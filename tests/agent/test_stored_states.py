@@ -11,7 +11,7 @@ import pytest
 from tests.state.making import DESCRIPTION, locked
 from ttprun.agent.repair.stored_states import STATE_FILE, open_checkpoint
 from ttprun.state.checkpoint import inspect
-from ttprun.state.save_errors import InvalidCheckpointError
+from ttprun.state.files import InvalidCheckpointError
 
 STATE = {"arguments": ["train.py"], "header": [["weight", "F32"]], "headers": {1: []}, "owners": {"weight": [0, 1]}}
 

@@ -15,7 +15,7 @@ from tests.capture.records import record_of
 from ttprun.capture.position import loop_sites, loops
 from ttprun.capture.position.loop_sites import Extent
 from ttprun.capture.values import pack
-from ttprun.elastic_resume.derive import Derived, states_in
+from ttprun.elastic_resume.adapted import Derived, states_in
 from ttprun.introspect import random_state
 
 

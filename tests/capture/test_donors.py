@@ -12,7 +12,7 @@ from ttprun.capture import values
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.packing import pack
 from ttprun.capture.values import Tree
-from ttprun.elastic_resume.donors import Closest, OldRank, closest
+from ttprun.elastic_resume.adapted import Closest, OldRank, closest
 
 
 def record(data_seed: int, drawn: int, own: int = 0) -> Record:

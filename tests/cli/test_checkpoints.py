@@ -17,8 +17,7 @@ from tests.state.making import DESCRIPTION, flip_byte, locked, take
 from tests.state.making_models import net, save
 from ttprun.cli.main import main
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.state.checkpoint import MANIFEST_NAME
-from ttprun.state.save_errors import note
+from ttprun.state.checkpoint import MANIFEST_NAME, note
 
 TENSORS = "tensors-00000.safetensors"
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from ttprun.device.device_errors import now_us
 from ttprun.device.npu import NpuDevice
-from ttprun.device.updates import now_us
 
 RELEASES = ("2.1.0.post8", "2.7.1", "2.13.0")
 _NAME = "fake Ascend NPU (no hardware)"

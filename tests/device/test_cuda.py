@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.device import nvml
+from ttprun.device import cuda
 from ttprun.device.cuda import CudaDevice
 from ttprun.device.device_errors import DeviceErrors
 from ttprun.device.interface import DeviceFailedError, DeviceMissingError, MemoryCheck
@@ -243,4 +243,4 @@ def test_memory_and_random_state_are_the_gpus_own() -> None:
 def test_without_the_management_library_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
 
-    assert nvml.load() is None
+    assert cuda.load_nvml() is None

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from ttprun.device.device_errors import ANSWERS, ROWS, DeviceErrors, DeviceFault, check_additions, row_of
-from ttprun.device.updates import UpdateTimes
+from ttprun.device.device_errors import ANSWERS, ROWS, DeviceErrors, DeviceFault, UpdateTimes, check_additions, row_of
 from ttprun.recovery.job import RUNGS
 
 TABLE = DeviceErrors({})

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ttprun.device import registry
-from ttprun.device.cpu import CpuDevice
-from ttprun.device.interface import MemoryCheck
+from ttprun.device import interface
+from ttprun.device.interface import CpuDevice, MemoryCheck
 from ttprun.device.npu import NpuDevice
 
 
 def test_without_an_accelerator_it_is_the_processor_which_needs_no_repair() -> None:
-    device = registry.current()
+    device = interface.current()
 
     device.stop()
     device.clean()
@@ -33,14 +32,14 @@ def test_an_npu_that_the_script_has_initialised_is_found(monkeypatch: pytest.Mon
     present = SimpleNamespace(is_initialized=lambda: True, current_device=lambda: 3)
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=present))
 
-    assert isinstance(registry.current(), NpuDevice)
+    assert isinstance(interface.current(), NpuDevice)
 
 
 def test_an_npu_that_nobody_has_initialised_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = SimpleNamespace(is_initialized=lambda: False)
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=absent))
 
-    assert isinstance(registry.current(), CpuDevice)
+    assert isinstance(interface.current(), CpuDevice)
 
 
 def test_nothing_is_imported_to_find_the_device() -> None:

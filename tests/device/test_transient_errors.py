@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from tests.device.fake_npu import FakeNpu, Queue
 from tests.options import OPTIONS
 from tests.rank.fakes import become, make_session
-from ttprun.device.device_errors import DeviceErrors, DeviceFault, diagnosis_of
+from ttprun.device.device_errors import DeviceErrors, DeviceFault, UpdateTimes, diagnosis_of, now_us
 from ttprun.device.interface import DeviceFailedError
-from ttprun.device.updates import UpdateTimes, now_us
 from ttprun.groups.host import Made
 from ttprun.protocol.to_rank import Options
 from ttprun.rank.bootstrap import rerun

@@ -49,7 +49,7 @@ from ttprun.protocol.codec import Refused, decode, encode
 from ttprun.protocol.control_requests import Accepted
 from ttprun.recovery.membership_policy import parse_hosts
 from ttprun.state.checkpoint import MANIFEST_NAME, Checkpoint, inspect, verify
-from ttprun.state.save_errors import InvalidCheckpointError
+from ttprun.state.files import InvalidCheckpointError
 
 FOLDER = Path(__file__).resolve().parent
 LONGEST_REASON = 600  # characters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttprun.device.updates import UpdateTimes
+from ttprun.device.device_errors import UpdateTimes
 from ttprun.rank.framework.codes import ReportState
 from ttprun.rank.framework.error_meanings import ErrorTable
 

@@ -7,7 +7,7 @@ from mindio_ttp import framework_ttp
 
 from ttprun.config_sources import resolve
 from ttprun.errors import ConfigError
-from ttprun.mindio.variables import NOT_NEEDED, VARIABLES
+from ttprun.mindio import NOT_NEEDED, VARIABLES
 from ttprun.rank.session import Session
 
 LIMITS = ("freeze_timeout_s", "transfer_timeout_s", "resume_timeout_s")

@@ -17,7 +17,7 @@ from tests.state.making_models import Net, net, save
 from ttprun.errors import ConfigError
 from ttprun.state.checkpoint import inspect
 from ttprun.state.export import Format, choose_model, load_model, names_without_wrappers, write_model
-from ttprun.state.save_errors import InvalidCheckpointError
+from ttprun.state.files import InvalidCheckpointError
 
 
 class Wrapped(nn.Module):

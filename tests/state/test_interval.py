@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ttprun.state.interval import LONGEST_S, SHORTEST_S, SnapshotInterval, best_interval_s, parse_interval
+from ttprun.state.cost_limits import LONGEST_S, SHORTEST_S, SnapshotInterval, best_interval_s, parse_interval
 
 DAY_S = 24 * 3600.0
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.state.making import locked, names, take
-from ttprun.state.draft import LOCK_NAME
-from ttprun.state.save_errors import SaveDirectoryInUseError
-from ttprun.state.store import CheckpointStore
+from ttprun.state.files import SaveDirectoryInUseError
+from ttprun.state.store import LOCK_NAME, CheckpointStore
 
 HOLD = """
 import sys

@@ -10,7 +10,7 @@ import pytest
 
 from tests.state.making import flip_byte, locked, take
 from ttprun.state.checkpoint import MANIFEST_NAME, Description, read_manifest
-from ttprun.state.save_errors import InvalidCheckpointError
+from ttprun.state.files import InvalidCheckpointError
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ttprun.state.memory_share import in_words, parse_memory
+from ttprun.state.cost_limits import in_words, parse_memory
 
 
 @pytest.mark.parametrize(

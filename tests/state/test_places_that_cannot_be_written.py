@@ -21,7 +21,7 @@ import os, resource, subprocess, sys
 from contextlib import suppress
 from pathlib import Path
 from tests.state.making import DESCRIPTION, names, newest_valid, take, why_invalid
-from ttprun.state.save_errors import CannotWriteError
+from ttprun.state.files import CannotWriteError
 from ttprun.state.store import CheckpointStore
 
 case, folder = sys.argv[1], Path(sys.argv[2])

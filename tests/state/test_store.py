@@ -10,8 +10,7 @@ import pytest
 
 from tests.state.making import DESCRIPTION, flip_byte, locked, names, newest_valid, take, why_invalid
 from ttprun.state.checkpoint import MANIFEST_NAME, verify
-from ttprun.state.files import FileEntry, read_entry
-from ttprun.state.save_errors import CannotWriteError, InvalidCheckpointError
+from ttprun.state.files import CannotWriteError, FileEntry, InvalidCheckpointError, read_entry
 from ttprun.state.store import CheckpointStore, read_latest
 
 TENSORS = "tensors-00000.safetensors"

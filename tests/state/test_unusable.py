@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.state.making import locked, names, take
-from ttprun.state.save_errors import fingerprint, note, why_passed_over
+from ttprun.state.checkpoint import fingerprint, note, why_passed_over
 
 
 def launch(folder: Path, *words: str, world_size: int = 2) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from ttprun.config_sources import resolve
 from ttprun.errors import ConfigError
-from ttprun.web.address import Address, parse_address
+from ttprun.web.companion import Address, parse_address
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 import uvicorn
 
 from tests.web.runs import status_of, write_run
-from ttprun.web import readers
-from ttprun.web.address import Address
-from ttprun.web.app import build
+from ttprun.web import server
+from ttprun.web.companion import Address
 from ttprun.web.feed import Feed
+from ttprun.web.server import build
 
 LIMIT_S = 100
 ASK = b"GET /api/status HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -21,26 +21,26 @@ ASK = b"GET /api/status HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 @pytest.fixture
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(readers, "MOST_CLIENTS", 8)
-    monkeypatch.setattr(readers, "REQUEST_LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(readers, "ANSWER_LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(readers, "_LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(server, "MOST_CLIENTS", 8)
+    monkeypatch.setattr(server, "REQUEST_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(server, "ANSWER_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(server, "_LOOK_EVERY_S", 0.1)
     feed = Feed(write_run(tmp_path / "run", status_of(ranks=40_000)))
     feed.look()
     config = uvicorn.Config(
         build(feed, None),
-        http=readers.LimitedProtocol,
+        http=server.LimitedProtocol,
         ws="none",
         lifespan="off",
         log_level="critical",
-        h11_max_incomplete_event_size=readers.HEADER_BYTES,
+        h11_max_incomplete_event_size=server.HEADER_BYTES,
         timeout_graceful_shutdown=1,
     )
-    server = uvicorn.Server(config)
+    served = uvicorn.Server(config)
 
     async def serve() -> None:
-        watching = asyncio.create_task(readers.watch())
-        await server.serve([listener])
+        watching = asyncio.create_task(server.watch())
+        await served.serve([listener])
         watching.cancel()
 
     with Address("", 0).listen() as listener:
@@ -48,7 +48,7 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
         yield number
-        server.should_exit = True
+        served.should_exit = True
         thread.join(LIMIT_S)
 
 
@@ -76,13 +76,13 @@ def test_whoever_comes_finds_room_however_many_only_hold_a_connection(port: int)
     idle = [connect(port) for _ in range(200)]
 
     assert is_answered(port)
-    assert len(readers.LimitedProtocol.crowd) <= 8
+    assert len(server.LimitedProtocol.crowd) <= 8
     for client in idle:
         client.close()
 
 
 def test_a_request_that_does_not_arrive_in_time_is_ended(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "REQUEST_LIMIT_S", 0.5)
+    monkeypatch.setattr(server, "REQUEST_LIMIT_S", 0.5)
     with connect(port) as client:
         client.sendall(ASK[:20])
 
@@ -90,7 +90,7 @@ def test_a_request_that_does_not_arrive_in_time_is_ended(port: int, monkeypatch:
 
 
 def test_bytes_that_trickle_in_do_not_prolong_the_time(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "REQUEST_LIMIT_S", 0.5)
+    monkeypatch.setattr(server, "REQUEST_LIMIT_S", 0.5)
     with connect(port) as client:
         with pytest.raises(OSError, match=r"reset|pipe"):  # noqa: PT012 - a byte now and then, until it is refused
             for byte in ASK * 1000:
@@ -101,17 +101,17 @@ def test_bytes_that_trickle_in_do_not_prolong_the_time(port: int, monkeypatch: p
                         raise ConnectionResetError("reset")
                 except TimeoutError:
                     pass
-        monkeypatch.setattr(readers, "REQUEST_LIMIT_S", LIMIT_S)
+        monkeypatch.setattr(server, "REQUEST_LIMIT_S", LIMIT_S)
         assert is_answered(port)
 
 
 def test_who_does_not_take_an_answer_is_ended(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "ANSWER_LIMIT_S", 1.0)
+    monkeypatch.setattr(server, "ANSWER_LIMIT_S", 1.0)
     with connect(port) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.sendall(ASK * 20)
         first = client.recv(12)
-        while readers.LimitedProtocol.crowd:
+        while server.LimitedProtocol.crowd:
             threading.Event().wait(0.05)
 
         assert first == b"HTTP/1.1 200"

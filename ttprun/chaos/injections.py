@@ -1,6 +1,6 @@
 """The injected faults of this run: those ordered, those armed in ranks, and those that have struck.
 
-Orders come from the configuration and from `ttprun inject-fault`; `schedule` expands them into strikes. A strike waits
+Orders come from the configuration and from `ttprun inject-fault`; `faults.strikes` expands them into strikes. A strike waits
 in a rank for its moment; a signal without a moment is sent from here. The events are fault_ordered, fault_armed,
 fault_injected and fault_failed. Runs on the supervisor's thread. Begin with `order`.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ttprun.agent.core.node import Node
     from ttprun.agent.core.rank_slot import RankSlot
     from ttprun.agent.processes.standbys import Standbys
-from ttprun.chaos.schedule import PlannedStrike, strikes
+from ttprun.chaos.faults import PlannedStrike, strikes
 
 _STALL_S = 2.0
 _SIGNALS = {

@@ -22,8 +22,8 @@ from ttprun.observe.console import SILENT_S, ProgressLine, format_bytes
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import CheckpointStatus
 from ttprun.protocol.control_requests import SaveNow
-from ttprun.state.checkpoint import MANIFEST_NAME, Checkpoint, Manifest, inspect, verify
-from ttprun.state.save_errors import InvalidCheckpointError, refusals
+from ttprun.state.checkpoint import MANIFEST_NAME, Checkpoint, Manifest, inspect, refusals, verify
+from ttprun.state.files import InvalidCheckpointError
 from ttprun.state.store import CheckpointStore, last_written_first, read_latest
 
 # What `ttprun checkpoints` shows to people.

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 import yaml
 
 from ttprun.config import Config
-from ttprun.config_sources import GONE, ConfigSource, option_name, ttprun_section
+from ttprun.config_sources import GONE, ConfigSource, option_name, parse_yaml, ttprun_section
 from ttprun.errors import Complaints, ConfigError, one_line, suggestion
-from ttprun.yaml_files import parse_yaml
 
 if TYPE_CHECKING:
     from argparse import _ArgumentGroup

@@ -17,8 +17,7 @@ from typing import Annotated, get_args
 import typer
 from msgspec import structs
 
-from ttprun.chaos.faults import KINDS, PHASES, RANDOM, Fault, check_word, parse_fault, phases_of
-from ttprun.chaos.schedule import PlannedStrike, strikes
+from ttprun.chaos.faults import KINDS, PHASES, RANDOM, Fault, PlannedStrike, check_word, parse_fault, phases_of, strikes
 from ttprun.cli.run_reports import load
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config_sources import read_config_file, resolve

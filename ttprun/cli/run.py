@@ -52,8 +52,7 @@ from ttprun.observe.run_directory import BASE, RunDirectory, node_name
 from ttprun.observe.status import RunStatus, read_status, write_status
 from ttprun.state.store import CheckpointStore
 from ttprun.web import otel
-from ttprun.web.address import is_loopback
-from ttprun.web.companion import answering_probes, serving
+from ttprun.web.companion import answering_probes, is_loopback, serving
 from ttprun.web.notifier import notifying
 
 # torchrun's default; only static rendezvous uses it.

@@ -35,7 +35,7 @@ from ttprun.observe.status import (
 )
 from ttprun.observe.topology import Topology, read_topology
 from ttprun.protocol.reasons import pointer
-from ttprun.state.memory_share import in_words
+from ttprun.state.cost_limits import in_words
 
 STYLES = {"healthy": "green", "done": "green", "failed": "red"}
 STYLES |= dict.fromkeys(("recovering", "restarting", "stopped"), "yellow")

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import ttprun
-from ttprun import torch_versions
+from ttprun import mindio, torch_versions
 from ttprun.cli.machine_checks import Finding, Level
-from ttprun.device import cuda, npu, nvml
+from ttprun.device import cuda, npu
 from ttprun.device.device_errors import in_one_line
 from ttprun.device.interface import Device, DeviceMissingError
 from ttprun.device.npu import AUTOLOAD
-from ttprun.mindio import variables
 
 
 def main() -> None:
@@ -55,7 +54,7 @@ def main() -> None:
 def devices(torch: Any, missing: list[str]) -> Iterator[Device]:
     """The accelerators that torch can use; why a library that is installed finds none goes to `missing`."""
     with contextlib.suppress(Exception):
-        management = nvml.load()
+        management = cuda.load_nvml()
         for index in range(torch.cuda.device_count()):
             yield cuda.CudaDevice(torch, index, management)
     try:
@@ -239,14 +238,14 @@ def _ascend(probed: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:
 
 def mindio_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
     """MindIO's variables that are set, and what becomes of them with --mindio."""
-    for name, variable in variables.VARIABLES.items():
+    for name, variable in mindio.VARIABLES.items():
         value = environment.get(name)
-        wrong = variables.why_not(name, value) if value else None
+        wrong = mindio.why_not(name, value) if value else None
         if wrong is not None:
             yield Finding("mindio", name, str(value), "note", "ttprun --mindio does not start", wrong.cure)
         elif value:
             yield Finding("mindio", name, value, "ok", variable.means)
-    for name, why in variables.NOT_NEEDED.items():
+    for name, why in mindio.NOT_NEEDED.items():
         if name in environment:
             yield Finding("mindio", name, environment[name], "note", f"it has no effect: {why}", "unset it")
 

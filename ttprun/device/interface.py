@@ -1,4 +1,4 @@
-"""The interface of all devices. Read `Device` first.
+"""The interface of all devices, the CPU behind it, and which one this process uses. Read `Device` first.
 
 It is about the one device that this process uses. The phases of a repair are, in order: stop, check the memory, clean,
 restart, rebuild the communicators, mark repaired tensors as safe.
@@ -6,8 +6,12 @@ restart, rebuild the communicators, mark repaired tensors as safe.
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from typing import Any, Protocol
 
 from ttprun.device.device_errors import DeviceFault, Diagnosis, diagnosis_of
@@ -119,3 +123,75 @@ class Device(Protocol):
 
     def memory(self) -> MemoryFigures:
         """Free and total memory."""
+
+
+# The CPU as a device: nothing runs asynchronously, and failed memory ends the process.
+
+
+class CpuDevice:
+    """The machine's processor and memory."""
+
+    def identify(self) -> Identity:
+        """The processor."""
+        return Identity("cpu", platform.machine(), 0, {})
+
+    def health(self) -> Health:
+        """It runs this."""
+        return Health(is_usable=True)
+
+    def stop(self) -> None:
+        """Nothing runs beside the threads of the process."""
+
+    def check_memory(self) -> MemoryCheck:
+        """An uncorrectable error of main memory is a SIGBUS, so there was none."""
+        return MemoryCheck.NONE
+
+    def clean(self) -> None:
+        """Memory is freed by itself."""
+
+    def restart(self) -> None:
+        """Nothing was stopped."""
+
+    def rebuild_communicators(self) -> None:
+        """gloo's connections are ttprun's own: see `ttprun.groups.connection`."""
+
+    def mark_safe(self, tensor: Any) -> None:
+        """No tensor is ever unsafe."""
+
+    def rng_state(self) -> bytes:
+        """The processor's generator is recorded by `ttprun.introspect.random_state`."""
+        return b""
+
+    def restore_rng_state(self, state: bytes) -> None:
+        """As above."""
+
+    def memory(self) -> MemoryFigures:
+        """Main memory."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        return MemoryFigures(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)
+
+
+# The device that this process's script has loaded; nothing is imported or initialized to find out.
+
+
+def current() -> Device:
+    """The device of this process; the CPU in forked children, and if no device was used."""
+    torch: Any = sys.modules.get("torch")
+    torch_npu: Any = sys.modules.get("torch_npu")
+    if torch_npu is not None and torch_npu.npu.is_initialized():
+        from ttprun.device.npu import NpuDevice
+
+        reinit = getattr(torch.distributed, "reinit_process_group", None)
+        return NpuDevice(torch_npu, torch_npu.npu.current_device(), reinit)
+    if torch is not None and torch.cuda.is_initialized():
+        return _gpu(torch, torch.cuda.current_device())
+    return CpuDevice()
+
+
+@cache
+def _gpu(torch: Any, index: int) -> Device:
+    """One per process, since each listens to the driver's events."""
+    from ttprun.device import cuda
+    from ttprun.device.cuda import CudaDevice
+
+    return CudaDevice(torch, index, cuda.load_nvml())

@@ -19,7 +19,7 @@ from ttprun.capture.records.packing import MalformedRecordError
 from ttprun.capture.values import Tree
 from ttprun.capture.values.trees import Comparison
 from ttprun.errors import ConfigError
-from ttprun.state.save_errors import InvalidCheckpointError
+from ttprun.state.files import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")
 

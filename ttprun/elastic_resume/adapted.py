@@ -11,13 +11,18 @@ There is no undisturbed run to compare with. What does not match is refused, wit
 
 from __future__ import annotations
 
+import random
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import msgpack
 import torch
+import xxhash
 from msgspec.structs import replace
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -28,21 +33,189 @@ from ttprun.capture.merging.merge import Merge
 from ttprun.capture.merging.touched import spoil
 from ttprun.capture.position import loops
 from ttprun.capture.recording import look, tree_of
-from ttprun.capture.records.boundary_record import Record
+from ttprun.capture.records.boundary_record import BoundaryRecord, LoopRecord, Record
 from ttprun.capture.records.nodes import NumpyRandomNode, RandomNode
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.replay.differences import difference_of_place
 from ttprun.capture.values import CannotRestoreError, Tree, pack
-from ttprun.elastic_resume.derive import Derived, states_in
-from ttprun.elastic_resume.donors import MOST, OldRank, closest
 from ttprun.groups.journal import Journal
 from ttprun.groups.results import Answers
+from ttprun.introspect import random_state
 from ttprun.introspect.random_state import RngState
 from ttprun.protocol.to_rank import Adapt
 from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.replay.replay_run import ReplayRun
 from ttprun.rank.session import Session
 from ttprun.rank.step import boundary
+
+# Random states for ranks that the old run did not have: derived from those of an old rank, and never the same. Ranks
+# that draw the same numbers (with a common seed, to decide alike) must continue to do so: a state that two old ranks
+# share is kept for the new rank.
+
+_TORCH_SEEDS, _NUMPY_SEEDS = (1 << 63) - 1, (1 << 32) - 1
+
+
+class Derived:
+    """The random states of one new rank.
+
+    of       the new rank, or what it shares with new ranks that must draw the same
+    common   the states that another old rank has too, packed, see `states_in`
+    """
+
+    def __init__(self, of: int | bytes, common: set[bytes]) -> None:
+        self._of = of
+        self._common = common
+
+    def states(self, recorded: random_state.RngState) -> random_state.RngState:
+        """The global generators' states, derived from an old rank's."""
+        return {name: self._state(name, state) for name, state in recorded.items()}
+
+    def record(self, last: BoundaryRecord) -> BoundaryRecord:
+        """An old rank's record with derived states, and without its files."""
+        loaders = [
+            iterator
+            | {
+                "rng": self.states(iterator["rng"]),
+                "generators": list(map(self.torch_state, iterator["generators"])),
+            }
+            for iterator in last.loaders
+        ]
+        return replace(
+            last,
+            rng=self.states(last.rng),
+            loops=[list(map(self._loop, of_frame)) for of_frame in last.loops],
+            generator_loops=list(map(self._loop, last.generator_loops)),
+            loaders=loaders,
+            files=[],
+        )
+
+    def _loop(self, loop: LoopRecord) -> LoopRecord:
+        began_with, item_rng = (state and self.states(state) for state in (loop.began_with, loop.item_rng))
+        return replace(loop, began_with=began_with, item_rng=item_rng)
+
+    def _state(self, name: str, state: Any) -> Any:
+        if pack([name, state]) in self._common:
+            return state
+        seed = self._seed([name, state])
+        if name == "python":
+            return random_state.state_of_python(random.Random(seed))
+        if name == "torch":
+            return self._torch(seed)
+        numpy: Any = sys.modules.get("numpy")
+        return state if numpy is None else random_state.state_of_numpy(numpy.random.RandomState(seed & _NUMPY_SEEDS))
+
+    def torch_state(self, state: bytes) -> bytes:
+        """The state of a torch.Generator, derived from an old rank's."""
+        derived: bytes = self._state("torch", state)
+        return derived
+
+    def reseed(self, generator: Any, recorded: list[Any]) -> None:
+        """Reseed a generator that has an old rank's state, so that it draws other numbers.
+
+        recorded   kind and state from the record
+        """
+        if pack(recorded) in self._common:
+            return
+        seed = self._seed(recorded)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed & _TORCH_SEEDS)
+        elif isinstance(generator, random.Random):
+            generator.seed(seed)
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        elif hasattr(generator, "state"):
+            generator.state = type(generator)(seed).state
+        else:
+            generator.seed(seed & _NUMPY_SEEDS)
+
+    def _seed(self, recorded: list[Any]) -> int:
+        return xxhash.xxh3_64_intdigest(pack([*recorded, self._of]))
+
+    @staticmethod
+    def _torch(seed: int) -> bytes:
+        generator = torch.Generator()
+        generator.manual_seed(seed & _TORCH_SEEDS)
+        return generator.get_state().numpy().tobytes()
+
+
+def states_in(fields: BoundaryRecord, generators: list[list[Any]]) -> set[bytes]:
+    """Every random state in a boundary's record, packed.
+
+    generators   kind and state of those in variables
+    """
+    states = [fields.rng, *(state for loop in fields.active() for state in (loop.began_with, loop.item_rng) if state)]
+    states += [iterator["rng"] for iterator in fields.loaders]
+    packed = {pack([name, state]) for by_name in states for name, state in by_name.items()}
+    packed |= {pack(["torch", state]) for iterator in fields.loaders for state in iterator["generators"]}
+    return packed | set(map(pack, generators))
+
+
+# Which old rank a new one continues: the one that was like it when both had set themselves up.
+
+
+MOST = 64  # old ranks that are looked at
+
+
+@dataclass(frozen=True)
+class OldRank:
+    """Two records of a rank of the old run: of its first step, and of its last one."""
+
+    first: Record
+    last: Record
+
+
+@dataclass(frozen=True)
+class Closest:
+    """What was found out.
+
+    rank     the old rank; None: none was like this one, or all were
+    seeds    of this one's generators, if it is like none, and some old ranks were like each other: what it would go on
+             with, another rank has, too; b"": else
+    """
+
+    rank: int | None
+    seeds: bytes = b""
+
+
+def closest(old: Sequence[OldRank], mine: Tree, rng: RngState, default: int) -> Closest:
+    """Compare the random generators of the first records with this rank's after its set-up: those that training uses.
+
+    mine      its record of the same place in the script
+    rng       the states of its global generators there
+    default   the rank that is taken among equals
+    """
+    firsts = [_generators_of(Tree(*rank.first), rank.first.fields.rng) for rank in old]
+    lasts = [_generators_of(Tree(*rank.last), rank.last.fields.rng) for rank in old]
+    here = _generators_of(mine, rng)
+    telling = [
+        place
+        for place in firsts[0]
+        if any(first.get(place) != firsts[0][place] for first in firsts)
+        and any(first.get(place) != last.get(place) for first, last in zip(firsts, lasts, strict=True))
+    ]
+    # The others were not seeded, or are seeded with what no old rank was seeded with.
+    seeded = [place for place in telling if any(first.get(place) == here.get(place) for first in firsts)]
+    like_mine = [
+        number for number, first in enumerate(firsts) if all(first.get(place) == here.get(place) for place in seeded)
+    ]
+    if seeded and like_mine:
+        return Closest(default if default in like_mine else like_mine[0])
+    are_shared = any(
+        first.get(place) == other.get(place) for place in telling for first, other in combinations(firsts, 2)
+    )
+    # New ranks that train on the same data have the same seeds, and must draw the same: they continue the same rank.
+    return Closest(0, pack([here.get(place) for place in telling])) if are_shared else Closest(None)
+
+
+def _generators_of(tree: Tree, rng: RngState) -> dict[Any, Any]:
+    """The states of the global random generators, and of those in variables: by scope and name."""
+    states: dict[Any, Any] = dict(rng)
+    for which, scope in (*enumerate(tree.variables), *tree.modules.items()):
+        for name, node in scope.items():
+            generator = tree.resolve(node)
+            if isinstance(generator, RandomNode | NumpyRandomNode):
+                states[which, name] = state_of(generator)
+    return states
 
 
 class Adapted(ReplayRun):

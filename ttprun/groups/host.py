@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from ttprun.device.device_errors import DeviceErrors, Diagnosis
-from ttprun.device.updates import UpdateTimes
+from ttprun.device.device_errors import DeviceErrors, Diagnosis, UpdateTimes
 from ttprun.introspect import host
 from ttprun.introspect.costs import PARTS, Costs
 from ttprun.protocol import from_rank

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from ttprun.device import accelerator, registry
+from ttprun.device import accelerator, interface
 from ttprun.device.interface import DeviceFailedError
 from ttprun.groups.host import Member
 from ttprun.groups.journal import Journal
@@ -64,7 +64,7 @@ def end_stuck_tasks(session: Member, links: Iterable[Link], check_overtaken: Cal
 
 
 def _stop_and_restart() -> None:
-    device = registry.current()
+    device = interface.current()
     device.stop()
     device.restart()
 

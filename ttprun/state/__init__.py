@@ -1,9 +1,9 @@
 """Checkpoints on disk: what a save directory holds, and how it stays valid whatever dies. Begin with `store`.
 
-Files, lowest floor first: `errors`, `files` (one file, written and hashed), `manifest` (what `ttprun.json` says),
-`checkpoint` (one directory, looked at), `lock` (one job a directory), `draft` (one being written), `store` (all of
-them), `tensor_file` (tensors as safetensors), `export` (a model for `load_state_dict`). All but the last two do without
-torch.
+Files, lowest floor first: `files` (one file, written and hashed), `checkpoint` (one directory, looked at), `store` (all
+of them), `tensor_file` (tensors as safetensors), `resharding` (read in other parts than they were written), `export` (a
+model for `load_state_dict`); beside them `chunks` (parts of sharded tensors) and `cost_limits`. The first three and
+these two do without torch.
 
     .ttprun.lock                          held by the job that writes here; names it
     latest                                name of the checkpoint that was completed last

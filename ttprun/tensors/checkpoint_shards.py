@@ -26,7 +26,7 @@ from ttprun.introspect.models import parts_of, tables_of
 from ttprun.protocol.snapshot_messages import Share
 from ttprun.state.chunks import OWNER
 from ttprun.state.files import write_file
-from ttprun.state.pieces import CannotReshardError
+from ttprun.state.resharding import CannotReshardError
 from ttprun.state.tensor_file import chunks, lay_out, metadata_of
 from ttprun.tensors import optimizer_registry, replicated, sharded
 from ttprun.tensors.memory import Memory

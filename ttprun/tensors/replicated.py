@@ -16,7 +16,7 @@ import msgpack
 import torch
 import xxhash
 
-from ttprun.device import registry
+from ttprun.device import interface
 from ttprun.introspect import distributed_tensors, models
 from ttprun.introspect.fail_open import NotRepairableError
 from ttprun.introspect.looks import is_a
@@ -211,7 +211,7 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None], is_s
 
     Raises NotRepairableError if this rank's parameters differ from those.
     """
-    device = registry.current()
+    device = interface.current()
     gradients.begin_load()
     own = list(rows())
     if len(own) != len(header):
@@ -269,7 +269,7 @@ def _take_over_state(
                 device = old.device if isinstance(old, torch.Tensor) else parameter.device if shape else None
                 old = torch.empty(shape, dtype=kind, device=device)
         fill(f"{name}/{key}", old)
-        registry.current().mark_safe(old)
+        interface.current().mark_safe(old)
         return old
     if type(value) is not list:
         return value

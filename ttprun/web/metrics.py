@@ -15,9 +15,7 @@ from prometheus_client.registry import Collector
 from ttprun import __version__
 from ttprun.observe.events import COLUMNS, seconds_of
 from ttprun.observe.status import RunStatus
-from ttprun.web.feed import Feed
-from ttprun.web.histogram import Histogram
-from ttprun.web.summary import Summary, unix_s
+from ttprun.web.feed import Feed, Histogram, Summary, unix_s
 
 STATES = ("starting", "healthy", "recovering", "restarting", "done", "stopped", "failed")
 RANK_STATES = ("starting", "running", "replaying", "repairing", "lost", "finished", "away")

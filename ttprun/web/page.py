@@ -19,7 +19,7 @@ from ttprun.errors import ConfigError, counted
 from ttprun.observe.events import COLUMNS, Point, read_events, read_history, seconds_of
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import IncidentStatus, RunStatus, read_status
-from ttprun.web.summary import REASONS, Summary, describe_rate, summarize, unix_s
+from ttprun.web.feed import REASONS, Summary, describe_rate, summarize, unix_s
 
 _FOLDER = Path(__file__).parent / "page"
 _SCRIPTS = ("parts.js", "ranks.js", "charts.js", "incidents.js", "facts.js", "main.js")
@@ -34,7 +34,7 @@ def live() -> str:
 def report(data: dict[str, Any]) -> str:
     """The page of a run with all that it shows inside: it can be read without a server, and sent to others.
 
-    data   as the messages of `app.stream` have it: status, summary, topology, history, events; settings; note
+    data   as the messages of `server.stream` have it: status, summary, topology, history, events; settings; note
     """
     return _document(json.dumps(data).replace("<", "\\u003c"))
 

@@ -26,8 +26,8 @@ from ttprun.protocol import node_orders, node_reports, to_rank
 from ttprun.protocol.snapshot_messages import Dumped, MirroredShare, Share
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.chunks import held_of, what_is_missing
-from ttprun.state.draft import Draft
 from ttprun.state.files import FileEntry, Fill
+from ttprun.state.store import Draft
 from ttprun.tensors.checkpoint_shards import file_of
 
 NO_RECORD = "there is no record of that step"

@@ -7,7 +7,7 @@ import time
 
 from ttprun.agent.core.node import Node
 from ttprun.protocol.board import LEADER, Field
-from ttprun.state.interval import best_interval_s, parse_interval
+from ttprun.state.cost_limits import best_interval_s, parse_interval
 
 _OFTEN_S = 2.0  # at least, between two that are the only source of a lost rank's state
 _OFTEN_SHARE = 0.01  # of the training's time, which they may take

@@ -30,10 +30,8 @@ from ttprun.observe.status import CheckpointStatus
 from ttprun.protocol.snapshot_messages import Share
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.checkpoint import Checkpoint, Description
-from ttprun.state.draft import Draft
-from ttprun.state.files import Fill
-from ttprun.state.save_errors import InvalidCheckpointError
-from ttprun.state.store import CheckpointStore
+from ttprun.state.files import Fill, InvalidCheckpointError
+from ttprun.state.store import CheckpointStore, Draft
 from ttprun.tensors.checkpoint_shards import file_of
 
 logger = logging.getLogger("ttprun")

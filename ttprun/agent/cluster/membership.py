@@ -23,7 +23,7 @@ from ttprun.protocol import meeting
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.rank_events import StopAsked
 from ttprun.recovery.membership_policy import Membership, MembershipPlan, NodesObserved
-from ttprun.state.save_errors import InvalidCheckpointError
+from ttprun.state.files import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")
 

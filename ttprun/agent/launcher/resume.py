@@ -26,9 +26,8 @@ from ttprun.errors import ConfigError, counted, in_short
 from ttprun.observe.console import ProgressLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_status
-from ttprun.state import save_errors
-from ttprun.state.checkpoint import Checkpoint, inspect
-from ttprun.state.save_errors import InvalidCheckpointError
+from ttprun.state.checkpoint import Checkpoint, fingerprint, inspect, note, why_passed_over
+from ttprun.state.files import InvalidCheckpointError
 from ttprun.state.store import CheckpointStore, last_written_first
 
 logger = logging.getLogger("ttprun")
@@ -171,7 +170,7 @@ class Resumption:
         began_s = time.monotonic()
         checkpoint = inspect(path)
         if not is_new:
-            why_not = save_errors.why_passed_over(path, self.fingerprint)
+            why_not = why_passed_over(path, self.fingerprint)
             if why_not:
                 raise InvalidCheckpointError(why_not)
             checkpoint = self._store.verify(checkpoint, ProgressLog(_CHECKING).show)
@@ -205,13 +204,13 @@ class Resumption:
         return adapted(stored, paths, self._world_size, what_differs)
 
     def note_unusable(self, place: str, reason: str, is_refused: bool) -> None:
-        """A rank has refused a checkpoint, or ranks were lost on the way to it: see `ttprun.state.save_errors`.
+        """A rank has refused a checkpoint, or ranks were lost on the way to it: see `ttprun.state.checkpoint`.
 
         place        path of the checkpoint
         reason       a sentence
-        is_refused   as for `unusable.note`
+        is_refused   as for `checkpoint.note`
         """
-        save_errors.note(Path(place), self.fingerprint, reason, is_refused)
+        note(Path(place), self.fingerprint, reason, is_refused)
 
     @property
     def fingerprint(self) -> str:
@@ -220,7 +219,7 @@ class Resumption:
             script = script_of(self._words)
             folder = Path.cwd() if len(script) > 1 else Path(script[0]).absolute().parent if script else Path.cwd()
             folders = [folder, *map(Path, self._config.user_paths)]
-            self._fingerprint = save_errors.fingerprint(self._words, self._world_size, folders)
+            self._fingerprint = fingerprint(self._words, self._world_size, folders)
         return self._fingerprint
 
 

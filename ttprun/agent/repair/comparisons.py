@@ -30,7 +30,7 @@ from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.rank.checks.verification import PROOF_STEPS
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
 from ttprun.recovery.ways_back import may_rewind
-from ttprun.state.memory_share import in_words
+from ttprun.state.cost_limits import in_words
 
 logger = logging.getLogger("ttprun")
 

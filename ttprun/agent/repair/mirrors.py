@@ -26,7 +26,7 @@ from ttprun.protocol.board import Field
 from ttprun.protocol.meeting import Where
 from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_that_gives, unpack
 from ttprun.protocol.snapshot_messages import MirroredShare
-from ttprun.state.memory_share import parse_memory
+from ttprun.state.cost_limits import parse_memory
 from ttprun.tensors.memory import free_bytes
 
 _UNKNOWN_BYTES = 1 << 62  # where the system does not tell how much is free

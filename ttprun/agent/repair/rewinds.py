@@ -26,7 +26,7 @@ from ttprun.protocol import process_orders, to_rank
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.rank_events import MismatchFound
 from ttprun.state.checkpoint import inspect
-from ttprun.state.save_errors import InvalidCheckpointError
+from ttprun.state.files import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")
 _UNUSABLE = (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError)

@@ -16,7 +16,7 @@ from msgspec import Struct, ValidationError, convert
 
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.state.checkpoint import Checkpoint
-from ttprun.state.save_errors import InvalidCheckpointError
+from ttprun.state.files import InvalidCheckpointError
 
 STATE_FILE = "state.msgpack"
 

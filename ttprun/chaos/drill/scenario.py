@@ -12,9 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ttprun.chaos.faults import parse_fault
 from ttprun.config import Config, LaunchValue, Seconds
-from ttprun.config_sources import ConfigSource, resolve
+from ttprun.config_sources import ConfigSource, read_yaml, resolve, validated
 from ttprun.errors import Complaints, ConfigError, suggestion
-from ttprun.yaml_files import read_yaml, validated
 
 Text = Annotated[str, Field(min_length=1)]
 

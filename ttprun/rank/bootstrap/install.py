@@ -242,11 +242,11 @@ def _leave_threads(presence: Presence, limit_s: float) -> None:
 
 def _wait_for_room(presence: Presence) -> None:
     """Until the device has more free memory than now, so that the next process does not come too early, too."""
-    from ttprun.device import registry
+    from ttprun.device import interface
 
     presence.channel.send(from_rank.Note("its device has no memory for it yet; a new process tries again"))
     with contextlib.suppress(Exception):  # a driver may raise anything while the device is busy
-        device = registry.current()
+        device = interface.current()
         free_bytes = device.memory().free_bytes
         until_s = time.monotonic() + _ROOM_LIMIT_S
         while device.memory().free_bytes <= free_bytes and time.monotonic() < until_s:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ttprun.capture.effects.output import Diverted
 from ttprun.capture.script import run
-from ttprun.device import registry
+from ttprun.device import interface
 from ttprun.device.device_errors import DeviceFault, Diagnosis, diagnosis_of, in_one_line
 from ttprun.device.interface import Device, DeviceFailedError, MemoryCheck, refined
 from ttprun.frameworks import KEEPS_OF_THE_ENVIRONMENT, RUN_AGAIN
@@ -173,7 +173,7 @@ def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session
     why_not = _why_not(session)
     if not why_not and diagnosis.is_known:
         try:
-            device = registry.current()
+            device = interface.current()
             device.stop()
             diagnosis = refined(diagnosis, device.check_memory())
             why_not = "" if diagnosis.can_stay else f"its device says {diagnosis.name}"

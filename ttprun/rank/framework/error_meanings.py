@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ttprun.device.updates import UpdateTimes, error_time_us
+from ttprun.device.device_errors import UpdateTimes, error_time_us
 from ttprun.rank.framework.codes import ReportState
 
 FORCE_STOP = "FORCE STOP"

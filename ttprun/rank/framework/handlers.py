@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ttprun.device import registry
+from ttprun.device import interface
 from ttprun.device.interface import MemoryCheck
 from ttprun.rank.framework.codes import RET_ERROR, RET_NO_REBUILD, RET_OK
 
@@ -87,7 +87,7 @@ class Handlers:
             function, ctx = self._registered[STOP]
             function(self.args, ctx)
         else:
-            registry.current().stop()
+            interface.current().stop()
 
     def clean(self, is_uce: bool) -> int:
         """Make the device ready again; returns RET_OK or RET_NO_REBUILD.
@@ -106,7 +106,7 @@ class Handlers:
         return int(code)
 
     def _clean_device(self, is_uce: bool) -> int:
-        device = registry.current()
+        device = interface.current()
         check = device.check_memory() if is_uce else MemoryCheck.NONE
         if check is MemoryCheck.OUTSIDE_POOL:
             return RET_ERROR

@@ -9,14 +9,14 @@ from __future__ import annotations
 import msgpack
 
 from ttprun.capture.records.recorder import Recorder
-from ttprun.device import registry
+from ttprun.device import interface
 from ttprun.introspect import random_state
 from ttprun.rank.session import Session
 
 
 def keep(session: Session, step: int) -> None:
     """Keep the states with which all resume after `step`."""
-    device = registry.current()
+    device = interface.current()
     record = {"generators": random_state.capture(), "device": device.rng_state()}
     session[Recorder].write(step, msgpack.packb(record), [])
 
@@ -29,5 +29,5 @@ def restore(session: Session, step: int) -> bool:
     record = msgpack.unpackb(stored[0])
     random_state.restore(record["generators"])
     if record["device"]:  # empty if the process had not used its device yet
-        registry.current().restore_rng_state(record["device"])
+        interface.current().restore_rng_state(record["device"])
     return True

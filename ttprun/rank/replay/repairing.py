@@ -23,7 +23,7 @@ from ttprun.protocol.snapshot_messages import Dumped
 from ttprun.rank.checks.alignment import Alignment
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.session import Session
-from ttprun.state.save_errors import cannot_write
+from ttprun.state.files import cannot_write
 from ttprun.tensors import checkpoint_shards, mirror, mirror_slots, replicated, sharded, state_transfer
 
 _LOOK_AGAIN_S = 0.05

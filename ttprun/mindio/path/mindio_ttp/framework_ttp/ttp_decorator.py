@@ -9,7 +9,7 @@ from typing import Any
 
 import torch  # noqa: F401 - a rank's hooks are installed when torch is imported
 
-from ttprun.mindio.variables import uses_shift
+from ttprun.mindio import uses_shift
 from ttprun.protocol import mindio
 from ttprun.rank.framework.codes import ReportState, value_of
 from ttprun.rank.framework.current import this_rank
