@@ -1,7 +1,7 @@
 """The injected faults of this run: those ordered, those armed in ranks, and those that have struck.
 
-Orders come from the configuration and from `ttprun inject-fault`; `faults.strikes` expands them into strikes. A strike waits
-in a rank for its moment; a signal without a moment is sent from here. The events are fault_ordered, fault_armed,
+Orders come from the configuration and from `ttprun inject-fault`; `faults.strikes` expands them into strikes. A strike
+waits in a rank for its moment; a signal without a moment is sent from here. The events are fault_ordered, fault_armed,
 fault_injected and fault_failed. Runs on the supervisor's thread. Begin with `order`.
 """
 
