@@ -37,11 +37,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from scripts.soak_faults import DRAWN, MOMENTS, ON_NPU, SECOND, SUBJECTS, Subject, draw_faults  # noqa: E402
-from ttprun.chaos.drill.compare import Injection, pair  # noqa: E402
-from ttprun.chaos.drill.scenario import Scenario  # noqa: E402
-from ttprun.chaos.drill.twins import Twin, run_twin  # noqa: E402
-from ttprun.chaos.drill.whole_drill import compare_twins  # noqa: E402
 from ttprun.chaos.faults import DEVICE_KINDS, ENDING_KINDS, KINDS, parse_fault  # noqa: E402
+from ttprun.chaos.trial.drill import Scenario, compare_twins, run_twin  # noqa: E402
+from ttprun.chaos.trial.kills import Injection, pair  # noqa: E402
+from ttprun.chaos.trial.twins import Twin  # noqa: E402
 
 LIMIT_S = 300.0  # on a machine that does nothing else
 LOOK_EVERY_S = 0.2

@@ -16,9 +16,8 @@ import error_texts
 from jobs import environment, last_words
 from parts import Place, Row, Task
 
-from ttprun.chaos.drill.compare import compare_runs
-from ttprun.chaos.drill.scenario import Scenario
-from ttprun.chaos.drill.twins import run_twin
+from ttprun.chaos.trial.compare import compare_runs
+from ttprun.chaos.trial.drill import Scenario, run_twin
 
 HERE = Path(__file__).resolve().parent
 RUN_LIMIT_S = 60.0

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from parts import NotDoneError, Place, Row, Task
 
-from ttprun.chaos.drill.compare import compare_runs, pair
-from ttprun.chaos.drill.scenario import Scenario
-from ttprun.chaos.drill.twins import Twin, run_twin
-from ttprun.chaos.drill.whole_drill import problems_of
+from ttprun.chaos.trial.compare import compare_runs
+from ttprun.chaos.trial.drill import Scenario, problems_of, run_twin
+from ttprun.chaos.trial.kills import pair
+from ttprun.chaos.trial.twins import Twin
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "tests" / "scripts"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ttprun.chaos.check.kill_rows import unlike
-from ttprun.chaos.check.notes import AT_END, OfRank, RunDifference, differing_values
+from ttprun.chaos.trial.compare import AT_END, OfRank, RunDifference, differing_values, unlike
 
 DIGEST, OTHER = "0" * 32, "1" * 32
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from ttprun.chaos.check.plan import LEAST_GAP, plan
+from ttprun.chaos.trial.kills import LEAST_GAP, plan
 
 PHASES = ("forward", "backward", "collective", "before_step", "in_step", "after_step")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ttprun.chaos.check.kill_rows import rows_of
-from ttprun.chaos.check.trial import Trial
-from ttprun.chaos.drill.twins import Twin
 from ttprun.chaos.faults import Fault
+from ttprun.chaos.trial.compare import Trial
+from ttprun.chaos.trial.kills import rows_of
+from ttprun.chaos.trial.twins import Twin
 from ttprun.observe.status import IncidentStatus, RunStatus
 
 FIRST, SECOND = (Fault("kill", rank=1, step=step, phase="backward") for step in (2, 4))

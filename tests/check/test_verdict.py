@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ttprun.chaos.check.kill_rows import KillOutcome, blamed, essence, refused
-from ttprun.chaos.check.notes import AT_END, OfRank, RunDifference, differences_by_step
 from ttprun.chaos.faults import Fault
+from ttprun.chaos.trial.compare import AT_END, OfRank, RunDifference, differences_by_step
+from ttprun.chaos.trial.kills import KillOutcome, blamed, essence, refused
 
 KILL = Fault("kill", rank=1, step=5, phase="backward")
 

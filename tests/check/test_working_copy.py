@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.chaos.check.working_copy import WorkingCopy, check_size
+from ttprun.chaos.trial.twins import WorkingCopy, check_size
 from ttprun.errors import ConfigError
 
 

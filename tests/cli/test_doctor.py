@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.web.runs import status_of, write_run
-from ttprun.chaos.drill.twins import Twin
+from ttprun.chaos.trial.twins import Launch, Twin
 from ttprun.cli import doctor, machine_checks, software_checks
 from ttprun.cli.machine_checks import Finding
 from ttprun.cli.main import main
@@ -391,17 +391,17 @@ def test_a_repair_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_tiny_job_takes_no_port_that_another_job_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
+    started: list[Launch] = []
 
-    def runs(words: list[str], folder: Path, *further: Any) -> Twin:
-        started.append(words)
+    def runs(launch: Launch, folder: Path) -> Twin:
+        started.append(launch)
         return Twin(folder, 1, 0.1, {}, "not run")
 
-    monkeypatch.setattr(doctor, "run_launcher", runs)  # torch before 2.13 takes port 29500 otherwise
+    monkeypatch.setattr(Launch, "run", runs)  # torch before 2.13 takes port 29500 otherwise
 
     list(doctor.repair("2.11.0"))
 
-    assert "--standalone" in started[0]
+    assert "--standalone" in started[0].options
 
 
 def test_a_gpu_is_reported_with_its_versions_and_what_it_says_of_itself() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.chaos.drill import whole_drill
-from ttprun.chaos.drill.scenario import Scenario
-from ttprun.chaos.drill.twins import Twin
+from ttprun.chaos.trial import drill
+from ttprun.chaos.trial.drill import Scenario
+from ttprun.chaos.trial.twins import Twin
 from ttprun.cli.main import main
 
 STRUCK = {"event": "fault_injected", "number": 1, "fault": "kill:rank=1,step=5", "kind": "kill", "rank": 1}
@@ -49,7 +49,7 @@ def scenario(tmp_path: Path) -> str:
 def test_a_drill_that_ends_identically_pairs_the_fault_with_its_recovery(
     scenario: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(whole_drill, "run_twin", FakeTwins(["loss 1"]))
+    monkeypatch.setattr(drill, "run_twin", FakeTwins(["loss 1"]))
 
     code = main(["drill", scenario])
 
@@ -75,7 +75,7 @@ def test_a_drill_that_goes_wrong_says_what_and_ends_with_1(
     twins: FakeTwins,
     problem: str,
 ) -> None:
-    monkeypatch.setattr(whole_drill, "run_twin", twins)
+    monkeypatch.setattr(drill, "run_twin", twins)
 
     code = main(["drill", scenario])
 
@@ -86,7 +86,7 @@ def test_a_drill_that_goes_wrong_says_what_and_ends_with_1(
 def test_the_report_is_there_in_json(
     scenario: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(whole_drill, "run_twin", FakeTwins(["loss 2"]))
+    monkeypatch.setattr(drill, "run_twin", FakeTwins(["loss 2"]))
 
     code = main(["drill", scenario, "--json"])
 

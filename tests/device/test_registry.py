@@ -44,7 +44,7 @@ def test_an_npu_that_nobody_has_initialised_is_left_alone(monkeypatch: pytest.Mo
 
 def test_nothing_is_imported_to_find_the_device() -> None:
     program = (
-        "import sys; from ttprun.device import registry; kind = registry.current().identify().kind; "
+        "import sys; from ttprun.device import interface; kind = interface.current().identify().kind; "
         "sys.exit(kind != 'cpu' or any(name in sys.modules for name in ('torch', 'torch_npu', 'pynvml')))"
     )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ttprun.chaos.drill.compare import compare_files, compare_lines
+from ttprun.chaos.trial.compare import compare_files, compare_lines
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ttprun.chaos.drill.compare import pair
+from ttprun.chaos.trial.kills import pair
 
 
 def struck(number: int, fault: str, rank: int | None, at_s: float, pid: int | None = None) -> dict[str, Any]:

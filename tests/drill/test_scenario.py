@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.chaos.drill.scenario import command_of, read_scenario
-from ttprun.chaos.drill.twins import launcher_words
+from ttprun.chaos.trial.drill import command_of, launch_of, read_scenario
 from ttprun.errors import ConfigError
 
 DRILLS = Path(__file__).resolve().parents[2] / "configs" / "drills"
@@ -42,7 +41,7 @@ def test_a_scenario_needs_a_script_and_faults_alone(place: Path) -> None:
 def test_each_twin_gets_its_own_folder_and_only_one_gets_the_faults(place: Path) -> None:
     scenario = read_scenario(written(place, SMALL + "arguments: [--out, '{folder}/out']\n"))
 
-    disturbed, undisturbed = (launcher_words(scenario, place, kind) for kind in ("disturbed", "torchrun"))
+    disturbed, undisturbed = (launch_of(scenario, place, kind).words(place) for kind in ("disturbed", "torchrun"))
 
     assert command_of(scenario, Path("/x"))[1:] == ["--out", "/x/out"]
     assert disturbed[2] == "ttprun"

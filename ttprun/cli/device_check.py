@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ttprun.chaos.drill.twins import FOREIGN
+from ttprun.chaos.trial.twins import clean_environment
 from ttprun.cli.machine_checks import Finding
 from ttprun.device.device_errors import in_one_line
 from ttprun.device.environment import VARIABLES
@@ -331,8 +331,7 @@ def _start(pair: Pair, folder: Path) -> list[subprocess.Popen[bytes]]:
 
 
 def _environment(pair: Pair, number: int) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
-    clean |= VARIABLES | {"OMP_NUM_THREADS": "1"}
+    clean = clean_environment() | VARIABLES | {"OMP_NUM_THREADS": "1"}
     if pair.shares:
         clean |= {"NCCL_HOSTID": str(number), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     return clean

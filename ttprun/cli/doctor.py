@@ -6,9 +6,8 @@ import json
 import os
 import platform
 import re
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from importlib.metadata import distributions
 from pathlib import Path
@@ -18,7 +17,7 @@ import typer
 from rich.console import Console
 
 from ttprun import __version__
-from ttprun.chaos.drill.twins import FOREIGN, run_launcher
+from ttprun.chaos.trial.twins import Launch, clean_environment
 from ttprun.cli.device_check import devices_at_work
 from ttprun.cli.machine_checks import CHECKS, Finding
 from ttprun.cli.software_checks import Probe, accelerators, mindio_variables, software
@@ -203,21 +202,13 @@ def repair(version: str, limit_s: float = LIMIT_S) -> Iterator[Finding]:
 
 def _run(folder: Path, limit_s: float) -> tuple[float, str]:
     """Run the tiny job; returns (seconds of its repair, why there was none: "" if there was)."""
-    script, run_dir = folder / "two_tiny_ranks.py", folder / "run"
+    script = folder / "two_tiny_ranks.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    options = [
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--standbys",
-        "0",
-        "--redirects",
-        "3",
-        "--run-dir",
-        str(run_dir),
-    ]
-    words = [sys.executable, "-m", "ttprun", *options, "--allow-faults", "--fault", FAULT, str(script)]
-    twin = run_launcher(words, folder, folder, _environment(os.environ), limit_s, run_dir)
+    options = ["--standalone", "--nproc-per-node", "2", "--standbys", "0", "--allow-faults", "--fault", FAULT]
+    environment = clean_environment() | {"OMP_NUM_THREADS": "1"}
+    here = str(Path(__file__).resolve().parents[2])  # the job may run in a folder from which ttprun cannot be imported
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), here)))
+    twin = Launch("ttprun", options, [str(script)], environment, limit_s).run(folder)
     if twin.problem:
         return 0.0, f"the job of two tiny ranks: {twin.problem}"
     incidents = twin.status.incidents if twin.status is not None else ()
@@ -226,10 +217,3 @@ def _run(folder: Path, limit_s: float) -> tuple[float, str]:
     said = (folder / "launcher.log").read_text(encoding="utf-8", errors="replace").splitlines()
     lines = [line for line in said if line.strip()] or ["the rank was not killed"]
     return 0.0, f"the job ended with exit code {twin.exit_code}: {incidents[0].reason if incidents else lines[-1]}"
-
-
-def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    clean = {name: value for name, value in inherited.items() if not FOREIGN.match(name)}
-    here = str(Path(__file__).resolve().parents[2])  # the job may run in a folder from which ttprun cannot be imported
-    path = os.pathsep.join(filter(None, (clean.get("PYTHONPATH"), here)))
-    return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}

@@ -15,18 +15,16 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from ttprun.chaos.drill.scenario import Scenario, command_of, read_scenario
-from ttprun.chaos.drill.twins import place_for_runs
+from ttprun.chaos.trial.drill import Scenario, command_of, read_scenario
+from ttprun.chaos.trial.twins import place_for_runs
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config_sources import shipped
 from ttprun.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ttprun.chaos.check.checkup import CheckReport
-    from ttprun.chaos.check.kill_rows import KillOutcome
-    from ttprun.chaos.check.trial import CheckTarget
-    from ttprun.chaos.drill.compare import Injection
-    from ttprun.chaos.drill.whole_drill import DrillReport
+    from ttprun.chaos.trial.check import CheckReport, CheckTarget
+    from ttprun.chaos.trial.drill import DrillReport
+    from ttprun.chaos.trial.kills import Injection, KillOutcome
 
 
 def drill(
@@ -78,7 +76,7 @@ def run_drill(scenario: Scenario, place: Path, as_json: bool, is_kept: bool, nam
     is_kept       the folder stays, so how to keep it need not be said
     names_hashes  show the last line of rank 0 in both runs, too: the hash of the weights
     """
-    from ttprun.chaos.drill.whole_drill import rehearse
+    from ttprun.chaos.trial.drill import rehearse
 
     shown = rehearse(scenario, place, lambda text: print(text, file=sys.stderr, flush=True))
     if as_json:
@@ -184,7 +182,7 @@ def check(words: list[str]) -> int:
         _parser().print_help()
         return 0 if words else 2
     own, checked = read_command_line(words)
-    from ttprun.chaos.check.checkup import check_script
+    from ttprun.chaos.trial.check import check_script
 
     signal.signal(signal.SIGTERM, _end)  # so that the copies are removed
     with place_for_runs(own.folder, "ttprun-check-") as place:
@@ -207,7 +205,7 @@ def _parser() -> ArgumentParser:
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    from ttprun.chaos.check.plan import STEPS
+    from ttprun.chaos.trial.kills import STEPS
 
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"optimizer steps (default {STEPS})")
     parser.add_argument(
@@ -224,9 +222,9 @@ def read_command_line(words: Sequence[str]) -> tuple[Namespace, CheckTarget]:
     """Separate our options from those of a launch, and check them all. Raises ConfigError; starts nothing."""
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-    from ttprun.chaos.check.plan import FEWEST_STEPS
-    from ttprun.chaos.check.trial import CheckTarget
-    from ttprun.chaos.check.working_copy import check_size
+    from ttprun.chaos.trial.check import CheckTarget
+    from ttprun.chaos.trial.kills import FEWEST_STEPS
+    from ttprun.chaos.trial.twins import check_size
     from ttprun.cli.run import check_command
     from ttprun.cli.run import read_command_line as read_launch
     from ttprun.config_sources import option_name

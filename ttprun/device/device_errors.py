@@ -140,7 +140,7 @@ _F = DeviceFault
 ROWS: tuple[Row, ...] = (
     # Ascend: torch_npu and its runtime. `UCE ERROR` does not say which memory: see `Device.check_memory`.
     Row("torch_npu", _acl("UCE ERROR", "device mem error", 507053), _F.MEMORY_PERSISTENT),
-    # See `updates.py`.
+    # See `UpdateTimes`.
     Row("torch_npu", _acl("HBM MULTI BIT ECC", "hbm Multi-bit ECC error", 507054), _F.MEMORY_CORRUPTED, is_dated=True),
     # Also raised for an address out of range: it is unknown what has been read and written.
     Row("torch_npu", _acl("SUSPECT MEM ERROR", "suspect device mem error", 507055), _F.MEMORY_CORRUPTED),

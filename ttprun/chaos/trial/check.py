@@ -1,28 +1,156 @@
-"""A whole check: the undisturbed run, the same under torchrun, the kills, what differs. Begin with `check_script`."""
+"""A check: some steps of the user's script, in a copy of its folder, with ranks killed. Begin with `check_script`.
+
+The undisturbed run is compared with one by torchrun, and each run with kills with the undisturbed one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from ttprun import text_hashes
 from ttprun.capture.position import remembered
-from ttprun.chaos.check.kill_rows import (
-    KillOutcome,
-    RunComparison,
-    blamed,
+from ttprun.chaos import observer
+from ttprun.chaos.faults import Fault
+from ttprun.chaos.plain_observer import sitecustomize
+from ttprun.chaos.trial.compare import (
+    AT_END,
+    Moment,
+    RunDifference,
+    Trial,
     compare,
     compare_with_torchrun,
-    refused,
-    rows_of,
+    read_notes,
     unlike,
 )
-from ttprun.chaos.check.notes import AT_END, RunDifference
-from ttprun.chaos.check.plan import WISHES, Moment, plan
-from ttprun.chaos.check.trial import CheckTarget, Trial, Trials
-from ttprun.chaos.faults import Fault
+from ttprun.chaos.trial.kills import WISHES, KillOutcome, blamed, plan, refused, rows_of
+from ttprun.chaos.trial.twins import PLACES, Launch, WorkingCopy, clean_environment, words_of
+from ttprun.config import LaunchValue
+from ttprun.observe.status import read_status
 from ttprun.observe.topology import read_topology
+
+_UNSEEN_LIMIT_S = 10.0  # an unprotected job that has taken no step under our hooks by then would run to its end
+
+
+@dataclass(frozen=True)
+class CheckTarget:
+    """What is checked.
+
+    options     of the launch, as given
+    torchrun    those of torchrun among them, by name (underscores)
+    command     the script and its arguments, or a module and its own
+    is_module   -m: the command begins with a module's name
+    user_paths  as configured
+    folder      the working folder
+    shared      names in it that are linked, not copied
+    is_in_place the runs use the working folder itself
+    steps       optimizer steps after which the ranks leave
+    limit_s     seconds that one launch may take
+    """
+
+    options: Sequence[str]
+    torchrun: Mapping[str, LaunchValue]
+    command: Sequence[str]
+    is_module: bool
+    user_paths: Sequence[str]
+    folder: Path
+    shared: Collection[str]
+    is_in_place: bool
+    steps: int
+    limit_s: float
+
+
+def by_ttprun(checked: CheckTarget, copy: WorkingCopy, folder: Path, faults: Sequence[Fault]) -> Launch:
+    """A run that ends after the steps that are wanted.
+
+    copy     whose script is run
+    folder   of the run
+    faults   to be caused in it; empty: none
+    """
+    options = [*checked.options, "--save-dir", str(folder / "checkpoints"), "--resume", "off", "--allow-faults"]
+    for fault in faults:
+        options += ["--fault", str(fault)]
+    environment = _environment(checked, copy) | observer.order(folder / "notes", checked.steps)
+    if not faults:
+        plain = sitecustomize.order(str(folder / "notes"), is_alone=False, steps=0, steps_of_rank={})
+        environment = _with_plain_observer(environment, plain)
+    return _launch("ttprun", options, checked, copy, environment)
+
+
+def by_torchrun(checked: CheckTarget, copy: WorkingCopy, folder: Path, steps_of_rank: Mapping[int, int]) -> Launch:
+    """The same under plain torchrun: nothing is in its ranks but the plain observer.
+
+    All is on this machine, so that it finds a free port by itself.
+
+    steps_of_rank  after which a rank leaves, if not after those that are wanted
+    """
+    options = {name: value for name, value in checked.torchrun.items() if name not in PLACES}
+    plain = sitecustomize.order(str(folder / "notes"), True, checked.steps, steps_of_rank)
+    environment = _with_plain_observer(_environment(checked, copy), plain)
+    environment.pop("TTPRUN_USER_PATHS", None)
+    environment |= text_hashes.seeded(environment)
+    return _launch("torchrun", [*words_of(options), "--standalone"], checked, copy, environment)
+
+
+def _launch(
+    launcher: Literal["torchrun", "ttprun"],
+    options: Sequence[str],
+    checked: CheckTarget,
+    copy: WorkingCopy,
+    environment: Mapping[str, str],
+) -> Launch:
+    script, *arguments = checked.command
+    command = [script if checked.is_module else copy.inside(script), *map(copy.inside, arguments)]
+    return Launch(launcher, [*options, "--tee", "0"], command, environment, checked.limit_s, copy.folder)
+
+
+def _environment(checked: CheckTarget, copy: WorkingCopy) -> dict[str, str]:
+    """The user's own; code that an editable installation takes from the folder itself is the user's too."""
+    settings = {name: value for name, value in os.environ.items() if _is_setting(name)}
+    clean = clean_environment() | settings
+    paths = clean.pop("PYTHONPATH", "").split(os.pathsep)
+    if any(paths):
+        clean["PYTHONPATH"] = os.pathsep.join(map(copy.inside, filter(None, paths)))
+    own = checked.folder if checked.is_module else Path(checked.command[0]).absolute().parent
+    if copy.is_copy and own.is_dir():
+        clean["TTPRUN_USER_PATHS"] = os.pathsep.join([*checked.user_paths, str(own)])
+    return clean
+
+
+def _with_plain_observer(environment: Mapping[str, str], variable: Mapping[str, str]) -> dict[str, str]:
+    paths = [os.path.dirname(sitecustomize.__file__), *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, **variable, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _is_setting(name: str) -> bool:
+    """Settings of torchrun and of ttprun that the user has made in the environment."""
+    return name.startswith(("PET_", "TTPRUN_")) and name not in ("TTPRUN_RUN_ID", "TTPRUN_RUN_DIR")
+
+
+class _Watch:
+    """Looks at a launch while it runs."""
+
+    def __init__(self, run_dir: Path, steps_so_far: Callable[[int], None]) -> None:
+        self._status, self._steps_so_far = run_dir / "status.json", steps_so_far
+        self._looks = 0
+
+    def look(self) -> str:
+        """Why it need not be waited for any longer; "" to go on. Twice a second."""
+        try:
+            status = read_status(self._status)
+        except (OSError, ValueError):
+            return ""
+        step = max((rank.step or 0 for rank in status.ranks), default=0)
+        self._steps_so_far(step)
+        if step or not status.protection.startswith("off"):
+            self._looks = 0
+            return ""
+        self._looks += 1
+        return f"it takes no step that ttprun sees: {status.protection}" if self._looks > 2 * _UNSEEN_LIMIT_S else ""
+
 
 MOST_ENDED = 2  # launches that a kill may end; the rest is not tried then
 _TAIL_LINES = 12
@@ -90,18 +218,17 @@ class _Checkup:
     def __init__(
         self, checked: CheckTarget, place: Path, say: Callable[[str], None], so_far: Callable[[str], None]
     ) -> None:
-        self._checked, self._say, self._so_far = checked, say, so_far
-        self._trials = Trials(checked, place)
+        self._checked, self._place, self._say, self._so_far = checked, place, say, so_far
         self._report = CheckReport(steps=checked.steps)
-        self._compared: list[RunComparison] = []
+        self._compared: list[RunDifference] = []
         self._by_itself: list[RunDifference] = []
 
     def run(self) -> CheckReport:
         """All of it."""
         report = self._report
-        undisturbed = self._launch("undisturbed", [], f"{self._checked.steps} steps, undisturbed")
+        undisturbed = self._run("undisturbed", f"{self._checked.steps} steps, undisturbed")
         if undisturbed.says(remembered.NEXT_RUN):
-            undisturbed = self._launch("followed", [], "a library's loop was met, and is followed now: again")
+            undisturbed = self._run("followed", "a library's loop was met, and is followed now: again")
         late = [event for event in undisturbed.twin.events if event["event"] == "rank_late"]
         report.late = sorted({f"{event['frame']} (rank {event['rank']}, step {event['step']})" for event in late})
         self._look_for_problem(undisturbed, "undisturbed")
@@ -118,23 +245,42 @@ class _Checkup:
             report.problem = "it takes too few optimizer steps: there is no moment to kill a rank at"
             return report
         self._kill(launches, undisturbed)
-        if any(compared.all for compared in self._compared):
+        if self._compared:
             self._look_at_what_differs(undisturbed)
         return report
 
     def _trained(self, moments: set[Moment]) -> set[Moment]:
         return {(phase, step) for phase, step in moments if step < self._report.steps}
 
-    def _launch(self, name: str, faults: list[Fault], what: str) -> Trial:
-        steps = self._checked.steps
+    def _run(self, name: str, what: str, faults: Sequence[Fault] = (), plain: Mapping[int, int] | None = None) -> Trial:
+        """One launch, in a copy with the same path as all others, so that nothing differs by its name.
+
+        name     of the trial, a folder
+        what     is being done, for the user
+        faults   to be caused in it
+        plain    under torchrun: after which steps its ranks leave, see `by_torchrun`; None: under ttprun
+        """
         self._say(f"{what} ...")
-        trial = self._trials.run(name, faults, lambda step: self._so_far(f"step {min(step, steps)} of {steps}"))
-        self._report.took_s += trial.twin.took_s
-        status = trial.twin.status
-        for text in status.not_proved if status is not None else ():
-            if (finding := trial.as_users(text)) not in self._report.not_proved:
+        checked, folder = self._checked, self._place / name
+        (folder / "notes").mkdir(parents=True)
+        copy = WorkingCopy.none(checked.folder)
+        if not checked.is_in_place:
+            copy = WorkingCopy.make(checked.folder, self._place / "work", checked.shared)
+        if plain is None:
+            launch = by_ttprun(checked, copy, folder, faults)
+        else:
+            launch = by_torchrun(checked, copy, folder, plain)
+        twin = launch.run(folder, _Watch(folder / "run", self._show_step).look)
+        changed = copy.changed()
+        kept = copy.folder.rename(folder / "work") if copy.is_copy else copy.folder
+        self._report.took_s += twin.took_s
+        for text in twin.status.not_proved if twin.status is not None else ():
+            if (finding := copy.as_users(text)) not in self._report.not_proved:
                 self._report.not_proved.append(finding)
-        return trial
+        return Trial(twin, read_notes(folder / "notes"), kept, changed, copy.as_users)
+
+    def _show_step(self, step: int) -> None:
+        self._so_far(f"step {min(step, self._checked.steps)} of {self._checked.steps}")
 
     def _look_for_problem(self, trial: Trial, what: str) -> None:
         twin, report = trial.twin, self._report
@@ -152,33 +298,29 @@ class _Checkup:
         """Distinguish what ttprun does to the script without any fault from what differs in each run of it anyway."""
         report = self._report
         # A script that ends before has to end there, too.
-        has_left = not undisturbed.twin.exit_code and _taken(undisturbed, self._checked.steps) == self._checked.steps
+        wanted = self._checked.steps
+        has_left = not undisturbed.twin.exit_code and _taken(undisturbed, wanted) == wanted
         steps = {rank: len(notes.values) for rank, notes in undisturbed.notes.items() if has_left}
-        plain = self._launch_torchrun("torchrun", steps, "under torchrun")
+        plain = self._run("torchrun", f"{wanted} steps, under torchrun", plain=steps)
         differences = compare_with_torchrun(undisturbed, plain)
         if plain.twin.problem:
             report.problem = f"the run under torchrun: {plain.twin.problem}"
         if plain.twin.problem or not differences:
             return
-        again = self._launch_torchrun("torchrun-again", steps, "something differs: under torchrun once more")
+        what = f"{wanted} steps, something differs: under torchrun once more"
+        again = self._run("torchrun-again", what, plain=steps)
         self._note_by_itself(compare_with_torchrun(again, plain), "two runs under plain torchrun")
         if report.problem.startswith(_NOT_COMPARABLE):
             return
         unexplained = unlike(differences, self._by_itself)
         if unexplained and not undisturbed.twin.exit_code:  # it may differ now and then, and not between those two
-            once_more = self._launch("undisturbed-again", [], "something differs: undisturbed under ttprun once more")
+            once_more = self._run("undisturbed-again", "something differs: undisturbed under ttprun once more")
             self._note_by_itself(compare_with_torchrun(once_more, undisturbed), "two runs under ttprun")
             unexplained = unlike(unexplained, self._by_itself)
         if unexplained and not report.problem.startswith(_NOT_COMPARABLE):
             report.differences = unexplained
             first = f"{unexplained[0].what} is not as under torchrun, {undisturbed.as_users(unexplained[0].detail)}"
             report.problem = f"ttprun itself changes this script: {first}; please report it, and run it by torchrun"
-
-    def _launch_torchrun(self, name: str, steps: dict[int, int], what: str) -> Trial:
-        self._say(f"{self._checked.steps} steps, {what} ...")
-        trial = self._trials.run_by_torchrun(name, steps)
-        self._report.took_s += trial.twin.took_s
-        return trial
 
     def _note_by_itself(self, differences: list[RunDifference], of: str) -> None:
         """Note what differs between two runs of the same kind; if what is trained does, nothing can be compared."""
@@ -204,12 +346,12 @@ class _Checkup:
         while waiting and ended < MOST_ENDED and not report.problem:
             number, kills = number + 1, waiting.pop(0)
             what = f"{report.steps} steps, a rank killed at {len(kills)} moment{'s'[: len(kills) > 1]}"
-            trial = self._launch(f"killed-{number}", kills, what)
+            trial = self._run(f"killed-{number}", what, kills)
             rows, remaining = rows_of(trial, kills)
             compared = compare(trial, undisturbed)
-            self._compared.append(compared)
-            report.rows += blamed(rows, compared.by_step)
-            report.differences += compared.at_end
+            self._compared += compared
+            report.rows += blamed(rows, compared)
+            report.differences += [difference for difference in compared if difference.boundary == AT_END]
             if trial.twin.problem:
                 report.problem = f"the run with kills: {trial.twin.problem}"
             elif trial.twin.exit_code and all(row.result == "exact" for row in rows):
@@ -227,8 +369,8 @@ class _Checkup:
     def _look_at_what_differs(self, undisturbed: Trial) -> None:
         """Something differs: whatever also differs between two undisturbed runs is not ttprun's doing."""
         report = self._report
-        again = self._launch("again", [], "something differs: undisturbed once more, to see what differs by itself")
-        self._note_by_itself(compare(again, undisturbed).all, "two runs without any fault")
+        again = self._run("again", "something differs: undisturbed once more, to see what differs by itself")
+        self._note_by_itself(compare(again, undisturbed), "two runs without any fault")
         report.differences = unlike(report.differences, self._by_itself)
 
 

@@ -1,0 +1,335 @@
+"""What differs between two runs: files that they left, lines that ranks printed, and what was noted in them.
+
+A file of torch.save is compared by what is in it, since two archives of the same tensors differ in their bytes. Nothing
+is unpickled but what torch loads with weights_only. Begin with `compare_runs`,
+and with `compare` for runs that were observed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from ttprun.chaos.trial.twins import Twin
+
+WITHOUT_LOSS = ("reconnect", "rerun", "replace")
+_CHUNK_BYTES = 1 << 20
+_SHOWN = 120
+Kinds = tuple[str, str]
+Moment = tuple[str, int]  # phase, step
+Output = Mapping[int, Sequence[str]]
+TWINS: Kinds = ("disturbed", "undisturbed")
+
+
+@dataclass(frozen=True)
+class OutputComparison:
+    """One thing that was compared.
+
+    what    a file's name, or "output of rank 1"
+    how     "tensors", "bytes" or "lines"
+    detail  the digest, or how it differs
+    """
+
+    what: str
+    how: str
+    is_identical: bool
+    detail: str
+
+
+def compare_runs(
+    names: Iterable[str], folders: tuple[Path, Path], outputs: tuple[Output, Output], kinds: Kinds = TWINS
+) -> list[OutputComparison]:
+    """Compare what two runs have left, the disturbed one, if one is, first.
+
+    names     of files in both folders
+    outputs   by rank, the lines that it printed; {}: they are not compared
+    kinds     what both runs are called in a sentence
+    """
+    comparisons = [compare_files(name, *folders, kinds) for name in names]
+    for rank in sorted(outputs[0].keys() | outputs[1].keys()):
+        comparisons.append(compare_lines(rank, outputs[0].get(rank, []), outputs[1].get(rank, []), kinds))
+    return comparisons
+
+
+def compare_files(name: str, disturbed: Path, undisturbed: Path, kinds: Kinds = TWINS) -> OutputComparison:
+    """Compare one file of both twins, or of two other runs.
+
+    name                     relative to each run's folder
+    disturbed, undisturbed   these folders
+    kinds                    what both runs are called in a sentence, in this order
+    """
+    paths = (disturbed / name, undisturbed / name)
+    missing = [kind for kind, path in zip(kinds, paths, strict=True) if not path.is_file()]
+    if missing:
+        return OutputComparison(name, "bytes", False, f"the {' and the '.join(missing)} run did not write it")
+    digests = [digest_of(path) for path in paths]
+    (how, first), (other_how, second) = digests
+    if how != other_how:
+        return OutputComparison(name, "bytes", False, "one is a file of torch.save, the other is not")
+    if first == second:
+        return OutputComparison(name, how, True, first[:16])
+    return OutputComparison(name, how, False, f"{first[:16]} {kinds[0]}, {second[:16]} {kinds[1]}")
+
+
+def digest_of(path: Path) -> tuple[str, str]:
+    """How a file is compared, and the SHA-256: of its tensors if torch can load it safely, else of its bytes."""
+    if zipfile.is_zipfile(path):
+        import torch
+
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception:  # not torch's, or holding more than weights_only lets in
+            pass
+        else:
+            digest = hashlib.sha256()
+            _feed(digest, content)
+            return "tensors", digest.hexdigest()
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return "bytes", digest.hexdigest()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Feed a value to the digest: types, shapes and elements, containers in their order."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        digest.update(f"tensor {value.dtype} {list(value.shape)} {value.layout}".encode())
+        if value.layout is not torch.strided or value.is_quantized:
+            _feed(digest, [value.to_dense() if not value.is_quantized else value.int_repr()])
+            return
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if flat.numel():
+            elements: Any = flat.view(torch.uint8).numpy()
+            digest.update(elements)
+    elif isinstance(value, dict):
+        digest.update(f"dict {len(value)}".encode())
+        for key, item in value.items():
+            _feed(digest, key)
+            _feed(digest, item)
+    elif isinstance(value, list | tuple):
+        digest.update(f"{type(value).__name__} {len(value)}".encode())
+        for item in value:
+            _feed(digest, item)
+    else:
+        digest.update(f"{type(value).__name__} {value!r}".encode())
+
+
+def compare_lines(
+    rank: int, disturbed: Iterable[str], undisturbed: Iterable[str], kinds: Kinds = TWINS
+) -> OutputComparison:
+    """Compare what one rank printed, line by line, up to the first line that differs.
+
+    disturbed, undisturbed   its lines in both runs
+    kinds                    what both runs are called in a sentence, in this order
+    """
+    what = f"output of rank {rank}"
+    number = 0
+    for number, (got, expected) in enumerate(zip_longest(disturbed, undisturbed), 1):
+        if got != expected:
+            detail = f"line {number}: {_describe(got)}, {kinds[1]} {_describe(expected)}"
+            return OutputComparison(what, "lines", False, detail)
+    return OutputComparison(what, "lines", True, f"{number} lines")
+
+
+def _describe(line: str | None) -> str:
+    return "no line" if line is None else repr(line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "...")
+
+
+# What the ranks of a checked run have noted (chaos/observer.py), and where two runs differ in it.
+
+
+_NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
+_DIGEST = re.compile(r" ?[0-9a-f]{32}$")
+WEIGHTS, RANDOM = "weights or optimizer state", "random numbers"
+
+
+@dataclass
+class OfRank:
+    """What one rank has noted.
+
+    moments   that it has come to
+    digests   boundary -> digests of what is trained, and of the random generators
+    record    the last one, (head, blobs); None if it has not come to its last step, or is not recorded
+    values    of each step: what its optimizer works with, by words for it (plain_observer)
+    """
+
+    moments: set[Moment] = field(default_factory=set)
+    digests: dict[int, dict[str, str]] = field(default_factory=dict)
+    record: tuple[bytes, bytes] | None = None
+    values: list[dict[str, str]] = field(default_factory=list)
+
+
+Notes = dict[int, OfRank]
+
+
+def read_notes(folder: Path) -> Notes:
+    """All ranks' notes; of a boundary that a rank has passed twice, the later ones."""
+    notes: Notes = {}
+    for path in sorted(folder.glob("rank*.jsonl")):
+        rank = OfRank()
+        for line in path.read_text(encoding="utf-8").splitlines():
+            note: dict[str, Any] = json.loads(line)
+            if "moment" in note:
+                rank.moments.add((note["moment"], note["step"]))
+            else:
+                rank.digests[note["boundary"]] = {WEIGHTS: note["trained"], RANDOM: note["random"]}
+        head, blobs = path.with_suffix(".head"), path.with_suffix(".blobs")
+        if head.exists() and blobs.exists():
+            rank.record = head.read_bytes(), blobs.read_bytes()
+        notes[int(path.stem.removeprefix("rank"))] = rank
+    for path in sorted(folder.glob("plain*.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        notes.setdefault(int(path.stem.removeprefix("plain")), OfRank()).values = list(map(json.loads, lines))
+    return notes
+
+
+@dataclass(frozen=True, order=True)
+class RunDifference:
+    """Something that is not as in the undisturbed run.
+
+    boundary   at which it was seen first; a large number: it was seen at the end
+    what       "weights or optimizer state of rank 1", "file out/log.txt", "variable loss of train.py", ...
+    """
+
+    boundary: int
+    what: str
+    detail: str = field(default="", compare=False)
+
+
+AT_END = 1 << 62
+
+
+def differences_by_step(disturbed: Notes, undisturbed: Notes) -> list[RunDifference]:
+    """The first boundary of each rank at which what it trains, or its random numbers, differ."""
+    differences = []
+    for rank, expected in undisturbed.items():
+        got = disturbed.get(rank, OfRank())
+        for what in (WEIGHTS, RANDOM):
+            both = sorted(got.digests.keys() & expected.digests.keys())
+            first = next((at for at in both if got.digests[at][what] != expected.digests[at][what]), None)
+            if first is not None:
+                differences.append(RunDifference(first, f"{what} of rank {rank}", f"after step {first - 1}"))
+    return sorted(differences)
+
+
+def differing_values(notes: Notes, by_torchrun: Notes) -> list[RunDifference]:
+    """The first value in each rank that is another one than under torchrun, by the step after which it was noted."""
+    differences = []
+    for rank, expected in by_torchrun.items():
+        for step, (here, there) in enumerate(zip(notes.get(rank, OfRank()).values, expected.values, strict=False)):
+            what = next((what for what in {**there, **here} if here.get(what) != there.get(what)), None)
+            if what is not None:
+                detail = f"after step {step}: {_beside(here.get(what), there.get(what))}"
+                differences.append(RunDifference(step + 1, f"{what} in rank {rank}", detail))
+                break
+    return sorted(differences)
+
+
+def _beside(value: str | None, expected: str | None) -> str:
+    """A noted value and torchrun's, for people: the digest of a tensor's elements means nothing to them."""
+    shown, other = ("nothing" if text is None else _DIGEST.sub("", text) for text in (value, expected))
+    return "other elements" if shown == other else f"{shown} instead of {other}"
+
+
+def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[RunDifference]:
+    """The user's variables whose values differ in the ranks' last records."""
+    from ttprun.capture.records.boundary_record import Record
+    from ttprun.capture.values.trees import Comparison, Tree, is_by_history
+
+    differences = []
+    for rank, expected in undisturbed.items():
+        got = disturbed.get(rank, OfRank())
+        if expected.record is None or got.record is None:
+            continue
+        first, last = (Record.of(*record) for record in (expected.record, got.record))
+        tree, twin = Tree(first.fields, first.blobs), Tree(last.fields, last.blobs)
+        if first.fields.place != last.fields.place:
+            differences.append(RunDifference(AT_END, f"place in the script of rank {rank}"))
+            continue
+        compared = Comparison(tree, twin)
+        for (file, function, line), here, there in zip(first.fields.place, tree.variables, twin.variables, strict=True):
+            for name in sorted(here.keys() | there.keys()):
+                if is_by_history(here.get(name)) or is_by_history(there.get(name)):
+                    continue
+                if name not in here or name not in there or not compared.is_same(here[name], there[name]):
+                    where = f"{file}:{line}" + ("" if function == "<module>" else f", {function}()")
+                    differences.append(RunDifference(AT_END, f"variable '{name}' of rank {rank}", where))
+    return differences
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A launch that has ended.
+
+    kept      where its copy of the working folder is now
+    changed   names of the files that it has written there
+    as_users  turns paths of the copy in a message into the user's own
+    """
+
+    twin: Twin
+    notes: Notes
+    kept: Path
+    changed: list[str]
+    as_users: Callable[[str], str]
+
+    @property
+    def protection(self) -> str:
+        """As in the status; "" if there is none."""
+        return self.twin.status.protection if self.twin.status is not None else ""
+
+    def says(self, text: str) -> bool:
+        """Whether its status says this of its protection, or of what is not proved."""
+        status = self.twin.status
+        return status is not None and any(text in said for said in (status.protection, *status.not_proved))
+
+
+def compare(disturbed: Trial, undisturbed: Trial) -> list[RunDifference]:
+    """How all that two trials have left differs; a run that was begun again has said and written things twice."""
+    by_step = differences_by_step(disturbed.notes, undisturbed.notes)
+    status = disturbed.twin.status
+    is_whole = disturbed.twin.exit_code == 0 and status is not None
+    if not is_whole or status is None or any(incident.rung not in WITHOUT_LOSS for incident in status.incidents):
+        return by_step
+    variables = differing_variables(disturbed.notes, undisturbed.notes)
+    at_end = [replace(difference, detail=undisturbed.as_users(difference.detail)) for difference in variables]
+    return by_step + at_end + _compare_what_is_left(disturbed, undisturbed)
+
+
+def compare_with_torchrun(trial: Trial, by_torchrun: Trial) -> list[RunDifference]:
+    """Whatever an undisturbed trial has other than one under torchrun, the earliest first."""
+    differences = differing_values(trial.notes, by_torchrun.notes)
+    codes = trial.twin.exit_code, by_torchrun.twin.exit_code
+    if codes[0] != codes[1]:
+        return [*differences, RunDifference(AT_END, "the exit code", f"at the end: {codes[0]} instead of {codes[1]}")]
+    return differences + _compare_what_is_left(trial, by_torchrun, ("ttprun", "torchrun"))
+
+
+def unlike(differences: Iterable[RunDifference], by_itself: Iterable[RunDifference]) -> list[RunDifference]:
+    """The differences that a script does not have by itself. Names may hold a time or a pid, other ones each time.
+
+    differences   between two runs that are to be alike
+    by_itself     between two runs of the same kind, without faults
+    """
+    names = {_NUMBER.sub("", difference.what) for difference in by_itself}
+    return [difference for difference in differences if _NUMBER.sub("", difference.what) not in names]
+
+
+def _compare_what_is_left(trial: Trial, other: Trial, kinds: Kinds = TWINS) -> list[RunDifference]:
+    """How files and output differ."""
+    names = sorted({*trial.changed, *other.changed})
+    compared = compare_runs(names, (trial.kept, other.kept), (trial.twin.output, other.twin.output), kinds)
+    return [
+        RunDifference(AT_END, output.what if output.how == "lines" else f"file {output.what}", output.detail)
+        for output in compared
+        if not output.is_identical
+    ]
