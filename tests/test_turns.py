@@ -26,31 +26,20 @@ def test_each_case_has_one_turn_and_no_turn_lasts_longer_than_another_by_more_th
     assert max(loads) - min(loads) <= max(seconds.values(), default=0.0) + 1e-6
 
 
-def test_a_case_that_was_never_run_is_taken_to_last_like_the_others() -> None:
-    assert turns.lasting(["old", "new"], {"old": GREEN}) == {"old": 3.0, "new": 3.0}
-    assert turns.lasting(["new"], {}) == {"new": turns.UNKNOWN_S}
-
-
-def test_eight_successive_commits_take_all_turns() -> None:
+def test_any_eight_successive_commits_take_all_turns_by_number_or_by_hash() -> None:
     assert {commits.turn_of(count, "ff", is_shallow=False) for count in range(1301, 1309)} == set(range(8))
-
-
-def test_a_commit_whose_number_is_not_known_takes_a_turn_by_its_hash() -> None:
     assert commits.turn_of(1, "fe28efb88a", is_shallow=True) == 0xFE28EFB88A % 8
 
 
-def test_what_failed_was_never_run_or_was_changed_comes_first() -> None:
+def test_what_failed_was_never_run_or_was_changed_comes_first_and_the_rest_in_another_order_each_time() -> None:
     results = {"a.py::green": GREEN, "b.py::green": GREEN, "a.py::failed": FAILED}
     cases = ["a.py::green", "b.py::green", "b.py::new", "a.py::failed"]
+    many = [f"a.py::{number}" for number in range(20)]
 
     assert turns.order(cases, results, {"b.py"}, "abc") == ["a.py::failed", "b.py::new", "b.py::green", "a.py::green"]
-
-
-def test_another_commit_draws_another_order_so_that_the_last_are_not_always_left_out() -> None:
-    cases = [f"a.py::{number}" for number in range(20)]
-
-    assert turns.order(cases, {}, (), "one") == turns.order(reversed(cases), {}, (), "one")
-    assert turns.order(cases, {}, (), "one") != turns.order(cases, {}, (), "two")
+    assert turns.order(many, {}, (), "one") == turns.order(reversed(many), {}, (), "one")
+    assert turns.order(many, {}, (), "one") != turns.order(many, {}, (), "two")
+    assert turns.lasting(["old", "new"], {"old": GREEN}) == {"old": 3.0, "new": 3.0}
 
 
 @pytest.mark.parametrize(
