@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.checkpoints.checkpoints import Checkpoints
-from ttprun.agent.checkpoints.snapshot_buffer import SnapshotBuffer
-from ttprun.agent.checkpoints.writer import CheckpointWriter
-from ttprun.agent.cluster.peers import Peers
+from ttprun.agent.between.peers import Peers
 from ttprun.agent.launcher.resume import ENDED_NAME
+from ttprun.agent.lead.checkpoints import Checkpoints
+from ttprun.agent.lead.writer import CheckpointWriter
+from ttprun.agent.node.stored_states import SnapshotBuffer
 from ttprun.protocol import to_rank
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.snapshot_messages import Dumped, Share, SnapshotTaken

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.repair.mirror_copies import MirrorCopies, fetch
+from ttprun.agent.node.mirrors import MirrorCopies
+from ttprun.agent.node.mirrors import fetch_copies as fetch
+from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.meeting import Where
 from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.repair import mirrors
-from ttprun.agent.repair.mirrors import Mirrors
+from ttprun.agent.between.peers import Peers
+from ttprun.agent.node import mirrors
+from ttprun.agent.node.mirrors import Mirrors
+from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol.board import Board
 
 FREE = 8000

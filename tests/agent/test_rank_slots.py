@@ -10,11 +10,11 @@ from typing import Any
 
 from tests.agent.nodes import node_of, part
 from tests.agent.starting import wait_until_ready
-from ttprun.agent.core.node import Node
-from ttprun.agent.core.node_agent import NodeAgent
-from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
-from ttprun.agent.processes.standbys import Standbys
+from ttprun.agent.node.node import Node
+from ttprun.agent.node.node_agent import NodeAgent
+from ttprun.agent.node.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
+from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.standbys import Standbys
 from ttprun.protocol import process_orders
 from ttprun.protocol.board import FINISHED, Board, Field
 from ttprun.protocol.from_rank import Put

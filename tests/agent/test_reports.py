@@ -14,17 +14,17 @@ import pytest
 
 from tests.agent.nodes import NothingFails, part
 from ttprun import recovery
-from ttprun.agent.cluster.actuators import Actuators
-from ttprun.agent.cluster.follower import Follower
-from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.core.node import Node
-from ttprun.agent.core.node_agent import NodeAgent
-from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.core.reports import _ROWS, Reports
-from ttprun.agent.health.protection import Protection
-from ttprun.agent.repair.comparisons import Comparisons
-from ttprun.agent.repair.replays import Replays
-from ttprun.agent.report.unrecorded_report import grouped
+from ttprun.agent.between.follower import Follower
+from ttprun.agent.between.peers import Peers
+from ttprun.agent.lead.actuators import Actuators
+from ttprun.agent.lead.comparisons import Comparisons
+from ttprun.agent.lead.incidents import grouped
+from ttprun.agent.lead.protection import Protection
+from ttprun.agent.lead.repairs import Replays
+from ttprun.agent.lead.reports import _ROWS, Reports
+from ttprun.agent.node.node import Node
+from ttprun.agent.node.node_agent import NodeAgent
+from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.topology import read_topology
 from ttprun.protocol import from_rank, node_orders, to_rank

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.core.requests import Requests
+from ttprun.agent.between.peers import Peers
+from ttprun.agent.node.control_socket import Requests
 from ttprun.protocol.control_requests import Rejected, SaveNow
 
 

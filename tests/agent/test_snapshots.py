@@ -14,12 +14,11 @@ import pytest
 from msgspec.structs import replace
 
 from ttprun import recovery
-from ttprun.agent.checkpoints import snapshot_schedule
-from ttprun.agent.checkpoints import snapshots as module
-from ttprun.agent.checkpoints.snapshot_buffer import SnapshotBuffer
-from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
-from ttprun.agent.checkpoints.snapshots import Snapshots
-from ttprun.agent.processes.shared_memory import path_of
+from ttprun.agent.lead import schedules
+from ttprun.agent.lead import snapshots as module
+from ttprun.agent.lead.schedules import SnapshotTimes
+from ttprun.agent.lead.snapshots import Snapshots
+from ttprun.agent.node.stored_states import SnapshotBuffer, path_of
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.snapshot_messages import Share, SnapshotTaken
@@ -105,7 +104,7 @@ class Job:
 
     def __init__(self, every: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        for timed in (module, snapshot_schedule):
+        for timed in (module, schedules):
             monkeypatch.setattr(timed, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self.node = FakeNode(every)
         self.comparisons, self.checkpoints = FakeComparisons(), FakeCheckpoints()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.cluster.actuators import Actuators
-from ttprun.agent.cluster.spares import Spares
+from ttprun.agent.lead.actuators import Actuators
+from ttprun.agent.lead.membership import Spares
 from ttprun.protocol import node_orders, node_reports, process_orders
 from ttprun.protocol.process_orders import SpawnRank
 from ttprun.protocol.rank_events import Event, SpawnFailed

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent.cluster import rendezvous, succession
-from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.cluster.spare_pool import Listener, SparePool
-from ttprun.agent.cluster.succession import Succession
+from ttprun.agent.between import rendezvous, succession
+from ttprun.agent.between.peers import Peers
+from ttprun.agent.between.spare_pool import Listener, SparePool
+from ttprun.agent.between.succession import Succession
 from ttprun.protocol import meeting
 
 LIMIT_S = 30.0

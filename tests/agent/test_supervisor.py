@@ -17,15 +17,14 @@ import pytest
 
 from tests.agent.starting import LIMIT_S, wait_for_end
 from ttprun import recovery
-from ttprun.agent.cluster.membership import Elasticity
-from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.core import rank_slot
-from ttprun.agent.core.new_group import NewGroup
-from ttprun.agent.core.supervisor import Supervisor
+from ttprun.agent.between.peers import Peers
 from ttprun.agent.launcher.resume import Resumption
-from ttprun.agent.processes import stack_dumps
-from ttprun.agent.processes.rank_processes import RankHandler
-from ttprun.agent.repair.stored_states import Stored
+from ttprun.agent.lead.membership import Elasticity
+from ttprun.agent.node import rank_slot, stack_dumps
+from ttprun.agent.node.group import NewGroup
+from ttprun.agent.node.rank_processes import RankHandler
+from ttprun.agent.node.stored_states import Stored
+from ttprun.agent.node.supervisor import Supervisor
 from ttprun.config import Config
 from ttprun.observe.events import read_events
 from ttprun.observe.run_directory import RunDirectory

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ttprun.agent.core.coordinator import Coordinator
-from ttprun.agent.core.reports import _ROWS
+from ttprun.agent.lead.conduct import Coordinator
+from ttprun.agent.lead.reports import _ROWS
 from ttprun.protocol import from_rank, node_reports, standby_messages
 from ttprun.protocol.channel import KNOWN, Order, Report
 from ttprun.protocol.codec import Message, Refused, decode, encode

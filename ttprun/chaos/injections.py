@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ttprun.agent.processes.rank_processes import kill_session
+from ttprun.agent.node.rank_processes import kill_session
 from ttprun.chaos.faults import AGENT_KINDS, Fault, parse_fault, seconds_of
 from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
 if TYPE_CHECKING:
-    from ttprun.agent.cluster.actuators import Actuators
-    from ttprun.agent.core.node import Node
-    from ttprun.agent.core.rank_slot import RankSlot
-    from ttprun.agent.processes.standbys import Standbys
+    from ttprun.agent.lead.actuators import Actuators
+    from ttprun.agent.node.node import Node
+    from ttprun.agent.node.rank_slot import RankSlot
+    from ttprun.agent.node.standbys import Standbys
 from ttprun.chaos.schedule import PlannedStrike, strikes
 
 _STALL_S = 2.0

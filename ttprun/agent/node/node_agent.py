@@ -1,0 +1,305 @@
+"""The agent of this node for its own ranks: it carries out orders, and reports what happens, whichever agent leads.
+
+Begin with `NodeAgent.carry_out` and `NodeAgent.report`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, assert_never
+
+from msgspec.structs import replace
+
+from ttprun.agent.lead.actuators import NodeActuator
+from ttprun.agent.lead.checkpoints import NO_RECORD, own_part
+from ttprun.agent.lead.hang_detector import HangDetector
+from ttprun.agent.lead.rewinds import Rewinds
+from ttprun.agent.node import life_signs, rank_records, stack_dumps
+from ttprun.agent.node.mirrors import Mirrors
+from ttprun.agent.node.node import Node, report_mismatch
+from ttprun.agent.node.process_watch import ProcessWatch
+from ttprun.agent.node.rank_processes import RankHandler, StandbyHandler, kill_session
+from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.standbys import Standbys, StandbyWatch
+from ttprun.agent.node.verdict import ReplaceHandler
+from ttprun.chaos.injections import Injections
+from ttprun.protocol import channel, from_rank, node_orders, node_reports, process_orders, to_rank
+from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.inheritance import Left
+from ttprun.protocol.rank_events import RankExited, SpawnFailed
+from ttprun.state.files import FileEntry, write_file
+
+
+@dataclass
+class NodeAgent(NodeActuator):
+    """Carries out orders on this node's ranks, and reports what happens to them.
+
+    noted         what the next leader would have to know of them, as far as they and their ends have shown it; by rank
+    catching_up   those whose processes run the script again, and are not as far as the others yet
+    """
+
+    node: Node
+    hang_detector: HangDetector
+    injections: Injections
+    mirrors: Mirrors
+    rewinds: Rewinds
+    standbys: Standbys
+    standby_watch: StandbyWatch
+    watch: ProcessWatch
+    noted: dict[int, Left] = field(default_factory=dict, init=False)
+    catching_up: set[int] = field(default_factory=set, init=False)
+    _replace_handler: ReplaceHandler = field(init=False)
+    _unwelcomed: set[int] = field(default_factory=set, init=False)
+    _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
+    _deferred: dict[int, to_rank.Replay] = field(default_factory=dict, init=False)  # until these are there
+
+    def begin_group(self, replace_handler: ReplaceHandler) -> None:
+        """All ranks are new; `replace_handler` lets torch's agent know of the new process of a local rank."""
+        self._replace_handler = replace_handler
+        self.noted = {slot.rank: Left(slot.rank) for slot in self.node.here}
+        self.catching_up.clear()
+        self._unwelcomed.clear()
+        self._is_fetching = False
+        self._deferred.clear()
+
+    def take_over(self, records: Mapping[int, node_reports.Records]) -> None:
+        """This node has got a lost one's slots, with what its ranks had recorded: their first processes wait for Spawn.
+
+        records   by rank
+        """
+        for slot in self.node.here:
+            self._unwelcomed.add(slot.rank)
+            if slot.rank in records and records[slot.rank].part:
+                rank_records.restore_copy(self.node, slot, records[slot.rank].part)
+        self._is_fetching = True
+        self.mirrors.fetch({rank: record.mirror for rank, record in records.items()}, self._note_fetched)
+
+    def _note_fetched(self) -> None:
+        """The mirrors of the lost node are there, or will not come: replays that need them are ordered now."""
+        self._is_fetching = False
+        deferred, self._deferred = self._deferred, {}
+        for order in deferred.values():
+            if order.generation == self.node.job.generation:
+                self._replay(order)
+
+    def awaits_order(self, slot: RankSlot) -> bool:
+        """Whether the first process of a rank, whose slot was a lost node's, waits until the leader wants it."""
+        return slot.rank in self._unwelcomed
+
+    def look(self) -> None:
+        """Time has passed, a process is gone, or a standby is ready: ranks that wait for that get their process."""
+        for slot in self.node.here:
+            if slot.is_spawn_due:
+                self._spawn(slot)
+
+    def report(self, report: node_reports.Report) -> None:
+        """Something has happened on this node: the agent that leads takes it; what is needed here is noted."""
+        match report:
+            case node_reports.Said(rank=rank, message=message):
+                self._note_said(self.node.slots[rank], message)
+            case RankExited(rank=rank, reason=reason):
+                self.note(rank, code=report.exit_code, reason=reason)
+        self.node.role.take_own(report)
+
+    def note(self, rank: int, **changes: Any) -> None:
+        """Something new is known of a rank."""
+        self.noted[rank] = replace(self.noted[rank], **changes)
+
+    def _note_said(self, slot: RankSlot, message: channel.Message) -> None:
+        rank = slot.rank
+        match message:
+            case from_rank.Present(main_thread=main_thread):
+                slot.greet(main_thread)
+            case from_rank.RankProtected():
+                slot.protect()
+            case from_rank.RankUnprotected(reason=reason):
+                self.note(rank, unprotected=self.noted[rank].unprotected or reason)
+            case from_rank.RankHindered(reason=reason):
+                self.note(rank, hindrance=reason)
+            case from_rank.RankTrainsAlone() | from_rank.RankJoined():
+                self.note(rank, membership=message.membership)
+            case from_rank.RankReissued():
+                self.catching_up.discard(rank)
+            case from_rank.RankFaulted():
+                self.catching_up.add(rank)
+                slot.note_boundary(self.node.board)
+
+    def carry_out(self, order: node_orders.Order) -> None:
+        node = self.node
+        match order:
+            case node_orders.Begin(is_resumed=is_resumed, generation=generation):
+                node.note_generation(generation)
+                for slot in node.here:
+                    self.watch.welcome(slot, is_replacement=is_resumed)
+            case process_orders.SpawnRank(rank=rank, generation=generation):
+                node.note_generation(generation)
+                self.catching_up.add(rank)
+                self._begin_process(node.slots[rank])
+            case process_orders.KillRank(rank=rank, reason=reason):
+                self._kill(node.slots[rank], reason)
+            case node_orders.VoidEvidence(rank=rank):
+                node.recorder_of(node.slots[rank]).evidence.clear()
+            case to_rank.Replay():
+                self._replay(order)
+            case to_rank.KeepMirror():
+                self.mirrors.keep(node.slots[order.rank], order)
+            case to_rank.LoadMirror():
+                self._load_mirror(order)
+            case node_orders.VoidBeyond(boundary=boundary):
+                node.void_beyond(boundary)
+            case node_orders.Broadcast(puts=puts):
+                for rank, put in puts:
+                    for slot in node.here:
+                        if slot.rank != rank:
+                            slot.send_if_present(put)
+            case node_orders.StorePart():
+                self._store_part(order)
+            case node_orders.GiveRecords(ranks=ranks):
+                for rank in ranks:
+                    mirror = self.mirrors.copies.serve(rank)
+                    node.report(node_reports.Records(rank, rank_records.give_copy(node, rank), mirror))
+            case process_orders.Rewind(generation=generation):
+                node.note_generation(generation)
+                self.rewinds.go_back(order)
+            case node_orders.Strike():
+                self.injections.strike_here(order)
+            case node_orders.Recovered():
+                node.first_failure.forget()
+                node.domains.run("standbys", self.standby_watch.refill)
+            case _:
+                assert_never(order)
+
+    def forward(self, rank: int, message: channel.Order) -> None:
+        slot = self.node.slots[rank]
+        if isinstance(message, to_rank.Freeze):
+            self.node.note_generation(message.generation)
+        elif isinstance(message, to_rank.Dump):
+            message = replace(message, mirrors=self.mirrors.located(message.mirrors, message.boundary))
+        slot.send(message)
+
+    def fingerprint(self, rank: int, boundary: int) -> str:
+        return rank_records.fingerprint_of(self.node, self.node.slots[rank], boundary)
+
+    def _begin_process(self, slot: RankSlot) -> None:
+        """Give a lost rank a process."""
+        if slot.rank in self._unwelcomed:
+            self._unwelcomed.discard(slot.rank)
+            self.watch.welcome(slot, is_replacement=True)
+        else:
+            self._spawn(slot)
+
+    def _spawn(self, slot: RankSlot) -> None:
+        """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had.
+
+        A standby that is on its way is waited for: a new process would take as long, and then there would be none left
+        for the next fault.
+        """
+        node = self.node
+        is_on_its_way = bool(node.domains.run("standbys", self._hurry_standbys))
+        if slot.defer_spawn(is_on_its_way):
+            return
+        try:
+            handler = self.start_process(slot.handler.start)
+        except OSError as error:
+            node.report(SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error)))
+            return
+        self._replace_handler(slot.local_rank, handler)
+        slot.assign(handler)
+        self.watch.welcome(slot, is_replacement=True)
+
+    def _hurry_standbys(self) -> bool:
+        is_on_its_way = self.standbys.is_on_its_way
+        if is_on_its_way:
+            self.standbys.hurry()
+        return is_on_its_way
+
+    def start_process(self, start: dict[str, Any]) -> RankHandler:
+        """Start a process, or take one that stands by. Raises OSError."""
+        standby = self.node.domains.run("standbys", self.standbys.take)
+        if standby is None:
+            return RankHandler(start, str(self.node.run.path), is_new=False, is_python=True)
+        with contextlib.suppress(KeyError, ValueError):
+            self.node.selector.unregister(standby.channel.sock)
+        standby.channel.sock.setblocking(True)
+        return StandbyHandler(start, standby)
+
+    def _kill(self, slot: RankSlot, reason: str) -> None:
+        """End a process whose rank is given to another one; that waits until it is gone, if it goes before long.
+
+        What it has left on the board must not change any more: it is stopped at once, and killed when its stack is
+        known, which may take seconds.
+        """
+        node, handler = self.node, slot.handler
+        is_looked_at = self.hang_detector.is_late(slot)
+        if is_looked_at:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(slot.pid, signal.SIGSTOP)
+        else:
+            slot.kill()
+        life_signs.let_stop(slot.pid)
+        self.watch.let_die(slot)
+        slot.note_leavings(node.board)
+
+        def kill(stack: str) -> None:
+            node.log("rank_killed", rank=slot.rank, pid=handler.proc.pid, reason=reason, stack=stack)
+            if not is_looked_at or handler.proc.poll() is not None:
+                return
+            kill_session(handler.proc.pid)
+            if slot.lost_boundary < node.board.get(slot.rank, Field.RECORDED) < FINISHED and slot.handler is handler:
+                # What it has done while it wrote its stack is void. FINISHED: the others train without it meanwhile.
+                node.board.set(slot.rank, Field.RECORDED, slot.lost_boundary)
+
+        if is_looked_at:
+
+            def kill_unseen(error: Exception) -> None:
+                node.domains.note("stacks", error)
+                kill("")
+
+            writer = stack_dumps.Writer(slot.pid, slot.stack_fd, node.board, slot.rank)
+            node.in_background(partial(stack_dumps.take, writer, is_stopped=True), kill, kill_unseen)
+        else:
+            kill("")
+
+    def _replay(self, order: to_rank.Replay) -> None:
+        """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
+        node, slot = self.node, self.node.slots[order.rank]
+        why_not = rank_records.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
+        if order.from_mirror and not why_not:
+            if self._is_fetching:
+                self._deferred[order.rank] = order
+                return
+            mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
+            if mirror is None:
+                why_not = self.mirrors.why_not_held(order.rank, order.boundary)
+            elif mirror.is_step:
+                order = replace(order, step_from=mirror.path)
+            else:
+                order = replace(order, result=mirror.path, proof_from=self.mirrors.step_of(slot, order.boundary))
+        if why_not:
+            report_mismatch(node, order.rank, order.generation, why_not)
+            return
+        self.forward(order.rank, order)
+
+    def _load_mirror(self, order: to_rank.LoadMirror) -> None:
+        slot = self.node.slots[order.rank]
+        mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
+        slot.send(replace(order, path="" if mirror is None or mirror.is_step else mirror.path))
+
+    def _store_part(self, order: node_orders.StorePart) -> None:
+        """Write what the records have of a rank, dead or alive."""
+        node = self.node
+        entry, why_not = FileEntry(bytes=0, xxh3="0" * 32), ""
+        try:
+            entry = write_file(Path(order.path), [own_part(node, node.slots[order.rank], order.boundary)])
+        except KeyError:
+            why_not = NO_RECORD
+        except OSError as error:
+            why_not = f"{order.path} cannot be written on {node.peers.name_of(node.peers.node)}: {error}"
+        node.report(node_reports.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))
