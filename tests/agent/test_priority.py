@@ -23,7 +23,7 @@ import json, os, subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
 import psutil
 from pathlib import Path
-from ttprun.agent.processes import priority
+from ttprun.agent.node import rank_processes as priority
 if len(sys.argv) > 2:
     priority._AUTOGROUP = Path(sys.argv[2])
 def state(pid):
@@ -33,11 +33,11 @@ def state(pid):
     return [os.sched_getscheduler(pid), os.getpriority(os.PRIO_PROCESS, pid), ioclass, nice_of_group]
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 states = [state(child.pid)]
-priority.lower(child.pid)
+priority.lower_priority(child.pid)
 while priority._pending:
     time.sleep(0.01)
 states.append(state(child.pid))
-priority.restore(child.pid)
+priority.restore_priority(child.pid)
 while priority._pending:
     time.sleep(0.01)
 states.append(state(child.pid))

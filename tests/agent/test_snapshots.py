@@ -421,7 +421,7 @@ def test_memory_is_taken_a_minute_before_the_first_snapshot_and_once_where_no_ra
         taken.append((files, size_bytes))
         return threading.Thread()
 
-    monkeypatch.setattr(module.shared_memory, "take_ahead", take_ahead)
+    monkeypatch.setattr(module.stored_states, "take_ahead", take_ahead)
     one = job(every)
 
     one.now_s += after_s
@@ -441,7 +441,7 @@ def test_nothing_is_asked_for_while_memory_is_being_taken(
 ) -> None:
     is_taken = threading.Event()
     taking = threading.Thread(target=is_taken.wait, args=(10.0,))
-    monkeypatch.setattr(module.shared_memory, "take_ahead", lambda files, size: taking)
+    monkeypatch.setattr(module.stored_states, "take_ahead", lambda files, size: taking)
     taking.start()
     one = job("5s")
     one.snapshots.share_bytes = 1000
