@@ -239,7 +239,7 @@ def test_a_checkpoint_that_is_given_up_leaves_nothing_but_its_reason(
     folder = Path(node.sent[0].path).parent
 
     with caplog.at_level(logging.WARNING):
-        checkpoints.give_up(0, "rank 1 was ended by signal 9")
+        checkpoints.give_up(recovery.GiveUpCheckpoint(0, "rank 1 was ended by signal 9"))
         checkpoints.writer.look()
 
     assert checkpoints.writer.status is not None

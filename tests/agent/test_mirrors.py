@@ -134,4 +134,4 @@ def keep(found: Mirrors, slot: RankSlot) -> None:
     """Its node gets the order."""
     order = found.order_for(slot)
     assert order is not None
-    found.keep(slot, order)
+    found.keep(order)

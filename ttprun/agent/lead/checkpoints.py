@@ -251,12 +251,12 @@ class Checkpoints:
                 missing.append(replicas.why_no_source(rank, writers))
         return missing
 
-    def give_up(self, boundary: int, why_not: str) -> None:
+    def give_up(self, order: recovery.GiveUpCheckpoint) -> None:
         """The checkpoint that was asked for is not made; what the ranks have written of it is removed."""
         if self._writing is not None:
             self.writer.drop(self._writing.draft)
             self._writing = None
-        self.writer.note_failure(boundary, "asked", why_not)
+        self.writer.note_failure(order.boundary, "asked", order.reason)
 
     def fail(self, order: recovery.Persist, why_not: str, is_handled: bool = False) -> None:
         """Nothing can be made of what was ordered."""

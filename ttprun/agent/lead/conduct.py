@@ -3,7 +3,7 @@
 What concerns one node's ranks goes to that node's actuator (`actuators.py`). The deadlines of a recovery's phases are
 for ranks that do nothing more: while all that are waited for still work, a deadline comes up to ten times as late, and
 later on a busy machine. Only a job that a user or scheduler ends has no more time than was asked for. Begin with
-`Coordinator.advance` and `Deadlines.pass_time`.
+`ACTIONS`, `Coordinator.advance` and `Deadlines.pass_time`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -97,6 +98,30 @@ class Deadlines:
                 logger.warning("still waiting for %s (limit: %.0f s without progress)", missing, wait.order.after_s)
 
 
+# Action -> the method that carries it out, of the coordinator or of one of its parts.
+ACTIONS: dict[type[process_orders.Action], str] = {
+    to_rank.Freeze: "_freeze",
+    process_orders.SpawnRank: "spares.spawn",
+    process_orders.KillRank: "_kill",
+    process_orders.Rewind: "rewinds.rewind",
+    to_rank.Replay: "repairs.replay",
+    to_rank.SendState: "repairs.send_state",
+    to_rank.LoadMirror: "repairs.load_mirror",
+    to_rank.LoadState: "rewinds.load_state",
+    to_rank.Resume: "repairs.resume",
+    recovery.Persist: "_persist",
+    recovery.GiveUpCheckpoint: "checkpoints.give_up",
+    recovery.NoteUnusable: "rewinds.note_unusable",
+    recovery.SetDeadline: "deadlines.set",
+    recovery.RecordIncident: "_record",
+    recovery.Regroup: "membership.regroup",
+    recovery.GiveUpResize: "membership.give_up",
+    recovery.RestartGroup: "_restart",
+    recovery.FailJob: "_fail",
+    recovery.FinishJob: "_finish",
+}
+
+
 @dataclass
 class Coordinator:
     """Decides for all ranks, on whatever nodes they are."""
@@ -151,51 +176,9 @@ class Coordinator:
 
     def carry_out(self, action: process_orders.Action) -> None:
         """Carry out one action."""
-        match action:
-            case to_rank.Freeze():
-                self.freeze(action)
-            case process_orders.SpawnRank():
-                self.spares.spawn(action)
-            case to_rank.Replay():
-                self.repairs.replay(action)
-            case to_rank.SendState():
-                self.repairs.send_state(action)
-            case to_rank.LoadMirror():
-                self.repairs.load_mirror(action)
-            case to_rank.LoadState():
-                self.rewinds.load_state(action)
-            case to_rank.Resume():
-                self.repairs.resume(action)
-            case process_orders.Rewind():
-                self.rewinds.rewind(action)
-            case recovery.Persist(ranks=()):
-                self.rewinds.save(action)
-            case recovery.Persist():
-                self.repairs.persist(action)
-            case recovery.GiveUpCheckpoint(boundary=boundary, reason=reason):
-                self.checkpoints.give_up(boundary, reason)
-            case recovery.NoteUnusable():
-                self.rewinds.note_unusable(action)
-            case recovery.SetDeadline():
-                self.deadlines.set(action)
-            case process_orders.KillRank():
-                self.actuators.order(action.rank, action)
-            case recovery.RecordIncident(incident=incident):
-                self.record_incident(incident)
-            case recovery.RestartGroup(reason=reason):
-                self._end_group("restart", reason)
-            case recovery.Regroup():
-                self.membership.regroup(action)
-            case recovery.GiveUpResize():
-                self.membership.give_up(action)
-            case recovery.FailJob(reason=reason, has_progress=has_progress):
-                self._end_group("fail", reason, has_progress)
-            case recovery.FinishJob():
-                self.node.conclude(Verdict("done"))
-            case _:
-                raise TypeError(f"there is no way to carry out {action}")
+        attrgetter(ACTIONS[type(action)])(self)(action)
 
-    def freeze(self, action: to_rank.Freeze) -> None:
+    def _freeze(self, action: to_rank.Freeze) -> None:
         """Have the survivors quiesce."""
         self.repairs.expect(action.lost)
         board = self.node.board
@@ -204,6 +187,24 @@ class Coordinator:
         order = replace(action, repair_type=self.repairs.repair_type(), committed=committed)
         for rank in action.ranks:
             self.node.slots[rank].send(order)
+
+    def _persist(self, action: recovery.Persist) -> None:
+        if action.ranks:
+            self.repairs.persist(action)
+        else:
+            self.rewinds.save(action)
+
+    def _kill(self, action: process_orders.KillRank) -> None:
+        self.actuators.order(action.rank, action)
+
+    def _restart(self, action: recovery.RestartGroup) -> None:
+        self._end_group("restart", action.reason)
+
+    def _fail(self, action: recovery.FailJob) -> None:
+        self._end_group("fail", action.reason, action.has_progress)
+
+    def _finish(self, action: recovery.FinishJob) -> None:
+        self.node.conclude(Verdict("done"))
 
     def _end_group(self, kind: str, reason: str, has_progress: bool = True) -> None:
         before = self.node.verdict
@@ -214,8 +215,9 @@ class Coordinator:
         self.node.log("group_given_up", kind=kind, reason=reason)
         self.node.conclude(Verdict(kind, reason, has_progress))
 
-    def record_incident(self, incident: recovery.Incident) -> None:
+    def _record(self, action: recovery.RecordIncident) -> None:
         """Let all who follow it know how an incident stands."""
+        incident = action.incident
         self.node.domains.run("incident notes", lambda: self.incidents.note(incident))
         self.repairs.note_incident(incident)
         if incident.outcome == "recovered":

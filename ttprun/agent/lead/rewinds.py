@@ -80,6 +80,7 @@ class Rewinds:
 
     def go_back(self, order: process_orders.Rewind) -> None:
         """Put what was stored of ranks of this node in the place of what they have recorded since."""
+        self._node.note_generation(order.generation)
         if self._node.peers.is_follower and not self._open(order):
             return
         for slot in (self._node.slots[rank] for rank in order.ranks):

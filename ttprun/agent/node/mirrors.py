@@ -259,8 +259,9 @@ class Mirrors:
         """What the node of a rank must know to keep its mirror; None: it is to keep none."""
         return to_rank.KeepMirror(slot.rank, self._shares[slot.rank]) if slot.rank in self._shares else None
 
-    def keep(self, slot: RankSlot, order: to_rank.KeepMirror) -> None:
+    def keep(self, order: to_rank.KeepMirror) -> None:
         """A rank of this node is to keep a mirror, in this share of its memory."""
+        slot = self._node.slots[order.rank]
         if slot.rank not in self._slots:
             self._slots[slot.rank] = stored_states.new_memory("mirror", SLOTS + 1)
         limit_share = _LIMIT_SHARE if self._node.config.buddy == "auto" else 0.0

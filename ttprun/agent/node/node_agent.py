@@ -1,6 +1,6 @@
 """The agent of this node for its own ranks: it carries out orders, and reports what happens, whichever agent leads.
 
-Begin with `NodeAgent.carry_out` and `NodeAgent.report`.
+Begin with `ORDERS` and `NodeAgent.report`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -35,6 +36,24 @@ from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.inheritance import Left
 from ttprun.protocol.rank_events import RankExited, SpawnFailed
 from ttprun.state.files import FileEntry, write_file
+
+# Order -> the method that carries it out, of the node's agent or of one of its parts.
+ORDERS: dict[type[node_orders.Order], str] = {
+    node_orders.Begin: "_begin",
+    process_orders.SpawnRank: "_begin_process",
+    process_orders.KillRank: "_kill",
+    process_orders.Rewind: "rewinds.go_back",
+    to_rank.Replay: "_replay",
+    to_rank.KeepMirror: "mirrors.keep",
+    to_rank.LoadMirror: "_load_mirror",
+    node_orders.VoidEvidence: "_void_evidence",
+    node_orders.VoidBeyond: "_void_beyond",
+    node_orders.Broadcast: "_broadcast",
+    node_orders.StorePart: "_store_part",
+    node_orders.GiveRecords: "_give_records",
+    node_orders.Strike: "injections.strike_here",
+    node_orders.Recovered: "_recover",
+}
 
 
 @dataclass
@@ -132,49 +151,33 @@ class NodeAgent(NodeActuator):
                 slot.note_boundary(self.node.board)
 
     def carry_out(self, order: node_orders.Order) -> None:
-        node = self.node
-        match order:
-            case node_orders.Begin(is_resumed=is_resumed, generation=generation):
-                node.note_generation(generation)
-                for slot in node.here:
-                    self.watch.welcome(slot, is_replacement=is_resumed)
-            case process_orders.SpawnRank(rank=rank, generation=generation):
-                node.note_generation(generation)
-                self.catching_up.add(rank)
-                self._begin_process(node.slots[rank])
-            case process_orders.KillRank(rank=rank, reason=reason):
-                self._kill(node.slots[rank], reason)
-            case node_orders.VoidEvidence(rank=rank):
-                node.recorder_of(node.slots[rank]).evidence.clear()
-            case to_rank.Replay():
-                self._replay(order)
-            case to_rank.KeepMirror():
-                self.mirrors.keep(node.slots[order.rank], order)
-            case to_rank.LoadMirror():
-                self._load_mirror(order)
-            case node_orders.VoidBeyond(boundary=boundary):
-                node.void_beyond(boundary)
-            case node_orders.Broadcast(puts=puts):
-                for rank, put in puts:
-                    for slot in node.here:
-                        if slot.rank != rank:
-                            slot.send_if_present(put)
-            case node_orders.StorePart():
-                self._store_part(order)
-            case node_orders.GiveRecords(ranks=ranks):
-                for rank in ranks:
-                    mirror = self.mirrors.copies.serve(rank)
-                    node.report(node_reports.Records(rank, rank_records.give_copy(node, rank), mirror))
-            case process_orders.Rewind(generation=generation):
-                node.note_generation(generation)
-                self.rewinds.go_back(order)
-            case node_orders.Strike():
-                self.injections.strike_here(order)
-            case node_orders.Recovered():
-                node.first_failure.forget()
-                node.domains.run("standbys", self.standby_watch.refill)
-            case _:
-                assert_never(order)
+        attrgetter(ORDERS[type(order)])(self)(order)
+
+    def _begin(self, order: node_orders.Begin) -> None:
+        self.node.note_generation(order.generation)
+        for slot in self.node.here:
+            self.watch.welcome(slot, is_replacement=order.is_resumed)
+
+    def _void_evidence(self, order: node_orders.VoidEvidence) -> None:
+        self.node.recorder_of(self.node.slots[order.rank]).evidence.clear()
+
+    def _void_beyond(self, order: node_orders.VoidBeyond) -> None:
+        self.node.void_beyond(order.boundary)
+
+    def _broadcast(self, order: node_orders.Broadcast) -> None:
+        for rank, put in order.puts:
+            for slot in self.node.here:
+                if slot.rank != rank:
+                    slot.send_if_present(put)
+
+    def _give_records(self, order: node_orders.GiveRecords) -> None:
+        for rank in order.ranks:
+            mirror = self.mirrors.copies.serve(rank)
+            self.node.report(node_reports.Records(rank, rank_records.give_copy(self.node, rank), mirror))
+
+    def _recover(self, order: node_orders.Recovered) -> None:
+        self.node.first_failure.forget()
+        self.node.domains.run("standbys", self.standby_watch.refill)
 
     def forward(self, rank: int, message: channel.Order) -> None:
         slot = self.node.slots[rank]
@@ -187,8 +190,11 @@ class NodeAgent(NodeActuator):
     def fingerprint(self, rank: int, boundary: int) -> str:
         return rank_records.fingerprint_of(self.node, self.node.slots[rank], boundary)
 
-    def _begin_process(self, slot: RankSlot) -> None:
+    def _begin_process(self, order: process_orders.SpawnRank) -> None:
         """Give a lost rank a process."""
+        slot = self.node.slots[order.rank]
+        self.node.note_generation(order.generation)
+        self.catching_up.add(order.rank)
         if slot.rank in self._unwelcomed:
             self._unwelcomed.discard(slot.rank)
             self.watch.welcome(slot, is_replacement=True)
@@ -230,13 +236,14 @@ class NodeAgent(NodeActuator):
         standby.channel.sock.setblocking(True)
         return StandbyHandler(start, standby)
 
-    def _kill(self, slot: RankSlot, reason: str) -> None:
+    def _kill(self, order: process_orders.KillRank) -> None:
         """End a process whose rank is given to another one; that waits until it is gone, if it goes before long.
 
         What it has left on the board must not change any more: it is stopped at once, and killed when its stack is
         known, which may take seconds.
         """
-        node, handler = self.node, slot.handler
+        node, slot, reason = self.node, self.node.slots[order.rank], order.reason
+        handler = slot.handler
         is_looked_at = self.hang_detector.is_late(slot)
         if is_looked_at:
             with contextlib.suppress(ProcessLookupError):
