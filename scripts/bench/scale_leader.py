@@ -32,8 +32,8 @@ from ttprun.agent.between import peers
 from ttprun.agent.between.rendezvous import Place, meet
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.lead.membership import Elasticity
-from ttprun.agent.node.group import NewGroup
 from ttprun.agent.node.supervisor import Supervisor
+from ttprun.agent.node.verdict import NewGroup
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_status

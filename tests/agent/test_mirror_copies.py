@@ -32,12 +32,10 @@ def kept() -> Iterator[Kept]:
     board = Board.create(2)[1]
     peers = SimpleNamespace(size=2, address="127.0.0.1")
     node: Any = SimpleNamespace(here=slots[1:], slots=slots, board=board, peers=peers, log=lambda event, **fields: None)
-    copies = MirrorCopies(node)
-    copies.begin_group(4 * MIB)
+    copies = MirrorCopies(node, 4 * MIB)
     files = [os.memfd_create("fetched") for _ in range(SLOTS)]
     yield copies, board, files
-    copies.begin_group(0)
-    for fd in files:
+    for fd in (*files, *copies.files):
         os.close(fd)
     for thread in threading.enumerate():
         if thread.name == "ttprun-mirror-copies":

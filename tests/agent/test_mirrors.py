@@ -45,12 +45,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             peers=Peers(ranks_per_node=3, size=nodes),
         )
         made.append(Mirrors(node))
-        made[-1].begin_group()
         return made[-1], node
 
     yield new
     for one in made:
-        one.begin_group()
+        one.close()
 
 
 @pytest.mark.parametrize(

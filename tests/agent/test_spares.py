@@ -76,8 +76,7 @@ def node() -> FakeNode:
 
 @pytest.fixture
 def spares(node: FakeNode) -> Spares:
-    actuators = Actuators(node)  # type: ignore[arg-type]
-    actuators.begin_group(own=None)  # type: ignore[arg-type]
+    actuators = Actuators(node, own=None)  # type: ignore[arg-type]
     membership = SimpleNamespace(may_shrink=lambda: False, may_train=lambda address: node.may_train(address))
     return Spares(node, actuators, membership)  # type: ignore[arg-type]
 

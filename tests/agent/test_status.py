@@ -27,9 +27,6 @@ from ttprun.recovery.replicas import Replicas
 PARTS: tuple[Any, ...] = (
     Standbys(0, ""),
     SimpleNamespace(status=None),
-    SimpleNamespace(newest=None),
-    SimpleNamespace(waited_for=""),
-    SimpleNamespace(waits="", quarantined=tuple),
 )
 NOW = "2026-01-31T12:00:00.000+00:00"
 

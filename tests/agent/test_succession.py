@@ -37,8 +37,7 @@ class Follower:
         )
         follower: Any = SimpleNamespace(give_up=lambda reason: self.became.append(reason))
         nothing: Any = None
-        self.succession = Succession(node, nothing, follower, nothing, nothing, nothing)
-        self.succession.begin_group(lambda: None)
+        self.succession = Succession(node, nothing, follower, nothing, nothing, nothing, lambda: None)
         self.succession._lead = lambda: self.became.append("leader")  # type: ignore[method-assign]
 
     def wait(self, until_s: float = LIMIT_S) -> list[str]:

@@ -113,6 +113,7 @@ class Succession:
     """This agent's part in it.
 
     leading   the role that it has then
+    on_lead   called when this agent, which was a follower, has begun to lead
     """
 
     node: Node
@@ -121,7 +122,7 @@ class Succession:
     leader: Leader
     leading: Role
     comparisons: Comparisons
-    _on_lead: Callable[[], None] = field(init=False)
+    on_lead: Callable[[], None]
     _lost: dict[int, str] = field(default_factory=dict, init=False)
     _expected: set[int] = field(default_factory=set, init=False)
     _heirs: dict[int, _Heir] = field(default_factory=dict, init=False)
@@ -131,17 +132,6 @@ class Succession:
     _probe_again: dict[int, float] = field(default_factory=dict, init=False)
     _lost_s: dict[int, float] = field(default_factory=dict, init=False)  # when the first probe was made
     _dials: list[Dial] = field(default_factory=list, init=False)
-    _store: Any = field(default=None, init=False)
-
-    def begin_group(self, on_lead: Callable[[], None]) -> None:
-        """All ranks are new; `on_lead` is called when this agent, which was a follower, has begun to lead."""
-        self._on_lead = on_lead
-        self._lost.clear()
-        self._ended.clear()
-        self._probe_again.clear()
-        self._lost_s.clear()
-        self._heirs.clear()
-        self._gathers = None
 
     # A follower.
 
@@ -336,8 +326,8 @@ class Succession:
         generation = max(own.generation, *(heir.remains.generation for heir in heirs.values()), 0)
         node.take_job(recovery.succeed(node.job.settings, (*legacies.values(), *gone), generation, known))
         self.comparisons.begin_resumed(node.job.replicas)
-        self._store = TCPStore(peers.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-        master = f"{peers.address} {self._store.port}"
+        node.served = store = TCPStore(peers.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        master = f"{peers.address} {store.port}"
         peers.lead({number: heir.link for number, heir in heirs.items()})
         node.move_master(master)
         peers.to_all(meeting.Master(master))
@@ -346,7 +336,7 @@ class Succession:
         node.take_role(self.leading)
         self.leader.reports.checkpoints.rule_out(known.why_no_checkpoints)
         node.watch_peers()
-        self._on_lead()
+        self.on_lead()
         assert peers.pool is not None
         self._let_in(peers.pool)
         for number, why in sorted(self._lost.items()):

@@ -314,7 +314,7 @@ def _supervise(
         _say(reason, goes_on)
     is_leader = not node.peers.is_follower and not node.is_deposed
     if outcomes is not None and is_leader and ReplacingAgent.has_started_ranks and not goes_on:
-        outcomes.end(code, supervisor.parts.status.step, reason)
+        outcomes.end(code, supervisor.run.status.step, reason)
         if meeting.moved_store is not None:
             meeting.moved_store.withdraw()
     return code

@@ -60,17 +60,12 @@ class RemoteActuator(NodeActuator):
 
 
 class Actuators:
-    """Those of all nodes of a group."""
+    """Those of all nodes of a group; `own` is this node's."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, own: NodeActuator) -> None:
         self._node = node
-        self._by_node: list[NodeActuator] = []
-
-    def begin_group(self, own: NodeActuator) -> None:
-        """All ranks are new; `own` is this node's."""
-        peers = self._node.peers
         self._by_node = [
-            own if number == peers.node else RemoteActuator(self._node, number) for number in range(peers.size)
+            own if number == node.peers.node else RemoteActuator(node, number) for number in range(node.peers.size)
         ]
 
     def on(self, number: int) -> NodeActuator:

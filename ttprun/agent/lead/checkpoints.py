@@ -90,10 +90,8 @@ class Checkpoints:
     # A checkpoint of the boundary at which all survivors are quiesced.
 
     def persist(self, order: recovery.Persist) -> None:
-        """Have the ranks write their shares; the answer is StatePersisted. Raises ConfigError if they never can."""
-        if self._writing is not None:
-            self.writer.drop(self._writing.draft)
-            self._writing = None
+        """Have the ranks write their shares; the answer is StatePersisted."""
+        self.drop()
         if self._comparisons.why_not_stored:
             self.fail(order, self._comparisons.why_not_stored)
             return
@@ -251,11 +249,15 @@ class Checkpoints:
                 missing.append(replicas.why_no_source(rank, writers))
         return missing
 
-    def give_up(self, order: recovery.GiveUpCheckpoint) -> None:
-        """The checkpoint that was asked for is not made; what the ranks have written of it is removed."""
+    def drop(self) -> None:
+        """Remove what the ranks have written of a checkpoint that is not complete."""
         if self._writing is not None:
             self.writer.drop(self._writing.draft)
             self._writing = None
+
+    def give_up(self, order: recovery.GiveUpCheckpoint) -> None:
+        """The checkpoint that was asked for is not made."""
+        self.drop()
         self.writer.note_failure(order.boundary, "asked", order.reason)
 
     def fail(self, order: recovery.Persist, why_not: str, is_handled: bool = False) -> None:

@@ -48,7 +48,7 @@ class Comparisons:
         self._mirrors = mirrors
         self._times = times
         self._incidents = incidents
-        self._looks = Looks(world_size=1)
+        self._looks = Looks(world_size=len(node.slots))
         self.why_not_stored = ""  # why neither snapshots nor checkpoints can hold the shards
         self._cuts: dict[int, Mapping[str, tuple[str, str]]] = {}  # by rank: of each sharded parameter, which part
         self._names: dict[str, str] = {}  # of parameters, for people
@@ -59,14 +59,6 @@ class Comparisons:
         self._not_copied: set[int] = set()  # ranks of whose mirrors the next node could keep no copy
         self._said_of_mirrors = ""
         self._has_said_no_step = False
-
-    def begin_group(self) -> None:
-        """All ranks are new: nothing is known of their weights."""
-        self._looks = Looks(world_size=len(self._node.slots))
-        self._cuts, self._groups, self._weights = {}, {}, {}
-        self._repaired = ((), 0)
-        self._not_copied = set()
-        self._mirror_reports, self._said_of_mirrors, self._has_said_no_step = {}, "", False
 
     def begin_resumed(self, replicas: Replicas) -> None:
         """The ranks go on from a checkpoint, whose writers were replicas so far."""

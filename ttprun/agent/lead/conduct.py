@@ -134,6 +134,7 @@ class Coordinator:
     rewinds: Rewinds
     membership: NodeMembership
     spares: Spares
+    hang_detector: HangDetector
     deadlines: Deadlines
     leader: Leader
     _undecided: deque[Event] = field(default_factory=deque, init=False)
@@ -195,7 +196,8 @@ class Coordinator:
             self.rewinds.save(action)
 
     def _kill(self, action: process_orders.KillRank) -> None:
-        self.actuators.order(action.rank, action)
+        is_late = self.hang_detector.is_late(self.node.slots[action.rank])
+        self.actuators.order(action.rank, replace(action, is_late=is_late))
 
     def _restart(self, action: recovery.RestartGroup) -> None:
         self._end_group("restart", action.reason)

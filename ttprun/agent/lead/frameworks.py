@@ -51,11 +51,6 @@ class Frameworks(Repairs):
     def __init__(self, node: Node) -> None:
         self._node = node
         self.scheduler = Scheduler(node, self.why_not_repairable)
-        self.begin_group()
-
-    def begin_group(self) -> None:
-        """All ranks are new."""
-        self.scheduler.begin_group()
         self.replicas: dict[int, list[ReplicaGroup]] = {}
         self.batches: dict[int, tuple[int, ...]] = {}
         self.elastic: set[int] = set()

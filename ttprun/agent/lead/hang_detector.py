@@ -75,13 +75,6 @@ class HangDetector:
         """The user does not want hangs to be found."""
         return self._limit_s == 0.0
 
-    def begin_group(self) -> None:
-        """New ranks: nothing is known of them."""
-        self._watch = HangWatch(self._limit_s)
-        self._of_alone = {}
-        self._reported = set()
-        self._broken = {}
-
     def look(self) -> None:
         """Look if it is time to, and act on what is seen."""
         now = time.monotonic()

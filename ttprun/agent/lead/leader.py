@@ -54,10 +54,6 @@ class Leader:
     _next_s: float = field(default=0.0, init=False)
     _rows_next_s: float = field(default=0.0, init=False)
 
-    def begin_group(self) -> None:
-        """All nodes are there, and know nothing of each other."""
-        self._shared_pools, self._shared, self._lost = None, (), {}
-
     def share(self) -> None:
         """Let all followers know what one of them needs if it has to lead, if anything of it is new."""
         peers, job = self.node.peers, self.node.job

@@ -117,45 +117,49 @@ def _address_of(host: str) -> str:
 _TRY_AGAIN_S = 60.0  # after a resize that came to nothing
 
 
-@dataclass(frozen=True)
+@dataclass
 class Elasticity:
-    """Who may join.
+    """Who may join, in all groups of a launcher.
 
-    policy      None: the job is not elastic
-    discovery   None: no command names the hosts
+    policy         None: the job is not elastic
+    discovery      None: no command names the hosts
+    not_before_s   when the next resize may begin
     """
 
     policy: Membership | None = None
     discovery: Discovery | None = None
+    not_before_s: float = 0.0
 
 
 class NodeMembership:
     """Has nodes join and leave.
 
+    attempt     number of the group, as torch counts restarts
     waits       why nodes do not join or leave though they should; "" if there is nothing to wait for
     """
 
     def __init__(
-        self, node: Node, resumption: Resumption, quiesce_schedule: QuiesceSchedule, elasticity: Elasticity
+        self,
+        node: Node,
+        resumption: Resumption,
+        quiesce_schedule: QuiesceSchedule,
+        elasticity: Elasticity,
+        attempt: int = 0,
     ) -> None:
         self._node = node
         self._resumption = resumption
         self._quiesce_schedule = quiesce_schedule
-        self.policy = elasticity.policy
-        self.discovery = elasticity.discovery
+        self._elasticity = elasticity
+        self._attempt = attempt
         self.waits = ""
         self._is_asked = False
-        self._not_before_s = 0.0
         self._leaving: dict[int, str] = {}
         self._newcomers = range(0)  # nodes that came with the newest change
-        self._attempt = 0
 
-    def begin_group(self, attempt: int) -> None:
-        """All nodes are there; `attempt` is the number of the group's, as torch counts restarts."""
-        self._attempt = attempt
-        self._is_asked, self.waits = False, ""
-        self._newcomers = range(0)
-        self._leaving.clear()
+    @property
+    def policy(self) -> Membership | None:
+        """None: the job is not elastic."""
+        return self._elasticity.policy
 
     def note_newcomers(self, order: meeting.Regroup) -> bool:
         """Note which nodes of the group that was started by this order have come; returns whether any has."""
@@ -168,10 +172,11 @@ class NodeMembership:
         node = self._node
         if self.policy is None or self._is_asked or node.verdict is not None:
             return
-        if self.discovery is not None:
-            self.discovery.start()
+        discovery = self._elasticity.discovery
+        if discovery is not None:
+            discovery.start()
         plan = self.policy.planned(self._observation())
-        if not plan.is_due or time.monotonic() < self._not_before_s:
+        if not plan.is_due or time.monotonic() < self._elasticity.not_before_s:
             self._wait_for(plan.waits if not plan.is_due else self.waits)
             return
         why_not = plan.why_not or self._why_not_now()
@@ -196,7 +201,7 @@ class NodeMembership:
         self.waits = why
 
     def _observation(self) -> NodesObserved:
-        peers = self._node.peers
+        peers, discovery = self._node.peers, self._elasticity.discovery
         waiting = peers.pool.waiting if peers.pool is not None else ()
         return NodesObserved(
             at_s=time.monotonic(),
@@ -204,7 +209,7 @@ class NodeMembership:
             lost=frozenset(number for number in range(peers.size) if not peers.is_connected(number)),
             leaving=frozenset(self._leaving),
             waiting=tuple((spare.address, spare.since_s) for spare in waiting),
-            named=None if self.discovery is None else self.discovery.named,
+            named=None if discovery is None else discovery.named,
         )
 
     def _named(self, plan: MembershipPlan) -> str:
@@ -223,7 +228,7 @@ class NodeMembership:
         """A node has announced that it leaves. If too few would be left, the job is saved and ends."""
         node = self._node
         self._leaving[number] = reason
-        self._not_before_s = 0.0
+        self._elasticity.not_before_s = 0.0
         node.log("node_leaves", node=number, reason=reason)
         if self.policy is None or self.policy.planned(self._observation()).why_not:
             self._end(reason)
@@ -241,7 +246,7 @@ class NodeMembership:
         """A node is lost: its host has to wait before it may train again."""
         if self.policy is not None:
             self._leaving.pop(number, None)
-            self.policy = self.policy.with_lost([self._node.peers.names[number]], time.monotonic())
+            self._elasticity.policy = self.policy.with_lost([self._node.peers.names[number]], time.monotonic())
 
     def may_train(self, address: str) -> bool:
         """Whether a node may take slots now: not so soon after it was lost."""
@@ -264,7 +269,7 @@ class NodeMembership:
         """The group stays on its nodes for now."""
         node = self._node
         self._is_asked = False
-        self._not_before_s = time.monotonic() + _TRY_AGAIN_S
+        self._elasticity.not_before_s = time.monotonic() + _TRY_AGAIN_S
         self.waits = f"{order.reason}; the next attempt is made in {_TRY_AGAIN_S:.0f} s"
         self._resumption.resize(len(node.slots))
         node.log("resize_given_up", reason=order.reason)
@@ -278,7 +283,7 @@ class NodeMembership:
         assert policy is not None
         assert peers.pool is not None
         if order.is_back:
-            policy = self.policy = policy.with_refused(peers.size, time.monotonic())
+            policy = self._elasticity.policy = policy.with_refused(peers.size, time.monotonic())
             self._leaving |= dict.fromkeys(self._newcomers, order.reason)
         plan = policy.planned(self._observation())
         why_not = plan.why_not or self._why_not_resumed(order, plan)
@@ -365,10 +370,6 @@ class Spares:
         left_s = max(0.0, self._node.config.node_wait_s - (time.monotonic() - since_s))
         names = ", ".join(map(self._node.peers.name_of, lost))
         return f"{names} is lost: waiting {left_s:.0f} s more for a launcher to take its place (--node-wait-s)"
-
-    def begin_group(self) -> None:
-        """All nodes are there."""
-        self._vacant.clear()
 
     def spawn(self, action: process_orders.SpawnRank) -> None:
         """Give a rank a process; if its node is lost, another one is waited for."""

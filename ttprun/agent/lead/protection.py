@@ -6,7 +6,6 @@ import logging
 import time
 
 from ttprun import recovery
-from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.own_states import OwnStates
 from ttprun.agent.node.rank_slot import RankSlot
@@ -18,13 +17,15 @@ _MOST_RETURNS = 3  # of protection: a script may lose it in each epoch
 
 
 class Protection:
-    """Whether the ranks of a node can be repaired."""
+    """Whether the ranks can be repaired.
 
-    def __init__(self, node: Node, times: SnapshotTimes, own_states: OwnStates) -> None:
+    announced   why they cannot, as far as the console was told in this run
+    """
+
+    def __init__(self, node: Node, own_states: OwnStates, announced: set[str]) -> None:
         self._node = node
-        self._times = times
         self._own_states = own_states
-        self._announced: set[str] = set()
+        self._announced = announced
         self._returns = 0
 
     def note_unprotected(self, slot: RankSlot, reason: str) -> None:

@@ -37,9 +37,6 @@ class Repairs(ABC):
         """All ranks wait on purpose: nobody is expected to get on."""
         return False
 
-    def begin_group(self) -> None:  # noqa: B027
-        """All ranks are new."""
-
     def look(self) -> None:  # noqa: B027
         """Time has passed."""
 

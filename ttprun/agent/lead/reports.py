@@ -207,11 +207,6 @@ class Reports:
     def _on_script_error(self, slot: RankSlot, message: from_rank.ScriptError) -> None:
         note_script_error(self.node, slot, message)
 
-    def begin_group(self) -> None:
-        """All ranks are new."""
-        self._nan_step = -2
-        self._passed_on, self._to_pass_on, self._voided = [], [], set()
-
     def _on_stopped(self, slot: RankSlot, message: from_rank.StoppedDivergent) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
         recorded = self.node.board.get(slot.rank, Field.RECORDED)

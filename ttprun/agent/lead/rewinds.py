@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -14,26 +13,20 @@ from ttprun.agent.lead.actuators import Actuators
 from ttprun.agent.lead.checkpoints import Checkpoints
 from ttprun.agent.lead.comparisons import Comparisons
 from ttprun.agent.lead.snapshots import Snapshots
-from ttprun.agent.node.mirrors import Mirrors
-from ttprun.agent.node.node import Node, report_mismatch
+from ttprun.agent.node.node import Node, refuse_stored
 from ttprun.agent.node.own_states import OwnStates
 from ttprun.agent.node.rank_slot import RankSlot
-from ttprun.agent.node.stored_states import Origin, Stored, open_checkpoint
-from ttprun.capture.records.recorder import RecordTooLargeError
-from ttprun.errors import ConfigError
+from ttprun.agent.node.stored_states import UNUSABLE, Stored
 from ttprun.protocol import process_orders, to_rank
 from ttprun.protocol.board import LEADER, Field
 from ttprun.protocol.rank_events import MismatchFound
-from ttprun.state.checkpoint import inspect
-from ttprun.state.save_errors import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")
-_UNUSABLE = (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError)
 
 
 @dataclass
 class Rewinds:
-    """Takes a node's ranks back."""
+    """Takes ranks back, on whatever nodes they are."""
 
     _node: Node
     _actuators: Actuators
@@ -41,7 +34,6 @@ class Rewinds:
     _comparisons: Comparisons
     _snapshots: Snapshots
     _own_states: OwnStates
-    _mirrors: Mirrors
     _checkpoints: Checkpoints
 
     def rewind(self, action: process_orders.Rewind) -> None:
@@ -52,8 +44,8 @@ class Rewinds:
             node.board.set(LEADER, Field.OPEN_AT, 0)
         try:
             stored = self._stored(action)
-        except _UNUSABLE as error:
-            self._refuse(action.ranks[0], node.job.generation, error)
+        except UNUSABLE as error:
+            refuse_stored(node, action.ranks[0], node.job.generation, error)
             return
         by_node: dict[int, list[int]] = {}
         for rank in action.ranks:
@@ -64,34 +56,6 @@ class Rewinds:
             trusted = tuple(rank for rank in ranks if self._is_trusted(node.slots[rank]))
             filled = {"generation": node.job.generation, "is_adapted": is_adapted, "trusted": trusted}
             self._actuators.on(number).carry_out(structs.replace(action, ranks=tuple(ranks), **filled))
-
-    def _open(self, order: process_orders.Rewind) -> bool:
-        """What another agent orders this node's ranks to go back to; returns whether it can be used."""
-        try:
-            stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
-        except _UNUSABLE as error:
-            self._refuse(order.ranks[0], order.generation, error)
-            return False
-        if stored is not None and order.is_adapted:
-            stored = replace(stored, origin=Origin(0, ()))  # from whom each takes over, the leader says
-        for rank in order.ranks:
-            self._node.slots[rank].rewind_to(stored)
-        return True
-
-    def go_back(self, order: process_orders.Rewind) -> None:
-        """Put what was stored of ranks of this node in the place of what they have recorded since."""
-        self._node.note_generation(order.generation)
-        if self._node.peers.is_follower and not self._open(order):
-            return
-        for slot in (self._node.slots[rank] for rank in order.ranks):
-            try:
-                self._go_back(slot, slot.rank in order.trusted)
-            except _UNUSABLE as error:
-                self._refuse(slot.rank, order.generation, error)
-                return
-
-    def _refuse(self, rank: int, generation: int, error: Exception) -> None:
-        report_mismatch(self._node, rank, generation, f"its stored state cannot be used: {error}")
 
     def _stored(self, action: process_orders.Rewind) -> Stored | None:
         """What the ranks go back to; None: they begin anew. Raises if it cannot be used."""
@@ -116,7 +80,7 @@ class Rewinds:
             stored = self._stored(process_orders.Rewind(ranks, order.boundary))
             if stored is None:
                 raise LookupError(f"nothing is kept of step {order.boundary}")
-        except _UNUSABLE as error:
+        except UNUSABLE as error:
             self._checkpoints.fail(order, str(error))
         else:
             self._checkpoints.save(order, stored)
@@ -127,25 +91,6 @@ class Rewinds:
         if action.is_refused:
             logger.warning("the same command and files do not resume from '%s' again: %s", action.place, action.reason)
         self._resumption.note_unusable(action.place, action.reason, action.is_refused)
-
-    def _go_back(self, slot: RankSlot, is_trusted: bool) -> None:
-        """Let a slot be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
-        node, stored = self._node, slot.stored
-        self._mirrors.forget(slot)
-        boundary = 0 if stored is None else stored.boundary
-        if stored is not None and stored.is_in_recorder:
-            node.go_back(slot, boundary)
-            return
-        if stored is None:
-            self._own_states.forget(slot)
-        older = node.recorder_of(slot)
-        recorder = node.new_recorder(slot)
-        if stored is not None and stored.origin is None:
-            part = stored.rank_part(slot.rank)
-            recorder.restore(part)
-            if is_trusted:
-                recorder.evidence.take_over(older.evidence, boundary)
-        node.go_back(slot, boundary)
 
     def _is_trusted(self, slot: RankSlot) -> bool:
         """Whether what a rank has done since is what it must do again: nothing says that its state was wrong."""

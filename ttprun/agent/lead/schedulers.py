@@ -27,10 +27,10 @@ class Pause:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._number = 0
-        self.begin_group()
+        self._reset()
 
-    def begin_group(self) -> None:
-        """All ranks are new, and nobody waits."""
+    def _reset(self) -> None:
+        """Nobody waits."""
         self.is_asked = False
         self._ends_s: float | None = None
         self._waiting: set[int] = set()
@@ -49,7 +49,7 @@ class Pause:
         given_up   called when they have
         then       called once all wait, and begins something that has deadlines of its own
         """
-        self.begin_group()
+        self._reset()
         self.is_asked, self._given_up, self._then = True, given_up, then
         self._number += 1
         self._ends_s = time.monotonic() + limit_s
@@ -60,7 +60,7 @@ class Pause:
     def end(self) -> None:
         """Let the ranks go on; nothing happens if none was asked to wait."""
         if self.is_asked:
-            self.begin_group()
+            self._reset()
             self._node.board.set(LEADER, Field.PAUSE_ASKED, 0)
 
     def take(self, slot: RankSlot, number: int) -> None:
@@ -102,12 +102,7 @@ class Scheduler:
         self._node = node
         self._why_not_repairable = why_not_repairable
         self.pause = Pause(node)
-        self.begin_group()
-
-    def begin_group(self) -> None:
-        """All ranks are new."""
         self.rank: int | None = None
-        self.pause.begin_group()
         self.switched: tuple[int, ...] = ()
         self._to_switch: tuple[int, ...] = ()
         self._notified = ""

@@ -40,7 +40,7 @@ class SnapshotTimes:
         self._began_s = self._last_s = time.monotonic()
         self._written_s = -math.inf
 
-    def begin_group(self) -> None:
+    def begin_anew(self) -> None:
         """All ranks are new."""
         self._last_s = time.monotonic()
         self.is_wanted = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ttprun import recovery
 from ttprun.agent.lead.checkpoints import Checkpoints
@@ -25,7 +25,6 @@ from ttprun.tensors.checkpoint_shards import version_of
 
 logger = logging.getLogger("ttprun")
 
-_BUFFERS = 2
 _ROOM_AHEAD_S = 60.0
 
 
@@ -33,6 +32,7 @@ _ROOM_AHEAD_S = 60.0
 class Snapshots:
     """The snapshots of a node's ranks.
 
+    buffers      memory for them
     newest       the newest complete one
     share_bytes  about how large a rank's share will be; 0 before the first step
     """
@@ -41,7 +41,7 @@ class Snapshots:
     _times: SnapshotTimes
     _comparisons: Comparisons
     _checkpoints: Checkpoints
-    buffers: list[SnapshotBuffer] = field(default_factory=list)
+    buffers: list[SnapshotBuffer]
     newest: SnapshotBuffer | None = None
     share_bytes: int = 0
     _has_room: bool = False
@@ -50,31 +50,12 @@ class Snapshots:
     _is_pending: bool = False
     _reason: str = ""  # why there was none the last time
 
-    @property
-    def every_steps(self) -> int:
-        """Optimizer steps between two; 0 if they come by time."""
-        return self._times.every_steps
-
-    def begin_group(self) -> None:
-        """All ranks are new, and none of the old snapshots is theirs."""
-        for buffer in self.buffers:
+    def close(self) -> None:
+        """The ranks are gone: give the memory back."""
+        buffers, self.buffers = self.buffers, []
+        for buffer in buffers:
             if not buffer.is_read:  # else its descriptors' numbers would be others' before it is on the disk
                 buffer.close()
-        here = len(self._node.here)  # ranks of other nodes write to nothing of this one
-        self.newest, self._is_pending = None, False
-        self._times.begin_group()
-        self.share_bytes, self._has_room = 0, False
-        self.buffers = [
-            SnapshotBuffer(stored_states.new_memory("snapshot", here), stored_states.new_memory("snapshot", here))
-            for _ in range(_BUFFERS)
-        ]
-
-    def paths_for(self, local_rank: int) -> list[tuple[str, str]]:
-        """Where a rank puts its records and its share, for each buffer."""
-        return [
-            (stored_states.path_of(buffer.records[local_rank]), stored_states.path_of(buffer.shares[local_rank]))
-            for buffer in self.buffers
-        ]
 
     def look(self) -> None:
         """Ask for the next one, if it is time and there is room."""
@@ -90,17 +71,17 @@ class Snapshots:
         if self._is_pending or is_taking or not self._times.is_due():
             return
         number = self._next_number()
-        if self.buffers[number % _BUFFERS].is_read:
+        if self.buffers[number % len(self.buffers)].is_read:
             return
         self._number, self._is_pending = number, True
-        self.buffers[number % _BUFFERS].reports = {}
-        self.buffers[number % _BUFFERS].is_asked = True
+        self.buffers[number % len(self.buffers)].reports = {}
+        self.buffers[number % len(self.buffers)].is_asked = True
         self._node.board.set(LEADER, Field.SNAPSHOT_ASKED, number)
 
     def _next_number(self) -> int:
         """Its place is not that of the newest complete one."""
         number = self._number + 1
-        return number + 1 if self.newest is self.buffers[number % _BUFFERS] else number
+        return number + 1 if self.newest is self.buffers[number % len(self.buffers)] else number
 
     def take(self, slot: RankSlot, message: SnapshotTaken) -> None:
         """A rank has written its part of a snapshot, or could not."""
@@ -111,7 +92,7 @@ class Snapshots:
             self._times.note_taken()
             self._report_failure(message.boundary, message.why_not, "no snapshot was taken")
             return
-        buffer = self.buffers[self._number % _BUFFERS]
+        buffer = self.buffers[self._number % len(self.buffers)]
         buffer.reports[slot.local_rank] = message
         if len(buffer.reports) < len(self._node.slots):
             return

@@ -12,12 +12,11 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ttprun.agent.lead.incidents import Incidents
-from ttprun.agent.lead.membership import NodeMembership, Spares
-from ttprun.agent.lead.snapshots import Snapshots
 from ttprun.agent.lead.writer import CheckpointWriter
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.rank_slot import RankSlot
@@ -96,20 +95,34 @@ _STATES: dict[JobPhase, RunState] = {
 }
 
 
+class OfGroup(NamedTuple):
+    """What a status shows of the present group of ranks, beside what its node knows.
+
+    restarts_left   how often torch may still restart them all
+    waits_for       what they wait for, a sentence; "": nothing
+    snapshot_step   of the newest snapshot
+    quarantine      addresses that may not train yet
+    """
+
+    restarts_left: int = 0
+    waits_for: str = ""
+    snapshot_step: int | None = None
+    quarantine: tuple[str, ...] = ()
+
+
 @dataclass
 class StatusPublisher:
     """Writes the status of a run.
 
-    step   optimizer steps that it had done at its end
+    of_group   returns what it shows of the present group
+    step       optimizer steps that it had done at its end
     """
 
     _node: Node
     _incidents: Incidents
     _standbys: Standbys
     _checkpoint_writer: CheckpointWriter
-    _snapshots: Snapshots
-    _spares: Spares
-    _membership: NodeMembership
+    of_group: Callable[[], OfGroup] = OfGroup
     _busy_shares: BusyShares = field(default_factory=BusyShares)
     _started_at: str = field(default_factory=timestamp)
     _written_s: float = 0.0
@@ -118,15 +131,10 @@ class StatusPublisher:
     _of_all: RunStatus | None = None
     _protection_in_run: str = ""
     _has_announced: bool = False  # that the ranks are protected
-    _restarts_left: int = 0
     step: int = 0
 
     def __post_init__(self) -> None:
         self._history = History(self._node.run.history)
-
-    def begin_group(self, restarts_left: int) -> None:
-        """All ranks are new; torch may still restart them all this often."""
-        self._restarts_left = restarts_left
 
     def publish(self) -> None:
         """Write the status if something has changed, or if half a second has passed."""
@@ -167,10 +175,6 @@ class StatusPublisher:
             else:
                 self._of_all = parse_status(published.text)
 
-    @property
-    def _waits_for(self) -> str:
-        return self._spares.waited_for or self._membership.waits
-
     def end(self, exit_code: int, reason: str, is_stopped: bool = False) -> None:
         """Write the last status of the run.
 
@@ -205,7 +209,7 @@ class StatusPublisher:
         )
 
     def _compose_own(self, state: RunState, exit_code: int | None, reason: str) -> RunStatus:
-        node, job, newest = self._node, self._node.job, self._snapshots.newest
+        node, job, of_group = self._node, self._node.job, self.of_group()
         peers = node.peers
         slots = node.here if peers.is_follower else node.slots
         return RunStatus(
@@ -216,17 +220,17 @@ class StatusPublisher:
             agent_pid=os.getpid(),
             started_at=self._started_at,
             updated_at=timestamp(),
-            restarts_left=self._restarts_left,
+            restarts_left=of_group.restarts_left,
             standbys=self._standbys.ready,
             standby_state=self._standbys.state if exit_code is None else "",
             protection=self._protection(),
             exit_code=exit_code,
-            reason=reason or (node.verdict.reason if node.verdict else self._waits_for),
+            reason=reason or (node.verdict.reason if node.verdict else of_group.waits_for),
             ranks=tuple(_rank(node, slot, exit_code is not None, self._busy_shares) for slot in slots),
             incidents=self._incidents.published(),
             checkpoint=self._checkpoint_writer.status,
             resume=self._incidents.resume,
-            snapshot_step=None if newest is None else newest.boundary,
+            snapshot_step=of_group.snapshot_step,
             cost=_cost(node, slots),
             save_dir=node.config.save_dir,
             away=job.away,
@@ -240,7 +244,7 @@ class StatusPublisher:
             if peers.is_follower
             else tuple(number for number in range(peers.size) if not peers.is_connected(number)),
             spares=tuple(launcher.address for launcher in peers.pool.waiting) if peers.pool is not None else (),
-            quarantine=self._membership.quarantined(),
+            quarantine=of_group.quarantine,
         )
 
     def _pages(self) -> tuple[str, ...]:

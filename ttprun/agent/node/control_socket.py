@@ -155,19 +155,21 @@ class Requests:
 
     node: Node
     checkpoint_writer: CheckpointWriter
-    repairs: Repairs
     quiesce_schedule: QuiesceSchedule
     stack_reports: int = 0
 
-    def answer(self, request: Request) -> Reply:
-        """The reply to a request. Raises ValueError if it cannot be carried out."""
+    def answer(self, request: Request, repairs: Repairs | None) -> Reply:
+        """The reply to a request. Raises ValueError if it cannot be carried out.
+
+        repairs   of the present group of ranks; None: there was none yet
+        """
         match request:
             case InjectFault(fault=fault):
                 return self._inject_fault(fault)
             case SaveNow():
                 return self._checkpoint_now()
             case Recall():
-                return self._call_back()
+                return self._call_back(repairs)
             case TakeStacks():
                 return self._take_stacks()
             case _:
@@ -212,10 +214,10 @@ class Requests:
         what = f"ranks {in_short(list(map(str, elsewhere)))} are on other nodes: ask there" if elsewhere else ""
         return Accepted(what, after=before)
 
-    def _call_back(self) -> Reply:
+    def _call_back(self, repairs: Repairs | None) -> Reply:
         """Have the ranks that are away train again."""
         ranks = ", ".join(map(str, self.node.job.away))
         if self.node.verdict is not None:
             return Rejected("the run has ended")
-        why_not = self.repairs.call_back("ttprun recall")
+        why_not = "no rank is away" if repairs is None else repairs.call_back("ttprun recall")
         return Rejected(why_not) if why_not else Accepted(f"rank {ranks} called back")

@@ -1,4 +1,4 @@
-"""The parts of the agent: how they are put together, and what all of them are called for."""
+"""The parts of the agent: those of the whole run, and those that are made and dropped with a group of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ttprun.agent.lead.reports import Reports
 from ttprun.agent.lead.rewinds import Rewinds
 from ttprun.agent.lead.schedules import QuiesceSchedule, SnapshotTimes
 from ttprun.agent.lead.snapshots import Snapshots
-from ttprun.agent.lead.status_publisher import StatusPublisher
+from ttprun.agent.lead.status_publisher import OfGroup, StatusPublisher
 from ttprun.agent.lead.writer import CheckpointWriter
 from ttprun.agent.node.control_socket import Requests
 from ttprun.agent.node.mirrors import Mirrors
@@ -33,37 +33,72 @@ from ttprun.agent.node.node_agent import NodeAgent
 from ttprun.agent.node.own_states import OwnStates
 from ttprun.agent.node.process_watch import ProcessWatch
 from ttprun.agent.node.standbys import Standbys, StandbyWatch
+from ttprun.agent.node.stored_states import new_buffers
 from ttprun.agent.node.unhooked_ranks import UnhookedRanks
 from ttprun.agent.node.verdict import NewGroup
 from ttprun.chaos.injections import Injections
 from ttprun.state.store import CheckpointStore
 
 
-class Parts:
-    """All parts, each with those that it uses: they are made from the bottom up."""
+class Run:
+    """What outlives the groups of ranks of one launcher.
 
-    def __init__(
-        self,
-        node: Node,
-        store: CheckpointStore,
-        resumption: Resumption,
-        elasticity: Elasticity,
-    ) -> None:
+    announced   why ranks cannot be repaired, as far as the console was told
+    """
+
+    def __init__(self, node: Node, store: CheckpointStore, resumption: Resumption, elasticity: Elasticity) -> None:
         rungs = node.job.settings.rungs
         is_replaced = "replace" in rungs or (node.config.mindio and "resize" in rungs)
+        self.node = node
+        self.resumption = resumption
+        self.elasticity = elasticity
         self.standbys = Standbys(node.config.standbys if is_replaced else 0, str(node.run.path), node.config.follow)
         self.standby_watch = StandbyWatch(node, self.standbys)
         self.quiesce_schedule = QuiesceSchedule(node)
-        self.actuators = Actuators(node)
-        self.injections = Injections(node, self.actuators, self.standbys)
-        self.incidents = incidents = Incidents(node)
-        times = SnapshotTimes(node)
+        self.injections = Injections(node, self.standbys)
+        self.incidents = Incidents(node)
+        self.times = SnapshotTimes(node)
+        self.checkpoint_writer = CheckpointWriter(node, store, resumption)
+        self.unseen = UnhookedRanks(node)
+        self.status = StatusPublisher(node, self.incidents, self.standbys, self.checkpoint_writer)
+        self.requests = Requests(node, self.checkpoint_writer, self.quiesce_schedule)
+        self.announced: set[str] = set()
+        node.domains.clean_with("standbys", self.standby_watch.begin_anew)
+
+
+class Group:
+    """The parts of the agent for one group of ranks, made from the bottom up; the node has begun with the group.
+
+    First what this node does for its ranks, then what is decided for all if its agent leads.
+    """
+
+    def __init__(self, run: Run, new: NewGroup) -> None:
+        node, times, incidents = run.node, run.times, run.incidents
+        self._node = node
+        self._restarts_left = new.restarts_left
+        self._incidents = incidents
+        run.standbys.begin_preloads(node.loops)
+        times.begin_anew()
         self.own_states = OwnStates(node, times)
         self.mirrors = Mirrors(node)
+        buffers = new_buffers(len(node.here))
+        self.watch = ProcessWatch(
+            *(node, self.own_states, self.mirrors, buffers, times, run.injections, run.unseen, run.standby_watch)
+        )
+        self.agent = NodeAgent(
+            node,
+            injections=run.injections,
+            mirrors=self.mirrors,
+            own_states=self.own_states,
+            standbys=run.standbys,
+            standby_watch=run.standby_watch,
+            watch=self.watch,
+            replace_handler=new.replace_handler,
+        )
+        self.actuators = Actuators(node, self.agent)
         self.comparisons = Comparisons(node, self.actuators, times, incidents, self.mirrors)
-        self.checkpoint_writer = CheckpointWriter(node, store, resumption)
-        self.checkpoints = Checkpoints(node, self.actuators, self.checkpoint_writer, self.comparisons)
-        self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints)
+        self.checkpoints = Checkpoints(node, self.actuators, run.checkpoint_writer, self.comparisons)
+        self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints, buffers)
         self.repairs: Repairs = (
             Frameworks(node)
             if node.config.mindio
@@ -71,48 +106,23 @@ class Parts:
         )
         self.hang_detector = HangDetector(node, self.repairs, self.own_states)
         self.deadlines = Deadlines(node, self.hang_detector)
-        protection = Protection(node, times, self.own_states)
-        self.unseen = UnhookedRanks(node)
-        self.reports = Reports(
+        reports = Reports(
             node,
             self.actuators,
             comparisons=self.comparisons,
             checkpoints=self.checkpoints,
             incidents=incidents,
-            injections=self.injections,
+            injections=run.injections,
             hang_detector=self.hang_detector,
             own_states=self.own_states,
-            protection=protection,
+            protection=Protection(node, self.own_states, run.announced),
             repairs=self.repairs,
             snapshots=self.snapshots,
         )
-        self.watch = ProcessWatch(
-            node, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen, self.standby_watch
-        )
-        self.membership = NodeMembership(node, resumption, self.quiesce_schedule, elasticity)
+        self.membership = NodeMembership(node, run.resumption, run.quiesce_schedule, run.elasticity, new.attempt)
         self.spares = Spares(node, self.actuators, self.membership)
-        rewinds = Rewinds(
-            node,
-            self.actuators,
-            resumption,
-            self.comparisons,
-            self.snapshots,
-            self.own_states,
-            self.mirrors,
-            self.checkpoints,
-        )
-        self.agent = NodeAgent(
-            node,
-            hang_detector=self.hang_detector,
-            injections=self.injections,
-            mirrors=self.mirrors,
-            rewinds=rewinds,
-            standbys=self.standbys,
-            standby_watch=self.standby_watch,
-            watch=self.watch,
-        )
-        self.leader = Leader(node, self.own_states, self.reports, self.spares, self.membership, self.quiesce_schedule)
-        self.coordinator = Coordinator(
+        self.leader = Leader(node, self.own_states, reports, self.spares, self.membership, run.quiesce_schedule)
+        coordinator = Coordinator(
             node,
             self.actuators,
             membership=self.membership,
@@ -120,59 +130,49 @@ class Parts:
             checkpoints=self.checkpoints,
             incidents=incidents,
             repairs=self.repairs,
-            rewinds=rewinds,
+            rewinds=Rewinds(
+                *(node, self.actuators, run.resumption, self.comparisons, self.snapshots, self.own_states),
+                self.checkpoints,
+            ),
+            hang_detector=self.hang_detector,
             deadlines=self.deadlines,
             leader=self.leader,
         )
-        self.status = StatusPublisher(
+        leading = Leading(
             node,
-            incidents,
-            self.standbys,
-            self.checkpoint_writer,
-            self.snapshots,
-            self.spares,
-            self.membership,
-        )
-        self.leading = Leading(
-            node,
-            self.coordinator,
+            coordinator,
             self.leader,
-            self.reports,
-            checkpoint_writer=self.checkpoint_writer,
+            reports,
+            checkpoint_writer=run.checkpoint_writer,
             hang_detector=self.hang_detector,
             repairs=self.repairs,
             snapshots=self.snapshots,
-            standby_watch=self.standby_watch,
-            quiesce_schedule=self.quiesce_schedule,
-            unseen=self.unseen,
+            standby_watch=run.standby_watch,
+            quiesce_schedule=run.quiesce_schedule,
+            unseen=run.unseen,
         )
-        self.follower = Follower(node, self.agent, self.status)
-        self.succession = Succession(node, self.agent, self.follower, self.leader, self.leading, self.comparisons)
-        self.following = Following(node, self.follower, self.succession, self.standby_watch, self.unseen)
-        node.report = self.agent.report
-        node.take_role(self.leading)
-        self._node = node
-        node.domains.clean_with("standbys", self.standby_watch.begin_anew)
-        self.requests = Requests(node, self.checkpoint_writer, self.repairs, self.quiesce_schedule)
+        follower = Follower(node, self.agent, run.status)
+        succession = Succession(node, self.agent, follower, self.leader, leading, self.comparisons, new.on_lead)
+        following = Following(node, follower, succession, run.standby_watch, run.unseen)
+        node.report, node.order = self.agent.report, self.actuators.order
+        node.take_role(following if node.peers.is_follower else leading)
+        run.status.of_group = self._shown
 
-    def begin_group(self, group: NewGroup) -> None:
-        """All ranks are new; the node has begun with them."""
-        self._node.take_role(self.following if self._node.peers.is_follower else self.leading)
-        self.standbys.preloads.note_loops(self._node.loops)
-        self.actuators.begin_group(self.agent)
-        self.agent.begin_group(group.replace_handler)
-        self.spares.begin_group()
-        self.leader.begin_group()
-        self.membership.begin_group(group.attempt)
-        self.hang_detector.begin_group()
-        self.snapshots.begin_group()
-        self.own_states.begin_group()
-        self.mirrors.begin_group()
-        self.comparisons.begin_group()
-        self.reports.begin_group()
-        self.repairs.begin_group()
-        self.succession.begin_group(group.on_lead)
-        self.status.begin_group(group.restarts_left)
+    def _shown(self) -> OfGroup:
+        newest = self.snapshots.newest
+        return OfGroup(
+            self._restarts_left,
+            self.spares.waited_for or self.membership.waits,
+            None if newest is None else newest.boundary,
+            self.membership.quarantined(),
+        )
+
+    def close(self) -> None:
+        """The ranks are gone: give back what was kept of them."""
+        self.checkpoints.drop()
+        self.snapshots.close()
+        self.mirrors.close()
+        self.own_states.close()
 
     def begin_anew(self, reason: str) -> None:
         """The supervisor has failed, and goes on from what the machine knows and from how the processes are."""
@@ -187,7 +187,7 @@ class Parts:
     def end_turn(self) -> None:
         """All that had come was taken."""
         self._node.role.end_turn()
-        self._node.domains.look("incident notes", self.incidents.look)
+        self._node.domains.look("incident notes", self._incidents.look)
 
     def look(self) -> None:
         """Time has passed."""

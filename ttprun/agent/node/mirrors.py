@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import os
 import secrets
 import socket
@@ -50,21 +51,21 @@ _SERVE_LIMIT_S = 60.0  # for the other end to come
 class MirrorCopies:
     """What this node keeps of the mirrors of the node before.
 
-    limit_bytes   that all copies may take together
+    limit_bytes   that all copies may take together; 0: none are kept
     """
 
     _node: Node
-    limit_bytes: int = 0
-    _slots: dict[int, list[int]] = field(default_factory=dict)  # by the rank of this node that keeps them
+    limit_bytes: int
+    _slots: dict[int, list[int]] = field(init=False)  # by the rank of this node that keeps them
 
-    def begin_group(self, limit_bytes: int) -> None:
-        """All ranks are new. `limit_bytes`: as for the class; 0: no copies are kept."""
-        for slots in self._slots.values():
-            for fd in slots:
-                os.close(fd)
-        self.limit_bytes = limit_bytes
-        here = self._node.here if limit_bytes else ()
+    def __post_init__(self) -> None:
+        here = self._node.here if self.limit_bytes else ()
         self._slots = {slot.rank: stored_states.new_memory("mirror-copy", SLOTS) for slot in here}
+
+    @property
+    def files(self) -> list[int]:
+        """Descriptors of the memory for them."""
+        return [fd for slots in self._slots.values() for fd in slots]
 
     def paths_for(self, slot: RankSlot) -> list[str]:
         """Where a rank keeps the mirror of another one; empty: nowhere."""
@@ -200,11 +201,13 @@ class Mirrors:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self.copies = MirrorCopies(node)
         self._why_not_fetched: dict[int, str] = {}  # by rank whose mirror was to come from another node
         self._slots: dict[int, list[int]] = {}  # by rank of this node, of those that may keep one
         self._shares: dict[int, float] = {}  # by rank, of what its node has for all
-        self._all_bytes = 0
+        self._all_bytes = 0 if node.config.buddy == "off" else self._may_take()
+        copies_bytes = self._all_bytes // 2 if self.is_on_next_node else 0
+        self._all_bytes -= copies_bytes
+        self.copies = MirrorCopies(node, copies_bytes)
 
     @property
     def why_off(self) -> str:
@@ -214,19 +217,10 @@ class Mirrors:
         is_off = config.buddy == "off" or config.mindio or not is_used
         return "it is switched off" if is_off else ""
 
-    def begin_group(self) -> None:
-        """All ranks are new, and what the old ones have mirrored is void."""
-        for slots in self._slots.values():
-            for fd in slots:
-                os.close(fd)
-        self._slots, self._shares, self._why_not_fetched = {}, {}, {}
-        for slot in self._node.slots:
-            self.forget(slot)
-        if self._node.config.buddy != "off":
-            self._all_bytes = self._may_take()
-        copies_bytes = self._all_bytes // 2 if self.is_on_next_node else 0
-        self._all_bytes -= copies_bytes
-        self.copies.begin_group(copies_bytes)
+    def close(self) -> None:
+        """The ranks are gone: give the memory back."""
+        for fd in (*itertools.chain(*self._slots.values()), *self.copies.files):
+            os.close(fd)
 
     @property
     def is_on_next_node(self) -> bool:

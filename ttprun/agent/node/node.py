@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ttprun import recovery
 from ttprun.agent.between.peers import Peers
@@ -28,7 +29,7 @@ from ttprun.config import Config
 from ttprun.introspect import children
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol import meeting, node_reports
+from ttprun.protocol import meeting, node_orders, node_reports
 from ttprun.protocol.board import FINISHED, Board, Field
 from ttprun.protocol.from_rank import ScriptError
 from ttprun.protocol.process_orders import Action
@@ -49,6 +50,7 @@ class Node:
     job            what the state machine knows
     role           what this agent is to those of the other nodes, in the present group
     report         called with what has happened on this node: the agent that leads takes it, this one or another
+    order          called with a rank, and with what its node is to carry out
     selector       what the supervisor waits on; the data of a key is the function to call when it is ready
     slots          by rank
     peers          the agents of the other nodes
@@ -62,12 +64,14 @@ class Node:
     is_concluded_elsewhere  the agent that leads has ended the group, and says why
     is_deposed     this agent led, and another one may lead the job by now
     shared         ranks whose rows of the board other nodes are about to get, see `board_rows.share`
+    served         a store of this agent's, at which the ranks meet; it lasts longer than the group
     ended_by       the signal to the launcher of some node that ends the job; 0 while there is none
     domains        runs what protection does not need: its failures stay its own
     """
 
     role: Role
     report: Callable[[node_reports.Report], None]
+    order: Callable[[int, node_orders.Order], None]
 
     def __init__(self, config: Config, run: RunDirectory, is_python: bool, job: recovery.Job) -> None:
         self.config = config
@@ -96,6 +100,7 @@ class Node:
         self.domains = Domains(self.log)
         self.shared: set[int] = set()
         self._stepped = 0
+        self.served: Any = None
         self._past: set[int] = set()  # pids of ranks that have ended
 
     @property
@@ -327,6 +332,11 @@ def report_mismatch(node: Node, rank: int, generation: int, reason: str) -> None
     reason       which check has failed, and the two values
     """
     node.report(MismatchFound(at_s=time.monotonic(), rank=rank, generation=generation, reason=reason))
+
+
+def refuse_stored(node: Node, rank: int, generation: int, error: Exception) -> None:
+    """What a rank is to go back to cannot be used."""
+    report_mismatch(node, rank, generation, f"its stored state cannot be used: {error}")
 
 
 def refuse(node: Node, rank: int, reason: str) -> None:

@@ -6,6 +6,7 @@ Begin with `ORDERS` and `NodeAgent.report`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -20,21 +21,22 @@ from msgspec.structs import replace
 
 from ttprun.agent.lead.actuators import NodeActuator
 from ttprun.agent.lead.checkpoints import NO_RECORD, own_part
-from ttprun.agent.lead.hang_detector import HangDetector
-from ttprun.agent.lead.rewinds import Rewinds
 from ttprun.agent.node import life_signs, rank_records, stack_dumps
 from ttprun.agent.node.mirrors import Mirrors
-from ttprun.agent.node.node import Node, report_mismatch
+from ttprun.agent.node.node import Node, refuse_stored, report_mismatch
+from ttprun.agent.node.own_states import OwnStates
 from ttprun.agent.node.process_watch import ProcessWatch
 from ttprun.agent.node.rank_processes import RankHandler, StandbyHandler, kill_session
 from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.standbys import Standbys, StandbyWatch
+from ttprun.agent.node.stored_states import UNUSABLE, Origin, open_checkpoint
 from ttprun.agent.node.verdict import ReplaceHandler
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import channel, from_rank, node_orders, node_reports, process_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.inheritance import Left
 from ttprun.protocol.rank_events import RankExited, SpawnFailed
+from ttprun.state.checkpoint import inspect
 from ttprun.state.files import FileEntry, write_file
 
 # Order -> the method that carries it out, of the node's agent or of one of its parts.
@@ -42,7 +44,7 @@ ORDERS: dict[type[node_orders.Order], str] = {
     node_orders.Begin: "_begin",
     process_orders.SpawnRank: "_begin_process",
     process_orders.KillRank: "_kill",
-    process_orders.Rewind: "rewinds.go_back",
+    process_orders.Rewind: "_rewind",
     to_rank.Replay: "_replay",
     to_rank.KeepMirror: "mirrors.keep",
     to_rank.LoadMirror: "_load_mirror",
@@ -60,33 +62,27 @@ ORDERS: dict[type[node_orders.Order], str] = {
 class NodeAgent(NodeActuator):
     """Carries out orders on this node's ranks, and reports what happens to them.
 
+    replace_handler   lets torch's agent know of the new process of a local rank
     noted         what the next leader would have to know of them, as far as they and their ends have shown it; by rank
     catching_up   those whose processes run the script again, and are not as far as the others yet
     """
 
     node: Node
-    hang_detector: HangDetector
     injections: Injections
     mirrors: Mirrors
-    rewinds: Rewinds
+    own_states: OwnStates
     standbys: Standbys
     standby_watch: StandbyWatch
     watch: ProcessWatch
-    noted: dict[int, Left] = field(default_factory=dict, init=False)
+    replace_handler: ReplaceHandler
+    noted: dict[int, Left] = field(init=False)
     catching_up: set[int] = field(default_factory=set, init=False)
-    _replace_handler: ReplaceHandler = field(init=False)
     _unwelcomed: set[int] = field(default_factory=set, init=False)
     _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
     _deferred: dict[int, to_rank.Replay] = field(default_factory=dict, init=False)  # until these are there
 
-    def begin_group(self, replace_handler: ReplaceHandler) -> None:
-        """All ranks are new; `replace_handler` lets torch's agent know of the new process of a local rank."""
-        self._replace_handler = replace_handler
+    def __post_init__(self) -> None:
         self.noted = {slot.rank: Left(slot.rank) for slot in self.node.here}
-        self.catching_up.clear()
-        self._unwelcomed.clear()
-        self._is_fetching = False
-        self._deferred.clear()
 
     def take_over(self, records: Mapping[int, node_reports.Records]) -> None:
         """This node has got a lost one's slots, with what its ranks had recorded: their first processes wait for Spawn.
@@ -216,7 +212,7 @@ class NodeAgent(NodeActuator):
         except OSError as error:
             node.report(SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error)))
             return
-        self._replace_handler(slot.local_rank, handler)
+        self.replace_handler(slot.local_rank, handler)
         slot.assign(handler)
         self.watch.welcome(slot, is_replacement=True)
 
@@ -244,7 +240,7 @@ class NodeAgent(NodeActuator):
         """
         node, slot, reason = self.node, self.node.slots[order.rank], order.reason
         handler = slot.handler
-        is_looked_at = self.hang_detector.is_late(slot)
+        is_looked_at = order.is_late
         if is_looked_at:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(slot.pid, signal.SIGSTOP)
@@ -298,6 +294,50 @@ class NodeAgent(NodeActuator):
         slot = self.node.slots[order.rank]
         mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
         slot.send(replace(order, path="" if mirror is None or mirror.is_step else mirror.path))
+
+    def _rewind(self, order: process_orders.Rewind) -> None:
+        """Put what was stored of ranks of this node in the place of what they have recorded since."""
+        self.node.note_generation(order.generation)
+        if self.node.peers.is_follower and not self._open(order):
+            return
+        for slot in (self.node.slots[rank] for rank in order.ranks):
+            try:
+                self._go_back(slot, slot.rank in order.trusted)
+            except UNUSABLE as error:
+                refuse_stored(self.node, slot.rank, order.generation, error)
+                return
+
+    def _open(self, order: process_orders.Rewind) -> bool:
+        """What another agent orders this node's ranks to go back to; returns whether it can be used."""
+        try:
+            stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
+        except UNUSABLE as error:
+            refuse_stored(self.node, order.ranks[0], order.generation, error)
+            return False
+        if stored is not None and order.is_adapted:
+            stored = dataclasses.replace(stored, origin=Origin(0, ()))  # from whom each takes over, the leader says
+        for rank in order.ranks:
+            self.node.slots[rank].rewind_to(stored)
+        return True
+
+    def _go_back(self, slot: RankSlot, is_trusted: bool) -> None:
+        """Let a slot be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
+        node, stored = self.node, slot.stored
+        self.mirrors.forget(slot)
+        boundary = 0 if stored is None else stored.boundary
+        if stored is not None and stored.is_in_recorder:
+            node.go_back(slot, boundary)
+            return
+        if stored is None:
+            self.own_states.forget(slot)
+        older = node.recorder_of(slot)
+        recorder = node.new_recorder(slot)
+        if stored is not None and stored.origin is None:
+            part = stored.rank_part(slot.rank)
+            recorder.restore(part)
+            if is_trusted:
+                recorder.evidence.take_over(older.evidence, boundary)
+        node.go_back(slot, boundary)
 
     def _store_part(self, order: node_orders.StorePart) -> None:
         """Write what the records have of a rank, dead or alive."""

@@ -39,15 +39,7 @@ class OwnStates:
         self._node = node
         self._times = times
         self._has_reported = False
-        self._places: list[list[tuple[int, int]]] = []
-
-    def begin_group(self) -> None:
-        """All ranks are new, and what the old ones have kept is void."""
-        for places in self._places:
-            for pair in places:
-                for fd in pair:
-                    os.close(fd)
-        self._places = [
+        self._places: list[list[tuple[int, int]]] = [
             list(
                 zip(
                     stored_states.new_memory("own-state", _PLACES),
@@ -55,8 +47,15 @@ class OwnStates:
                     strict=True,
                 )
             )
-            for _ in self._node.here
+            for _ in node.here
         ]
+
+    def close(self) -> None:
+        """The ranks are gone: give the memory back."""
+        for places in self._places:
+            for pair in places:
+                for fd in pair:
+                    os.close(fd)
 
     def paths_for(self, local_rank: int) -> list[tuple[str, str]]:
         """Where a rank may keep its own state; nowhere, if nobody would go back to it."""
@@ -69,7 +68,7 @@ class OwnStates:
         ]
 
     def note(self, slot: RankSlot, message: from_rank.OwnStateKept) -> None:
-        """A rank has kept its state for the first time, or cannot: say what its loss will cost, once a run."""
+        """A rank has kept its state for the first time, or cannot: say what its loss will cost, once."""
         node, why_not = self._node, message.why_not
         node.log("own_state", rank=slot.rank, **asdict(message))
         if self._has_reported and not why_not:

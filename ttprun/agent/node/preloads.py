@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ttprun.agent.node import rank_processes
@@ -116,33 +116,25 @@ class Preloaded(Standby):
 
 
 class Preloads:
-    """The copy that imports, and what is known of modules that it must not import.
+    """The copy that imports what the ranks of one group import, and what is known of modules that it must not import.
 
     follow    names of modules whose loops are followed, beside those of known frameworks
-    loops     files of such modules
+    loops     files in which earlier runs have met a training loop; None: on several nodes they may differ
+    refusals  modules that it must not import, and why
     why_not   why there is none, "" if there is one or will be
     """
 
-    def __init__(self, follow: Sequence[str] = ()) -> None:
+    def __init__(
+        self, follow: Sequence[str] = (), loops: list[str] | None = None, refusals: Mapping[str, str] | None = None
+    ) -> None:
         self.why_not = ""
         self._follow = list(follow)
-        self.loops: list[str] | None = None
+        self.loops = loops
         self._reports: dict[int, Imported] = {}
         self._plan: PreloadPlan | None = None
-        self._refused: dict[str, str] = {}
+        self.refusals = dict(refusals or {})
         self._rounds = 0
         self._current: Preloaded | None = None
-
-    def begin_group(self) -> None:
-        """All ranks are new: what they import is still to be seen."""
-        if self._current is not None:
-            kill_session(self._current.process.pid)
-        self._current = None
-        self._reports, self._plan, self.why_not, self._rounds = {}, None, "", 0
-
-    def note_loops(self, files: list[str] | None) -> None:
-        """In these files earlier runs have met a training loop; None: on several nodes they may differ."""
-        self.loops = files
 
     def note(self, local_rank: int, message: Imported, starts: Sequence[dict[str, Any]]) -> None:
         """A rank has reported after its first step what it has imported; a replacement's report changes nothing.
@@ -178,7 +170,7 @@ class Preloads:
             return
         if standby is None or self._plan is None or self.why_not:
             return
-        plan = self._plan.without(self._refused)
+        plan = self._plan.without(self.refusals)
         if not plan.count:
             self.why_not = "the ranks have imported nothing else that it could"
             return
@@ -226,7 +218,7 @@ class Preloads:
 
     def _refuse(self, names: Sequence[str], why: str) -> None:
         for name in names:
-            self._refused.setdefault(name, why)
+            self.refusals.setdefault(name, why)
 
     @property
     def ready(self) -> Preloaded | None:
@@ -240,8 +232,8 @@ class Preloads:
         """Why modules are left to a replay; of a package only itself, if all of it is."""
         return {
             name: why
-            for name, why in sorted(self._refused.items())
-            if not any(name.startswith(other + ".") for other in self._refused)
+            for name, why in sorted(self.refusals.items())
+            if not any(name.startswith(other + ".") for other in self.refusals)
         }
 
     @property

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ttprun import recovery
 from ttprun.agent.between import board_rows
-from ttprun.agent.lead.snapshots import Snapshots
+from ttprun.agent.lead.schedules import SnapshotTimes
 from ttprun.agent.node import life_signs
 from ttprun.agent.node.life_signs import Causes
 from ttprun.agent.node.mirrors import Mirrors
@@ -28,6 +28,7 @@ from ttprun.agent.node.own_states import OwnStates
 from ttprun.agent.node.rank_processes import RankHandler, StandbyHandler, command_of, with_agent
 from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.standbys import PART, StandbyWatch
+from ttprun.agent.node.stored_states import SnapshotBuffer
 from ttprun.agent.node.unhooked_ranks import UnhookedRanks
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import from_rank, standby_messages, to_rank
@@ -49,7 +50,8 @@ class ProcessWatch:
     _node: Node
     _own_states: OwnStates
     _mirrors: Mirrors
-    _snapshots: Snapshots
+    _buffers: list[SnapshotBuffer]
+    _times: SnapshotTimes
     _injections: Injections
     _unseen: UnhookedRanks
     _standby_watch: StandbyWatch
@@ -75,8 +77,8 @@ class ProcessWatch:
             mirror_copies=self._mirrors.copies.paths_for(slot),
             mirror_copies_bytes=self._mirrors.copies.limit_bytes,
             own_state=self._own_states.paths_for(slot.local_rank),
-            buffers=self._snapshots.paths_for(slot.local_rank),
-            snapshot_every_steps=self._snapshots.every_steps,
+            buffers=[buffer.paths_for(slot.local_rank) for buffer in self._buffers],
+            snapshot_every_steps=self._times.every_steps,
             record_limit_mib=config.record_limit_mib,
             journal_limit_mib=config.journal_limit_mib,
             commit_timeout_s=config.commit_timeout_s,

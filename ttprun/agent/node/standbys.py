@@ -33,7 +33,15 @@ class Standbys:
         self._waiting: list[Standby] = []
         self._warmth: tuple[list[str], list[str]] = ([], [])
         self.may_start = False
+        self._follow = follow
         self.preloads = Preloads(follow)
+
+    def begin_preloads(self, loops: list[str] | None) -> None:
+        """All ranks are new: what they import is still to be seen. `loops`: see Preloads."""
+        copy = self.preloads.give_up()
+        if copy is not None:
+            kill_session(copy.process.pid)
+        self.preloads = Preloads(self._follow, loops, self.preloads.refusals)
 
     def warm_up(self, modules: list[str], files: list[str]) -> None:
         """Have the standbys import what the ranks have imported of torch by their first step, and compile the rest.

@@ -18,6 +18,8 @@ from typing import Any
 import msgpack
 from msgspec import Struct, ValidationError, convert
 
+from ttprun.capture.records.recorder import RecordTooLargeError
+from ttprun.errors import ConfigError
 from ttprun.protocol.snapshot_messages import Share, SnapshotTaken
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.state.checkpoint import Checkpoint
@@ -67,6 +69,8 @@ def _take(files: list[int], size_bytes: int) -> None:
 
 
 STATE_FILE = "state.msgpack"
+# What says that nothing can be loaded.
+UNUSABLE = (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError)
 
 
 def rank_file(rank: int) -> str:
@@ -181,6 +185,14 @@ def _unpacked(path: Path, kind: type[Struct]) -> dict[str, Any]:
     return content
 
 
+_BUFFERS = 2
+
+
+def new_buffers(here: int) -> list[SnapshotBuffer]:
+    """Memory for the snapshots of so many ranks of this node; those of other nodes write to nothing here."""
+    return [SnapshotBuffer(new_memory("snapshot", here), new_memory("snapshot", here)) for _ in range(_BUFFERS)]
+
+
 @dataclass
 class SnapshotBuffer:
     """Memory for one snapshot: two memfds for each rank.
@@ -237,6 +249,10 @@ class SnapshotBuffer:
     def _rank_part(self, rank: int) -> dict[str, Any]:
         fd = self.records[rank]
         return unpack(os.pread(fd, os.fstat(fd).st_size, 0))
+
+    def paths_for(self, local_rank: int) -> tuple[str, str]:
+        """Where a rank puts its records and its share."""
+        return path_of(self.records[local_rank]), path_of(self.shares[local_rank])
 
     def close(self) -> None:
         """Give the memory back."""

@@ -25,7 +25,7 @@ from ttprun.agent.launcher.resume import Resumption, settings_of
 from ttprun.agent.lead.hang_detector import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.lead.membership import Elasticity
 from ttprun.agent.node.control_socket import ControlSocket
-from ttprun.agent.node.group import Parts
+from ttprun.agent.node.group import Group, Run
 from ttprun.agent.node.loop import CannotDecideError, FileReserve
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.rank_processes import RankHandler
@@ -54,6 +54,7 @@ class Supervisor:
     """Supervises the ranks of one node; if its agent leads, it decides for those of all nodes.
 
     node            what its parts share
+    run             what lasts as long as the run
     had_finished    all scripts had come to their ends when a signal was to end the job
     why_not_saved   the scheduler's grace time was over before the job's state was saved; "" if not
     """
@@ -75,7 +76,8 @@ class Supervisor:
         self._resumption = resumption
         self._resume_from = resumption.find() if is_python and not resumption.is_of_leader else ()
         self._resized: meeting.Regroup | None = None
-        self.parts = Parts(self.node, store, resumption, elasticity)
+        self.run = Run(self.node, store, resumption, elasticity)
+        self._group: Group | None = None
         self._is_stopping = False
         self._renewed_at_s = -math.inf
         self.why_not_saved = ""
@@ -83,6 +85,12 @@ class Supervisor:
         self.had_finished = False
         self._reserve = FileReserve()
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
+
+    @property
+    def group(self) -> Group:
+        """The present group of ranks; only once one has been begun."""
+        assert self._group is not None
+        return self._group
 
     # Called from torch's agent, on the main thread.
 
@@ -94,7 +102,7 @@ class Supervisor:
     def _answer(self, request: Request) -> Reply:
         """Raises ValueError if the request cannot be carried out, of which whoever asked hears."""
         try:
-            return self.parts.requests.answer(request)
+            return self.run.requests.answer(request, None if self._group is None else self._group.repairs)
         except (CannotDecideError, ValueError, KeyError):
             raise
         except Exception as error:
@@ -115,8 +123,10 @@ class Supervisor:
         self._on_thread(lambda: self._begin_group(group, peers))
 
     def _begin_group(self, group: NewGroup, peers: Peers | None) -> None:
+        if self._group is not None:
+            self._group.close()
         self.node.begin_group(group.ranks, peers)
-        self.parts.begin_group(group)
+        self._group = Group(self.run, group)
 
     def _on_thread(self, work: Callable[[], _T]) -> _T:
         """Have the supervisor's thread do this between two looks, as nothing is whole meanwhile, and wait for it.
@@ -151,33 +161,32 @@ class Supervisor:
             self._resumption.resize(size)
             self._resized = order
             self._begin_group(group, peers)
-            self.parts.standbys.preloads.begin_group()
 
         self._resume_from = ()
         self._on_thread(begin)
 
     def take_over(self, records: Mapping[int, node_reports.Records]) -> None:
         """The slots of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
-        self.parts.agent.take_over(records)
+        self.group.agent.take_over(records)
 
     def prepare_standbys(self) -> None:
         """This node waits for slots: have a process ready for them."""
-        self.node.call(self.parts.standby_watch.prepare)
+        self.node.call(self.run.standby_watch.prepare)
 
     def wait_for_standby(self, limit_s: float) -> None:
         """Block until a standby is ready, if it is on its way."""
         ends_s = time.monotonic() + limit_s
-        standbys = self.parts.standbys
+        standbys = self.run.standbys
         while time.monotonic() < ends_s and not standbys.ready:
             time.sleep(_LOOK_FOR_STANDBY_S)
 
     def warm_up_standbys(self, modules: list[str], files: list[str]) -> None:
         """What the ranks of the job have imported by their first step."""
-        self.node.call(lambda: self.parts.standbys.warm_up(modules, files))
+        self.node.call(lambda: self.run.standbys.warm_up(modules, files))
 
     def start_from_standby(self, start: dict[str, Any]) -> RankHandler:
         """The first process of a rank whose slot was a lost node's: a standby, or a new one. Raises OSError."""
-        return self._on_thread(lambda: self.parts.agent.start_process(start))
+        return self._on_thread(lambda: self.group.agent.start_process(start))
 
     def assign(self, local_rank: int, handler: RankHandler) -> None:
         """The first process of a rank has been started."""
@@ -193,8 +202,6 @@ class Supervisor:
         if node.peers.is_follower:
             if not node.is_broken:
                 node.unpause()
-            if is_restart and self._resized is None:
-                self.parts.standbys.preloads.begin_group()
             self._resized = None
             node.watch_peers()  # the agent that leads says when
             return
@@ -205,13 +212,12 @@ class Supervisor:
         blind = ", ".join(map(node.peers.name_of, node.peers.without_save_dir))
         if blind:
             why = f"{blind} does not see the save directory of this node"
-            self.parts.checkpoints.rule_out(why)
+            self.group.checkpoints.rule_out(why)
             logger.warning("no checkpoints: %s; name one that all nodes share (--save-dir)", why)
         is_resumed = bool(resume_from) and not node.is_broken and not blind
         try:
             node.unpause()
             if is_restart and resized is None:
-                self.parts.standbys.preloads.begin_group()
                 self.node.advance(recovery.GroupRestarted(at_s=time.monotonic()))
             if node.is_broken:
                 node.pause()
@@ -227,15 +233,15 @@ class Supervisor:
                         saved=resume_from,
                         replicas=where.replicas,
                         reason=resized.reason,
-                        has_grown=self.parts.membership.note_newcomers(resized),
+                        has_grown=self.group.membership.note_newcomers(resized),
                     )
                 self.node.advance(event)
-                self.parts.comparisons.begin_resumed(where.replicas)
+                self.group.comparisons.begin_resumed(where.replicas)
             elif resized is not None:
                 self.node.advance(recovery.GroupResized(at_s=now, saved=(), replicas=UNKNOWN, reason=resized.reason))
-            self.parts.injections.begin()
-            self.parts.actuators.order_all(node_orders.Begin(node.job.generation, is_resumed))
-            self.parts.leader.share()
+            self.run.injections.begin()
+            self.group.actuators.order_all(node_orders.Begin(node.job.generation, is_resumed))
+            self.group.leader.share()
             node.watch_peers()
         except Exception as error:
             node.pause()
@@ -246,7 +252,7 @@ class Supervisor:
                 raise
             for slot in node.here:
                 if slot.handler.channel.sock not in node.selector.get_map():
-                    self.parts.watch.welcome(slot, is_replacement=False)
+                    self.group.watch.welcome(slot, is_replacement=False)
             raise
 
     def end(self, ended_by: signal.Signals, grace_s: float, left_s: Callable[[], float]) -> None:
@@ -260,13 +266,13 @@ class Supervisor:
         where = f" on {peers.name_of(peers.node)}" if peers.names else ""
         reason = f"ended by {ended_by.name}{where}"
         self.node.end_by(ended_by)
-        self._checkpoints_before_end = self.parts.checkpoint_writer.count
+        self._checkpoints_before_end = self.run.checkpoint_writer.count
         self.had_finished = self.node.has_board and self.node.has_finished  # not because of the signal
         self.node.log("ending", reason=reason, grace_s=grace_s)
 
         def stop() -> None:
             self.node.report(StopAsked(at_s=time.monotonic(), reason=reason, signal=self.node.ended_by))
-            self.parts.injections.answered()
+            self.run.injections.answered()
             if self.node.is_paused:  # nobody decides: the ranks are being ended or started, or we have broken
                 self.node.is_settled.set()
 
@@ -310,7 +316,7 @@ class Supervisor:
             self.node.pause()
             self.node.is_settled.set()
             for slot in self.node.here:
-                self.parts.watch.forget(slot)
+                self.group.watch.forget(slot)
             self.node.peers.close(self.node.selector)
             done.set()
 
@@ -349,14 +355,14 @@ class Supervisor:
         if self._thread.is_alive():
             self._thread.join(10)
         self._reserve.give_up()
-        self.parts.standbys.end()
+        self.run.standbys.end()
         self.end_ranks_at_once()
         self.node.remove_left_files(limit_s=_LEFT_LIMIT_S)
         self._control.close()
-        self.parts.checkpoint_writer.end(is_done=exit_code == 0, left_s=left_s)
+        self.run.checkpoint_writer.end(is_done=exit_code == 0, left_s=left_s)
         reason = self._with_what_was_saved(reason)
-        self.node.domains.run("incident notes", lambda: self.parts.incidents.conclude(is_done=exit_code == 0))
-        self.parts.status.end(exit_code, reason, is_stopped)
+        self.node.domains.run("incident notes", lambda: self.run.incidents.conclude(is_done=exit_code == 0))
+        self.run.status.end(exit_code, reason, is_stopped)
         self.node.log("run_ended", exit_code=exit_code, reason=reason)
         return reason
 
@@ -365,7 +371,7 @@ class Supervisor:
 
         Ranks may be lost, or time may be over, between the end of the checkpoint and the end of the job.
         """
-        newest = self.parts.checkpoint_writer.status
+        newest = self.run.checkpoint_writer.status
         is_saved = newest is not None and newest.number > self._checkpoints_before_end and not newest.reason
         why, given_up, _ = reason.partition(f"; {NOT_SAVED}")
         if newest is None or not is_saved or not given_up or not self.node.ended_by:
@@ -383,17 +389,17 @@ class Supervisor:
                 for key, _ in happened:
                     if selector.get_map().get(key.fd) is key:  # not what has got the number of one just closed
                         key.data()
-                if self.node.has_board:
-                    self.node.board.set(LEADER, Field.AGENT_NS, time.monotonic_ns())
-                self.parts.deadlines.pass_time()
+                if self._group is not None:
+                    node.board.set(LEADER, Field.AGENT_NS, time.monotonic_ns())
+                    self._group.deadlines.pass_time()
                 node.domains.run("commands", self._control.pass_time)
-                if self.node.has_board:  # also if nobody decides any more: ranks of other nodes wait for each other
-                    self.parts.end_turn()
+                if self._group is not None:  # also if nobody decides any more: ranks of other nodes wait for each other
+                    self._group.end_turn()
                 self._send_what_was_kept()
-                node.domains.look("fault injection", self.parts.injections.pass_time)
-                if self.node.verdict is None and not self.node.is_paused and self.node.has_board:
-                    self.parts.look()
-                node.domains.look("status", self.parts.status.publish)
+                node.domains.look("fault injection", self.run.injections.pass_time)
+                if node.verdict is None and not node.is_paused and self._group is not None:
+                    self._group.look()
+                node.domains.look("status", self.run.status.publish)
             except Exception as error:
                 self._renew(error)
                 node.wake()  # for the calls behind one that has failed
@@ -414,7 +420,8 @@ class Supervisor:
         if not node.is_paused and not is_again:
             try:
                 logger.exception("ttprun's supervisor failed; a new one continues from the events recorded so far")
-                self.parts.begin_anew(reason)
+                if self._group is not None:
+                    self._group.begin_anew(reason)
                 return
             except Exception as another:
                 error = another
@@ -427,9 +434,9 @@ class Supervisor:
 
     def _wait_s(self) -> float:
         """Seconds until something is due."""
-        is_watching = not self.parts.hang_detector.is_off or self.node.peers.names
+        is_watching = self._group is not None and (not self._group.hang_detector.is_off or self.node.peers.names)
         wait_s = LOOK_EVERY_S if is_watching else _STATUS_EVERY_S
-        timer_s = self.node.domains.run("fault injection", self.parts.injections.next_timer_s)
+        timer_s = self.node.domains.run("fault injection", self.run.injections.next_timer_s)
         return wait_s if timer_s is None else max(0.0, min(wait_s, timer_s - time.monotonic()))
 
     def _send_what_was_kept(self) -> None:
