@@ -158,11 +158,11 @@ def test_what_a_session_knows_is_written_in_one_file() -> None:
 def test_the_parts_of_the_agent_know_only_those_that_they_are_built_on() -> None:
     needs = needs_of("agent", "chaos", "elastic_resume")
 
-    assert {own for own in needs if "ttprun.agent.core.supervisor" in needs[own]} == {
+    assert {own for own in needs if "ttprun.agent.node.supervisor" in needs[own]} == {
         "ttprun.agent.launcher.elastic_agent",
         "ttprun.agent.launcher.launch",
     }
-    assert {own for own in needs if "ttprun.agent.core.parts" in needs[own]} == {"ttprun.agent.core.supervisor"}
+    assert {own for own in needs if "ttprun.agent.node.group" in needs[own]} == {"ttprun.agent.node.supervisor"}
 
 
 def test_the_recovery_imports_nothing_that_can_act() -> None:

@@ -9,11 +9,10 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ttprun"
 CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "time.localtime"}
 # Where it is read, and why a jump does no harm.
 ALLOWED = {
-    "agent/cluster/meet_again.py": "part of the greeting, which is compared only when launchers first meet",
-    "agent/cluster/rendezvous.py": "launchers that first meet must agree on it, and nothing runs yet",
-    "agent/cluster/spare_launcher.py": "part of the greeting",
-    "agent/core/failures.py": "a date in torch's error file",
-    "agent/health/hang_detector.py": "which flight records a hang's report names",
+    "agent/between/rendezvous.py": "launchers that first meet must agree on it, and nothing runs yet",
+    "agent/between/latecomers.py": "part of the greeting",
+    "agent/node/verdict.py": "a date in torch's error file",
+    "agent/lead/hang_detector.py": "which flight records a hang's report names",
     "cli/machine_checks.py": "`ttprun doctor` says that the clock is wrong",
     "cli/run.py": "the name of a run, and which old run directories are removed, beside their number",
     "cli/run_reports.py": "shown",

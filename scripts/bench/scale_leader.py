@@ -28,12 +28,12 @@ from typing import Any
 
 from runs import end_with_parent
 
-from ttprun.agent.cluster import peers
-from ttprun.agent.cluster.membership import Elasticity
-from ttprun.agent.cluster.rendezvous import Place, meet
-from ttprun.agent.core.new_group import NewGroup
-from ttprun.agent.core.supervisor import Supervisor
+from ttprun.agent.between import peers
+from ttprun.agent.between.rendezvous import Place, meet
 from ttprun.agent.launcher.resume import Resumption
+from ttprun.agent.lead.membership import Elasticity
+from ttprun.agent.node.supervisor import Supervisor
+from ttprun.agent.node.verdict import NewGroup
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_status

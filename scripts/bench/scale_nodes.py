@@ -22,7 +22,7 @@ from functools import cache
 from itertools import count
 from typing import Any
 
-from ttprun.agent.cluster import follower
+from ttprun.agent.between import follower
 from ttprun.protocol import channel, from_rank, meeting, node_orders, node_reports, process_orders, to_rank
 from ttprun.protocol.all_ranks import in_full
 from ttprun.protocol.board import SHARED, Board, Field, Phase

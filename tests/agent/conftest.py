@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from tests.agent.starting import LIMIT_S, start_of
 from tests.options import OPTIONS
-from ttprun.agent.processes import stack_dumps
-from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyCopy, StandbyHandler, kill_session
+from ttprun.agent.node import stack_dumps
+from ttprun.agent.node.rank_processes import RankHandler, Standby, StandbyCopy, StandbyHandler, kill_session
 from ttprun.protocol.board import Board
 from ttprun.protocol.to_rank import Resume, Welcome
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ttprun import recovery
-from ttprun.agent.core.node import Node
+from ttprun.agent.node.node import Node
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.rank_events import Event

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.waits import becomes_ready
-from ttprun.agent.processes.rank_processes import Standby
+from ttprun.agent.node.rank_processes import Standby
 
 ROOT = str(Path(__file__).resolve().parents[2])
 LIMIT_S = 100.0

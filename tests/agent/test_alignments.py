@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttprun.agent.repair.alignments import plan
+from ttprun.agent.lead.repairs import plan_alignment as plan
 from ttprun.protocol.from_rank import GroupJournal
 
 ALL = (0, 1, 2)

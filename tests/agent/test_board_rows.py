@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.agent.nodes import node_of
-from ttprun.agent.cluster import board_rows
-from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.core.node import Node
+from ttprun.agent.between import board_rows
+from ttprun.agent.between.peers import Peers
+from ttprun.agent.node.node import Node
 from ttprun.protocol import node_reports
 from ttprun.protocol.board import SHARED, Field
 

@@ -1,6 +1,6 @@
 """Which rank the others wait for, by what is seen of all."""
 
-from ttprun.agent.report.busy_shares import LEAST_LOOKS, MOST_LOOKS, BusyShares
+from ttprun.agent.lead.status_publisher import LEAST_LOOKS, MOST_LOOKS, BusyShares
 from ttprun.protocol.board import Phase
 
 

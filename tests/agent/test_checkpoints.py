@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.checkpoints.checkpoints import Checkpoints
-from ttprun.agent.checkpoints.snapshot_buffer import SnapshotBuffer
-from ttprun.agent.checkpoints.writer import CheckpointWriter
-from ttprun.agent.cluster.peers import Peers
+from ttprun.agent.between.peers import Peers
 from ttprun.agent.launcher.resume import ENDED_NAME
+from ttprun.agent.lead.checkpoints import Checkpoints
+from ttprun.agent.lead.writer import CheckpointWriter
+from ttprun.agent.node.stored_states import SnapshotBuffer
 from ttprun.protocol import to_rank
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.snapshot_messages import Dumped, Share, SnapshotTaken
@@ -238,7 +238,7 @@ def test_a_checkpoint_that_is_given_up_leaves_nothing_but_its_reason(
     folder = Path(node.sent[0].path).parent
 
     with caplog.at_level(logging.WARNING):
-        checkpoints.give_up(0, "rank 1 was ended by signal 9")
+        checkpoints.give_up(recovery.GiveUpCheckpoint(0, "rank 1 was ended by signal 9"))
         checkpoints.writer.look()
 
     assert checkpoints.writer.status is not None

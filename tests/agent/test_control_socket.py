@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent.core import control_socket
-from ttprun.agent.core.control_socket import ControlSocket
+from ttprun.agent.node import control_socket
+from ttprun.agent.node.control_socket import ControlSocket
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.codec import decode
 from ttprun.protocol.control_requests import Accepted, Rejected

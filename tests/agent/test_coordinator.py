@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.agent.nodes import node_of, part
-from ttprun.agent.core.coordinator import Coordinator
-from ttprun.agent.launcher.verdict import Verdict
+from ttprun.agent.lead.conduct import Coordinator
+from ttprun.agent.node.verdict import Verdict
 from ttprun.recovery import FailJob, FinishJob, RestartGroup
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.core.deadlines import Deadlines
+from ttprun.agent.lead.conduct import Deadlines
 from ttprun.protocol import patience
 from ttprun.protocol.from_rank import RankProtected
 from ttprun.protocol.process_orders import Action

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.agent.cluster.discovery import Discovery
+from ttprun.agent.lead.membership import Discovery
 from ttprun.errors import ConfigError
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerState
 
-from ttprun.agent.core.failures import FirstFailure
 from ttprun.agent.launcher.elastic_agent import ReplacingAgent
-from ttprun.agent.launcher.verdict import Verdict
+from ttprun.agent.node.verdict import FirstFailure, Verdict
 
 
 class FakeSupervisor:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent.cluster.follower import Follower
-from ttprun.agent.core.failures import Failure, FirstFailure
+from ttprun.agent.between.follower import Follower
+from ttprun.agent.node.verdict import Failure, FirstFailure
 from ttprun.protocol import meeting
 
 OWN = Failure(1, 77, -9, "killed", traceback="of its own")

@@ -18,12 +18,12 @@ import pytest
 
 from tests.agent.nodes import NothingFails
 from ttprun import recovery
-from ttprun.agent.core.failures import FirstFailure
-from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.health.hang_detector import HangDetector, state_of
-from ttprun.agent.processes import stack_dumps
-from ttprun.agent.processes.rank_processes import RankHandler
-from ttprun.agent.repair.own_states import OwnStates
+from ttprun.agent.lead.hang_detector import HangDetector, state_of
+from ttprun.agent.node import stack_dumps
+from ttprun.agent.node.own_states import OwnStates
+from ttprun.agent.node.rank_processes import RankHandler
+from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.verdict import FirstFailure
 from ttprun.protocol.board import FIELDS, Board, Field
 from ttprun.protocol.from_rank import Broken, RankProtected
 from ttprun.protocol.rank_events import RankStarted

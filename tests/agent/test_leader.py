@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from tests.agent.nodes import node_of, part
 from ttprun import recovery
-from ttprun.agent.cluster.leader import Leader
-from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.cluster.roles import Leading
-from ttprun.agent.core.failures import Failure
+from ttprun.agent.between.peers import Peers
+from ttprun.agent.between.roles import Leading
+from ttprun.agent.lead.leader import Leader
+from ttprun.agent.node.verdict import Failure
 from ttprun.protocol import meeting, node_reports
 from ttprun.protocol.board import SHARED, Field
 from ttprun.protocol.from_rank import RankFrozen

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.agent.processes import life_locks
+from ttprun.agent.node import life_signs
 from ttprun.protocol.board import Board
 
 LIMIT_S = 60.0
@@ -66,7 +66,7 @@ def start() -> Iterator[Callable[..., Watched]]:
         started.append(watched)
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
-        life_locks.watch(board, 1, process.pid, lambda code: watched.reported.put((time.monotonic(), code)))
+        life_signs.watch(board, 1, process.pid, lambda code: watched.reported.put((time.monotonic(), code)))
         return watched
 
     yield start_process
@@ -152,7 +152,7 @@ def test_a_process_without_the_lock_is_left_to_its_pidfd() -> None:
     reported: queue.Queue[int] = queue.Queue()
     process = subprocess.Popen(["sleep", "60"])
 
-    life_locks.watch(board, 0, process.pid, reported.put)
+    life_signs.watch(board, 0, process.pid, reported.put)
     process.kill()
     process.wait()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ttprun.agent.launcher.loopback import stores_on_loopback
+from ttprun.agent.launcher.launch import stores_on_loopback
 
 LISTENS = "0A"
 

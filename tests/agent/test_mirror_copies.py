@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.repair.mirror_copies import MirrorCopies, fetch
+from ttprun.agent.node.mirrors import MirrorCopies
+from ttprun.agent.node.mirrors import fetch_copies as fetch
+from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.meeting import Where
 from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held
@@ -31,12 +32,10 @@ def kept() -> Iterator[Kept]:
     board = Board.create(2)[1]
     peers = SimpleNamespace(size=2, address="127.0.0.1")
     node: Any = SimpleNamespace(here=slots[1:], slots=slots, board=board, peers=peers, log=lambda event, **fields: None)
-    copies = MirrorCopies(node)
-    copies.begin_group(4 * MIB)
+    copies = MirrorCopies(node, 4 * MIB)
     files = [os.memfd_create("fetched") for _ in range(SLOTS)]
     yield copies, board, files
-    copies.begin_group(0)
-    for fd in files:
+    for fd in (*files, *copies.files):
         os.close(fd)
     for thread in threading.enumerate():
         if thread.name == "ttprun-mirror-copies":

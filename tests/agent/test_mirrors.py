@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.repair import mirrors
-from ttprun.agent.repair.mirrors import Mirrors
+from ttprun.agent.between.peers import Peers
+from ttprun.agent.node import mirrors
+from ttprun.agent.node.mirrors import Mirrors
+from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.protocol.board import Board
 
 FREE = 8000
@@ -45,12 +45,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             peers=Peers(ranks_per_node=3, size=nodes),
         )
         made.append(Mirrors(node))
-        made[-1].begin_group()
         return made[-1], node
 
     yield new
     for one in made:
-        one.begin_group()
+        one.close()
 
 
 @pytest.mark.parametrize(
@@ -134,4 +133,4 @@ def keep(found: Mirrors, slot: RankSlot) -> None:
     """Its node gets the order."""
     order = found.order_for(slot)
     assert order is not None
-    found.keep(slot, order)
+    found.keep(order)

@@ -11,9 +11,9 @@ import pytest
 
 from tests.agent.test_spare_pool import LIMIT_S, Lead
 from tests.nodes import free_port
-from ttprun.agent.cluster import moved_store
-from ttprun.agent.cluster.moved_store import JobFinder, MovedStore
-from ttprun.agent.cluster.spare_pool import RendezvousKeys, read_where, write_where
+from ttprun.agent.between import latecomers
+from ttprun.agent.between.latecomers import JobFinder, MovedStore
+from ttprun.agent.between.spare_pool import RendezvousKeys, read_where, write_where
 from ttprun.protocol import meeting
 
 LOST = "127.0.0.9"  # nobody listens there
@@ -127,8 +127,8 @@ def test_it_also_waits_until_the_store_of_the_job_that_has_ended_is_gone(
     there, looks = iter([True, True, False]), []
     monkeypatch.setattr(JobFinder, "find", lambda self: "")
     monkeypatch.setattr(JobFinder, "_ask_leader", lambda self: next(answers))
-    monkeypatch.setattr(moved_store, "_has_job", lambda *where: looks.append(where) or next(there))
-    monkeypatch.setattr(moved_store, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(latecomers, "_has_job", lambda *where: looks.append(where) or next(there))
+    monkeypatch.setattr(latecomers, "_LOOK_AGAIN_S", 0.0)
 
     assert finder("", port=7).find_at_start() == ""
     assert looks == [(LOST, 7, "job")] * 3

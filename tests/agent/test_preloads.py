@@ -16,9 +16,9 @@ import pytest
 
 from tests.agent.starting import LIMIT_S, ROOT, wait_until_ready
 from tests.waits import becomes_ready
-from ttprun.agent.processes import preloads as preloads_module
-from ttprun.agent.processes.preloads import Preloaded, Preloads, plan_of
-from ttprun.agent.processes.rank_processes import Standby
+from ttprun.agent.node import preloads as preloads_module
+from ttprun.agent.node.preloads import Preloaded, Preloads, plan_of
+from ttprun.agent.node.rank_processes import Standby
 from ttprun.protocol.standby_messages import Imported, PreloadPlan
 
 SAY = "import os\nopen(os.path.join({folder!r}, 'imported'), 'a').write(f'{{__name__}}\\n')\n"

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.agent.starting import ROOT, wait_until_ready
-from ttprun.agent.processes import priority
-from ttprun.agent.processes.priority import NICE
-from ttprun.agent.processes.rank_processes import Standby, kill_session
+from ttprun.agent.node import rank_processes
+from ttprun.agent.node.rank_processes import NICE, Standby, kill_session
 
 # Without CAP_SYS_NICE, as in a container; others than root do not have it anyway.
 UNPRIVILEGED = ["setpriv", "--bounding-set=-sys_nice,-sys_admin"] if os.geteuid() == 0 else []
@@ -24,7 +23,7 @@ import json, os, subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
 import psutil
 from pathlib import Path
-from ttprun.agent.processes import priority
+from ttprun.agent.node import rank_processes as priority
 if len(sys.argv) > 2:
     priority._AUTOGROUP = Path(sys.argv[2])
 def state(pid):
@@ -34,11 +33,11 @@ def state(pid):
     return [os.sched_getscheduler(pid), os.getpriority(os.PRIO_PROCESS, pid), ioclass, nice_of_group]
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 states = [state(child.pid)]
-priority.lower(child.pid)
+priority.lower_priority(child.pid)
 while priority._pending:
     time.sleep(0.01)
 states.append(state(child.pid))
-priority.restore(child.pid)
+priority.restore_priority(child.pid)
 while priority._pending:
     time.sleep(0.01)
 states.append(state(child.pid))
@@ -88,11 +87,11 @@ def test_the_newest_order_is_given_again_until_the_kernel_takes_it_and_nobody_wa
         taken.set()
         return True
 
-    monkeypatch.setattr(priority, "_is_answered", answer)
-    monkeypatch.setattr(priority.time, "sleep", lambda seconds: may_go_on.wait(60))
+    monkeypatch.setattr(rank_processes, "_is_answered", answer)
+    monkeypatch.setattr(rank_processes.time, "sleep", lambda seconds: may_go_on.wait(60))
 
-    priority._set_autogroup(12345, "5")
-    priority._set_autogroup(12345, "0")
+    rank_processes._set_autogroup(12345, "5")
+    rank_processes._set_autogroup(12345, "0")
     assert refused == ["5", "0"]
     may_go_on.set()
 

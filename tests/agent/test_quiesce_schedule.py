@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.checkpoints import quiesce_schedule as module
-from ttprun.agent.checkpoints.quiesce_schedule import LIMIT_S, QuiesceSchedule
+from ttprun.agent.lead import schedules as module
+from ttprun.agent.lead.schedules import LIMIT_S, QuiesceSchedule
 from ttprun.protocol.board import Board, Field
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.agent.starting import ROOT, wait_for_end
-from ttprun.agent.processes.rank_processes import RankHandler, command_of, kill_session
+from ttprun.agent.node.rank_processes import RankHandler, command_of, kill_session
 
 AGENT = f"""
 import os, signal, sys
-from ttprun.agent.processes.rank_processes import RankHandler, Standby
+from ttprun.agent.node.rank_processes import RankHandler, Standby
 from tests.options import OPTIONS
 from ttprun.protocol.board import Board
 from ttprun.protocol.to_rank import Welcome

@@ -5,16 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tests.agent.nodes import node_of, part
 from tests.agent.starting import wait_until_ready
-from ttprun.agent.core.node import Node
-from ttprun.agent.core.node_agent import NodeAgent
-from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
-from ttprun.agent.processes.standbys import Standbys
+from ttprun.agent.node.node import Node
+from ttprun.agent.node.node_agent import NodeAgent
+from ttprun.agent.node.rank_processes import RankHandler, Standby, StandbyHandler, kill_session
+from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.standbys import Standbys
 from ttprun.protocol import process_orders
 from ttprun.protocol.board import FINISHED, Board, Field
 from ttprun.protocol.from_rank import Put
@@ -76,9 +75,7 @@ class Welcomed:
 
 
 def actuator_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> NodeAgent:
-    actuator = part(NodeAgent, node, standbys=standbys, watch=welcomed)
-    actuator.begin_group(lambda local_rank, handler: None)
-    return actuator
+    return part(NodeAgent, node, standbys=standbys, watch=welcomed, replace_handler=lambda local_rank, handler: None)
 
 
 def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_free(
@@ -129,14 +126,14 @@ def test_nobody_waits_for_a_rank_that_leaves_and_whose_stack_is_looked_at_meanwh
 ) -> None:
     slot = RankSlot(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
     slot.assign(started("-c", "exec sleep 600", entry="/bin/sh", is_python=False))
-    node, late, dies = node_of(tmp_path, slot), SimpleNamespace(is_late=lambda slot: True), Welcomed()
+    node, dies = node_of(tmp_path, slot), Welcomed()
     node.board_fd, node._board = Board.create(1)
     node.board.set(0, Field.RECORDED, 7)
     afterwards = list[Callable[[str], None]]()
     node.in_background = lambda work, then, failed=None: afterwards.append(then)  # type: ignore[method-assign,assignment,misc]
-    actuator = part(NodeAgent, node, hang_detector=late, watch=dies)
+    actuator = part(NodeAgent, node, watch=dies)
 
-    actuator.carry_out(process_orders.KillRank(0, "it leaves"))
+    actuator.carry_out(process_orders.KillRank(0, "it leaves", is_late=True))
     node.board.announce(0, Field.RECORDED, FINISHED)  # the others are to train without it
     afterwards[0]("its stack")
 

@@ -14,17 +14,17 @@ import pytest
 
 from tests.agent.nodes import NothingFails, part
 from ttprun import recovery
-from ttprun.agent.cluster.actuators import Actuators
-from ttprun.agent.cluster.follower import Follower
-from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.core.node import Node
-from ttprun.agent.core.node_agent import NodeAgent
-from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.core.reports import _ROWS, Reports
-from ttprun.agent.health.protection import Protection
-from ttprun.agent.repair.comparisons import Comparisons
-from ttprun.agent.repair.replays import Replays
-from ttprun.agent.report.unrecorded_report import grouped
+from ttprun.agent.between.follower import Follower
+from ttprun.agent.between.peers import Peers
+from ttprun.agent.lead.actuators import Actuators
+from ttprun.agent.lead.comparisons import Comparisons
+from ttprun.agent.lead.incidents import grouped
+from ttprun.agent.lead.protection import Protection
+from ttprun.agent.lead.repairs import Replays
+from ttprun.agent.lead.reports import _ROWS, Reports
+from ttprun.agent.node.node import Node
+from ttprun.agent.node.node_agent import NodeAgent
+from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.topology import read_topology
 from ttprun.protocol import from_rank, node_orders, to_rank
@@ -82,9 +82,7 @@ class FakeNode:
 
     def actuators(self) -> Actuators:
         """Those of all nodes; this one's starts no process, and ends none."""
-        made = Actuators(self)  # type: ignore[arg-type]
-        made.begin_group(part(NodeAgent, self))
-        return made
+        return Actuators(self, part(NodeAgent, self))  # type: ignore[arg-type]
 
     def advance(self, event: Event) -> None:
         self.job, _ = recovery.advance(self.job, event)
@@ -109,10 +107,8 @@ def reports(node: FakeNode) -> Reports:
     nobody: Any = None
     times: Any = SimpleNamespace(is_off=True, most_lost="at most some 2 s of work")
     comparisons = Comparisons(node, node.actuators(), times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
-    comparisons.begin_group()
-    parts = {"comparisons": comparisons, "injections": NoFaults(), "protection": Protection(node, times, nobody)}  # type: ignore[arg-type]
+    parts = {"comparisons": comparisons, "injections": NoFaults(), "protection": Protection(node, nobody, set())}  # type: ignore[arg-type]
     found = part(Reports, node, actuators=node.actuators(), **parts)
-    found.begin_group()
     hold(found, node, 1, "aaa")
     for handler in node.handlers:
         handler.reported.clear()
@@ -174,7 +170,8 @@ def test_of_the_process_groups_of_ranks_that_have_ended_nothing_is_left_when_oth
 
     assert compare([from_rank.Group("dp", [1, 2])]) == {"dp0": (1, 2)}
 
-    reports.comparisons.begin_group()
+    nobody: Any = None
+    reports.comparisons = Comparisons(node, node.actuators(), nobody, nobody, NO_MIRRORS)  # type: ignore[arg-type]
 
     assert compare([]) == {}
 
@@ -374,7 +371,6 @@ def test_before_the_first_snapshot_the_console_says_what_really_happens_to_a_ran
         node.job = replace(node.job, settings=replace(node.job.settings, rungs=frozenset(rungs)))
     times: Any = SimpleNamespace(is_off=is_off, why_off="", take_one_at_once=lambda: None)
     comparisons = Comparisons(node, node.actuators(), times, nobody, NO_MIRRORS)  # type: ignore[arg-type]
-    comparisons.begin_group()
 
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
 
@@ -405,7 +401,6 @@ def test_the_console_says_what_mirrors_take_once_all_have_reported_and_again_onl
     times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
     mirrors: Any = SimpleNamespace(**vars(NO_MIRRORS) | {"why_off": "", "share_out": lambda weights: True})
     comparisons = Comparisons(node, node.actuators(), times, nobody, mirrors)  # type: ignore[arg-type]
-    comparisons.begin_group()
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
     reports = [(0, MIRRORED), (1, MIRRORED), (2, MIRRORED), (2, MIRRORED), (1, SLOW)]
 
@@ -432,7 +427,6 @@ def test_with_the_next_node_there_a_lost_node_takes_only_mirrors_with_it_that_fo
     on_next = {"why_off": "", "share_out": lambda weights: True, "is_on_next_node": True}
     mirrors: Any = SimpleNamespace(**vars(NO_MIRRORS) | on_next)
     comparisons = Comparisons(node, node.actuators(), times, nobody, mirrors)  # type: ignore[arg-type]
-    comparisons.begin_group()
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
     for slot in node.slots:
         comparisons.note_mirrored(slot, MIRRORED)
@@ -463,7 +457,6 @@ def test_on_several_nodes_the_console_says_whether_a_lost_node_takes_the_mirrors
     times: Any = SimpleNamespace(is_off=False, why_off="", take_one_at_once=lambda: None)
     mirrors: Any = SimpleNamespace(**vars(NO_MIRRORS) | {"why_off": "", "is_on_next_node": is_on_next_node})
     comparisons = Comparisons(node, node.actuators(), times, nobody, mirrors)  # type: ignore[arg-type]
-    comparisons.begin_group()
     hold(part(Reports, node, comparisons=comparisons), node, 1, "abc")
 
     for slot in node.slots:

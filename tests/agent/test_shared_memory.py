@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ttprun.agent.processes import shared_memory
+from ttprun.agent.node import stored_states
 
 MIB = 1 << 20
 
@@ -27,16 +27,16 @@ def held_bytes(fd: int) -> int:
 
 
 def test_files_have_their_memory_before_anything_is_written(files: list[int]) -> None:
-    shared_memory.take_ahead(files, 65 * MIB + 5).join(60)
+    stored_states.take_ahead(files, 65 * MIB + 5).join(60)
 
     assert [held_bytes(fd) // MIB for fd in files] == [65, 65]
     assert [os.fstat(fd).st_size for fd in files] == [65 * MIB + 5] * 2
 
 
 def test_where_there_is_not_enough_memory_nothing_is_taken(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "free_bytes", lambda: 3 * MIB)
+    monkeypatch.setattr(stored_states, "free_bytes", lambda: 3 * MIB)
 
-    shared_memory.take_ahead(files, 2 * MIB).join(60)
+    stored_states.take_ahead(files, 2 * MIB).join(60)
 
     assert [held_bytes(fd) for fd in files] == [0, 0]
 
@@ -53,7 +53,7 @@ def open_files() -> list[str]:
 def test_files_that_are_closed_meanwhile_are_no_trouble() -> None:
     fd = os.memfd_create("gone", os.MFD_CLOEXEC)
 
-    taking = shared_memory.take_ahead([fd], 130 * MIB)
+    taking = stored_states.take_ahead([fd], 130 * MIB)
     os.close(fd)
     taking.join(60)
 

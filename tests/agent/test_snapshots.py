@@ -14,12 +14,12 @@ import pytest
 from msgspec.structs import replace
 
 from ttprun import recovery
-from ttprun.agent.checkpoints import snapshot_schedule
-from ttprun.agent.checkpoints import snapshots as module
-from ttprun.agent.checkpoints.snapshot_buffer import SnapshotBuffer
-from ttprun.agent.checkpoints.snapshot_schedule import SnapshotTimes
-from ttprun.agent.checkpoints.snapshots import Snapshots
-from ttprun.agent.processes.shared_memory import path_of
+from ttprun.agent.lead import schedules
+from ttprun.agent.lead import snapshots as module
+from ttprun.agent.lead.schedules import SnapshotTimes
+from ttprun.agent.lead.snapshots import Snapshots
+from ttprun.agent.node import stored_states
+from ttprun.agent.node.stored_states import SnapshotBuffer, path_of
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.rank_events import Event
 from ttprun.protocol.snapshot_messages import Share, SnapshotTaken
@@ -105,13 +105,13 @@ class Job:
 
     def __init__(self, every: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        for timed in (module, snapshot_schedule):
+        for timed in (module, schedules):
             monkeypatch.setattr(timed, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self.node = FakeNode(every)
         self.comparisons, self.checkpoints = FakeComparisons(), FakeCheckpoints()
         self.times = SnapshotTimes(self.node)  # type: ignore[arg-type]
-        self.snapshots = Snapshots(self.node, self.times, self.comparisons, self.checkpoints)  # type: ignore[arg-type]
-        self.snapshots.begin_group()
+        buffers = stored_states.new_buffers(RANKS)
+        self.snapshots = Snapshots(self.node, self.times, self.comparisons, self.checkpoints, buffers)  # type: ignore[arg-type]
 
     @property
     def asked(self) -> int:
@@ -422,7 +422,7 @@ def test_memory_is_taken_a_minute_before_the_first_snapshot_and_once_where_no_ra
         taken.append((files, size_bytes))
         return threading.Thread()
 
-    monkeypatch.setattr(module.shared_memory, "take_ahead", take_ahead)
+    monkeypatch.setattr(stored_states, "take_ahead", take_ahead)
     one = job(every)
 
     one.now_s += after_s
@@ -442,7 +442,7 @@ def test_nothing_is_asked_for_while_memory_is_being_taken(
 ) -> None:
     is_taken = threading.Event()
     taking = threading.Thread(target=is_taken.wait, args=(10.0,))
-    monkeypatch.setattr(module.shared_memory, "take_ahead", lambda files, size: taking)
+    monkeypatch.setattr(stored_states, "take_ahead", lambda files, size: taking)
     taking.start()
     one = job("5s")
     one.snapshots.share_bytes = 1000
@@ -489,7 +489,7 @@ def test_a_snapshot_of_a_group_that_is_gone_is_kept_until_it_is_on_the_disk(job:
     one.take(20)
     (writing,) = [buffer for buffer in one.snapshots.buffers if buffer.is_read]
 
-    one.snapshots.begin_group()
+    one.snapshots.close()
 
     assert os.fstat(writing.records[0]).st_size > 0
     one.checkpoints.finish()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.cluster.actuators import Actuators
-from ttprun.agent.cluster.spares import Spares
+from ttprun.agent.lead.actuators import Actuators
+from ttprun.agent.lead.membership import Spares
 from ttprun.protocol import node_orders, node_reports, process_orders
 from ttprun.protocol.process_orders import SpawnRank
 from ttprun.protocol.rank_events import Event, SpawnFailed
@@ -76,8 +76,7 @@ def node() -> FakeNode:
 
 @pytest.fixture
 def spares(node: FakeNode) -> Spares:
-    actuators = Actuators(node)  # type: ignore[arg-type]
-    actuators.begin_group(own=None)  # type: ignore[arg-type]
+    actuators = Actuators(node, own=None)  # type: ignore[arg-type]
     membership = SimpleNamespace(may_shrink=lambda: False, may_train=lambda address: node.may_train(address))
     return Spares(node, actuators, membership)  # type: ignore[arg-type]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent.processes import standby_watch as module
-from ttprun.agent.processes.standby_watch import StandbyWatch
+from ttprun.agent.node import standbys as module
+from ttprun.agent.node.standbys import StandbyWatch
 
 READY = "standby ready (torch loaded): a lost rank is now replaced in about a second"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.agent.starting import LIMIT_S, ROOT, wait_until_ready
-from ttprun.agent.processes.rank_processes import Standby, StandbyCopy, kill_session
-from ttprun.agent.processes.standbys import Standbys
+from ttprun.agent.node.rank_processes import Standby, StandbyCopy, kill_session
+from ttprun.agent.node.standbys import Standbys
 
 
 @pytest.fixture

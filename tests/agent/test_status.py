@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.core.incidents import Incidents
-from ttprun.agent.core.node import Node
-from ttprun.agent.processes.standbys import Standbys
-from ttprun.agent.report.status_publisher import StatusPublisher, protection_of
+from ttprun.agent.between.peers import Peers
+from ttprun.agent.lead.incidents import Incidents
+from ttprun.agent.lead.status_publisher import StatusPublisher, protection_of
+from ttprun.agent.node.node import Node
+from ttprun.agent.node.standbys import Standbys
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RankStatus, RunStatus, read_status
@@ -27,9 +27,6 @@ from ttprun.recovery.replicas import Replicas
 PARTS: tuple[Any, ...] = (
     Standbys(0, ""),
     SimpleNamespace(status=None),
-    SimpleNamespace(newest=None),
-    SimpleNamespace(waited_for=""),
-    SimpleNamespace(waits="", quarantined=tuple),
 )
 NOW = "2026-01-31T12:00:00.000+00:00"
 

@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from tests.state.making import DESCRIPTION, locked
-from ttprun.agent.repair.stored_states import STATE_FILE, open_checkpoint
+from ttprun.agent.node.stored_states import STATE_FILE, open_checkpoint
 from ttprun.state.checkpoint import inspect
 from ttprun.state.files import InvalidCheckpointError
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent.cluster import rendezvous, succession
-from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.cluster.spare_pool import Listener, SparePool
-from ttprun.agent.cluster.succession import Succession
+from ttprun.agent.between import rendezvous, succession
+from ttprun.agent.between.peers import Peers
+from ttprun.agent.between.spare_pool import Listener, SparePool
+from ttprun.agent.between.succession import Succession
 from ttprun.protocol import meeting
 
 LIMIT_S = 30.0
@@ -37,8 +37,7 @@ class Follower:
         )
         follower: Any = SimpleNamespace(give_up=lambda reason: self.became.append(reason))
         nothing: Any = None
-        self.succession = Succession(node, nothing, follower, nothing, nothing, nothing)
-        self.succession.begin_group(lambda: None)
+        self.succession = Succession(node, nothing, follower, nothing, nothing, nothing, lambda: None)
         self.succession._lead = lambda: self.became.append("leader")  # type: ignore[method-assign]
 
     def wait(self, until_s: float = LIMIT_S) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import selectors
 import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +19,18 @@ import pytest
 
 from tests.agent.starting import LIMIT_S, wait_for_end
 from ttprun import recovery
-from ttprun.agent.cluster.membership import Elasticity
-from ttprun.agent.cluster.peers import Peers
-from ttprun.agent.core import rank_slot
-from ttprun.agent.core.new_group import NewGroup
-from ttprun.agent.core.supervisor import Supervisor
+from ttprun.agent.between.peers import Peers
 from ttprun.agent.launcher.resume import Resumption
-from ttprun.agent.processes import stack_dumps
-from ttprun.agent.processes.rank_processes import RankHandler
-from ttprun.agent.repair.stored_states import Stored
+from ttprun.agent.lead.incidents import Incidents
+from ttprun.agent.lead.membership import Elasticity
+from ttprun.agent.node import rank_slot, stack_dumps
+from ttprun.agent.node.group import Group
+from ttprun.agent.node.node import Node
+from ttprun.agent.node.rank_processes import RankHandler
+from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.stored_states import Stored
+from ttprun.agent.node.supervisor import Supervisor
+from ttprun.agent.node.verdict import NewGroup
 from ttprun.config import Config
 from ttprun.observe.events import read_events
 from ttprun.observe.run_directory import RunDirectory
@@ -163,7 +168,7 @@ def test_a_standby_that_cannot_be_started_is_reported_and_done_without(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
 
     begin(supervisor, handlers)
-    supervisor.node.call(supervisor.parts.standby_watch.start)
+    supervisor.node.call(supervisor.run.standby_watch.start)
     assert verdict_of(supervisor) == "done"
 
     events = {event["event"]: event for event in read_events(supervisor.node.run.events)}
@@ -291,11 +296,11 @@ def test_the_supervisor_never_looks_at_a_group_that_is_only_half_begun(
     make: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor = make()
-    has_looked, is_past, look = threading.Event(), threading.Event(), supervisor.parts.look
+    has_looked, is_past, look = threading.Event(), threading.Event(), Group.look
 
-    def note_look() -> None:
+    def note_look(group: Group) -> None:
         try:
-            look()
+            look(group)
         finally:
             has_looked.set()
 
@@ -304,7 +309,7 @@ def test_the_supervisor_never_looks_at_a_group_that_is_only_half_begun(
         has_looked.wait(0.5)
         return stack_dumps.create()
 
-    monkeypatch.setattr(supervisor.parts, "look", note_look)
+    monkeypatch.setattr(Group, "look", note_look)
     monkeypatch.setattr(rank_slot, "stack_dumps", SimpleNamespace(create=create_after_a_look))
 
     begin_group(supervisor, 0, 1)
@@ -337,7 +342,7 @@ def test_an_exit_that_was_not_decided_as_the_supervisor_failed_is_decided_by_the
     supervisor: Supervisor, started: Callable[..., RankHandler]
 ) -> None:
     begin(supervisor, [started("-c", f"exit {code}", entry="/bin/sh", is_python=False) for code in (3, 0)])
-    own_states, lost = supervisor.parts.watch._own_states, []
+    own_states, lost = supervisor.group.watch._own_states, []
     report = own_states.report_what_is_left
 
     def break_once(slot: Any) -> None:
@@ -351,6 +356,24 @@ def test_an_exit_that_was_not_decided_as_the_supervisor_failed_is_decided_by_the
     assert verdict_of(supervisor) is not None
     assert supervisor.node.job.members[0].pid is None
     assert not supervisor.node.is_broken
+
+
+def test_of_the_parts_of_older_groups_nothing_is_left_when_ranks_are_started_again_and_again(
+    make: Callable[..., Supervisor],
+) -> None:
+    supervisor, parts = make(), set[type]()
+
+    for _ in range(20):
+        begin_group(supervisor, 0, 1)
+        supervisor.pause()
+        supervisor.node.unpause()
+        parts |= {type(part) for part in vars(supervisor.group).values()}
+
+    ours = {kind for kind in parts if kind.__module__.startswith("ttprun.agent")} - {Node, Incidents}
+    gc.collect()
+    alive = Counter(type(thing) for thing in gc.get_objects() if type(thing) in {Group, RankSlot, *ours})
+    assert len(ours) > 10
+    assert alive == {Group: 1, RankSlot: 2} | dict.fromkeys(ours, 1)
 
 
 def test_the_agent_of_a_node_keeps_as_much_memory_open_in_a_job_of_many_nodes_as_in_one_of_few(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.agent.report.topology_report import dimensions_of, topology_of
+from ttprun.agent.lead.topology_report import dimensions_of, topology_of
 from ttprun.observe.run_directory import replace_file
 from ttprun.observe.topology import ShardedParameters, read_topology
 from ttprun.protocol.from_rank import Group

@@ -14,10 +14,9 @@ from tests.agent.frozen import Freezer
 from tests.agent.starting import LIMIT_S, wait_for_end
 from tests.agent.test_supervisor import begin, comes_around, make, supervisor, verdict_of  # noqa: F401 - fixtures
 from ttprun import recovery
-from ttprun.agent.core.supervisor import Supervisor
-from ttprun.agent.health import hang_detector
-from ttprun.agent.processes import process_watch, stack_dumps
-from ttprun.agent.processes.rank_processes import RankHandler
+from ttprun.agent.node import process_watch, stack_dumps
+from ttprun.agent.node.rank_processes import RankHandler
+from ttprun.agent.node.supervisor import Supervisor
 from ttprun.protocol import process_orders
 
 NOT_IN_TIME_S = 100 * LIMIT_S  # a wait of the loop for this would be seen: it does not come around
@@ -96,9 +95,8 @@ def test_while_the_stack_of_a_rank_is_read_the_loop_goes_round(
 ) -> None:
     """A late rank is asked for its stack before it is killed; this one never answers."""
     monkeypatch.setattr(stack_dumps, "_BOARD_LIMIT_S", NOT_IN_TIME_S)
-    monkeypatch.setattr(hang_detector.HangDetector, "is_late", lambda *_: True)
-    node, order = two_ranks.node, process_orders.KillRank(0, "it is late")
+    order = process_orders.KillRank(0, "it is late", is_late=True)
 
-    node.call(lambda: two_ranks.parts.agent.carry_out(order))
+    two_ranks.node.call(lambda: two_ranks.group.agent.carry_out(order))
 
     assert comes_around(two_ranks)

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from ttprun.agent.core.rank_slot import RankSlot
-from ttprun.agent.health import unhooked_ranks
-from ttprun.agent.health.unhooked_ranks import UnhookedRanks
-from ttprun.agent.processes.rank_processes import SHIM, StandbyHandler
+from ttprun.agent.node import unhooked_ranks
+from ttprun.agent.node.rank_processes import SHIM, StandbyHandler
+from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.unhooked_ranks import UnhookedRanks
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.node_reports import Said
 from ttprun.recovery import JobPhase

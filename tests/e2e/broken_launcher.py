@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent.core import supervisor
-from ttprun.agent.core.coordinator import Coordinator
+from ttprun.agent.lead.conduct import Coordinator
+from ttprun.agent.node import supervisor
 from ttprun.cli.main import program
 from ttprun.protocol.process_orders import Action
 

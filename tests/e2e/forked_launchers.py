@@ -26,9 +26,15 @@ import torch
 import ttprun.cli.run
 from ttprun import mindio, text_hashes
 from ttprun.agent.launcher.elastic_agent import ReplacingAgent
-from ttprun.agent.processes import priority, standbys
-from ttprun.agent.processes.adopted import AdoptedProcess
-from ttprun.agent.processes.rank_processes import RankHandler, Standby, StandbyCopy, StandbyHandler, with_agent
+from ttprun.agent.node import rank_processes, standbys
+from ttprun.agent.node.rank_processes import (
+    AdoptedProcess,
+    RankHandler,
+    Standby,
+    StandbyCopy,
+    StandbyHandler,
+    with_agent,
+)
 from ttprun.cli.main import program
 from ttprun.protocol import channel
 from ttprun.protocol.channel import Channel
@@ -123,7 +129,7 @@ class _Source(Standby):
                 copy = source.new_copy()
                 self.process, self.channel = copy.process, copy.channel
                 self._answers_due, self.has_started, self.is_copyable, self.has_hung_up = 0, True, True, False
-                priority.lower(self.process.pid)
+                rank_processes.lower_priority(self.process.pid)
 
         def make(agent: ReplacingAgent, **start: Any) -> RankHandler:
             is_of_standby = agent._taken is not None or agent._again is not None

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ttprun.agent.processes.adopted import AdoptedProcess, adopting
+from ttprun.agent.node.rank_processes import AdoptedProcess, adopting
 
 # Not a file: no frame of the tests' own code is to lie under a script's.
 PROGRAM = "import sys; from tests.e2e import forked_launchers as forked; sys.exit(forked.serve()())"

@@ -10,23 +10,23 @@ import pytest
 
 from tests.e2e import harness
 from tests.e2e.harness import PLAIN, REPOSITORY, Launch, Undisturbed, assert_only_replaced, assert_same_outcome
-from ttprun.agent.core.domains import MEANWHILE
+from ttprun.agent.node.loop import MEANWHILE
 
 FAULT = "kill:rank=1,step=10,phase=backward"
 # What raises in every phase of the recovery in which it is called, and the part whose failure that is.
 PARTS = {
-    "ttprun.agent.processes.standbys:Standbys.take": "standbys",
-    "ttprun.agent.processes.standby_watch:StandbyWatch.look": "standbys",
-    "ttprun.agent.checkpoints.snapshots:Snapshots.look": "snapshots",
-    "ttprun.agent.checkpoints.writer:CheckpointWriter.look": "checkpoints in the background",
-    "ttprun.agent.checkpoints.quiesce_schedule:QuiesceSchedule.look": "times for checkpoints",
-    "ttprun.agent.health.hang_detector:HangDetector._look": "hang detection",
-    "ttprun.agent.health.unhooked_ranks:UnhookedRanks.look": "search for ranks without hooks",
-    "ttprun.agent.core.incidents:Incidents.note_compared": "incident notes",
-    "ttprun.agent.report.status_publisher:StatusPublisher.publish": "status",
-    "ttprun.agent.core.control_socket:ControlSocket.pass_time": "commands",
+    "ttprun.agent.node.standbys:Standbys.take": "standbys",
+    "ttprun.agent.node.standbys:StandbyWatch.look": "standbys",
+    "ttprun.agent.lead.snapshots:Snapshots.look": "snapshots",
+    "ttprun.agent.lead.writer:CheckpointWriter.look": "checkpoints in the background",
+    "ttprun.agent.lead.schedules:QuiesceSchedule.look": "times for checkpoints",
+    "ttprun.agent.lead.hang_detector:HangDetector._look": "hang detection",
+    "ttprun.agent.node.unhooked_ranks:UnhookedRanks.look": "search for ranks without hooks",
+    "ttprun.agent.lead.incidents:Incidents.note_compared": "incident notes",
+    "ttprun.agent.lead.status_publisher:StatusPublisher.publish": "status",
+    "ttprun.agent.node.control_socket:ControlSocket.pass_time": "commands",
     "ttprun.chaos.injections:Injections.pass_time": "fault injection",
-    "ttprun.agent.core.file_reserve:FileReserve.look": "file reserve",
+    "ttprun.agent.node.loop:FileReserve.look": "file reserve",
 }
 
 

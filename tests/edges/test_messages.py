@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import enum
-import inspect
 import math
 import subprocess
 import sys
-import textwrap
 import types
 import typing
 from typing import Any
@@ -16,9 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from ttprun.agent.core.coordinator import Coordinator
-from ttprun.agent.core.reports import _ROWS
-from ttprun.protocol import from_rank, node_reports, standby_messages
+from ttprun.agent.lead.conduct import ACTIONS, Coordinator
+from ttprun.agent.lead.reports import _ROWS
+from ttprun.agent.node.node_agent import ORDERS, NodeAgent
+from ttprun.protocol import from_rank, node_orders, node_reports, standby_messages
 from ttprun.protocol.channel import KNOWN, Order, Report
 from ttprun.protocol.codec import Message, Refused, decode, encode
 from ttprun.protocol.process_orders import Action, Rewind
@@ -137,16 +135,13 @@ def test_messages_of_both_directions_have_names_of_their_own() -> None:
     assert len({kind.__name__ for kind in both}) == len(both) == len(KNOWN)
 
 
-def cases_of(function: Any) -> set[str]:
-    """The classes on which a function matches."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    return {ast.unparse(node.cls) for node in ast.walk(tree) if isinstance(node, ast.MatchClass)}
-
-
-def test_every_action_of_the_machine_is_carried_out() -> None:
-    actions = {kind.__name__ for kind in Action.__subclasses__()}
-
-    assert {name.rpartition(".")[2] for name in cases_of(Coordinator.carry_out)} == actions
+def test_every_action_of_the_machine_and_every_order_to_a_node_has_exactly_one_row() -> None:
+    assert ACTIONS.keys() == {*Action.__subclasses__()}
+    assert ORDERS.keys() == {*typing.get_args(node_orders.Order)}
+    for rows, carrier in ((ACTIONS, Coordinator), (ORDERS, NodeAgent)):
+        own = [method for method in rows.values() if "." not in method]
+        assert all(hasattr(carrier, method) for method in own)
+        assert len({*rows.values()}) == len(rows)
 
 
 def test_the_agent_that_leads_takes_every_message_of_a_rank_by_one_table_but_for_what_concerns_its_node_alone() -> None:

@@ -26,12 +26,12 @@ from tests.agent.nodes import node_of, part
 from tests.capture.records import record_of
 from tests.state.making import DESCRIPTION, locked
 from ttprun import recovery
-from ttprun.agent.cluster.follower import Follower
-from ttprun.agent.cluster.leader import Leader
-from ttprun.agent.cluster.rendezvous import KNOWN as OF_NODES
-from ttprun.agent.cluster.spare_pool import Listener
-from ttprun.agent.core.control_socket import ControlSocket, _Client
-from ttprun.agent.repair.stored_states import open_checkpoint
+from ttprun.agent.between.follower import Follower
+from ttprun.agent.between.rendezvous import KNOWN as OF_NODES
+from ttprun.agent.between.spare_pool import Listener
+from ttprun.agent.lead.leader import Leader
+from ttprun.agent.node.control_socket import ControlSocket, _Client
+from ttprun.agent.node.stored_states import open_checkpoint
 from ttprun.capture.records import replayable
 from ttprun.capture.records.packing import MalformedRecordError
 from ttprun.capture.records.recorder import HEADER_BYTES, Recorder

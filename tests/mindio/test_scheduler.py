@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.repair.schedulers import Scheduler
+from ttprun.agent.lead.schedulers import Scheduler
 from ttprun.config import Config
 from ttprun.protocol import mindio
 from ttprun.protocol.board import Board, Field

@@ -39,7 +39,7 @@ OTHERS = {
     "rank/bootstrap/preload.py",
     "rank/bootstrap/rerun.py",
     "rank/framework/callback_recovery.py",
-    "agent/repair/schedulers.py",
+    "agent/lead/schedulers.py",
     "recovery/planned.py",
     "recovery/resize.py",
 }

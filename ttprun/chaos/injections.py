@@ -18,16 +18,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ttprun.agent.processes.rank_processes import kill_session
+from ttprun.agent.node.rank_processes import kill_session
 from ttprun.chaos.faults import AGENT_KINDS, Fault, parse_fault, seconds_of
 from ttprun.protocol import from_rank, node_orders, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
 if TYPE_CHECKING:
-    from ttprun.agent.cluster.actuators import Actuators
-    from ttprun.agent.core.node import Node
-    from ttprun.agent.core.rank_slot import RankSlot
-    from ttprun.agent.processes.standbys import Standbys
+    from ttprun.agent.node.node import Node
+    from ttprun.agent.node.rank_slot import RankSlot
+    from ttprun.agent.node.standbys import Standbys
 from ttprun.chaos.faults import PlannedStrike, strikes
 
 _STALL_S = 2.0
@@ -58,9 +57,8 @@ class FaultSchedule:
 class Injections:
     """Carries out the orders for the ranks of a node."""
 
-    def __init__(self, node: Node, actuators: Actuators, standbys: Standbys) -> None:
+    def __init__(self, node: Node, standbys: Standbys) -> None:
         self._node = node
-        self._actuators = actuators
         self._standbys = standbys
         self._from_config = [parse_fault(text) for text in node.config.faults]
         self._numbers = itertools.count(1)
@@ -211,7 +209,7 @@ class Injections:
 
     def _strike(self, number: int, fault: Fault, slot: RankSlot, is_reported: bool) -> None:
         strike = node_orders.Strike(slot.rank, slot.pid, number, str(fault), is_reported)
-        self._actuators.order(slot.rank, strike)
+        self._node.order(slot.rank, strike)
 
     def strike_here(self, strike: node_orders.Strike) -> None:
         """Have a fault strike this node. A rank that has reported it has stopped itself, or waits."""

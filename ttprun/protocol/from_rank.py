@@ -1,4 +1,4 @@
-"""What a rank reports to the agent: one class per message; `agent/core/reports.py` handles them.
+"""What a rank reports to the agent: one class per message; `agent/lead/reports.py` handles them.
 
 Reports of snapshots and checkpoints are in `snapshot_messages.py`, those of standbys and for them in
 `standby_messages.py`, those of a framework with callbacks in `mindio.py`.

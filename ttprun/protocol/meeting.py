@@ -4,7 +4,7 @@ This file, `node_reports.py` and `node_orders.py` have what they send each other
 JSON each (`codec.py`).
 
 One agent leads: the state machine runs there. Every other agent is a *follower*: it reports what happens to the ranks
-of its node, and carries out the leader's orders for them. In `agent/cluster`, `peers.py` has the connections,
+of its node, and carries out the leader's orders for them. In `agent/between`, `peers.py` has the connections,
 `leader.py` and `follower.py` handle the messages.
 
 What crosses nodes: the messages of ranks and to ranks (`line`, as in `channel.py`); the rows of the board; starts and

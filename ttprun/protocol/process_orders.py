@@ -24,10 +24,14 @@ class SpawnRank(Action, frozen=True):
 
 
 class KillRank(Action, frozen=True):
-    """End the rank's process and its children at once. Its exit is expected and will be dropped."""
+    """End the rank's process and its children at once. Its exit is expected and will be dropped.
+
+    is_late   a deadline has condemned it, and nobody has its stack yet; filled in
+    """
 
     rank: int
     reason: str
+    is_late: bool = False
 
 
 class Rewind(Action, frozen=True):

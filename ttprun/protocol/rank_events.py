@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from ttprun.protocol.codec import Message
 
 _OF_WORKER = re.compile(r"DataLoader worker \(pid.*\) (?:is killed by signal: Killed|exited unexpectedly)")
-_CRASH_IN_LINE = re.compile(r"SIG\w+, crashed in native code.* in .+:\d+ in ")  # exit_causes.py, and the script's line
+_CRASH_IN_LINE = re.compile(r"SIG\w+, crashed in native code.* in .+:\d+ in ")  # life_signs.py, and the script's line
 
 
 class Event(Message, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 A GAN's discriminator learns from `fake.detach()`, and after its step the generator from `fake` itself: at the boundary
 between the two steps, the graph of `fake` is needed, and is in no record. No run can resume there, nor from a snapshot
 or checkpoint of it; after the generator's step it can. So snapshots are postponed to the next boundary
-(`snapshot_shares.py`), and a job that is to end continues up to it (`ttprun.agent.checkpoints.quiesce_schedule`).
+(`snapshot_shares.py`), and a job that is to end continues up to it (`ttprun.agent.lead.schedules`).
 
 The same holds between the steps of two optimizers that use the gradients of one backward (`look`), and for a step that
 a hook takes inside a backward pass: the rest of the pass needs what the forward pass has computed with the weights

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.launcher.api as torch_launcher
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -22,18 +25,16 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname as matches_machine_hostname
 
 from ttprun import __version__, mindio, torch_versions
-from ttprun.agent.cluster.discovery import Discovery
-from ttprun.agent.cluster.membership import Elasticity
-from ttprun.agent.cluster.moved_store import JobFinder, MovedStore
-from ttprun.agent.cluster.rendezvous import address_for_ranks, own_address
-from ttprun.agent.core.supervisor import Supervisor
+from ttprun.agent.between.latecomers import JobFinder, MovedStore
+from ttprun.agent.between.rendezvous import address_for_ranks, own_address
 from ttprun.agent.launcher.elastic_agent import JobFoundError, Meeting, ReplacingAgent
-from ttprun.agent.launcher.loopback import ADDRESS, ONE_NODE_ENDPOINT, stores_on_loopback
 from ttprun.agent.launcher.outcome import DO_NOT_RESTART, Outcomes
 from ttprun.agent.launcher.resume import Resumption
 from ttprun.agent.launcher.signals import Signals
-from ttprun.agent.processes.rank_processes import command_of
-from ttprun.agent.report.status_publisher import write_last_status
+from ttprun.agent.lead.membership import Discovery, Elasticity
+from ttprun.agent.lead.status_publisher import write_last_status
+from ttprun.agent.node.rank_processes import command_of
+from ttprun.agent.node.supervisor import Supervisor
 from ttprun.config import Config
 from ttprun.early_signals import ENDED_BY_SIGNAL, StoppedEarly, exit_code_of
 from ttprun.errors import ConfigError
@@ -42,6 +43,48 @@ from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.reasons import pointer
 from ttprun.recovery.membership_policy import Membership
 from ttprun.state.store import CheckpointStore
+
+ADDRESS = "127.0.0.1"
+# What torchrun makes of one node without an address: any free port.
+ONE_NODE_ENDPOINT = "localhost:0"
+# Where torch's rendezvous looks up the class of the stores that it makes.
+_PLACES = ("torch.distributed", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend")
+
+
+@contextlib.contextmanager
+def stores_on_loopback() -> Iterator[None]:
+    """While in it, stores that torch makes in this process listen on loopback."""
+    modules = [importlib.import_module(name) for name in _PLACES]
+    original: Any = getattr(modules[0], "TCPStore")  # noqa: B009 - torch does not declare it
+
+    class LoopbackStore(original):  # type: ignore[misc]
+        """A TCPStore; its server gets a socket that listens on loopback already."""
+
+        def __init__(self, host_name: str, port: int, *args: Any, is_master: bool = False, **kwargs: Any) -> None:
+            if not is_master or args:
+                super().__init__(host_name, port, *args, is_master=is_master, **kwargs)
+                return
+            try:
+                listener = socket.create_server((ADDRESS, port))
+            except OSError:  # a machine without loopback: torch's way may work there
+                super().__init__(host_name, port, is_master=True, **kwargs)
+                return
+            bound_port = listener.getsockname()[1]
+            kwargs |= {"is_master": True, "master_listen_fd": listener.detach()}
+            if torch_versions.takes_socket(torch.__version__):
+                with contextlib.suppress(NotImplementedError):  # another build than those that were tried
+                    super().__init__(ADDRESS, bound_port, **kwargs)
+                    return
+            super().__init__(ADDRESS, bound_port, **kwargs | {"use_libuv": False})
+
+    for module in modules:
+        module.TCPStore = LoopbackStore  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.TCPStore = original  # type: ignore[attr-defined]
+
 
 logger = logging.getLogger("ttprun")
 
@@ -271,7 +314,7 @@ def _supervise(
         _say(reason, goes_on)
     is_leader = not node.peers.is_follower and not node.is_deposed
     if outcomes is not None and is_leader and ReplacingAgent.has_started_ranks and not goes_on:
-        outcomes.end(code, supervisor.parts.status.step, reason)
+        outcomes.end(code, supervisor.run.status.step, reason)
         if meeting.moved_store is not None:
             meeting.moved_store.withdraw()
     return code

@@ -1,7 +1,8 @@
-"""From which checkpoint a job goes on: a new launch, or one whose ranks could not go on otherwise.
+"""From which checkpoint a job goes on, and with which settings its state machine runs.
 
-The newest one of the save directory that can be used, or the one that was named. Whether one can be used is asked here
-alone, so that nothing is promised of a checkpoint which a later launch then refuses. Begin with `Resumption.find`.
+A new launch, or ranks that could not go on otherwise, resume from the newest checkpoint of the save directory that can
+be used, or from the one that was named. Whether one can be used is asked here alone, so that nothing is promised of a
+checkpoint which a later launch then refuses. Begin with `Resumption.find`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ttprun import recovery
-from ttprun.agent.repair.stored_states import Stored, open_checkpoint, rank_file
+from ttprun.agent.node.stored_states import Stored, open_checkpoint, rank_file
 from ttprun.capture.records import replayable
 from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
 from ttprun.capture.values.refusals import refusals
@@ -276,3 +277,38 @@ def difference_of(old: Sequence[str], new: Sequence[str]) -> str:
 def script_of(arguments: Sequence[str]) -> tuple[str, ...]:
     """The script itself, or `-m` and the module."""
     return tuple(arguments[: 2 if tuple(arguments[:1]) == ("-m",) else 1])
+
+
+def settings_of(
+    config: Config, world_size: int, is_python: bool, max_restarts: int, resumption: Resumption
+) -> recovery.Settings:
+    """What the state machine must know of a job.
+
+    is_python      False: the ranks run the user's own program, and none can be repaired
+    max_restarts   how often torch may restart all ranks
+    """
+    limits = recovery.PhaseLimits(
+        freeze_s=config.freeze_timeout_s,
+        replay_s=config.replay_timeout_s,
+        transfer_s=config.transfer_timeout_s,
+        resume_s=config.resume_timeout_s,
+        persist_s=config.persist_timeout_s,
+        # A rank that must reach its next collective to quiesce needs more time.
+        halt_s=config.freeze_timeout_s if config.mindio else recovery.PhaseLimits().halt_s,
+    )
+    is_one = world_size == 1 and not config.elastic
+    rungs = config.without_repair() if not is_python else config.for_one_rank() if is_one else config
+    return recovery.Settings(
+        world_size=world_size,
+        is_alone=world_size == 1 and is_python and not config.mindio and not config.elastic,
+        rungs=frozenset(rungs.rungs),
+        exception_retries=config.exception_retries,
+        max_incidents_per_hour=config.max_incidents_per_hour,
+        max_restarts=max_restarts,
+        saves_before_restart=config.mindio,
+        begins_anew=not resumption.is_named,
+        same_command_goes_on=resumption.is_found_by_same_command,
+        are_replicas_declared=config.mindio,
+        is_elastic=config.elastic,
+        limits=limits,
+    )

@@ -1,0 +1,1 @@
+"""Between launchers: how they meet, follow one that leads, wait for slots, and who leads when the leader is lost."""

@@ -1,0 +1,157 @@
+"""A follower: the agent of a node that does not lead. It reports what happens to its ranks, and carries out orders.
+
+Processes, standbys, records and logs are each node's own; what is decided comes from the leader. Begin with
+`Follower.take_order` and `Follower.report`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from ttprun.agent.between import board_rows
+from ttprun.agent.lead.status_publisher import StatusPublisher
+from ttprun.agent.node.node import Node, give_up, log_exit, note_failure, note_script_error
+from ttprun.agent.node.node_agent import NodeAgent
+from ttprun.agent.node.verdict import Failure, Verdict
+from ttprun.protocol import from_rank, meeting, node_orders, node_reports
+from ttprun.protocol.codec import Refused
+from ttprun.protocol.inheritance import Known
+from ttprun.protocol.rank_events import RankExited, SpawnFailed
+
+logger = logging.getLogger("ttprun")
+
+_EVERY_S = 0.25
+_OFTEN = 128  # nodes that report so often: the agent of more is at nothing else
+_RARELY = 4.0
+
+
+def interval_s(nodes: int) -> float:
+    """Seconds from one report of how ranks stand to the next: each node of a large group reports less often."""
+    return _EVERY_S * min(_RARELY, max(1.0, nodes / _OFTEN))
+
+
+@dataclass
+class Follower:
+    """Reports to the leader, and takes its orders.
+
+    known   what the leader knows of the whole job
+    """
+
+    node: Node
+    agent: NodeAgent
+    status: StatusPublisher
+    known: Known | None = field(default=None, init=False)
+    _next_s: float = field(default=0.0, init=False)
+
+    def look(self) -> bool:
+        """Time has passed: report how the ranks stand; returns whether it was time for that."""
+        now = time.monotonic()
+        if now < self._next_s:
+            return False
+        self._next_s = now + interval_s(self.node.peers.size)
+        self.node.peers.to_leader(board_rows.rows_of(self.node, self.node.here))
+        return True
+
+    # Reports.
+
+    def report(self, report: node_reports.Report) -> None:
+        """What has happened on this node, which the leader answers."""
+        node, peers = self.node, self.node.peers
+        match report:
+            case node_reports.Said(rank=rank):
+                stands = board_rows.rows_of(node, [node.slots[rank]])
+                report = self._completed(report).encoded(len(node.slots), stands)
+            case SpawnFailed(rank=rank, reason=reason):
+                node.log("spawn_failed", rank=rank, reason=reason)
+            case RankExited():
+                if not report.is_finish:
+                    note_failure(node, report)
+                log_exit(node, report, {})
+                peers.to_leader(board_rows.rows_of(node, [node.slots[report.rank]], is_awaited=True))
+        peers.to_leader(report)
+
+    def _completed(self, said: node_reports.Said) -> node_reports.Said:
+        """What a rank reports, with what only its node knows."""
+        match said.message:
+            case from_rank.ScriptError():
+                note_script_error(self.node, self.node.slots[said.rank], said.message)
+            case from_rank.RankFrozen(boundary=boundary):
+                return replace(said, fingerprint=self.agent.fingerprint(said.rank, boundary))
+        return said
+
+    # Orders.
+
+    def take_order(self, order: node_orders.OfLeader | Refused) -> None:
+        """The leader has sent something."""
+        node = self.node
+        why_unfit = node_reports.why_unfit(order, len(node.slots))
+        if why_unfit:
+            order = Refused(f"{type(order).__name__}: {why_unfit}")
+        match order:
+            case node_reports.Rows(now_ns=now_ns, rows=theirs):
+                board_rows.copy_in(node, theirs, now_ns)
+            case node_orders.Forward():
+                self._forward(order)
+            case node_orders.Published():
+                self.status.take(order)
+            case meeting.SparePools():
+                node.peers.note_pools(order)
+            case Known():
+                self.known = order
+            case meeting.Master(where=where):
+                node.move_master(where)
+            case meeting.Deposed(reason=reason):
+                self.give_up(f"{node.peers.leaders_name} goes on without this node: {reason}")
+            case meeting.Concluded():
+                self._conclude(order)
+            case meeting.Regroup():
+                node.log("regroup", nodes=order.size, node=order.node, reason=order.reason)
+                node.conclude(Verdict("resize", order.reason, regroup=order))
+            case Refused(reason=reason):
+                node.log("message_refused", reason=reason)
+                logger.warning("a message of the agent that leads is ignored: %s", reason)
+            case _ if isinstance(order, node_orders.Order):
+                self.agent.carry_out(order)
+            case _:
+                node.log("message_refused", reason=f"{type(order).__name__} is no order")
+
+    def _forward(self, order: node_orders.Forward) -> None:
+        node = self.node
+        slots = [node.slots[rank] for rank, pid in order.to if node.slots[rank].pid == pid]
+        present = [slot.rank for slot in slots if slot.is_present]
+        if not present:
+            return  # it is of processes that have ended
+        message = order.message(len(node.slots))
+        if isinstance(message, Refused):
+            node.log("message_refused", reason=message.reason)
+            return
+        for rank in present:
+            self.agent.forward(rank, message)
+
+    def give_up(self, reason: str, kind: str = "fail") -> None:
+        """This node has no part in the job any more: its ranks end.
+
+        kind   of the verdict
+        """
+        node = self.node
+        if node.verdict is not None:
+            return
+        node.log("node_given_up", reason=reason)
+        give_up(node, reason, kind)
+
+    def _conclude(self, order: meeting.Concluded) -> None:
+        node = self.node
+        if node.verdict is not None:
+            return
+        first = node.first_failure.found
+        if order.kind != "done" and (first is None or first.exit_code != order.exit_code):  # the launchers end alike
+            node.first_failure.note(Failure(node.here[0].rank, 0, order.exit_code, order.reason), is_new_incident=True)
+        if order.kind == "restart":
+            logger.warning("all ranks start again: %s", order.reason)
+        node.log("group_given_up", kind=order.kind, reason=order.reason)
+        node.end_by(order.ended_by)
+        node.hear_conclusion(Verdict(order.kind, order.reason, order.has_progress))

@@ -1,1 +1,0 @@
-"""Checkpoints on disk and snapshots in shared memory: when they are due, and what they are made of."""

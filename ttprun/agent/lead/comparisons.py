@@ -1,0 +1,361 @@
+"""Who holds the same weights, as the ranks report it, and what follows when replicas part. Begin with `take`.
+
+Who is a replica of whom is worked out in `ttprun.recovery.replicas`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, replace
+
+from msgspec import structs
+
+from ttprun import recovery
+from ttprun.agent.lead.actuators import Actuators
+from ttprun.agent.lead.incidents import Incidents
+from ttprun.agent.lead.schedules import SnapshotTimes
+from ttprun.agent.lead.topology_report import topology_of
+from ttprun.agent.node.mirrors import Mirrors
+from ttprun.agent.node.node import Node, report_mismatch
+from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.errors import in_short
+from ttprun.observe.run_directory import replace_file
+from ttprun.observe.topology import StateSource
+from ttprun.protocol import from_rank, node_orders, to_rank
+from ttprun.rank.checks.verification import PROOF_STEPS
+from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
+from ttprun.recovery.ways_back import may_rewind
+from ttprun.state.cost_limits import in_words
+
+logger = logging.getLogger("ttprun")
+
+_MOST_RANKS = 8  # that are named
+LOOK_AHEAD = 20  # boundaries, by which all ranks have heard of it
+
+
+class Comparisons:
+    """Compares what the ranks of one group hold."""
+
+    def __init__(
+        self, node: Node, actuators: Actuators, times: SnapshotTimes, incidents: Incidents, mirrors: Mirrors
+    ) -> None:
+        self._node = node
+        self._actuators = actuators
+        self._mirrors = mirrors
+        self._times = times
+        self._incidents = incidents
+        self._looks = Looks(world_size=len(node.slots))
+        self.why_not_stored = ""  # why neither snapshots nor checkpoints can hold the shards
+        self._cuts: dict[int, Mapping[str, tuple[str, str]]] = {}  # by rank: of each sharded parameter, which part
+        self._names: dict[str, str] = {}  # of parameters, for people
+        self._groups: dict[int, list[from_rank.Group]] = {}  # by rank
+        self._repaired: tuple[tuple[int, ...], int] = ((), 0)  # ranks, boundary
+        self._weights: dict[int, int] = {}  # by rank: bytes
+        self._mirror_reports: dict[int, from_rank.StateMirrored] = {}  # by rank: the newest report
+        self._not_copied: set[int] = set()  # ranks of whose mirrors the next node could keep no copy
+        self._said_of_mirrors = ""
+        self._has_said_no_step = False
+
+    def begin_resumed(self, replicas: Replicas) -> None:
+        """The ranks go on from a checkpoint, whose writers were replicas so far."""
+        self._looks = replace(self._looks, replicas=replicas)
+        self._names |= replicas.names
+
+    def note_repair(self, ranks: tuple[int, ...], boundary: int) -> None:
+        """These ranks get the others' weights of a boundary, which is checked: there all are alike."""
+        before, repaired_at = self._repaired
+        self._repaired = ((*before, *ranks) if repaired_at == boundary else ranks, boundary)
+        self._looks = replace(self._looks, agreed_at=boundary, reported={})
+
+    def take(self, slot: RankSlot, message: from_rank.Held) -> None:
+        """A rank reports digests of what it holds; the last one's report shows who is a replica of whom."""
+        before = self._looks
+        self._names |= message.names
+        self._groups[slot.rank] = message.groups or self._groups.get(slot.rank, [])
+        if message.is_full:
+            self._cuts[slot.rank] = message.shards
+            self._weights[slot.rank] = message.bytes
+        if message.why_not_stored:
+            self._times.turn_off(message.why_not_stored)
+        self._looks, look = before.note(slot.rank, message.boundary, message.held, message.is_full, message.shards)
+        if look is None:
+            return
+        if look.differing and self._is_proof(look):
+            self._looks = replace(self._looks, replicas=before.replicas)
+            what = f"{self.names_of(look.differing)}, or its gradient or optimizer state"
+            self._refuse_repair(slot, look.boundary, what)
+            return
+        if look.is_full or look.differing:
+            self._look_at_shards()
+            self._share_out_mirrors()
+            self._note_replicas(self._looks.replicas, look.boundary)
+            self._write_topology()
+        repaired, repaired_at = self._repaired
+        if (
+            look.is_full
+            and not look.differing
+            and look.divergence is None
+            and look.boundary <= repaired_at + PROOF_STEPS
+        ):
+            everyone = range(len(self._node.slots))
+            for rank in (rank for rank in sorted({*repaired}) if self._looks.replicas.peers(rank, everyone)):
+                equal = f"weights, gradients and optimizer state, those of its replicas, at boundary {look.boundary}"
+                self._incidents.note_compared(rank, [equal], [])
+        if look.is_full:
+            for each in self._node.slots:
+                each.send_if_present(to_rank.AllCompared(look.boundary))
+        job = self._node.job
+        if look.divergence is not None and (job.incident is None or job.phase is recovery.JobPhase.RESUMING):
+            self._answer_divergence(slot, look.divergence)
+
+    def _look_at_shards(self) -> None:
+        """Nothing is stored of parts that do not make one whole."""
+        everyone = range(len(self._node.slots))
+        cuts = [self._cuts.get(rank, {}) for rank in everyone]
+        self.why_not_stored = why_not_one_whole(self._looks.replicas.shards, cuts, self._names)
+        if self.why_not_stored:
+            self._times.turn_off(self.why_not_stored)
+
+    def _is_proof(self, look: Look) -> bool:
+        """Whether a rank that was repaired a moment ago differs now from those that it was repaired from."""
+        ranks, repaired_at = self._repaired
+        everyone = range(len(self._node.slots))
+        if not ranks or look.boundary > repaired_at + PROOF_STEPS or {*ranks} == {*everyone}:
+            return False
+        unequal = self._node.job.replicas.unequal
+        return any(
+            unequal.get(key, owners)[rank] == unequal.get(key, owners)[other] or key not in unequal
+            for key, owners in look.differing.items()
+            for rank in ranks
+            for other in everyone
+            if owners[rank] != owners[other]
+        )
+
+    def _refuse_repair(self, slot: RankSlot, boundary: int, what: str) -> None:
+        """What the repaired ranks do is not what the lost ones did.
+
+        what   which ranks hold what
+        """
+        ranks, repaired_at = self._repaired
+        who = ", ".join(map(str, sorted({*ranks})))
+        reason = (
+            f"since rank {who} was repaired at boundary {repaired_at} the ranks hold different weights at boundary "
+            f"{boundary} ({what}): ttprun's repair has missed something that the steps use"
+        )
+        self._mismatch(slot, reason)
+
+    def _mismatch(self, slot: RankSlot, reason: str) -> None:
+        report_mismatch(self._node, slot.rank, self._node.job.generation, reason)
+
+    def _note_replicas(self, replicas: Replicas, boundary: int) -> None:
+        """It is known who is a replica of whom: the machine, the ranks and the operator hear what is new."""
+        node = self._node
+        replicas = replace(replicas, names={key: self._names.get(key, key) for key in replicas.unequal})
+        self._looks = replace(self._looks, replicas=replicas)
+        before = node.job.replicas
+        if replicas == before:
+            return
+        node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=replicas))
+        if replicas.unequal == before.unequal:
+            return
+        node.log("shards_found", boundary=boundary, names=replicas.all_names, groups=replicas.groups)
+        if not replicas.has_single_holders or self._mirrors.why_off:
+            logger.warning("%s", self._cost_of(replicas))
+        else:
+            self._say_mirrored()
+        for slot in node.slots:
+            self.report_owners(slot)
+        if replicas.has_single_holders:
+            self._times.take_one_at_once()
+
+    def note_mirrored(self, slot: RankSlot, message: from_rank.StateMirrored) -> None:
+        """A rank has mirrored its state for the first time, or cannot."""
+        node, mirrored = self._node, self._looks.replicas.mirrored
+        node.log("state_mirrored", rank=slot.rank, **structs.asdict(message))
+        self._mirror_reports[slot.rank] = message
+        mirrored = mirrored - {slot.rank} if message.why_not else mirrored | {slot.rank}
+        self._looks = replace(self._looks, replicas=replace(self._looks.replicas, mirrored=mirrored))
+        node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=self._looks.replicas))
+        self._say_mirrored()
+        self._write_topology()
+
+    def note_mirror_copied(self, slot: RankSlot, message: from_rank.MirrorCopied) -> None:
+        """A rank of the next node keeps another one's mirror, or cannot."""
+        self._node.log("mirror_copied", rank=slot.rank, **structs.asdict(message))
+        if not message.why_not:
+            self._not_copied.discard(message.of)
+            return
+        self._not_copied.add(message.of)
+        logger.warning(
+            "the mirror of rank %d, which takes %s, is not kept on %s: %s (%s may be used for all that it keeps, "
+            "--buddy-memory); if the node of rank %d is lost, %s",
+            *(message.of, in_words(message.bytes), self._node.peers.name_of(self._node.peers.node_of(slot.rank))),
+            *(message.why_not, in_words(message.limit_bytes), message.of, recovery.cost_of_a_loss(self._node.job)),
+        )
+
+    def lose_mirrors(self, ranks: Collection[int]) -> None:
+        """The node of these ranks is gone, with their mirrors; the next one may keep copies of them."""
+        peers, mirrored, gone = self._node.peers, self._looks.replicas.mirrored, {*ranks}
+        if self._mirrors.is_on_next_node:
+            gone = {rank for rank in ranks if not peers.is_connected((peers.node_of(rank) + 1) % peers.size)}
+            gone |= self._not_copied & {*ranks}
+        if mirrored.isdisjoint(gone):
+            return
+        self._looks = replace(self._looks, replicas=replace(self._looks.replicas, mirrored=mirrored - gone))
+        self._node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=self._looks.replicas))
+
+    @property
+    def _awaits_mirrors(self) -> bool:
+        """Some rank that alone holds something has not answered yet whether it can mirror that."""
+        return not self._mirrors.why_off and not self._looks.replicas.single_holders <= self._mirror_reports.keys()
+
+    def _say_mirrored(self) -> None:
+        """Report, once each rank has answered, what is mirrored of what it alone holds, and what the rest costs."""
+        replicas, reports = self._looks.replicas, self._mirror_reports
+        if self._awaits_mirrors:
+            return
+        by_reason: dict[str, list[int]] = {}  # why they are not mirrored, or "" -> ranks
+        for rank in sorted(replicas.single_holders):
+            by_reason.setdefault(reports[rank].why_not, []).append(rank)
+        mirrored = by_reason.pop("", [])
+        said = []
+        if mirrored:
+            size = in_words(sum(reports[rank].bytes for rank in mirrored))
+            where = ""
+            if self._mirrors.is_on_next_node:
+                where = ", and once more on the next node"
+            elif self._node.peers.size > 1:
+                where = ", lost with its node (not so: --buddy node)"
+            said.append(f"{_hold(mirrored)}: mirrored in {size} of memory{where} (--buddy off to save it)")
+        for why_not, ranks in by_reason.items():
+            size_bytes = sum(reports[rank].bytes for rank in ranks)
+            limit = sum(reports[rank].limit_bytes for rank in ranks)
+            sizes = (
+                f": {in_words(size_bytes)}, and {in_words(limit)} may be used (--buddy-memory)" if size_bytes else ""
+            )
+            said.append(f"{_hold(ranks)}, not mirrored: {why_not}{sizes}")
+        text = f"{self._finding(replicas)}; {'; '.join(said)}"
+        if text == self._said_of_mirrors:
+            return
+        self._said_of_mirrors = text
+        logger.warning("%s", f"{text}; {self._cost_without_source()}" if by_reason else text)
+        why_no_step = next((reports[rank].why_no_step for rank in mirrored if reports[rank].why_no_step), "")
+        if why_no_step and not self._has_said_no_step:
+            self._has_said_no_step = True
+            logger.warning("inside its step a rank is not replaced: %s; %s", why_no_step, self._cost_without_source())
+
+    def note_collective_steps(self) -> None:
+        """An optimizer communicates inside step(): a lost rank's state can only come from its mirror."""
+        if self._looks.replicas.has_collective_steps:
+            return
+        self._looks = replace(self._looks, replicas=replace(self._looks.replicas, has_collective_steps=True))
+        self._node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=self._looks.replicas))
+        self._share_out_mirrors()
+
+    def _share_out_mirrors(self) -> None:
+        """Let the ranks that hold what no other one does keep mirrors."""
+        singles = self._looks.replicas.single_holders
+        if self._mirrors.share_out({rank: self._weights.get(rank, 0) for rank in singles}):
+            for rank in singles:
+                self.report_owners(self._node.slots[rank])
+
+    def _write_topology(self) -> None:
+        """Let `ttprun topology` know who holds what."""
+        node = self._node
+        groups = itertools.chain.from_iterable(self._groups.values())
+        otherwise: StateSource = "snapshot" if may_rewind(node.job) else "restart"
+        replicas = self._looks.replicas
+        mirrors = {rank: self._mirror_reports[rank].bytes for rank in replicas.mirrored & self._mirror_reports.keys()}
+        text = topology_of(replicas, groups, len(node.slots), otherwise, mirrors).to_json()
+        with contextlib.suppress(OSError):  # the status says already that the run's files cannot be written
+            replace_file(node.run.topology, text)
+        node.peers.to_all(node_orders.Published("topology", text))
+
+    def names_of(self, keys: Iterable[str]) -> str:
+        """What the script calls these parameters, the first few."""
+        return in_short([self._names.get(key, key) for key in keys])
+
+    def look_soon(self, boundary: int) -> None:
+        """Replicas have been found to differ: all ranks are asked for a full look at one boundary, a little later."""
+        for slot in self._node.slots:
+            slot.send_if_present(to_rank.LookAt(boundary + LOOK_AHEAD))
+
+    def report_owners(self, slot: RankSlot) -> None:
+        """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself, or mirror."""
+        if order := self._mirrors.order_for(slot):
+            self._actuators.order(slot.rank, order)
+        is_none_alike = all(len(ranks) == 1 for ranks in self._looks.replicas.groups)
+        # Results of operations are in no copy of a mirror: the others keep what they had put into them.
+        if self._looks.replicas.groups and is_none_alike and not self._mirrors.is_on_next_node:
+            slot.send_if_present(to_rank.NoneAlike())
+        owners = self._looks.replicas.differing
+        if owners:
+            slot.send_if_present(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))
+
+    def _finding(self, replicas: Replicas) -> str:
+        """Which parameters not all ranks hold alike."""
+        names = replicas.all_names
+        several = len(names) > 1
+        if replicas.differing:
+            differ = "parameters or their" if several else "parameter or its"
+            return f"{len(names)} {differ} optimizer state differ between the ranks ({in_short(names)})"
+        are = "parameters are" if several else "parameter is"
+        return f"{len(names)} {are} sharded over the ranks ({in_short(names)})"
+
+    def _cost_of(self, replicas: Replicas) -> str:
+        """What the operator must know of ranks that are no replicas of each other."""
+        finding, why_off = self._finding(replicas), self._mirrors.why_off
+        if not replicas.has_single_holders:
+            groups = " and ".join(", ".join(map(str, ranks)) for ranks in replicas.groups)
+            return f"{finding}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
+        finding = f"{finding}: no other rank holds what such a rank holds"
+        return f"{finding}, so none can be replaced (--buddy: {why_off}); {self._cost_without_source()}"
+
+    def _cost_without_source(self) -> str:
+        """What the loss of a rank costs now whose state no other rank holds."""
+        job = self._node.job
+        cost = f"if one is lost now, {recovery.cost_of_a_loss(job)}"
+        if may_rewind(job):
+            return cost
+        if self._times.is_off or "rewind" not in job.settings.rungs:
+            return f"no snapshots are taken ({self._times.why_off or '--snapshot-every'}), and {cost}"
+        return f"no snapshot is taken yet (--snapshot-every {self._node.config.snapshot_every}), and {cost}"
+
+    def note_snapshot(self) -> None:
+        """There is a snapshot to which all ranks can go back, and there was none."""
+        job = self._node.job
+        if job.replicas.needs_snapshots and may_rewind(job) and not self._awaits_mirrors:
+            cost, most_lost = recovery.cost_of_a_loss(job), self._times.most_lost
+            at_most = f": {most_lost}" if most_lost else ""
+            logger.warning("the first snapshot is taken: if a rank is lost, %s%s", cost, at_most)
+        self._write_topology()
+
+    def _answer_divergence(self, slot: RankSlot, divergence: Divergence) -> None:
+        """Replica peers hold different weights, though they were alike and have had the same gradients."""
+        new = [odd for odd in (self._node.slots[rank] for rank in divergence.ranks) if not odd.divergence]
+        if not new and divergence.ranks:
+            return  # it has been ordered to stop, and is on its way there
+        self._node.log("replicas_diverged", **asdict(divergence))
+        reason = divergence.sentence
+        ranks, repaired_at = self._repaired
+        refutes_repair = (
+            bool(ranks) and divergence.boundary <= repaired_at + PROOF_STEPS and {*divergence.ranks} <= {*ranks}
+        )
+        if refutes_repair:
+            self._refuse_repair(slot, divergence.boundary, divergence.held)
+            return
+        if not divergence.ranks:
+            self._mismatch(slot, reason)
+            return
+        for odd in new:
+            odd.diverge(divergence.sentence)
+
+
+def _hold(ranks: list[int]) -> str:
+    """The beginning of a sentence on what they hold."""
+    who = in_short([*map(str, ranks)], _MOST_RANKS)
+    return f"{f'rank {who} holds' if len(ranks) == 1 else f'ranks {who} each hold'} what no other rank holds"

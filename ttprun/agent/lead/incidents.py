@@ -1,0 +1,229 @@
+"""The incidents of a run: what is kept of them for the status, the event log and the operator.
+
+An incident is shown as recovered once a step has been completed after it: until then the same fault may come back. What
+the ranks hold that can change and is in no record is named after the first step, and with each incident (`NotProved`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields, replace
+
+from ttprun.agent.node.node import Node
+from ttprun.observe.status import IncidentStatus, ResumeStatus
+from ttprun.protocol.board import Field
+from ttprun.protocol.reasons import kind_of, pointer
+from ttprun.recovery import Incident, is_of_script
+
+logger = logging.getLogger("ttprun")
+COST_OF_UNRECORDED = "If a rank is lost before the first loss of its step, it is not replaced"
+_REPLAYED_BY_ALL = frozenset({"rewind", "restart", "resize"})
+_VARIABLE = re.compile(r"(?:rank \d+: )?(?:a key of )*((?:[\w.<>]+: )*\w+)(?=[.\[]| \()")
+
+
+def grouped(sentences: Iterable[str]) -> list[str]:
+    """Sentences that begin with a variable's path, for the console: of several about one variable, only the first."""
+    groups: dict[str, list[str]] = {}
+    for sentence in sentences:
+        groups.setdefault(path[1] if (path := _VARIABLE.match(sentence)) else sentence, []).append(sentence)
+    return [
+        group[0] if len(group) == 1 else f"{variable}: {len(group)} things in it (ttprun status), such as {group[0]}"
+        for variable, group in groups.items()
+    ]
+
+
+class NotProved:
+    """What each rank has said, in its own words: "cache (sqlite3.Connection): it is in a file"."""
+
+    def __init__(self) -> None:
+        self._of_ranks: dict[int, tuple[str, ...]] = {}
+        self._unrecorded: dict[int, tuple[str, ...]] = {}
+        self._of_incidents: dict[int, tuple[str, ...]] = {}
+        self._said: set[str] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all ranks, each name once."""
+        return self._names_of(self._ranks)
+
+    @property
+    def unrecorded(self) -> tuple[str, ...]:
+        """What of all ranks no replay could restore, a sentence each."""
+        return tuple(
+            dict.fromkeys(sentence for rank in sorted(self._unrecorded) for sentence in self._unrecorded[rank])
+        )
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self._of_ranks.keys() | self._unrecorded.keys()))
+
+    def take(self, rank: int, sentences: tuple[str, ...], is_unrecorded: bool = False) -> None:
+        """A rank has met such objects; the console gets each once.
+
+        is_unrecorded   it could not restore them
+        """
+        (self._unrecorded if is_unrecorded else self._of_ranks)[rank] = sentences
+        new = [sentence for sentence in sentences if sentence not in self._said]
+        self._said.update(new)
+        for name in [name for name in new if name.endswith("written again")]:
+            new.remove(name)
+            logger.warning("if a rank is replaced: %s%s", name, pointer(name))
+        if new:
+            said = f"not proved: {'; '.join(grouped(new))}"
+            if is_unrecorded:
+                logger.warning("%s%s. %s", said, pointer(said), COST_OF_UNRECORDED)
+            else:
+                logger.warning("%s; a replacement has these as the script's set-up makes them%s", said, pointer(said))
+
+    def note_incident(self, incident: Incident) -> None:
+        """An incident has gone on: what of its replays is not proved stays with it, whatever comes later."""
+        ranks = self._ranks if incident.rung in _REPLAYED_BY_ALL else incident.ranks
+        if incident.rung != "reconnect" and incident.outcome in ("open", "recovered"):
+            self._of_incidents[incident.id] = self._names_of(ranks)
+
+    def of_incident(self, number: int) -> tuple[str, ...]:
+        """What is not proved of the ranks that an incident has replaced."""
+        return self._of_incidents.get(number, ())
+
+    def _names_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        listed = (names for rank in ranks for names in (self._of_ranks.get(rank, ()), self._unrecorded.get(rank, ())))
+        return tuple(dict.fromkeys(name for names in listed for name in names))
+
+
+class Incidents:
+    """All incidents of a run, and how it was resumed.
+
+    resume      None if the run has begun from its top
+    not_proved  what the ranks hold that is in no record
+    changes     grows with each of the rarer changes, which are to be published at once
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._incidents: dict[int, Incident] = {}
+        self._compared: dict[int, tuple[list[str], list[str]]] = {}  # incident -> what was equal, what is not proved
+        self.resume: ResumeStatus | None = None
+        self.not_proved = NotProved()
+        self.changes = 0
+        self._said: set[tuple[int, str, str]] = set()
+        self._unconfirmed: list[Incident] = []  # repaired, and no step has been completed since
+
+    def note(self, incident: Incident) -> None:
+        """An incident was opened, has gone on, or has ended; without a number it is the resume from a checkpoint."""
+        has_steps = incident.boundary is not None and not self._node.config.mindio
+        if incident.id and incident.outcome == "recovered" and incident.phase == "RUNNING" and has_steps:
+            self._unconfirmed.append(incident)
+            incident = replace(incident, outcome="open", total_s=None)
+        if incident.outcome == "restarted":
+            self.conclude(is_done=False)
+        self._note(incident)
+
+    def look(self) -> None:
+        """Confirm what was repaired, if all ranks here have completed a step since, or have finished."""
+        self._confirm([incident for incident in self._unconfirmed if self._has_helped(incident)])
+
+    def _has_helped(self, incident: Incident) -> bool:
+        node = self._node
+        slots = [slot for slot in node.here if slot.rank in incident.ranks or not node.job.are_alone]
+        going = (slot.rank for slot in slots if not slot.is_finished and slot.rank not in node.job.away)
+        return all(node.board.get(rank, Field.APPLIED) > (incident.boundary or 0) for rank in going)
+
+    def conclude(self, is_done: bool) -> None:
+        """The job is done, or has ended, or begins anew, before another step was completed."""
+        self._confirm(self._unconfirmed, has_helped=is_done)
+
+    def _confirm(self, incidents: list[Incident], has_helped: bool = True) -> None:
+        self._unconfirmed = [incident for incident in self._unconfirmed if incident not in incidents]
+        for incident in incidents:
+            self._note(incident if has_helped else replace(incident, outcome="failed"))
+            self.changes += 1
+
+    def _note(self, incident: Incident) -> None:
+        if not incident.id or (self.resume is not None and self.resume.outcome == "open"):
+            self.resume = ResumeStatus(incident.boundary, incident.outcome, incident.reason, incident.total_s)
+        if incident.id and incident.id not in self._incidents:
+            self.changes += 1
+        if incident.id:
+            self._incidents[incident.id] = incident
+        self.not_proved.note_incident(incident)
+        not_proved = self._not_proved_of(incident.id)
+        event = asdict(incident) | ({"not_proved": not_proved} if not_proved else {})
+        if incident.total_s is not None:
+            event["at_s"] = incident.opened_at_s - (incident.detect_s or 0.0) + incident.total_s
+        self._node.log("incident" if incident.id else "resume", **event)
+        self._say(incident, self._compared.get(incident.id, ([], []))[1])
+
+    def _say(self, incident: Incident, uncompared: Sequence[str]) -> None:
+        """Say on the console how an incident stands, and what of the replacements could not be compared."""
+        name = f"incident {incident.id}, generation {incident.generation}" if incident.id else "resume"
+        if incident.outcome == "open":
+            what = _GIVEN_UP.get(incident.phase) or self._try_again(incident)
+            is_new = what is not None and (incident.id, incident.reason, incident.phase) not in self._said
+            self._said.add((incident.id, incident.reason, incident.phase))
+            level = logging.WARNING if is_new else logging.INFO
+            logger.log(level, "%s: %s: %s%s", name, incident.reason, what or incident.phase, pointer(incident.reason))
+            return
+        outcome = f"{incident.outcome} in {incident.total_s or 0.0:.2f} s"
+        if incident.outcome != "recovered":
+            logger.warning("%s: %s", name, outcome)  # the reason is said where the ranks, or the job, are given up
+        elif incident.id:
+            outcome += {True: " from a standby", False: " (no standby was ready)", None: ""}[incident.had_standby]
+            outcome += f", {incident.steps_lost or 0} steps lost"
+            outcome += f"; not proved: {'; '.join(grouped(uncompared))}" if uncompared else ""
+            logger.warning("%s: %s: %s%s", name, incident.reason, outcome, pointer(incident.reason))
+        elif incident.boundary:
+            logger.warning("%s: resumed from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
+        else:
+            logger.warning("%s: no checkpoint can be used: the script starts anew", name)
+
+    def _try_again(self, incident: Incident) -> str | None:
+        """That a script's own error is answered by a new process, and the how-manieth time that is; None otherwise."""
+        job = self._node.job
+        if incident.phase != "FREEZING" or not is_of_script(incident.kind) or not incident.ranks:
+            return None
+        rank, kind = incident.ranks[-1], incident.kind
+        times = sum((fault.rank, fault.kind) == (rank, kind) for fault in job.faults)
+        return f"trying again, {times + 1} of {job.settings.exception_retries + 1}"
+
+    def note_compared(self, rank: int, equal: Sequence[str], not_proved: Sequence[str]) -> None:
+        """A rank was compared with the one whose place it takes; its newest incident gets the result.
+
+        equal        what was found equal, a noun each
+        not_proved   what is not proved, a sentence each
+        """
+        newest = next((incident for incident in reversed(self._incidents.values()) if rank in incident.ranks), None)
+        number = None if newest is None else newest.id
+        self._node.log("compared", incident=number, rank=rank, equal=equal, not_proved=not_proved)
+        if number is None:
+            return
+        compared = self._compared.setdefault(number, ([], []))
+        for noted, new in zip(compared, (equal, not_proved), strict=True):
+            noted += [sentence for sentence in (f"rank {rank}: {what}" for what in new) if sentence not in noted]
+        self.changes += 1
+
+    def published(self) -> tuple[IncidentStatus, ...]:
+        """All of them, the oldest first."""
+        return tuple(map(self._published, self._incidents.values()))
+
+    def _published(self, incident: Incident) -> IncidentStatus:
+        values = {name: getattr(incident, name) for name in _PUBLISHED}
+        equal, _ = self._compared.get(incident.id, ((), ()))
+        kind, not_proved = kind_of(incident.reason), self._not_proved_of(incident.id)
+        return IncidentStatus(**values, equal=tuple(equal), not_proved=not_proved, reason_kind=kind)
+
+    def _not_proved_of(self, number: int) -> tuple[str, ...]:
+        """What of an incident is not proved: objects that are in no record, and what could not be compared."""
+        _, uncompared = self._compared.get(number, ((), ()))
+        return (*self.not_proved.of_incident(number), *uncompared)
+
+
+# No rank is replaced any more: a phase -> what is waited for, which may take long.
+_GIVEN_UP = {
+    "PERSISTING": "the ranks save their state before the job ends or starts again",
+    "DRAINING": "no rank is replaced; ranks that can finish by themselves may do so",
+}
+
+
+_PUBLISHED = {field.name for field in fields(IncidentStatus)} & {field.name for field in fields(Incident)}

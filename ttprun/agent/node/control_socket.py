@@ -1,0 +1,223 @@
+"""The control socket in the run directory: what other commands of ttprun ask of a running job, and the answers.
+
+A request must carry the run's token. Nothing that a client does may delay the supervisor, on whose selector this runs:
+no read or write waits, a client has CLIENT_LIMIT_S seconds, and there are MOST_CLIENTS at most. Begin with
+`ControlSocket.accept` and `Requests.answer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never, get_args
+
+from ttprun import recovery
+from ttprun.agent.lead.repairs import Repairs
+from ttprun.agent.lead.schedules import QuiesceSchedule
+from ttprun.agent.lead.writer import CheckpointWriter
+from ttprun.agent.node import stack_reports
+from ttprun.agent.node.node import Node
+from ttprun.chaos.faults import parse_fault
+from ttprun.errors import in_short
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol.codec import Refused, decode_fields, encode
+from ttprun.protocol.control_requests import (
+    Accepted,
+    InjectFault,
+    Recall,
+    Rejected,
+    Reply,
+    Request,
+    SaveNow,
+    TakeStacks,
+)
+
+KNOWN = {kind.__name__: kind for kind in get_args(Request)}
+CLIENT_LIMIT_S = 2.0
+MOST_CLIENTS = 16
+_REQUEST_LIMIT_BYTES = 1 << 16
+_BACKLOG = 64
+
+
+@dataclass
+class _Client:
+    """Who has connected.
+
+    unread   what it has said of its request so far
+    ends_s   when it is hung up on
+    """
+
+    sock: socket.socket
+    ends_s: float
+    unread: bytes = b""
+
+
+class ControlSocket:
+    """Answers one JSON line with one JSON line, and hangs up.
+
+    answer     called with a request whose token is right; what it returns is the reply; it must not block
+    selector   whose keys' data are called when they are ready
+    """
+
+    def __init__(self, run: RunDirectory, answer: Callable[[Request], Reply], selector: selectors.BaseSelector) -> None:
+        self._run = run
+        self._token = run.read_token()
+        self._answer = answer
+        self._selector = selector
+        self._clients: list[_Client] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        with run.control_address() as address:
+            self._listener.bind(address)
+            os.chmod(address, 0o600)
+        self._listener.listen(_BACKLOG)
+        selector.register(self._listener, selectors.EVENT_READ, self.accept)
+
+    def accept(self) -> None:
+        """A client is there. If there are too many, the one that has been silent for longest has to go."""
+        with contextlib.suppress(OSError):  # it has gone already, or we have no descriptors left
+            sock, _ = self._listener.accept()
+            sock.setblocking(False)
+            client = _Client(sock, time.monotonic() + CLIENT_LIMIT_S)
+            self._clients.append(client)
+            self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(client))
+        if len(self._clients) > MOST_CLIENTS:
+            self._hang_up(self._clients[0])
+
+    def pass_time(self) -> None:
+        """Hang up on those that have had their time."""
+        now_s = time.monotonic()
+        while self._clients and self._clients[0].ends_s <= now_s:
+            self._hang_up(self._clients[0])
+
+    def _read(self, client: _Client) -> None:
+        try:
+            data = client.sock.recv(_REQUEST_LIMIT_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._hang_up(client)
+            return
+        client.unread += data
+        line, end, _ = client.unread.partition(b"\n")
+        if not end and data and len(client.unread) < _REQUEST_LIMIT_BYTES:
+            return
+        with contextlib.suppress(OSError, ValueError):  # a reply that it does not take at once is not its to have
+            client.sock.send(encode(self._reply(line)))
+        self._hang_up(client)
+
+    def _hang_up(self, client: _Client) -> None:
+        self._clients.remove(client)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(client.sock)
+        client.sock.close()
+
+    def _reply(self, line: bytes) -> Reply:
+        try:
+            request = json.loads(line)
+        except (ValueError, RecursionError):  # nested too deeply
+            request = None
+        if not isinstance(request, dict):
+            return Rejected("a request is a JSON object in one line")
+        token = str(request.get("token", "")).encode(errors="surrogatepass")
+        if not hmac.compare_digest(token, self._token.encode()):
+            return Rejected("the token is wrong")
+        request.pop("token")
+        decoded: Request | Refused = decode_fields(request, KNOWN)
+        if isinstance(decoded, Refused):
+            return Rejected(decoded.reason)
+        try:
+            return self._answer(decoded)
+        except (ValueError, KeyError) as error:
+            return Rejected(str(error))
+
+    def close(self) -> None:
+        """Stop listening, and hang up on all."""
+        for client in list(self._clients):
+            self._hang_up(client)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._listener)
+        self._listener.close()
+        with contextlib.suppress(OSError):
+            self._run.control_socket.unlink()
+
+
+@dataclass
+class Requests:
+    """Answers requests."""
+
+    node: Node
+    checkpoint_writer: CheckpointWriter
+    quiesce_schedule: QuiesceSchedule
+    stack_reports: int = 0
+
+    def answer(self, request: Request, repairs: Repairs | None) -> Reply:
+        """The reply to a request. Raises ValueError if it cannot be carried out.
+
+        repairs   of the present group of ranks; None: there was none yet
+        """
+        match request:
+            case InjectFault(fault=fault):
+                return self._inject_fault(fault)
+            case SaveNow():
+                return self._checkpoint_now()
+            case Recall():
+                return self._call_back(repairs)
+            case TakeStacks():
+                return self._take_stacks()
+            case _:
+                assert_never(request)
+
+    def _inject_fault(self, fault: str) -> Reply:
+        if not self.node.config.allow_faults:
+            return Rejected("this run was started without --allow-faults")
+        if self.node.verdict is not None:
+            return Rejected("the run has ended")
+        return Accepted(self.node.role.inject(parse_fault(fault)))
+
+    def _checkpoint_now(self) -> Reply:
+        """Have a checkpoint written, at a boundary from which a run can resume if one comes soon."""
+        node, job = self.node, self.node.job
+        if node.verdict is not None:
+            why_not = "the run has ended"
+        elif node.role.asked_elsewhere:
+            why_not = f"ask on {node.role.asked_elsewhere}, whose agent leads"
+        elif node.is_broken:
+            why_not = "ttprun's supervisor has failed: the job runs as under torchrun"
+        elif node.config.mindio:
+            why_not = "the framework writes its own checkpoints (--mindio)"
+        elif job.phase is not recovery.JobPhase.RUNNING:
+            why_not = f"the job is {job.phase}; ask again"
+        else:
+            why_not = recovery.why_not_saved(job)
+        if why_not:
+            return Rejected(why_not)
+        number = 0 if self.checkpoint_writer.status is None else self.checkpoint_writer.status.number
+        self.quiesce_schedule.ask(lambda: node.advance(recovery.CheckpointAsked(at_s=time.monotonic())), is_end=False)
+        return Accepted(after=number)
+
+    def _take_stacks(self) -> Reply:
+        """Have the stacks of this node's ranks written."""
+        if self.node.verdict is not None:
+            return Rejected("the run has ended")
+        before = self.stack_reports
+        self.stack_reports += 1
+        stack_reports.write_when_taken(self.node, self.stack_reports)
+        elsewhere = [slot.rank for slot in self.node.slots if not slot.is_here]
+        what = f"ranks {in_short(list(map(str, elsewhere)))} are on other nodes: ask there" if elsewhere else ""
+        return Accepted(what, after=before)
+
+    def _call_back(self, repairs: Repairs | None) -> Reply:
+        """Have the ranks that are away train again."""
+        ranks = ", ".join(map(str, self.node.job.away))
+        if self.node.verdict is not None:
+            return Rejected("the run has ended")
+        why_not = "no rank is away" if repairs is None else repairs.call_back("ttprun recall")
+        return Rejected(why_not) if why_not else Accepted(f"rank {ranks} called back")

@@ -1,0 +1,358 @@
+"""The mirrors of ranks that hold what no other rank holds (`--buddy`): the agent's memory for them, and what is there.
+
+A rank writes to its two slots in turns and says on the board what they hold (`ttprun.tensors.mirror`); a third
+memory has what the collectives of its step have given to it. How much memory all ranks of a node may take together is
+counted on that node; the agent that leads says which of them keep mirrors, and shares it out between them.
+
+With `--buddy node` half of it is for copies: a rank keeps the mirror of the rank before it in the ring of records
+(`ttprun.rank.step.mirror_link`). When that rank's node is lost, this agent serves the copy to the agent of the node
+that takes its slots. Begin with `Mirrors.share_out`, `Mirrors.keep` and `Mirrors.source_of`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from ttprun.agent.node import stored_states
+from ttprun.agent.node.node import Node
+from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.protocol import file_stream, to_rank
+from ttprun.protocol.board import Field
+from ttprun.protocol.meeting import Where
+from ttprun.protocol.mirror_messages import NOTHING, SLOTS, Held, slot_that_gives, unpack
+from ttprun.protocol.snapshot_messages import MirroredShare
+from ttprun.state.cost_limits import parse_memory
+from ttprun.tensors.memory import free_bytes
+
+_COPY_CELLS = (Field.MIRROR_COPY_0, Field.MIRROR_COPY_1)
+_HEAD = struct.Struct("<qq")  # what a slot holds, bytes that follow
+_TOKEN_BYTES = 32
+_TAKEN = b"\x01"  # the receipt of who has fetched all: what was only sent may have been refused
+_SILENT_LIMIT_S = 10.0  # of the other end
+_SERVE_LIMIT_S = 60.0  # for the other end to come
+
+
+@dataclass
+class MirrorCopies:
+    """What this node keeps of the mirrors of the node before.
+
+    limit_bytes   that all copies may take together; 0: none are kept
+    """
+
+    _node: Node
+    limit_bytes: int
+    _slots: dict[int, list[int]] = field(init=False)  # by the rank of this node that keeps them
+
+    def __post_init__(self) -> None:
+        here = self._node.here if self.limit_bytes else ()
+        self._slots = {slot.rank: stored_states.new_memory("mirror-copy", SLOTS) for slot in here}
+
+    @property
+    def files(self) -> list[int]:
+        """Descriptors of the memory for them."""
+        return [fd for slots in self._slots.values() for fd in slots]
+
+    def paths_for(self, slot: RankSlot) -> list[str]:
+        """Where a rank keeps the mirror of another one; empty: nowhere."""
+        return [stored_states.path_of(fd) for fd in self._slots.get(slot.rank, ())]
+
+    def forget(self, slot: RankSlot) -> None:
+        """The ranks go back, or begin anew: what this one keeps of another one is void."""
+        for cell in _COPY_CELLS:
+            self._node.board.set(slot.rank, cell, NOTHING.pack())
+
+    def serve(self, rank: int) -> Where:
+        """Have what is kept of a lost rank's mirror ready for the one who knows the token, for a while.
+
+        returns   where; port 0: nothing is kept
+        """
+        node, keeper = self._node, self._keeper_of(rank)
+        if keeper not in self._slots or self._held_by(keeper) == [NOTHING] * SLOTS:
+            return Where()
+        token = secrets.token_hex(_TOKEN_BYTES // 2)
+        with contextlib.ExitStack() as opened:
+            try:
+                listener = opened.enter_context(socket.create_server((node.peers.address, 0)))
+                fds = [os.dup(fd) for fd in self._slots[keeper]]  # a new group closes the others
+            except OSError as error:
+                node.log("mirror_not_served", rank=rank, reason=str(error))
+                return Where()
+            opened.pop_all()
+        threading.Thread(
+            target=self._serve, args=(listener, token, keeper, fds), name="ttprun-mirror-copies", daemon=True
+        ).start()
+        return Where(node.peers.address, listener.getsockname()[1], token)
+
+    def state_of(self, rank: int, boundary: int) -> str:
+        """The memory with the state that a rank of the node before had after a step; "": it is not here."""
+        keeper = self._keeper_of(rank)
+        number = slot_that_gives(self._held_by(keeper), boundary, "state") if keeper in self._slots else None
+        return "" if number is None else stored_states.path_of(self._slots[keeper][number])
+
+    def _keeper_of(self, rank: int) -> int:
+        """The rank of this node that keeps what there is of that one's mirror."""
+        return (rank + len(self._node.here)) % len(self._node.slots)
+
+    def _held_by(self, keeper: int) -> list[Held]:
+        return [unpack(self._node.board.get(keeper, cell)) for cell in _COPY_CELLS]
+
+    def _serve(self, listener: socket.socket, token: str, keeper: int, fds: Sequence[int]) -> None:
+        ends_s = time.monotonic() + _SERVE_LIMIT_S
+        try:
+            with listener, contextlib.suppress(OSError):
+                while (left_s := ends_s - time.monotonic()) > 0:
+                    listener.settimeout(left_s)
+                    sock, _ = listener.accept()
+                    with sock, contextlib.suppress(OSError):
+                        sock.settimeout(_SILENT_LIMIT_S)
+                        if hmac.compare_digest(file_stream.receive_exactly(sock, _TOKEN_BYTES), token.encode()):
+                            self._send(sock, keeper, fds)
+                            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _send(self, sock: socket.socket, keeper: int, fds: Sequence[int]) -> None:
+        board = self._node.board
+
+        def has_changed(cell: int, value: int) -> bool:
+            return board.get(keeper, cell) != value
+
+        for cell, fd in zip(_COPY_CELLS, fds, strict=True):
+            value = board.get(keeper, cell)
+            size = os.fstat(fd).st_size if value else 0
+            sock.sendall(_HEAD.pack(value, size))
+            file_stream.send(sock, fd, 0, size, partial(has_changed, cell, value))
+        if file_stream.receive_exactly(sock, len(_TAKEN)) != _TAKEN:
+            raise file_stream.DamagedError("what has come is no receipt")
+
+
+def fetch_copies(where: Where, fds: Sequence[int], limit_bytes: int) -> tuple[list[Held], int]:
+    """Fetch what another node keeps of a lost rank's mirror.
+
+    where         as `MirrorCopies.serve` returns it
+    fds           memory for each slot; written
+    limit_bytes   that they may take
+
+    returns   what each slot holds, and the bytes that all take
+
+    Blocks as long as something comes. Raises OSError, also if that is too much.
+    """
+    slots, taken = list[Held](), 0
+    if not 0 < where.port < 1 << 16 or not where.token.isascii():
+        raise OSError("that is no place to fetch from")
+    with socket.create_connection((where.address, where.port), _SILENT_LIMIT_S) as sock:
+        sock.sendall(where.token.encode())
+        for fd in fds:
+            cell, size = _HEAD.unpack(file_stream.receive_exactly(sock, _HEAD.size))
+            taken += size
+            if size < 0:
+                raise file_stream.DamagedError("what has come is no slot")
+            if taken > limit_bytes:
+                raise OSError(f"it takes more than the {limit_bytes} bytes that are left for mirrors (--buddy-memory)")
+            if size:
+                os.ftruncate(fd, size)
+                os.posix_fallocate(fd, 0, size)
+            is_valid = file_stream.receive(sock, fd, 0, size)
+            slots.append(unpack(cell) if is_valid else NOTHING)
+        with contextlib.suppress(OSError):  # all is here, even if the other node is lost now
+            sock.sendall(_TAKEN)
+    return slots, taken
+
+
+_UNKNOWN_BYTES = 1 << 62  # where the system does not tell how much is free
+
+_LIMIT_SHARE = 0.2  # of a step's time, which a copy may take that nobody has asked for
+
+_CELLS = (Field.MIRROR_0, Field.MIRROR_1)
+
+
+class Source(NamedTuple):
+    """Where a replacement gets its lost rank's state.
+
+    path     of the slot
+    is_step  the last step has to be taken again, from what was there before it
+    """
+
+    path: str
+    is_step: bool
+
+
+class Mirrors:
+    """Of each rank of a node, the memory for its mirror; in the agent that leads, the shares of all ranks.
+
+    copies   what this node keeps of the mirrors of the node before
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._why_not_fetched: dict[int, str] = {}  # by rank whose mirror was to come from another node
+        self._slots: dict[int, list[int]] = {}  # by rank of this node, of those that may keep one
+        self._shares: dict[int, float] = {}  # by rank, of what its node has for all
+        self._all_bytes = 0 if node.config.buddy == "off" else self._may_take()
+        copies_bytes = self._all_bytes // 2 if self.is_on_next_node else 0
+        self._all_bytes -= copies_bytes
+        self.copies = MirrorCopies(node, copies_bytes)
+
+    @property
+    def why_off(self) -> str:
+        """Why no rank may keep a mirror; "" if they may."""
+        config, rungs = self._node.config, self._node.job.settings.rungs
+        is_used = "replace" in rungs or ("persist" in rungs and "rewind" not in rungs)
+        is_off = config.buddy == "off" or config.mindio or not is_used
+        return "it is switched off" if is_off else ""
+
+    def close(self) -> None:
+        """The ranks are gone: give the memory back."""
+        for fd in (*itertools.chain(*self._slots.values()), *self.copies.files):
+            os.close(fd)
+
+    @property
+    def is_on_next_node(self) -> bool:
+        """Mirrors are kept on the next node, too."""
+        return self._node.config.buddy == "node" and self._node.peers.size > 1
+
+    def _may_take(self) -> int:
+        """Bytes that all mirrors of this node may take together, by what is free now."""
+        wanted = 1.0 if self._node.config.buddy == "on" else parse_memory(self._node.config.buddy_memory)
+        free = free_bytes()
+        free = _UNKNOWN_BYTES if free is None else free
+        return int(free * wanted) if isinstance(wanted, float) else min(free, wanted)
+
+    def share_out(self, weights: Mapping[int, int]) -> bool:
+        """These ranks are to keep mirrors: each may take of the memory what its weights are of all their weights.
+
+        weights   by rank: bytes of its own, or of its parts
+        returns   whether it is other than before
+        """
+        node_of, together = self._node.peers.node_of, Counter[int]()
+        for rank, size in weights.items():
+            together[node_of(rank)] += size
+        shares = {rank: size / (together[node_of(rank)] or 1) for rank, size in weights.items()}
+        if self.why_off or shares == self._shares:
+            return False
+        self._shares = shares
+        return True
+
+    def order_for(self, slot: RankSlot) -> to_rank.KeepMirror | None:
+        """What the node of a rank must know to keep its mirror; None: it is to keep none."""
+        return to_rank.KeepMirror(slot.rank, self._shares[slot.rank]) if slot.rank in self._shares else None
+
+    def keep(self, order: to_rank.KeepMirror) -> None:
+        """A rank of this node is to keep a mirror, in this share of its memory."""
+        slot = self._node.slots[order.rank]
+        if slot.rank not in self._slots:
+            self._slots[slot.rank] = stored_states.new_memory("mirror", SLOTS + 1)
+        limit_share = _LIMIT_SHARE if self._node.config.buddy == "auto" else 0.0
+        paths, limit_bytes = tuple(self.paths_for(slot)), int(self._all_bytes * order.share)
+        slot.send_if_present(replace(order, paths=paths, limit_bytes=limit_bytes, limit_share=limit_share))
+
+    def paths_for(self, slot: RankSlot) -> list[str]:
+        """Where a rank keeps its mirror; empty: nowhere."""
+        return [stored_states.path_of(fd) for fd in self._slots.get(slot.rank, ())]
+
+    def source_of(self, slot: RankSlot, boundary: int, is_before_step: bool) -> Source | None:
+        """Where a replacement gets the state that its rank had at a boundary; None: its mirror does not give it.
+
+        is_before_step   the last step is to be taken again in any case
+        """
+        state = "" if is_before_step else self.state_of(slot, boundary)
+        path = state or self._path_of(slot, boundary, "step")
+        return Source(path, is_step=not state) if path else None
+
+    def state_of(self, slot: RankSlot, boundary: int) -> str:
+        """The slot with the state that a rank had after the step of a boundary; "": its mirror does not hold that."""
+        return self._path_of(slot, boundary, "state")
+
+    def step_of(self, slot: RankSlot, boundary: int) -> str:
+        """The slot from which the step to a boundary can be taken again; "": its mirror does not hold that."""
+        return self._path_of(slot, boundary, "step")
+
+    def located(self, shares: Sequence[MirroredShare], boundary: int) -> list[MirroredShare]:
+        """Those shares of a checkpoint for which this node has the state of its boundary, with where it is.
+
+        Only the state itself: a step is taken again by its own rank alone.
+        """
+        placed = (replace(share, slot=self._state_of_lost(share.rank, boundary)) for share in shares)
+        return [share for share in placed if share.slot]
+
+    def _state_of_lost(self, rank: int, boundary: int) -> str:
+        slot = self._node.slots[rank]
+        return self.state_of(slot, boundary) if slot.is_here else self.copies.state_of(rank, boundary)
+
+    def _path_of(self, slot: RankSlot, boundary: int, way: str) -> str:
+        if slot.rank not in self._slots:
+            return ""
+        slots = [unpack(self._node.board.get(slot.rank, cell)) for cell in _CELLS]
+        number = slot_that_gives(slots, boundary, way)
+        return "" if number is None else self.paths_for(slot)[number]
+
+    def forget(self, slot: RankSlot) -> None:
+        """The rank goes back, or begins anew."""
+        for cell in _CELLS:
+            self._node.board.set(slot.rank, cell, NOTHING.pack())
+        self.copies.forget(slot)
+
+    def fetch(self, where: Mapping[int, Where], then: Callable[[], None]) -> None:
+        """This node has got a lost one's slots: fetch its mirrors from the node that keeps copies; returns at once.
+
+        where   by rank, where they are; port 0: nowhere
+        then    called once they are there, or will not come
+        """
+        there = {rank: place for rank, place in where.items() if place.port}
+        slots = {rank: stored_states.new_memory("mirror", SLOTS + 1) for rank in there}
+        self._slots |= slots
+        files = {
+            rank: [os.dup(fd) for fd in fds[:SLOTS]] for rank, fds in slots.items()
+        }  # a new group closes the others
+
+        def fetch() -> dict[int, tuple[Sequence[Held], str]]:
+            fetched, left_bytes = dict[int, tuple[Sequence[Held], str]](), self._all_bytes
+            for rank, place in there.items():
+                try:
+                    contents, taken = fetch_copies(place, files[rank], left_bytes)
+                except OSError as error:
+                    fetched[rank] = (NOTHING,) * SLOTS, f"{place.address}: {error}"
+                else:
+                    fetched[rank], left_bytes = (contents, ""), left_bytes - taken
+                for fd in files[rank]:
+                    os.close(fd)
+            return fetched
+
+        def note(fetched: Mapping[int, tuple[Sequence[Held], str]]) -> None:
+            for rank, (contents, why_not) in fetched.items():
+                if self._slots.get(rank) is not slots[rank]:
+                    continue  # all ranks are new
+                for cell, content in zip(_CELLS, contents, strict=True):
+                    self._node.board.set(rank, cell, content.pack())
+                self._why_not_fetched[rank] = why_not
+                self._node.log(
+                    "mirror_fetched", rank=rank, held=[content._asdict() for content in contents], why_not=why_not
+                )
+            then()
+
+        def failed(error: Exception) -> None:
+            note({rank: ((NOTHING,) * SLOTS, repr(error)) for rank in slots})
+
+        self._node.in_background(fetch, note, failed)
+
+    def why_not_held(self, rank: int, boundary: int) -> str:
+        """A sentence: the mirror of a rank of this node does not give its state of a boundary."""
+        why = self._why_not_fetched.get(rank, "")
+        more = f" (it could not be fetched from {why})" if why else ""
+        return f"the mirror of rank {rank} does not hold its state of step {boundary}{more}"

@@ -1,0 +1,352 @@
+"""The agent of this node for its own ranks: it carries out orders, and reports what happens, whichever agent leads.
+
+Begin with `ORDERS` and `NodeAgent.report`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from ttprun.agent.lead.actuators import NodeActuator
+from ttprun.agent.lead.checkpoints import NO_RECORD, own_part
+from ttprun.agent.node import life_signs, rank_records, stack_dumps
+from ttprun.agent.node.mirrors import Mirrors
+from ttprun.agent.node.node import Node, refuse_stored, report_mismatch
+from ttprun.agent.node.own_states import OwnStates
+from ttprun.agent.node.process_watch import ProcessWatch
+from ttprun.agent.node.rank_processes import RankHandler, StandbyHandler, kill_session
+from ttprun.agent.node.rank_slot import RankSlot
+from ttprun.agent.node.standbys import Standbys, StandbyWatch
+from ttprun.agent.node.stored_states import UNUSABLE, Origin, open_checkpoint
+from ttprun.agent.node.verdict import ReplaceHandler
+from ttprun.chaos.injections import Injections
+from ttprun.protocol import channel, from_rank, node_orders, node_reports, process_orders, to_rank
+from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.inheritance import Left
+from ttprun.protocol.rank_events import RankExited, SpawnFailed
+from ttprun.state.checkpoint import inspect
+from ttprun.state.files import FileEntry, write_file
+
+# Order -> the method that carries it out, of the node's agent or of one of its parts.
+ORDERS: dict[type[node_orders.Order], str] = {
+    node_orders.Begin: "_begin",
+    process_orders.SpawnRank: "_begin_process",
+    process_orders.KillRank: "_kill",
+    process_orders.Rewind: "_rewind",
+    to_rank.Replay: "_replay",
+    to_rank.KeepMirror: "mirrors.keep",
+    to_rank.LoadMirror: "_load_mirror",
+    node_orders.VoidEvidence: "_void_evidence",
+    node_orders.VoidBeyond: "_void_beyond",
+    node_orders.Broadcast: "_broadcast",
+    node_orders.StorePart: "_store_part",
+    node_orders.GiveRecords: "_give_records",
+    node_orders.Strike: "injections.strike_here",
+    node_orders.Recovered: "_recover",
+}
+
+
+@dataclass
+class NodeAgent(NodeActuator):
+    """Carries out orders on this node's ranks, and reports what happens to them.
+
+    replace_handler   lets torch's agent know of the new process of a local rank
+    noted         what the next leader would have to know of them, as far as they and their ends have shown it; by rank
+    catching_up   those whose processes run the script again, and are not as far as the others yet
+    """
+
+    node: Node
+    injections: Injections
+    mirrors: Mirrors
+    own_states: OwnStates
+    standbys: Standbys
+    standby_watch: StandbyWatch
+    watch: ProcessWatch
+    replace_handler: ReplaceHandler
+    noted: dict[int, Left] = field(init=False)
+    catching_up: set[int] = field(default_factory=set, init=False)
+    _unwelcomed: set[int] = field(default_factory=set, init=False)
+    _is_fetching: bool = field(default=False, init=False)  # mirrors, from another node
+    _deferred: dict[int, to_rank.Replay] = field(default_factory=dict, init=False)  # until these are there
+
+    def __post_init__(self) -> None:
+        self.noted = {slot.rank: Left(slot.rank) for slot in self.node.here}
+
+    def take_over(self, records: Mapping[int, node_reports.Records]) -> None:
+        """This node has got a lost one's slots, with what its ranks had recorded: their first processes wait for Spawn.
+
+        records   by rank
+        """
+        for slot in self.node.here:
+            self._unwelcomed.add(slot.rank)
+            if slot.rank in records and records[slot.rank].part:
+                rank_records.restore_copy(self.node, slot, records[slot.rank].part)
+        self._is_fetching = True
+        self.mirrors.fetch({rank: record.mirror for rank, record in records.items()}, self._note_fetched)
+
+    def _note_fetched(self) -> None:
+        """The mirrors of the lost node are there, or will not come: replays that need them are ordered now."""
+        self._is_fetching = False
+        deferred, self._deferred = self._deferred, {}
+        for order in deferred.values():
+            if order.generation == self.node.job.generation:
+                self._replay(order)
+
+    def awaits_order(self, slot: RankSlot) -> bool:
+        """Whether the first process of a rank, whose slot was a lost node's, waits until the leader wants it."""
+        return slot.rank in self._unwelcomed
+
+    def look(self) -> None:
+        """Time has passed, a process is gone, or a standby is ready: ranks that wait for that get their process."""
+        for slot in self.node.here:
+            if slot.is_spawn_due:
+                self._spawn(slot)
+
+    def report(self, report: node_reports.Report) -> None:
+        """Something has happened on this node: the agent that leads takes it; what is needed here is noted."""
+        match report:
+            case node_reports.Said(rank=rank, message=message):
+                self._note_said(self.node.slots[rank], message)
+            case RankExited(rank=rank, reason=reason):
+                self.note(rank, code=report.exit_code, reason=reason)
+        self.node.role.take_own(report)
+
+    def note(self, rank: int, **changes: Any) -> None:
+        """Something new is known of a rank."""
+        self.noted[rank] = replace(self.noted[rank], **changes)
+
+    def _note_said(self, slot: RankSlot, message: channel.Message) -> None:
+        rank = slot.rank
+        match message:
+            case from_rank.Present(main_thread=main_thread):
+                slot.greet(main_thread)
+            case from_rank.RankProtected():
+                slot.protect()
+            case from_rank.RankUnprotected(reason=reason):
+                self.note(rank, unprotected=self.noted[rank].unprotected or reason)
+            case from_rank.RankHindered(reason=reason):
+                self.note(rank, hindrance=reason)
+            case from_rank.RankTrainsAlone() | from_rank.RankJoined():
+                self.note(rank, membership=message.membership)
+            case from_rank.RankReissued():
+                self.catching_up.discard(rank)
+            case from_rank.RankFaulted():
+                self.catching_up.add(rank)
+                slot.note_boundary(self.node.board)
+
+    def carry_out(self, order: node_orders.Order) -> None:
+        attrgetter(ORDERS[type(order)])(self)(order)
+
+    def _begin(self, order: node_orders.Begin) -> None:
+        self.node.note_generation(order.generation)
+        for slot in self.node.here:
+            self.watch.welcome(slot, is_replacement=order.is_resumed)
+
+    def _void_evidence(self, order: node_orders.VoidEvidence) -> None:
+        self.node.recorder_of(self.node.slots[order.rank]).evidence.clear()
+
+    def _void_beyond(self, order: node_orders.VoidBeyond) -> None:
+        self.node.void_beyond(order.boundary)
+
+    def _broadcast(self, order: node_orders.Broadcast) -> None:
+        for rank, put in order.puts:
+            for slot in self.node.here:
+                if slot.rank != rank:
+                    slot.send_if_present(put)
+
+    def _give_records(self, order: node_orders.GiveRecords) -> None:
+        for rank in order.ranks:
+            mirror = self.mirrors.copies.serve(rank)
+            self.node.report(node_reports.Records(rank, rank_records.give_copy(self.node, rank), mirror))
+
+    def _recover(self, order: node_orders.Recovered) -> None:
+        self.node.first_failure.forget()
+        self.node.domains.run("standbys", self.standby_watch.refill)
+
+    def forward(self, rank: int, message: channel.Order) -> None:
+        slot = self.node.slots[rank]
+        if isinstance(message, to_rank.Freeze):
+            self.node.note_generation(message.generation)
+        elif isinstance(message, to_rank.Dump):
+            message = replace(message, mirrors=self.mirrors.located(message.mirrors, message.boundary))
+        slot.send(message)
+
+    def fingerprint(self, rank: int, boundary: int) -> str:
+        return rank_records.fingerprint_of(self.node, self.node.slots[rank], boundary)
+
+    def _begin_process(self, order: process_orders.SpawnRank) -> None:
+        """Give a lost rank a process."""
+        slot = self.node.slots[order.rank]
+        self.node.note_generation(order.generation)
+        self.catching_up.add(order.rank)
+        if slot.rank in self._unwelcomed:
+            self._unwelcomed.discard(slot.rank)
+            self.watch.welcome(slot, is_replacement=True)
+        else:
+            self._spawn(slot)
+
+    def _spawn(self, slot: RankSlot) -> None:
+        """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had.
+
+        A standby that is on its way is waited for: a new process would take as long, and then there would be none left
+        for the next fault.
+        """
+        node = self.node
+        is_on_its_way = bool(node.domains.run("standbys", self._hurry_standbys))
+        if slot.defer_spawn(is_on_its_way):
+            return
+        try:
+            handler = self.start_process(slot.handler.start)
+        except OSError as error:
+            node.report(SpawnFailed(at_s=time.monotonic(), rank=slot.rank, reason=str(error)))
+            return
+        self.replace_handler(slot.local_rank, handler)
+        slot.assign(handler)
+        self.watch.welcome(slot, is_replacement=True)
+
+    def _hurry_standbys(self) -> bool:
+        is_on_its_way = self.standbys.is_on_its_way
+        if is_on_its_way:
+            self.standbys.hurry()
+        return is_on_its_way
+
+    def start_process(self, start: dict[str, Any]) -> RankHandler:
+        """Start a process, or take one that stands by. Raises OSError."""
+        standby = self.node.domains.run("standbys", self.standbys.take)
+        if standby is None:
+            return RankHandler(start, str(self.node.run.path), is_new=False, is_python=True)
+        with contextlib.suppress(KeyError, ValueError):
+            self.node.selector.unregister(standby.channel.sock)
+        standby.channel.sock.setblocking(True)
+        return StandbyHandler(start, standby)
+
+    def _kill(self, order: process_orders.KillRank) -> None:
+        """End a process whose rank is given to another one; that waits until it is gone, if it goes before long.
+
+        What it has left on the board must not change any more: it is stopped at once, and killed when its stack is
+        known, which may take seconds.
+        """
+        node, slot, reason = self.node, self.node.slots[order.rank], order.reason
+        handler = slot.handler
+        is_looked_at = order.is_late
+        if is_looked_at:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(slot.pid, signal.SIGSTOP)
+        else:
+            slot.kill()
+        life_signs.let_stop(slot.pid)
+        self.watch.let_die(slot)
+        slot.note_leavings(node.board)
+
+        def kill(stack: str) -> None:
+            node.log("rank_killed", rank=slot.rank, pid=handler.proc.pid, reason=reason, stack=stack)
+            if not is_looked_at or handler.proc.poll() is not None:
+                return
+            kill_session(handler.proc.pid)
+            if slot.lost_boundary < node.board.get(slot.rank, Field.RECORDED) < FINISHED and slot.handler is handler:
+                # What it has done while it wrote its stack is void. FINISHED: the others train without it meanwhile.
+                node.board.set(slot.rank, Field.RECORDED, slot.lost_boundary)
+
+        if is_looked_at:
+
+            def kill_unseen(error: Exception) -> None:
+                node.domains.note("stacks", error)
+                kill("")
+
+            writer = stack_dumps.Writer(slot.pid, slot.stack_fd, node.board, slot.rank)
+            node.in_background(partial(stack_dumps.take, writer, is_stopped=True), kill, kill_unseen)
+        else:
+            kill("")
+
+    def _replay(self, order: to_rank.Replay) -> None:
+        """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
+        node, slot = self.node, self.node.slots[order.rank]
+        why_not = rank_records.why_not_alike(order, self.fingerprint(order.rank, order.boundary))
+        if order.from_mirror and not why_not:
+            if self._is_fetching:
+                self._deferred[order.rank] = order
+                return
+            mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
+            if mirror is None:
+                why_not = self.mirrors.why_not_held(order.rank, order.boundary)
+            elif mirror.is_step:
+                order = replace(order, step_from=mirror.path)
+            else:
+                order = replace(order, result=mirror.path, proof_from=self.mirrors.step_of(slot, order.boundary))
+        if why_not:
+            report_mismatch(node, order.rank, order.generation, why_not)
+            return
+        self.forward(order.rank, order)
+
+    def _load_mirror(self, order: to_rank.LoadMirror) -> None:
+        slot = self.node.slots[order.rank]
+        mirror = self.mirrors.source_of(slot, order.boundary, order.is_before_step)
+        slot.send(replace(order, path="" if mirror is None or mirror.is_step else mirror.path))
+
+    def _rewind(self, order: process_orders.Rewind) -> None:
+        """Put what was stored of ranks of this node in the place of what they have recorded since."""
+        self.node.note_generation(order.generation)
+        if self.node.peers.is_follower and not self._open(order):
+            return
+        for slot in (self.node.slots[rank] for rank in order.ranks):
+            try:
+                self._go_back(slot, slot.rank in order.trusted)
+            except UNUSABLE as error:
+                refuse_stored(self.node, slot.rank, order.generation, error)
+                return
+
+    def _open(self, order: process_orders.Rewind) -> bool:
+        """What another agent orders this node's ranks to go back to; returns whether it can be used."""
+        try:
+            stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
+        except UNUSABLE as error:
+            refuse_stored(self.node, order.ranks[0], order.generation, error)
+            return False
+        if stored is not None and order.is_adapted:
+            stored = dataclasses.replace(stored, origin=Origin(0, ()))  # from whom each takes over, the leader says
+        for rank in order.ranks:
+            self.node.slots[rank].rewind_to(stored)
+        return True
+
+    def _go_back(self, slot: RankSlot, is_trusted: bool) -> None:
+        """Let a slot be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
+        node, stored = self.node, slot.stored
+        self.mirrors.forget(slot)
+        boundary = 0 if stored is None else stored.boundary
+        if stored is not None and stored.is_in_recorder:
+            node.go_back(slot, boundary)
+            return
+        if stored is None:
+            self.own_states.forget(slot)
+        older = node.recorder_of(slot)
+        recorder = node.new_recorder(slot)
+        if stored is not None and stored.origin is None:
+            part = stored.rank_part(slot.rank)
+            recorder.restore(part)
+            if is_trusted:
+                recorder.evidence.take_over(older.evidence, boundary)
+        node.go_back(slot, boundary)
+
+    def _store_part(self, order: node_orders.StorePart) -> None:
+        """Write what the records have of a rank, dead or alive."""
+        node = self.node
+        entry, why_not = FileEntry(bytes=0, xxh3="0" * 32), ""
+        try:
+            entry = write_file(Path(order.path), [own_part(node, node.slots[order.rank], order.boundary)])
+        except KeyError:
+            why_not = NO_RECORD
+        except OSError as error:
+            why_not = f"{order.path} cannot be written on {node.peers.name_of(node.peers.node)}: {error}"
+        node.report(node_reports.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not))

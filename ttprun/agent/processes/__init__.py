@@ -1,1 +1,0 @@
-"""Processes of ranks and standbys: how they are started, watched and ended, and the memory that outlives them."""

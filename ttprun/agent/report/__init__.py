@@ -1,1 +1,0 @@
-"""What others see of a run: its status, its topology, what is not proved."""
