@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from ttprun.capture.merging.combined import state_of
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.records.nodes import NumpyRandomNode, RandomNode
 from ttprun.capture.records.packing import pack
+from ttprun.capture.replay.combined import state_of
 from ttprun.capture.values import Tree
 from ttprun.introspect.random_state import RngState
 

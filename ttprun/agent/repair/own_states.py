@@ -21,7 +21,7 @@ from ttprun.agent.core.node import Node
 from ttprun.agent.core.rank_slot import RankSlot
 from ttprun.agent.processes import shared_memory
 from ttprun.agent.repair.stored_states import Stored, unpack
-from ttprun.capture.records import replayable
+from ttprun.capture.records.recorder import records_up_to
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
 from ttprun.tensors.own_state import CHEAP_S, HEADER, SHARE, split
@@ -128,7 +128,7 @@ class OwnStates:
 
     def _is_in_recorder(self, slot: RankSlot, boundary: int) -> bool:
         try:
-            replayable.records_up_to(self._node.recorder_of(slot), boundary)
+            records_up_to(self._node.recorder_of(slot), boundary)
         except KeyError:
             return False
         return True

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttprun.capture.position import remembered
+from ttprun.capture.position import disk_cache
 from ttprun.chaos.check.kill_rows import (
     KillOutcome,
     RunComparison,
@@ -100,7 +100,7 @@ class _Checkup:
         """All of it."""
         report = self._report
         undisturbed = self._launch("undisturbed", [], f"{self._checked.steps} steps, undisturbed")
-        if undisturbed.says(remembered.NEXT_RUN):
+        if undisturbed.says(disk_cache.NEXT_RUN):
             undisturbed = self._launch("followed", [], "a library's loop was met, and is followed now: again")
         late = [event for event in undisturbed.twin.events if event["event"] == "rank_late"]
         report.late = sorted({f"{event['frame']} (rank {event['rank']}, step {event['step']})" for event in late})
