@@ -17,17 +17,17 @@ import msgpack
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ttprun.capture import early, installing, recording
+from ttprun.capture import effects, installing, recording
 from ttprun.capture.effects.effects import Effects
 from ttprun.capture.patch_rows import PATCHES
-from ttprun.capture.position import ast_transform
+from ttprun.capture.position import user_code
+from ttprun.capture.position.user_code import run
 from ttprun.capture.records.packing import pack
 from ttprun.capture.records.recorder import Recorder
 from ttprun.capture.replay.replay import NotRepeatedError, Replay
-from ttprun.capture.script import run
 from ttprun.capture.values import room_to_walk
-from ttprun.capture.values.large_data import dtype_name, tensor_of
-from ttprun.capture.values.turns import Clock
+from ttprun.capture.values.changes import Clock
+from ttprun.capture.values.large import dtype_name, tensor_of
 from ttprun.device.device_errors import DeviceErrors, Diagnosis
 from ttprun.introspect import fail_open, patching, whose
 from ttprun.introspect.costs import Costs
@@ -153,13 +153,13 @@ class Capture:
 
         Before each optimizer step the script's state replaces the file.
         """
-        host, full = self._host, ast_transform.full_path(script)
+        host, full = self._host, user_code.full_path(script)
         for file in (__file__, "<string>"):  # who runs the script is no part of it
             whose.leave_out(file)
         sys.path[0] = os.path.dirname(full)
         whose.add_user_directory(sys.path[0])
-        ast_transform.install()
-        early.listen()
+        user_code.install()
+        effects.listen()
         installing.install()
         patching.replace(PATCHES)
         kind: Any = torch.optim.Optimizer

@@ -9,22 +9,23 @@ import pytest
 import torch
 import torch._dynamo.trace_rules as rules
 
-from ttprun.capture.position import ast_transform, loops, torch_compile
+from ttprun.capture import installing
+from ttprun.capture.position import loops, user_code
 from ttprun.rank.step import step_hooks
 
 
 def test_dynamo_traces_no_function_of_ours_but_those_that_stand_in_the_middle_of_the_users_code() -> None:
-    torch_compile.leave_us_alone()
+    installing.leave_us_alone()
 
-    skipped = {module: rules.check_file(module.__file__).skipped for module in (step_hooks, loops, torch_compile)}
-    assert skipped == {step_hooks: True, loops: False, torch_compile: False}
+    skipped = {module: rules.check_file(module.__file__).skipped for module in (step_hooks, loops, installing)}
+    assert skipped == {step_hooks: True, loops: False, installing: False}
 
 
 def test_a_while_loop_of_the_users_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtins, ast_transform.PASSES, loops.Passes, raising=False)
+    monkeypatch.setattr(builtins, user_code.PASSES, loops.Passes, raising=False)
     source = b"def double(x, n):\n    while n > 0:\n        x, n = x * 2, n - 1\n    return x\n"
     scope: dict[str, Any] = {}
-    exec(ast_transform.compile_followed(source, "/script/doubling.py"), scope)
+    exec(user_code.compile_followed(source, "/script/doubling.py"), scope)
 
     assert torch.compile(scope["double"], backend="eager", fullgraph=True)(torch.ones(1), 3).item() == 8
 
@@ -32,7 +33,7 @@ def test_a_while_loop_of_the_users_is_one_graph(monkeypatch: pytest.MonkeyPatch)
 def test_a_replacement_does_not_wait_until_dynamo_has_compiled_its_rules_anew_for_each_of_our_modules() -> None:
     pattern = rules.SKIP_DIRS_RE
 
-    torch_compile.leave_us_alone()
+    installing.leave_us_alone()
 
     assert rules.SKIP_DIRS_RE is pattern
 

@@ -12,8 +12,8 @@ import torch
 from msgspec.structs import replace
 
 from tests.capture.records import record_of
-from ttprun.capture.position import loop_sites, loops
-from ttprun.capture.position.loop_sites import Extent
+from ttprun.capture.position import loops
+from ttprun.capture.position.loops import Extent
 from ttprun.capture.values import pack
 from ttprun.elastic_resume.adapted import Derived, states_in
 from ttprun.introspect import random_state
@@ -85,7 +85,7 @@ def test_a_generator_in_a_variable_is_derived_too(make: Any, draw: Any) -> None:
 
 def test_all_states_of_a_record_are_found() -> None:
     states = [{"python": number} for number in range(4)]
-    loop = loops.Loop(loop_sites.Site("script.py:1:0", Extent((1, 0), (1, 4), (2, 0), (3, 0))), states[1], []).record()
+    loop = loops.Loop(loops.Site("script.py:1:0", Extent((1, 0), (1, 4), (2, 0), (3, 0))), states[1], []).record()
     fields = record_of(
         rng=states[0],
         loops=[[loop]],

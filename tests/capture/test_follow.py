@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ttprun import frameworks
 from ttprun.capture.data import loaders
-from ttprun.capture.position import ast_transform, compiled_cache, loop_sites
+from ttprun.capture.position import disk_cache, loops, user_code
 from ttprun.capture.values import objects
 from ttprun.introspect import whose
 from ttprun.rank.bootstrap import reset
@@ -29,7 +29,7 @@ def nothing_else_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(whose, "_followed_files", set())
     monkeypatch.setattr(whose, "_followed_packages", ())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    finder = ast_transform._Finder()
+    finder = user_code._Finder()
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
     whose._forget_answers()
     yield
@@ -48,7 +48,7 @@ def installed(tmp_path: Path) -> Path:
 
 
 def loader_of(module: str, folder: Path) -> Any:
-    spec = next(finder for finder in sys.meta_path if isinstance(finder, ast_transform._Finder)).find_spec(
+    spec = next(finder for finder in sys.meta_path if isinstance(finder, user_code._Finder)).find_spec(
         module, [str(folder)]
     )
     return spec and spec.loader
@@ -57,7 +57,7 @@ def loader_of(module: str, folder: Path) -> Any:
 def test_a_module_is_followed_by_its_name_and_the_rest_of_its_package_is_not(installed: Path) -> None:
     whose.follow(["their_framework.trainer"])
 
-    assert isinstance(loader_of("their_framework.trainer", installed), ast_transform.NamedLoader)
+    assert isinstance(loader_of("their_framework.trainer", installed), user_code.NamedLoader)
     assert loader_of("their_framework.logs", installed) is None
     assert loader_of("their_framework.not_there", installed) is None
 
@@ -65,8 +65,8 @@ def test_a_module_is_followed_by_its_name_and_the_rest_of_its_package_is_not(ins
 def test_a_package_stands_for_all_of_its_modules(installed: Path) -> None:
     whose.follow(["their_framework.loops"])
 
-    assert isinstance(loader_of("their_framework.loops", installed), ast_transform.NamedLoader)
-    assert isinstance(loader_of("their_framework.loops.fit", installed / "loops"), ast_transform.NamedLoader)
+    assert isinstance(loader_of("their_framework.loops", installed), user_code.NamedLoader)
+    assert isinstance(loader_of("their_framework.loops.fit", installed / "loops"), user_code.NamedLoader)
     assert loader_of("their_framework.trainer", installed) is None
 
 
@@ -110,15 +110,15 @@ def kept_file(tmp_path: Path) -> Path:
 
 def test_a_compiled_module_is_kept_for_the_next_process_with_its_loops(tmp_path: Path) -> None:
     file = str(tmp_path / "trainer.py")
-    code = ast_transform.compile_named(LOOP.encode(), file)
-    made = {key: site.place for key, site in loop_sites.sites.items() if site.filename == file}
-    loop_sites.sites.clear()
+    code = user_code.compile_named(LOOP.encode(), file)
+    made = {key: site.place for key, site in loops.sites.items() if site.filename == file}
+    loops.sites.clear()
 
-    again = ast_transform.compile_named(LOOP.encode(), file)
+    again = user_code.compile_named(LOOP.encode(), file)
 
     assert again is not code
     assert again == code
-    assert {key: site.place for key, site in loop_sites.sites.items()} == made
+    assert {key: site.place for key, site in loops.sites.items()} == made
     assert made.keys() == {f"{file}:2:4"}
     assert kept_file(tmp_path).stat().st_mode & 0o777 == 0o600
     assert kept_file(tmp_path).parent.stat().st_mode & 0o777 == 0o700
@@ -126,10 +126,10 @@ def test_a_compiled_module_is_kept_for_the_next_process_with_its_loops(tmp_path:
 
 def test_a_module_that_has_changed_is_compiled_again_in_the_place_of_the_old_one(tmp_path: Path) -> None:
     file = str(tmp_path / "trainer.py")
-    ast_transform.compile_named(LOOP.encode(), file)
+    user_code.compile_named(LOOP.encode(), file)
 
     scope: dict[str, Any] = {}
-    exec(ast_transform.compile_named(b"x = 7\n", file), scope)
+    exec(user_code.compile_named(b"x = 7\n", file), scope)
 
     assert scope["x"] == 7
     assert kept_file(tmp_path).exists()
@@ -139,7 +139,7 @@ def replace_by_evil(file: Path) -> None:
     """What somebody would write who knew the format, but for what makes it theirs."""
     content = file.read_bytes()
     packed = marshal.dumps((compile("evil = True", "evil", "exec"), []))
-    file.write_bytes(content[:32] + compiled_cache.hashlib.sha256(packed).digest() + packed)
+    file.write_bytes(content[:32] + disk_cache.hashlib.sha256(packed).digest() + packed)
 
 
 @pytest.mark.parametrize("what", ["readable by others", "a folder of others", "a link"])
@@ -147,10 +147,10 @@ def test_what_somebody_else_could_have_written_is_not_run(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = str(tmp_path / "trainer.py")
-    ast_transform.compile_named(LOOP.encode(), file)
+    user_code.compile_named(LOOP.encode(), file)
     kept = kept_file(tmp_path)
     replace_by_evil(kept)
-    assert "evil" in ast_transform.compile_named(LOOP.encode(), file).co_names  # the format is understood here
+    assert "evil" in user_code.compile_named(LOOP.encode(), file).co_names  # the format is understood here
     if what == "readable by others":
         kept.chmod(0o644)
     elif what == "a folder of others":
@@ -159,7 +159,7 @@ def test_what_somebody_else_could_have_written_is_not_run(
         kept.rename(tmp_path / "elsewhere")
         kept.symlink_to(tmp_path / "elsewhere")
 
-    code = ast_transform.compile_named(LOOP.encode(), file)
+    code = user_code.compile_named(LOOP.encode(), file)
 
     assert "evil" not in code.co_names
 
@@ -169,18 +169,18 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "geteuid", lambda: found.st_uid + 1)
 
     with pytest.raises(PermissionError):
-        compiled_cache._refuse_others(found, stat.S_ISDIR)
+        disk_cache._refuse_others(found, stat.S_ISDIR)
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
 def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
     file = str(tmp_path / "trainer.py")
-    code = ast_transform.compile_named(LOOP.encode(), file)
+    code = user_code.compile_named(LOOP.encode(), file)
     kept = kept_file(tmp_path)
     whole = kept.read_bytes()
     kept.write_bytes({"cut": whole[:-9], "garbage": whole[:64] + bytes(len(whole) - 64), "empty": b""}[damage])
 
-    assert ast_transform.compile_named(LOOP.encode(), file) == code
+    assert user_code.compile_named(LOOP.encode(), file) == code
     assert kept.read_bytes() == whole
 
 
@@ -191,7 +191,7 @@ def test_where_nothing_can_be_kept_each_process_compiles_by_itself(
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     monkeypatch.setenv("HOME", "/proc/nowhere")
 
-    code = ast_transform.compile_named(LOOP.encode(), str(tmp_path / "trainer.py"))
+    code = user_code.compile_named(LOOP.encode(), str(tmp_path / "trainer.py"))
 
     assert code.co_filename == str(tmp_path / "trainer.py")
 

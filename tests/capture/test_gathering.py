@@ -13,7 +13,7 @@ import pytest
 
 from tests.rank.fakes import make_session
 from tests.rank.processes import run_alone
-from ttprun.capture.position import ast_transform, call_site, gathering
+from ttprun.capture.position import call_site, user_code
 from ttprun.introspect import whose
 from ttprun.rank.step import boundary
 
@@ -76,9 +76,9 @@ def run_steps(source: str, directory: str, step: Callable[[FrameType], None]) ->
 
     scope: dict[str, Any] = {"__name__": "script", "train": train}
     scope["__builtins__"] = vars(__import__("builtins")) | {
-        **ast_transform.BUILTINS,
+        **user_code.BUILTINS,
     }
-    exec(ast_transform.compile_followed(source.encode(), script), scope)
+    exec(user_code.compile_followed(source.encode(), script), scope)
 
 
 def seen_from(source: str, directory: str) -> list[str]:
@@ -143,4 +143,4 @@ def test_the_record_of_such_a_step_says_why_no_replacement_can_use_it_and_what_t
 
 
 def test_to_look_for_calls_in_a_module_does_not_warn_of_it_again() -> None:
-    assert list(gathering._read(b"x = '\\d'\nsum(x)\n").calls.values()) == ["sum"]  # warnings are errors in tests
+    assert list(call_site._read(b"x = '\\d'\nsum(x)\n").calls.values()) == ["sum"]  # warnings are errors in tests

@@ -11,14 +11,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from ttprun.capture.position import loop_sites, loops
+from ttprun.capture.position import loops
 from ttprun.capture.records.boundary_record import LoopRecord
 from ttprun.capture.records.packing import pack
 from ttprun.introspect import random_state
 
 
-def new_site(key: str = "script:1:0") -> loop_sites.Site:
-    return loop_sites.Site(key, loop_sites.Extent((7, 0), (7, 9), (8, 4), (8, 8)))
+def new_site(key: str = "script:1:0") -> loops.Site:
+    return loops.Site(key, loops.Extent((7, 0), (7, 9), (8, 4), (8, 8)))
 
 
 def begin_at(iterable: Iterable[Any], stop_at: int) -> tuple[LoopRecord, list[Any]]:

@@ -47,7 +47,7 @@ from tests.capture.user_values import (
 )
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
-from ttprun.capture.data import batch_fingerprints, loaders, workers
+from ttprun.capture.data import loader_parts, loaders, workers
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import random_state, whose
 from ttprun.rank.bootstrap import install, patches
@@ -550,9 +550,7 @@ def test_a_batch_has_fingerprints_that_change_with_its_data(batch: Any) -> None:
         }  # fmt: skip
 
     assert (
-        batch_fingerprints.fingerprints(batch)
-        == batch_fingerprints.fingerprints(batch)
-        != batch_fingerprints.fingerprints(other(batch))
+        loader_parts.fingerprints(batch) == loader_parts.fingerprints(batch) != loader_parts.fingerprints(other(batch))
     )
 
 
@@ -569,9 +567,9 @@ def test_a_batch_has_fingerprints_that_change_with_its_data(batch: Any) -> None:
 )
 def test_a_batch_of_whatever_has_fingerprints(batch: Any, other: Any) -> None:
     assert (
-        batch_fingerprints.fingerprints(batch)
-        == batch_fingerprints.fingerprints(copy.deepcopy(batch))
-        != batch_fingerprints.fingerprints(other)
+        loader_parts.fingerprints(batch)
+        == loader_parts.fingerprints(copy.deepcopy(batch))
+        != loader_parts.fingerprints(other)
     )
 
 
@@ -579,4 +577,4 @@ def test_the_fingerprint_of_a_set_does_not_depend_on_its_order() -> None:
     one, other = {8, 0}, {0, 8}
     assert list(one) != list(other)
 
-    assert batch_fingerprints.fingerprints(one) == batch_fingerprints.fingerprints(other)
+    assert loader_parts.fingerprints(one) == loader_parts.fingerprints(other)

@@ -16,7 +16,7 @@ from tests.capture import user_values
 from tests.capture.values.carrying import as_the_recorder_writes_them
 from ttprun.capture import values
 from ttprun.capture.data import loaders
-from ttprun.capture.position import iterables, loop_sites, loops
+from ttprun.capture.position import iterables, loops
 from ttprun.capture.position.placeholders import PlaceholderUsedError
 from ttprun.capture.records.boundary_record import LoopRecord
 from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, restore_loop
@@ -101,7 +101,7 @@ def batches_behind(passed_over: int) -> Items:
 def stand(made: Callable[[Items], Any], items: int) -> QuiesceSchedule:
     """A loop over what is made of a loader's iterator, behind some items."""
     loop = loops.Loop(
-        loop_sites.Site("train.py:7:0", loop_sites.Extent((7, 0), (7, 9), (8, 4), (8, 8))),
+        loops.Site("train.py:7:0", loops.Extent((7, 0), (7, 9), (8, 4), (8, 8))),
         None,
         made(batches_behind(0)),
     )
@@ -126,7 +126,7 @@ def stand_again(made: Callable[[Items], Any], recorded: dict[str, Any], before: 
     """
     passed_over = recorded.position - 1 - before
     loop = loops.Jump(
-        loop_sites.Site("train.py:7:0", loop_sites.Extent((7, 0), (7, 9), (8, 4), (8, 8))),
+        loops.Site("train.py:7:0", loops.Extent((7, 0), (7, 9), (8, 4), (8, 8))),
         recorded,
         made(batches_behind(passed_over)),
     )

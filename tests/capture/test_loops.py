@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.capture.position import ast_transform, loops
+from ttprun.capture.position import loops, user_code
 from ttprun.introspect import whose
 
 Loops = list[loops.Loop]
@@ -28,10 +28,10 @@ def run_followed(tmp_path: Any) -> Callable[..., dict[str, Any]]:
     def run(source: str, **names: Any) -> dict[str, Any]:
         scope = {
             "__name__": "script",
-            "__builtins__": dict(vars(__import__("builtins")), **ast_transform.BUILTINS),
+            "__builtins__": dict(vars(__import__("builtins")), **user_code.BUILTINS),
         }
         scope |= names
-        exec(ast_transform.compile_followed(source.encode(), filename), scope)
+        exec(user_code.compile_followed(source.encode(), filename), scope)
         return scope
 
     return run

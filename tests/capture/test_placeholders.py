@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rich import progress
 from tqdm import tqdm
 
-from ttprun.capture.position import ast_transform, loop_sites, loops
+from ttprun.capture.position import loops, user_code
 from ttprun.capture.position.placeholders import PLACEHOLDER, PlaceholderUsedError, hand_out, like, pass_over
 from ttprun.introspect import whose
 
@@ -242,16 +242,14 @@ def test_a_generator_with_a_loop_of_its_own_begins_in_the_middle_of_it_and_is_co
     """The loop in it takes only one item again; what stands around it has counted all the same."""
     whose.add_user_directory(str(tmp_path))
     source = b"def halves(numbers):\n    for number in numbers:\n        yield number / 2\n"
-    code = ast_transform.compile_followed(source, str(tmp_path / "script.py"))
-    site = list(loop_sites.sites.values())[-1]
+    code = user_code.compile_followed(source, str(tmp_path / "script.py"))
+    site = list(loops.sites.values())[-1]
     record = replace(loops.Loop(site, None, range(9)).record(), position=SKIP + 1, lead=1)
 
     def jump(_: str, token: Any, iterable: Any) -> Any:
         return loops.Jump(site, record, iterable)
 
-    scope: dict[str, Any] = {
-        "__builtins__": vars(__import__("builtins")) | ast_transform.BUILTINS | {ast_transform.LOOP: jump}
-    }
+    scope: dict[str, Any] = {"__builtins__": vars(__import__("builtins")) | user_code.BUILTINS | {user_code.LOOP: jump}}
     exec(code, scope)
     items = enumerate(scope["halves"](iter(range(9))))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ttprun.capture.position import read_gradients
-from ttprun.capture.position.read_gradients import are_read_after
+from ttprun.capture.position import liveness
+from ttprun.capture.position.liveness import are_read_after
 
 SCRIPT = """
 def norm_of(model):
@@ -59,7 +59,7 @@ class Stands:
 
 
 def found_in(monkeypatch: pytest.MonkeyPatch, beginning: str, behind: str, after: str) -> bool:
-    monkeypatch.setattr(read_gradients, "is_script_code", lambda filename: filename == "train.py")
+    monkeypatch.setattr(liveness, "is_script_code", lambda filename: filename == "train.py")
     monkeypatch.setattr("ttprun.introspect.frames.is_script_code", lambda filename: filename == "train.py")
     text = SCRIPT.replace("BEGINNING", beginning).replace("    BEHIND\nAFTER", f"    {behind}\n{after}")
     stands = Stands()

@@ -13,13 +13,12 @@ from tests.capture.test_said_at_the_step import run as hindrances_of
 from tests.rank.fakes import make_session
 from tests.rank.processes import run_alone
 from tests.rank.worlds import run_world
-from ttprun.capture import rehearsal as module
-from ttprun.capture import values
-from ttprun.capture.position import ast_transform
+from ttprun.capture import recording, values
+from ttprun.capture.position import user_code
+from ttprun.capture.recording import Rehearsal
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.nodes import RefusedNode
 from ttprun.capture.records.recorder import Recorder
-from ttprun.capture.rehearsal import Rehearsal
 from ttprun.capture.values import data_trees
 from ttprun.introspect import whose
 from ttprun.protocol import from_rank
@@ -88,8 +87,8 @@ def _reported(rank: int, source: str) -> tuple[list[list[str]], int]:
     session.channel.send = listen  # type: ignore[method-assign]
     whose.add_user_directory("/script")
     scope: dict[str, Any] = {"__name__": "script", "note": lambda: None}
-    scope["__builtins__"] = vars(__import__("builtins")) | ast_transform.BUILTINS
-    code = ast_transform.compile_followed(source.encode(), "/script/script.py")
+    scope["__builtins__"] = vars(__import__("builtins")) | user_code.BUILTINS
+    code = user_code.compile_followed(source.encode(), "/script/script.py")
     script = threading.Thread(target=exec, args=(code, scope))
     script.start()
     script.join()
@@ -112,7 +111,7 @@ def nested(depth: int) -> list[Any]:
 
 def _steps_until_read() -> int:
     session, clock = make_session(), Clock()
-    module.time = clock  # type: ignore[assignment]
+    recording.time = clock  # type: ignore[assignment]
     data_trees.MANY = 1 << 40  # it is no data
     rehearsal = Rehearsal()
     for boundary in range(1, 1000):
@@ -122,7 +121,7 @@ def _steps_until_read() -> int:
         clock.now_s += 0.1  # the step
         if rehearsal.go_on(lambda: False):
             return boundary
-        assert rehearsal._used_s <= module.SHARE * clock.now_s + 2 * Clock.LOOK_S
+        assert rehearsal._used_s <= recording.SHARE * clock.now_s + 2 * Clock.LOOK_S
     raise AssertionError("it is never read to its end")
 
 

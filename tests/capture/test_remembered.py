@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.rank.processes import run_alone
-from ttprun.capture.position import ast_transform, library_loops, remembered
+from ttprun.capture.position import disk_cache, library_loops, user_code
 from ttprun.introspect import whose
 
 LOOP = "def fit(look):\n    for _ in range(1):\n        found = look()\n    return found\n"
@@ -38,20 +38,20 @@ def said_of(site: str, seen_before: list[str] | None, home: str) -> tuple[str, b
     """Why a step in that loop cannot be replayed, in a run that knows of these files; and if the loop is followed."""
     os.environ["XDG_CACHE_HOME"] = home
     sys.path.append(site)
-    ast_transform.install((), seen_before)
+    user_code.install((), seen_before)
     loop: Any = importlib.import_module("their_trainer.loop")
     said: str = loop.fit(lambda: library_loops.why_not(sys._getframe(1)))
-    return said, ast_transform.LOOP in loop.fit.__code__.co_names
+    return said, user_code.LOOP in loop.fit.__code__.co_names
 
 
 # pytest itself has loops around its tests: each is run in a process of its own.
 def test_a_loop_that_a_run_meets_is_followed_in_the_next_one(trainer: Path) -> None:
     site, home = str(trainer.parent.parent), os.environ["XDG_CACHE_HOME"]
 
-    first = run_alone(said_of, site, remembered.files(), home)
-    second = run_alone(said_of, site, remembered.files(), home)
+    first = run_alone(said_of, site, disk_cache.files(), home)
+    second = run_alone(said_of, site, disk_cache.files(), home)
 
-    assert first[0].endswith(f"which is met for the first time: {remembered.NEXT_RUN}")
+    assert first[0].endswith(f"which is met for the first time: {disk_cache.NEXT_RUN}")
     assert not first[1]
     assert second == ("", True)
 
@@ -67,27 +67,27 @@ def test_where_nothing_can_be_kept_or_files_may_differ_the_line_to_write_is_name
 
 
 def test_another_version_of_a_package_is_met_anew(trainer: Path) -> None:
-    remembered.note(str(trainer))
-    known = remembered.files()
+    disk_cache.note(str(trainer))
+    known = disk_cache.files()
 
     trainer.write_text(f"{LOOP}# improved\n")
 
     assert known == [str(trainer)]
-    assert remembered.files() == []
+    assert disk_cache.files() == []
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"file": 7}', "no JSON", '{"file": "/etc/passwd", "sha256": ""}'])
 def test_what_is_damaged_is_not_followed(trainer: Path, cache: Path, content: str) -> None:
-    remembered.note(str(trainer))
+    disk_cache.note(str(trainer))
     (kept,) = cache.iterdir()
 
     kept.write_text(content)
 
-    assert remembered.files() == []
+    assert disk_cache.files() == []
 
 
 def test_what_somebody_else_could_have_written_is_not_followed(trainer: Path, cache: Path) -> None:
-    remembered.note(str(trainer))
+    disk_cache.note(str(trainer))
     (kept,) = cache.iterdir()
     modes = (kept.stat().st_mode & 0o777, cache.stat().st_mode & 0o777)
     plain = json.loads(kept.read_text())
@@ -96,18 +96,18 @@ def test_what_somebody_else_could_have_written_is_not_followed(trainer: Path, ca
 
     assert modes == (0o600, 0o700)
     assert plain.keys() == {"file", "sha256"}
-    assert remembered.files() == []
+    assert disk_cache.files() == []
 
 
 def test_only_the_file_is_followed_and_not_the_whole_package(trainer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whose, "_seen_before", None)
     whose.follow_files([str(trainer.parent / "__init__.py")])
-    finder = ast_transform._Finder()
+    finder = user_code._Finder()
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
 
     package = finder.find_spec("their_trainer", [str(trainer.parent.parent)])
     loop = finder.find_spec("their_trainer.loop", [str(trainer.parent)])
 
     assert package is not None
-    assert isinstance(package.loader, ast_transform.NamedLoader)
+    assert isinstance(package.loader, user_code.NamedLoader)
     assert loop is None

@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 
 from tests.rank.scripts import Outcome, run_plain, run_under_shim
-from ttprun.capture.position import ast_transform
+from ttprun.capture.position import user_code
 from ttprun.introspect import whose
 
 
 @pytest.fixture
 def builtin_hooks() -> Iterator[None]:
-    vars(builtins).update(ast_transform.BUILTINS)
+    vars(builtins).update(user_code.BUILTINS)
     yield
-    for name in ast_transform.BUILTINS:
+    for name in user_code.BUILTINS:
         delattr(builtins, name)
 
 
@@ -115,7 +115,7 @@ MODULES = {
 def test_a_module_behaves_as_it_does_without_us(name: str) -> None:
     source = MODULES[name]
 
-    followed = outcome(ast_transform.compile_followed(source.encode(), "module.py"))
+    followed = outcome(user_code.compile_followed(source.encode(), "module.py"))
 
     assert followed == outcome(compile(source, "module.py", "exec", dont_inherit=True))
 
@@ -127,7 +127,7 @@ def test_a_followed_loop_leaves_no_name_in_its_scope() -> None:
     )
     scope: dict[str, Any] = {}
 
-    exec(ast_transform.compile_followed(source, "module.py"), scope)
+    exec(user_code.compile_followed(source, "module.py"), scope)
 
     assert set(scope) == {"__builtins__", "x", "f", "C", "seen", "of_class"}
     assert set(scope["seen"]) == {"a", "y", "inside"}
@@ -143,7 +143,7 @@ def test_a_traceback_shows_the_lines_of_the_script(tmp_path: Path) -> None:
     linecache.checkcache()
 
     with pytest.raises(ValueError, match="1") as caught:
-        exec(ast_transform.compile_followed(file.read_bytes(), str(file)), {})
+        exec(user_code.compile_followed(file.read_bytes(), str(file)), {})
 
     shown = [(f.lineno, f.line) for f in traceback.extract_tb(caught.value.__traceback__) if f.filename == str(file)]
     assert shown == [(8, "f(3)"), (5, "raise ValueError(")]
@@ -153,7 +153,7 @@ def test_a_syntax_error_is_the_one_that_python_gives() -> None:
     source = b"for x in range(3)\n    pass\n"
 
     with pytest.raises(SyntaxError) as ours:
-        ast_transform.compile_followed(source, "module.py")
+        user_code.compile_followed(source, "module.py")
     with pytest.raises(SyntaxError) as pythons:
         compile(source, "module.py", "exec")
 
@@ -168,7 +168,7 @@ def test_a_syntax_error_is_the_one_that_python_gives() -> None:
 def test_a_script_without_a_loop_or_without_anything_runs(source: bytes) -> None:
     scope: dict[str, Any] = {"__name__": "__main__", "__spec__": "something"}
 
-    exec(ast_transform.compile_followed(source, "script.py", is_script=True), scope)
+    exec(user_code.compile_followed(source, "script.py", is_script=True), scope)
 
     assert scope["__spec__"] is None
     assert scope.get("x", "ä") in ("ä", 1)
@@ -180,13 +180,13 @@ def test_a_module_of_the_users_is_followed_and_an_installed_one_is_not(tmp_path:
     for place in (tmp_path / "mine", tmp_path / "site-packages" / "theirs"):
         (place / "__init__.py").write_text("for x in ():\n    pass\n")
     whose.add_user_directory(str(tmp_path))
-    finder = ast_transform._Finder()
+    finder = user_code._Finder()
 
     mine = finder.find_spec("mine", [str(tmp_path)])
     theirs = finder.find_spec("theirs", [str(tmp_path / "site-packages")])
 
     assert mine is not None
-    assert isinstance(mine.loader, ast_transform.FollowedLoader)
+    assert isinstance(mine.loader, user_code.FollowedLoader)
     assert theirs is None
     assert not list((tmp_path / "mine").glob("__pycache__"))
 
@@ -204,7 +204,7 @@ def test_a_module_of_the_users_is_followed_and_an_installed_one_is_not(tmp_path:
     ],
 )
 def test_the_script_is_found_among_the_interpreters_arguments(words: list[str], script: str) -> None:
-    assert ast_transform.script_of(words) == script
+    assert user_code.script_of(words) == script
 
 
 # Real interpreters.
@@ -447,12 +447,12 @@ def test_a_module_that_was_compiled_beforehand_is_compiled_again_only_if_it_has_
     file.write_text("for x in [1, 2]:\n    pass\n")
     source = file.read_bytes()
 
-    ast_transform.prepare([str(file)])
-    assert str(file) not in ast_transform.followed
+    user_code.prepare([str(file)])
+    assert str(file) not in user_code.followed
 
-    code = ast_transform.compile_followed(source, str(file))
-    assert ast_transform.compile_followed(source, str(file)) is code
-    changed = ast_transform.compile_followed(b"x = 7\n", str(file))
+    code = user_code.compile_followed(source, str(file))
+    assert user_code.compile_followed(source, str(file)) is code
+    changed = user_code.compile_followed(b"x = 7\n", str(file))
     values: dict[str, Any] = {}
     exec(changed, values)
     assert values["x"] == 7
@@ -464,6 +464,6 @@ def test_what_python_warns_of_in_a_module_is_not_said_again_by_the_standby_that_
     file = folder / "module.py"
     file.write_text("assert (1, 'always true')\nx = '\\d'\n")
 
-    ast_transform.prepare([str(file)])  # a warning is an error in the tests, which would leave the module to the script
+    user_code.prepare([str(file)])  # a warning is an error in the tests, which would leave the module to the script
 
-    assert ast_transform.compile_followed(file.read_bytes(), str(file)).co_filename == str(file)
+    assert user_code.compile_followed(file.read_bytes(), str(file)).co_filename == str(file)

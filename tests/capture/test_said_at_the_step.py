@@ -9,7 +9,7 @@ import pytest
 
 from tests.device.test_gpus import unprotected
 from tests.rank.worlds import run_world
-from ttprun.capture.position import ast_transform
+from ttprun.capture.position import user_code
 from ttprun.introspect import whose
 from ttprun.rank.session import current
 
@@ -67,8 +67,8 @@ def _run(rank: int, source: str) -> list[str]:
     found: list[str] = []
     whose.add_user_directory("/script")
     scope: dict[str, Any] = {"__name__": "script", "note": lambda: found.append(session.hindrance)}
-    scope["__builtins__"] = vars(__import__("builtins")) | ast_transform.BUILTINS
-    code = ast_transform.compile_followed(source.encode(), "/script/script.py")
+    scope["__builtins__"] = vars(__import__("builtins")) | user_code.BUILTINS
+    code = user_code.compile_followed(source.encode(), "/script/script.py")
     script = threading.Thread(target=exec, args=(code, scope))  # the frames of this file are not the script's
     script.start()
     script.join()

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttprun.capture.data.samples import batches, fetched_ahead, led_by_dummies, share, used_up
+from ttprun.capture.data.rest_of_epoch import batches, fetched_ahead, led_by_dummies, share, used_up
 
 ranks = st.integers(1, 7)
 

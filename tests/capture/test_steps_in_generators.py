@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ttprun.capture.position import loop_sites, loops
+from ttprun.capture.position import loops
 
 
-def new_site() -> loop_sites.Site:
-    return loop_sites.Site("script:1:0", loop_sites.Extent((7, 0), (7, 9), (8, 4), (8, 8)))
+def new_site() -> loops.Site:
+    return loops.Site("script:1:0", loops.Extent((7, 0), (7, 9), (8, 4), (8, 8)))
 
 
 def test_a_step_that_is_taken_while_an_item_is_made_is_met_again_in_making_that_item() -> None:

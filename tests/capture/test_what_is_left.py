@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
-from ttprun.capture.effects import append_dedup, os_entropy, output
+from ttprun.capture.effects import origins, output, script_files
 from ttprun.capture.records.recorder import (
     APPENDED_FILES,
     LOG_BYTES,
@@ -124,7 +124,7 @@ def test_the_states_of_workers_are_found_by_their_place_until_the_ring_has_gone_
 
 
 def test_counts_of_more_files_than_there_is_room_for_are_not_mixed(recorder: Recorder) -> None:
-    keys = [append_dedup.key_of(f"/log/{number}") for number in range(APPENDED_FILES + 5)]
+    keys = [script_files.key_of(f"/log/{number}") for number in range(APPENDED_FILES + 5)]
     for number, key in enumerate(keys):
         recorder.set_appended(key, (1, number, 0))
 
@@ -367,7 +367,7 @@ def drawn_from_the_system(applied: int) -> list[int]:
         uuid.uuid1,
     ):
         call()
-        found.append(os_entropy.drawn_since_last_asked())
+        found.append(origins.drawn_since_last_asked())
     return found
 
 

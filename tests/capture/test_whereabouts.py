@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from tests.rank.processes import run_alone
-from ttprun.capture.position import ast_transform, call_site, loops
+from ttprun.capture.position import call_site, loops, user_code
 from ttprun.introspect import whose
 
 IN_TURN = """\
@@ -45,9 +45,9 @@ def _run(source: str, directory: str, look: Callable[[FrameType], Any]) -> list[
     found: list[Any] = []
     scope: dict[str, Any] = {"__name__": "script", "step": lambda: found.append(look(sys._getframe(1)))}
     scope["__builtins__"] = vars(__import__("builtins")) | {
-        **ast_transform.BUILTINS,
+        **user_code.BUILTINS,
     }
-    exec(ast_transform.compile_followed(source.encode(), f"{directory}/script.py"), scope)
+    exec(user_code.compile_followed(source.encode(), f"{directory}/script.py"), scope)
     return found
 
 

@@ -32,9 +32,8 @@ from ttprun.agent.between.spare_pool import Listener
 from ttprun.agent.lead.leader import Leader
 from ttprun.agent.node.control_socket import ControlSocket, _Client
 from ttprun.agent.node.stored_states import open_checkpoint
-from ttprun.capture.records import replayable
 from ttprun.capture.records.packing import MalformedRecordError
-from ttprun.capture.records.recorder import HEADER_BYTES, Recorder
+from ttprun.capture.records.recorder import HEADER_BYTES, Recorder, records_up_to
 from ttprun.capture.values import pack
 from ttprun.chaos.faults import parse_fault
 from ttprun.cli.run_reports import status as show_status
@@ -423,7 +422,7 @@ def open_recorder(stack: ExitStack) -> Feed:
             found = list(recorder.read_log())
             assert found == log[: len(found)]
             recorder.take_changes(all_of_it=True)
-            for read in (recorder.export, lambda number: replayable.records_up_to(recorder, number)):
+            for read in (recorder.export, lambda number: records_up_to(recorder, number)):
                 for boundary in (1, 2, 3, recorder.newest):
                     try:
                         read(boundary)

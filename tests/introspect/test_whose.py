@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ttprun.capture.position import ast_transform
+from ttprun.capture.position import user_code
 from ttprun.introspect import whose
 
 LOOP = "def fit(run):\n    for step in range(3):\n        run(step)\n"
@@ -32,9 +32,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's project: the script is in `tools`."""
     for name in ("_user_directories", "_own_installed", "_libraries", "_named", "_followed_files"):
         monkeypatch.setattr(whose, name, type(getattr(whose, name))())
-    monkeypatch.setattr(sys, "meta_path", [ast_transform._Finder(), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [user_code._Finder(), *sys.meta_path])
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(ast_transform, "loaded", ["__main__"])
+    monkeypatch.setattr(user_code, "loaded", ["__main__"])
     before = set(sys.modules)
     (tmp_path / "project" / "tools").mkdir(parents=True)
     whose.add_user_directory(str(tmp_path / "project" / "tools"))
@@ -53,7 +53,7 @@ def written(path: Path, text: str = LOOP) -> Path:
 def follows(module: str) -> bool:
     """Whether the loops of a module are followed once it is imported."""
     code: CodeType = importlib.import_module(module).fit.__code__
-    return ast_transform.LOOP in code.co_names
+    return user_code.LOOP in code.co_names
 
 
 @pytest.mark.parametrize(
@@ -141,5 +141,5 @@ def test_modules_by_pythonpath_a_namespace_package_a_zip_file_and_an_editable_in
     followed = [name for name in names if follows(name)]
 
     assert followed == names
-    assert set(names) <= set(ast_transform.loaded)
+    assert set(names) <= set(user_code.loaded)
     assert whose.is_script_code(str(project / "zipped.zip" / "in_zip" / "loop.py"))

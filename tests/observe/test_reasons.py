@@ -34,8 +34,8 @@ PLACES = (*RANKS, "agent", "recovery")
 # Reasons for something else: why a standby is not prepared, a call is asked again, a snapshot or scheduler must wait.
 OTHERS = {
     "capture/effects/effects.py",
-    "capture/position/imported.py",
-    "capture/values/left_to_replay.py",
+    "capture/position/user_code.py",
+    "capture/values/process_objects.py",
     "rank/bootstrap/preload.py",
     "rank/bootstrap/rerun.py",
     "rank/framework/callback_recovery.py",

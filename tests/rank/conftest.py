@@ -14,7 +14,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from tests.rank.training import every_case
 from tests.rank.worlds import run_world
-from ttprun.capture.position import loop_sites, loops
+from ttprun.capture.position import loops
 
 torch.set_num_threads(1)
 os.environ["TORCH_HOME"] = str(Path(__file__).parents[1])  # tests are nobody's own code, unless one says so
@@ -24,11 +24,11 @@ set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "ttprun-hypothesis")
 @pytest.fixture(autouse=True)
 def no_hooks_are_left() -> Iterator[None]:
     """A replay's loop hooks and known loops do not outlive a test."""
-    known = dict(loop_sites.sites)
+    known = dict(loops.sites)
     yield
     loops.give_back()
-    loop_sites.sites.clear()
-    loop_sites.sites.update(known)
+    loops.sites.clear()
+    loops.sites.update(known)
 
 
 @pytest.fixture(scope="session")

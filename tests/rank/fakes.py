@@ -7,8 +7,8 @@ import socket
 from typing import Any
 
 from tests.options import OPTIONS
+from ttprun.capture.recording import Rehearsal
 from ttprun.capture.records.recorder import Recorder
-from ttprun.capture.rehearsal import Rehearsal
 from ttprun.groups.connection import Exchange
 from ttprun.groups.host import Parts
 from ttprun.groups.journal import Journal

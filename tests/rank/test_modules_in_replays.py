@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.rank.fakes import FakeChannel, make_session
 from tests.rank.processes import run_alone
-from ttprun.capture.position import ast_transform
+from ttprun.capture.position import user_code
 from ttprun.capture.records.boundary_record import Record
 from ttprun.capture.values import pack
 from ttprun.groups.results import Answers
@@ -47,8 +47,8 @@ class RefusingChannel(FakeChannel):
 def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tuple[Any, int]:
     """(record at its step, the number of calls that the module has counted), of the lost rank or of a replacement."""
     whose.add_user_directory(directory)
-    vars(builtins).update(ast_transform.BUILTINS)
-    ast_transform.install()
+    vars(builtins).update(user_code.BUILTINS)
+    user_code.install()
     sys.path.insert(0, directory)
     session = make_session(directory, channel=RefusingChannel())
     made: list[Any] = []
@@ -63,7 +63,7 @@ def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tupl
             ReplayRun(session, known, None, Answers({}, [])).before_step(frame)
 
     scope: dict[str, Any] = {"__name__": "script", "train": train, "is_lost": record is None}
-    exec(ast_transform.compile_followed(SCRIPT.encode(), f"{directory}/script.py"), scope)
+    exec(user_code.compile_followed(SCRIPT.encode(), f"{directory}/script.py"), scope)
     return (made[0] if made else None), scope["calls"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.capture.records import record_of
 from tests.rank.fakes import make_session
-from ttprun.capture.position import ast_transform, loops
+from ttprun.capture.position import loops, user_code
 from ttprun.capture.records.boundary_record import Record
 from ttprun.groups.results import Answers
 from ttprun.rank.replay.replay_run import ReplayRun
@@ -33,7 +33,7 @@ def followed_loops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     with monkeypatch.context() as patch:
         patch.setattr(loops, "Loop", Noted)
-        exec(ast_transform.compile_followed(SCRIPT.encode(), "script.py"), dict(ast_transform.BUILTINS))
+        exec(user_code.compile_followed(SCRIPT.encode(), "script.py"), dict(user_code.BUILTINS))
     return made
 
 

@@ -1,6 +1,6 @@
 """What capturing changes in a script's process: rows of the table that `ttprun explain` prints.
 
-Beside these: the loops of the script (position/ast_transform.py), and the functions of effects/file_system.py.
+Beside these: the loops of the script (position/user_code.py), and the functions of effects/file_system.py.
 """
 
 from __future__ import annotations
@@ -93,19 +93,29 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "os",
         "urandom",
-        "capture.effects.os_entropy:wrap_urandom",
+        "capture.effects.origins:wrap_urandom",
         "up to the first step, to give a replacement the same uuids; then to notice what cannot be replayed",
         "early",
     ),
     Patch(
         "random",
         "_urandom",
-        "capture.effects.os_entropy:wrap_urandom",
+        "capture.effects.origins:wrap_urandom",
         "as os.urandom, for random.SystemRandom",
         "early",
     ),
-    Patch("queue", "Queue.get", "capture.values.streams:wrap_get", "to distinguish a log's queue from a queue of data"),
-    Patch("queue", "Queue.put", "capture.values.streams:wrap_put", "to distinguish a log's queue from a queue of data"),
+    Patch(
+        "queue",
+        "Queue.get",
+        "capture.values.process_objects:wrap_get",
+        "to distinguish a log's queue from a queue of data",
+    ),
+    Patch(
+        "queue",
+        "Queue.put",
+        "capture.values.process_objects:wrap_put",
+        "to distinguish a log's queue from a queue of data",
+    ),
     Patch(
         "builtins",
         "open",

@@ -181,7 +181,7 @@ def _watch_modules() -> None:
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
 
-    from ttprun.capture.position.torch_compile import unless_traced
+    from ttprun.capture.installing import unless_traced
 
     def before_forward(module: Any, args: Any) -> None:
         moments.reached("forward" if module.training else "validation")

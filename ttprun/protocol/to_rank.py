@@ -194,7 +194,7 @@ class Adapt(Message, frozen=True):
     """The ranks of another run from which a rank resumes.
 
     paths            of the records of its ranks, in their order
-    hyperparameters  whose count if they differ, as for `ttprun.capture.merging.merge.Merge`
+    hyperparameters  whose count if they differ, as for `ttprun.capture.replay.merge.Merge`
     """
 
     paths: tuple[str, ...]

@@ -10,7 +10,7 @@ a hook takes inside a backward pass: the rest of the pass needs what the forward
 before the step. A replay refuses such a boundary.
 
 Whether another one is open is predicted from the existing graphs (`values/histories.py`) and gradients: if that is
-wrong, a resume is refused (`values/unrecorded.py`, `gradients.py`), or a snapshot is taken a few steps late.
+wrong, a resume is refused (`values/histories.py`, `gradients.py`), or a snapshot is taken a few steps late.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from ttprun import text_hashes
 from ttprun.capture import values
 from ttprun.capture.records.nodes import RefusedNode
 from ttprun.capture.values import CannotRestoreError, Restore
-from ttprun.capture.values.turns import Clock
+from ttprun.capture.values.changes import Clock
 
 
 @pytest.mark.parametrize(

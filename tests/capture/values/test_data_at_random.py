@@ -13,7 +13,7 @@ import torch
 from tests.capture.user_values import Link
 from tests.capture.values.carrying import carry, record
 from ttprun.capture import values
-from ttprun.capture.values import data_trees, small_data, turns, unchanged
+from ttprun.capture.values import changes, data_trees, long_items
 
 HISTORIES = 40
 STEPS = 12
@@ -21,15 +21,15 @@ STEPS = 12
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(unchanged, "_TURNS", (4, 4, 4, 4))
-    monkeypatch.setattr(small_data, "_TURN", 4)
+    monkeypatch.setattr(changes, "_TURNS", (4, 4, 4, 4))
+    monkeypatch.setattr(long_items, "_TURN", 4)
     monkeypatch.setattr(data_trees, "MANY", 12)
     monkeypatch.setattr(data_trees, "DATA_BYTES", 100)
     monkeypatch.setattr(data_trees, "_MANY_ROWS", 4)
     monkeypatch.setattr(data_trees, "SMALL_BYTES", 100)
     values.forget()
     yield
-    turns.Clock.is_whole = False
+    changes.Clock.is_whole = False
     values.forget()
 
 
@@ -116,14 +116,14 @@ def test_a_replacement_has_what_the_lost_rank_had_whatever_has_changed(first: in
         draw, maker = random.Random(seed + 1000), Maker(seed)
         scope, made = maker.scope(), maker.made
         for _ in range(STEPS):
-            turns.Clock.is_whole = False
+            changes.Clock.is_whole = False
             values.begin_boundary()
             n_trees += repr(record(scope, key="random")[0]).count("DataTreeNode")
             if draw.random() < 0.3:
                 change(scope, made, draw)
             if draw.random() > 0.25:
                 continue
-            turns.Clock.is_whole = True
+            changes.Clock.is_whole = True
             values.begin_boundary()
             here = Maker(seed).scope()
             wanted = shape(scope, {})

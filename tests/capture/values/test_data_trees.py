@@ -15,7 +15,7 @@ from tests.capture.values.carrying import are_alike, carry, record
 from tests.capture.values.test_kept import calls_of
 from ttprun.capture import values
 from ttprun.capture.records.nodes import DataTreeNode, DictNode, ListNode
-from ttprun.capture.values import Restore, Snapshot, data_trees, turns, unchanged
+from ttprun.capture.values import Restore, Snapshot, changes, data_trees
 
 Scope = dict[str, Any]
 ROWS = 1300
@@ -56,7 +56,7 @@ class Owner:
 
 @pytest.fixture(autouse=True)
 def _few_at_a_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(unchanged, "_TURNS", (64, 64, 64, 64))
+    monkeypatch.setattr(changes, "_TURNS", (64, 64, 64, 64))
     values.forget()
     yield
     values.forget()
@@ -307,7 +307,7 @@ def test_data_that_was_restored_as_changed_is_recorded_so_by_the_replacement(kin
     here = {"data": MADE[kind]()}
     assert carry(lost, here) == []
 
-    turns.Clock.records = 0  # as in the replacement
+    changes.Clock.records = 0  # as in the replacement
     recorded = nodes_of(here)["data"]
 
     second = {"data": MADE[kind]()}
@@ -380,11 +380,11 @@ def test_a_replacement_names_what_was_not_seen_whole_at_the_boundary() -> None:
     restore.module({"data": annotations()}, {"data": node}, "")
     assert restore.named == [f"data had never changed, and was last seen whole {node.age} steps before"]
 
-    turns.Clock.is_whole = True
+    changes.Clock.is_whole = True
     try:
         assert nodes_of(scope)["data"].age == 0
     finally:
-        turns.Clock.is_whole = False
+        changes.Clock.is_whole = False
 
 
 def test_only_so_much_is_recorded_beside_the_digests_of_all_trees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tests.capture.values.test_kept import calls_of
 from ttprun.capture import values
 from ttprun.capture.records.nodes import ListNode
 from ttprun.capture.records.packing import listed
-from ttprun.capture.values import Restore, Snapshot, data_trees, long_items, turns, unchanged
+from ttprun.capture.values import Restore, Snapshot, changes, data_trees, long_items
 
 NOTHING: dict[int, int] = {}
 ROWS = 640
@@ -23,10 +23,10 @@ ROUND = 10  # boundaries until each has had its turn
 
 @pytest.fixture(autouse=True)
 def _few_at_a_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(unchanged, "_TURNS", (64, 64, 64, 64))
+    monkeypatch.setattr(changes, "_TURNS", (64, 64, 64, 64))
     monkeypatch.setattr(data_trees, "MANY", 1 << 40)  # they are rows of a list, and no data
     yield
-    turns.Clock.is_whole = False
+    changes.Clock.is_whole = False
     values.forget()
 
 
@@ -56,8 +56,8 @@ def node_of(rows: Any) -> ListNode:
 @pytest.mark.parametrize("kind", MADE)
 def test_a_boundary_looks_at_as_many_rows_as_its_budget_allows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    look = unchanged.Unchanged._look
-    monkeypatch.setattr(unchanged.Unchanged, "_look", lambda self, *of: (looked.append(1), look(self, *of))[1])
+    look = changes.Unchanged._look
+    monkeypatch.setattr(changes.Unchanged, "_look", lambda self, *of: (looked.append(1), look(self, *of))[1])
     rows = MADE[kind]()
     counts = []
     for _ in range(20):
@@ -112,7 +112,7 @@ def test_where_a_record_is_needed_for_more_all_are_looked_at() -> None:
         node_of(rows)
     set_item(rows[ROWS - 1])
 
-    turns.Clock.is_whole = True
+    changes.Clock.is_whole = True
 
     assert node_of(rows).age == 0
     assert listed(listed(node_of(rows).items)[-1].values)[0] == -1
@@ -187,9 +187,9 @@ def test_another_item_in_a_large_container_is_recorded_within_one_round(
 
 def test_many_things_share_the_time_of_a_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    look = unchanged.Unchanged._look
-    monkeypatch.setattr(unchanged.Unchanged, "_look", lambda self, *of: (looked.append(1), look(self, *of))[1])
-    things = 5 * turns.PARTS
+    look = changes.Unchanged._look
+    monkeypatch.setattr(changes.Unchanged, "_look", lambda self, *of: (looked.append(1), look(self, *of))[1])
+    things = 5 * changes.PARTS
     scope = {f"rows{number}": MADE["dictionaries"]() for number in range(things)}
 
     def nodes() -> dict[str, Any]:
@@ -203,7 +203,7 @@ def test_many_things_share_the_time_of_a_boundary(monkeypatch: pytest.MonkeyPatc
         looked.clear()
         nodes()
         looks.append(len(looked))
-    assert set(looks) == {turns.PARTS}
+    assert set(looks) == {changes.PARTS}
 
     set_item(scope["rows7"][ROWS - 1])
     ages = []
@@ -218,21 +218,21 @@ def test_many_things_share_the_time_of_a_boundary(monkeypatch: pytest.MonkeyPatc
 
 
 def test_parts_that_are_added_step_by_step_do_not_begin_a_round_again() -> None:
-    turn = turns.Turns()
+    turn = changes.Turns()
     looked = []
-    for boundary in range(turns.LOOKS + 8):
-        turns.Clock.advance()
+    for boundary in range(changes.LOOKS + 8):
+        changes.Clock.advance()
         due = turn.due(4 + boundary // 2)
         turn.note(due, True)
         looked.append(due)
 
-    assert looked == [turns.ALL] * turns.LOOKS + list(range(8))
+    assert looked == [changes.ALL] * changes.LOOKS + list(range(8))
     assert turn.age == 7  # of the first part
 
 
 def test_a_plan_takes_up_what_is_added_as_if_it_had_been_there_before() -> None:
     lengths, of_long = [3] * 1000 + [1 << 17] + [5] * 77, [70, 1 << 17, 90_000]
-    at_once, bit_by_bit = unchanged._Plan(), unchanged._Plan()
+    at_once, bit_by_bit = changes._Plan(), changes._Plan()
     at_once.extend(of_long, lengths, 200, 100)
     for count in range(len(lengths) + 1):
         bit_by_bit.extend(of_long[: count // 100], lengths[:count], min(count, 200), min(count, 100))

@@ -18,7 +18,7 @@ from tests.capture import user_values
 from tests.capture.user_values import Bare, LazyList, LazySet, LazyTable, Link, Meter, Stage, count_up
 from tests.capture.values.carrying import Scope, are_alike, record
 from ttprun.capture import values
-from ttprun.capture.values import Restore, kept, snapshot, unchanged
+from ttprun.capture.values import Restore, changes, kept, snapshot
 
 NOTHING: dict[int, int] = {}
 BOUNDARIES = 6  # from the third on nothing is looked at in detail
@@ -176,8 +176,8 @@ def afresh(scope: Scope) -> Any:
 def test_each_change_deep_in_what_was_kept_is_in_the_next_record(
     change: str, place: str, has_versions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (unchanged, kept):
-        monkeypatch.setattr(module, "ARE_COUNTED", has_versions and unchanged.ARE_COUNTED)
+    for module in (changes, kept):
+        monkeypatch.setattr(module, "ARE_COUNTED", has_versions and changes.ARE_COUNTED)
     config = _config()
     scope, is_lasting = PLACES[place](config)
     before = [at_boundary(scope, is_lasting) for _ in range(BOUNDARIES)][-1]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ttprun.capture.records.nodes import ChangedDataNode, DataNode
-from ttprun.capture.values import large, turns, unchanged
+from ttprun.capture.values import changes, large
 from ttprun.capture.values.snapshot import Snapshot
 
 ELEMENTS = 1 << 20
@@ -30,7 +30,7 @@ def _forget() -> Iterator[None]:
 
 def record(value: Any) -> Any:
     """The node of a variable at the next boundary."""
-    unchanged.begin_boundary()
+    changes.begin_boundary()
     return Snapshot(_NOTHING).node(value, 0)
 
 
@@ -108,7 +108,7 @@ def test_a_record_names_how_long_ago_all_of_it_was_looked_at() -> None:
 
 
 def test_where_no_step_follows_as_evidence_all_is_looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns.Clock, "is_whole", True)
+    monkeypatch.setattr(changes.Clock, "is_whole", True)
     array = np.ones(ELEMENTS)
     before = met_often(array)
 

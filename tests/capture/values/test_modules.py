@@ -25,7 +25,7 @@ from tests.capture.values.carrying import (
 from tests.rank.processes import run_alone
 from ttprun import frameworks
 from ttprun.capture import values
-from ttprun.capture.values import CannotRestoreError, Restore, modules, unchanged
+from ttprun.capture.values import CannotRestoreError, Restore, changes, modules
 from ttprun.tensors import checkpoint_shards, gradients
 
 
@@ -371,7 +371,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_whatever_changes_of_a_module_from_boundary_to_boundary_is_recorded(
     change: str, has_hooks: bool, has_versions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unchanged, "ARE_COUNTED", unchanged.ARE_COUNTED and has_versions)
+    monkeypatch.setattr(changes, "ARE_COUNTED", changes.ARE_COUNTED and has_versions)
     model = _make_layered()
     if has_hooks:
         HOOKS["gradient"](model[3].inner)

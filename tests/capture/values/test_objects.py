@@ -52,9 +52,9 @@ from tests.capture.values.carrying import (
     record,
 )
 from ttprun import frameworks
+from ttprun.capture.records.packing import MISSING, name_of
 from ttprun.capture.values import CannotRestoreError, Restore
 from ttprun.capture.values.restore import unlike
-from ttprun.capture.values.type_names import MISSING, name_of
 
 
 def test_attributes_several_levels_deep_come_back_into_the_same_objects() -> None:

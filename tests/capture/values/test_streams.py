@@ -20,8 +20,8 @@ import pytest
 
 from tests.capture import user_values
 from tests.capture.values.carrying import carry, is_refused, not_proved
-from ttprun.capture.position import iterables, loop_sites, loops
-from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, pack, streams, unpack_named
+from ttprun.capture.position import iterables, loops
+from ttprun.capture.values import CannotRestoreError, Restore, Snapshot, pack, process_objects, unpack_named
 
 LINES = [f"line {number}\n" for number in range(5000)]  # more than a buffer
 
@@ -62,7 +62,7 @@ def test_a_file_is_read_on_where_the_lost_rank_had_read_to(text: Path, kind: str
 def test_a_file_below_a_table_that_a_loop_reads_is_named_by_the_loop(text: Path, read: Callable[[Any], Any]) -> None:
     with text.open() as lost, text.open() as here:
         tables = [read(lost), read(here)]
-        loop = loops.Loop(loop_sites.Site("key", loop_sites.Extent((7, 0), (7, 9), (8, 4), (8, 8))), None, tables[0])
+        loop = loops.Loop(loops.Site("key", loops.Extent((7, 0), (7, 9), (8, 4), (8, 8))), None, tables[0])
         for table in tables:
             next(table)
         snapshot = Snapshot({}, iterables.followed([loop]))
@@ -153,8 +153,8 @@ def feeder() -> Iterator[None]:
 @pytest.fixture
 def known_queues(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a rank, where the table of patches is applied."""
-    monkeypatch.setattr(queue.Queue, "get", streams.wrap_get(queue.Queue.get))
-    monkeypatch.setattr(queue.Queue, "put", streams.wrap_put(queue.Queue.put))
+    monkeypatch.setattr(queue.Queue, "get", process_objects.wrap_get(queue.Queue.get))
+    monkeypatch.setattr(queue.Queue, "put", process_objects.wrap_put(queue.Queue.put))
 
 
 def _used(writer: user_values.EventWriter) -> user_values.EventWriter:
@@ -203,7 +203,7 @@ def test_the_queue_of_a_listener_of_logging_is_an_effect() -> None:
     listener.start()
     try:
         records.put(logging.makeLogRecord({"msg": "a"}))
-        while not streams.goes_out(records):
+        while not process_objects.goes_out(records):
             time.sleep(0.001)
 
         assert carry({"records": records, "listener": listener}, {"records": records, "listener": listener}) == []
@@ -245,7 +245,7 @@ def test_workers_of_a_data_loader_fill_no_queue_of_the_scripts() -> None:
     is_over = multiprocessing.Event()
     process = multiprocessing.Process(target=user_values.wait_for, args=(is_over,))
     process.start()
-    streams.is_worker(process)
+    process_objects.is_worker(process)
     try:
         assert carry({"own": multiprocessing.Queue()}, {"own": multiprocessing.Queue()}) == []
     finally:

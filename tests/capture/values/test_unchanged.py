@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.capture.values import unchanged
-from ttprun.capture.values.unchanged import Remembered, Unchanged, begin_boundary
+from ttprun.capture.values import changes
+from ttprun.capture.values.changes import Remembered, Unchanged, begin_boundary
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a value replaced": lambda one: one.update(a=2),
@@ -27,7 +27,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.fixture(params=["versions", "no versions"])
 def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """With and without versions of dictionaries."""
-    monkeypatch.setattr(unchanged, "ARE_COUNTED", request.param == "versions" and unchanged.ARE_COUNTED)
+    monkeypatch.setattr(changes, "ARE_COUNTED", request.param == "versions" and changes.ARE_COUNTED)
     return Unchanged
 
 
@@ -118,14 +118,14 @@ LIST_CHANGES: dict[str, Callable[[list[Any]], Any]] = {
 @pytest.mark.parametrize("change", LIST_CHANGES)
 @pytest.mark.parametrize("are_known", [True, False], ids=["addresses known", "addresses unknown"])
 def test_each_change_of_a_long_list_is_seen(change: str, are_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unchanged, "HAVE_ADDRESSES", are_known and unchanged.HAVE_ADDRESSES)
+    monkeypatch.setattr(changes, "HAVE_ADDRESSES", are_known and changes.HAVE_ADDRESSES)
     items: list[Any] = [float(number) for number in range(50_000)]
     first = items.copy()
     items[40_000] = first[40_000] = 40_000
 
-    assert unchanged.begins_with(items, first)
+    assert changes.begins_with(items, first)
     LIST_CHANGES[change](items)
-    assert unchanged.begins_with(items, first) == (change == "as many items again")
+    assert changes.begins_with(items, first) == (change == "as many items again")
 
 
 def test_each_change_of_one_of_many_dictionaries_is_seen() -> None:

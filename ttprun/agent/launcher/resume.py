@@ -18,9 +18,8 @@ from pathlib import Path
 
 from ttprun import recovery
 from ttprun.agent.node.stored_states import Stored, open_checkpoint, rank_file
-from ttprun.capture.records import replayable
-from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
-from ttprun.capture.values.refusals import refusals
+from ttprun.capture.records.recorder import Recorder, RecordTooLargeError, records_up_to, why_not_replayable
+from ttprun.capture.values.gaps import refusals
 from ttprun.config import Config
 from ttprun.elastic_resume.acceptance import adapted
 from ttprun.errors import ConfigError, counted, in_short
@@ -239,8 +238,8 @@ def check_records(stored: Stored, world_size: int, config: Config) -> tuple[str,
         try:
             recorder = Recorder(fd, slot_bytes)
             recorder.restore(stored.rank_part(rank))
-            records = replayable.records_up_to(recorder, stored.boundary)
-            why_not = replayable.why_not(records)
+            records = records_up_to(recorder, stored.boundary)
+            why_not = why_not_replayable(records)
             for sentence, is_needed in refusals(records[-1].fields):
                 if sentence and (is_needed or config.proof == "strict"):
                     why_not = why_not or sentence

@@ -22,7 +22,7 @@ from ttprun.agent.between.role import Role
 from ttprun.agent.node.loop import Calls, Domains
 from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.verdict import Failure, FirstFailure, Verdict
-from ttprun.capture.position import remembered
+from ttprun.capture.position import disk_cache
 from ttprun.capture.records.boundary_record import Outline, read_outline
 from ttprun.capture.records.recorder import Recorder
 from ttprun.config import Config
@@ -114,7 +114,7 @@ class Node:
         peers   the agents of the other nodes; None: there are none
         """
         self.peers = peers or Peers(ranks_per_node=len(ranks))
-        self.loops = None if self.peers.address else remembered.files()
+        self.loops = None if self.peers.address else disk_cache.files()
         world_size = len(ranks) * self.peers.size
         for slot in self.here:
             slot.close()

@@ -21,7 +21,7 @@ from ttprun.agent.node import stored_states
 from ttprun.agent.node.node import Node
 from ttprun.agent.node.rank_slot import RankSlot
 from ttprun.agent.node.stored_states import Stored, unpack
-from ttprun.capture.records import replayable
+from ttprun.capture.records.recorder import records_up_to
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
 from ttprun.tensors.own_state import CHEAP_S, HEADER, SHARE, split
@@ -133,7 +133,7 @@ class OwnStates:
 
     def _is_in_recorder(self, slot: RankSlot, boundary: int) -> bool:
         try:
-            replayable.records_up_to(self._node.recorder_of(slot), boundary)
+            records_up_to(self._node.recorder_of(slot), boundary)
         except KeyError:
             return False
         return True

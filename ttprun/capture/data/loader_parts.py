@@ -1,9 +1,12 @@
-"""A DataLoader's parts (sampler, dataset, collate function), and their state when an iterator was made.
+"""A DataLoader's parts (sampler, dataset, collate function) and batches.
 
-E.g. a sampler with its own generator, or a dataset that counts its epochs. A replay that skips to a later epoch has not
-advanced them, so their state is recorded with the iterator, and restored before the iterator is made again. Samplers
-are looked at whoever has written them: only torch's own keep nothing but an epoch and a `torch.Generator`. Begin with
-`held_by`.
+The state that the parts had when an iterator was made (`held_by`): a sampler with its own generator, or a dataset that
+counts its epochs. A replay that skips to a later epoch has not advanced them, so their state is recorded with the
+iterator, and restored before the iterator is made again. Samplers are looked at whoever has written them: only torch's
+own keep nothing but an epoch and a `torch.Generator`.
+
+The fingerprints of batches (`fingerprints`): a replay must get the same data as the lost rank. A batch is the result of
+the collate function: mostly tensors, in containers or in objects of the script's own classes.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ from typing import Any
 import msgspec
 import numpy
 import torch
+from msgspec.structs import replace
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ttprun.capture import values
-from ttprun.capture.records.nodes import Node
-from ttprun.capture.records.packing import unpack_as
-from ttprun.capture.values.large import SMALL_BYTES
+from ttprun.capture.host import Host
+from ttprun.capture.records.evidence import BATCH
+from ttprun.capture.records.nodes import PARTS, AnyNode, FrozensetNode, Node, SetNode
+from ttprun.capture.records.packing import SETTLED, unpack_as
+from ttprun.capture.values import Snapshot, fingerprint, pack
+from ttprun.capture.values.large import SMALL_BYTES, digest_of
 from ttprun.capture.values.objects import is_of_user, restore_attributes
-from ttprun.capture.values.type_names import SETTLED
-from ttprun.introspect.looks import attributes_of, is_a
+from ttprun.introspect.looks import attributes_of, is_a, values_of
 
 # Types of the attributes that are recorded: small values that change between epochs.
 _HELD: tuple[Any, ...] = (
@@ -123,3 +129,63 @@ def _parts(loader: DataLoader[Any]) -> list[Any]:
 def _is_looked_at(part: Any) -> bool:
     kind = type(part)
     return is_of_user(kind) or (is_a(part, Sampler) and not kind.__module__.startswith("torch."))
+
+
+_MOST_PARTS = 8  # of a batch have fingerprints
+
+
+def fingerprints(batch: Any) -> list[bytes]:
+    """Hashes of a batch: one of each tensor, and one of each other part; [] for None."""
+    if batch is None:
+        return []
+    parts: Any = values_of(batch) if type(batch) is not list and is_a(batch, dict) else batch
+    if type(parts) is list or is_a(parts, list | tuple):
+        hashes = []
+        for part in parts[:_MOST_PARTS]:
+            if (type(part) is torch.Tensor or is_a(part, torch.Tensor)) and part.layout is torch.strided:
+                hashes.append(fingerprint(part))
+            else:
+                hashes += fingerprints(part)
+        return hashes
+    if is_a(batch, torch.Tensor) and batch.layout is torch.strided:
+        return [fingerprint(batch)]
+    node = Snapshot({}, is_separate=True).node(batch, 0)
+    return [digest_of(memoryview(pack(_in_order(node))))]
+
+
+def note_batch(session: Host, loader: str, batch: Any) -> None:
+    """Note a batch that a DataLoader returns; a replacement compares it with the lost rank's.
+
+    loader   by which it is distinguished from other DataLoaders, the same in every rank
+    batch    a list, tuple or dict is noted by its items, all else as one; see `Training.note`
+
+    Raises MismatchError.
+    """
+    parts: Any = values_of(batch) if type(batch) is not list and is_a(batch, dict) else batch
+    is_of_parts = type(parts) is list or is_a(parts, list | tuple)
+    session.training.note(BATCH, loader, parts if is_of_parts else [parts])
+
+
+def is_of_tensors(batch: Any) -> bool:
+    """Whether the fingerprints of a batch cover all of it, and each is a tensor's."""
+    if type(batch) is torch.Tensor:
+        return batch.layout is torch.strided
+    if is_a(batch, dict):
+        batch = values_of(batch)
+    if is_a(batch, list | tuple):
+        return 0 < len(batch) <= _MOST_PARTS and all(map(is_of_tensors, batch))
+    return is_a(batch, torch.Tensor) and batch.layout is torch.strided
+
+
+def _in_order(node: Any) -> Any:
+    """The node, or a part of one, with the items of sets sorted: their iteration order differs between processes."""
+    if isinstance(node, dict):
+        return {name: _in_order(item) for name, item in node.items()}
+    if isinstance(node, list):
+        return list(map(_in_order, node))
+    if not isinstance(node, AnyNode):
+        return node
+    made = {name: _in_order(getattr(node, name)) for name in PARTS[type(node)]}
+    if isinstance(node, SetNode | FrozensetNode):
+        made["items"].sort(key=pack)
+    return replace(node, **made)

@@ -29,11 +29,11 @@ from typing import Any
 import torch.utils.data.dataloader as torch_dataloader
 from torch.utils.data import DataLoader
 
-from ttprun.capture.data import batch_fingerprints, loader_parts, rest_of_epoch, workers
-from ttprun.capture.data.samples import fetched_ahead
+from ttprun.capture.data import loader_parts, rest_of_epoch, workers
+from ttprun.capture.data.rest_of_epoch import fetched_ahead
 from ttprun.capture.host import current
 from ttprun.capture.position import placeholders
-from ttprun.capture.values import streams
+from ttprun.capture.values import process_objects
 from ttprun.introspect import random_state
 from ttprun.introspect.costs import DATA
 from ttprun.introspect.frames import location_key
@@ -195,7 +195,7 @@ def _register(iterator: Any, began: dict[str, Any], loader: Any) -> None:
     iterator._ttprun_is_kept = getattr(loader, "_iterator", None) is iterator
     iterator._ttprun_batch = None
     for worker in getattr(iterator, "_workers", ()):
-        streams.is_worker(worker)
+        process_objects.is_worker(worker)
     iterator._ttprun_at = None
     iterator._ttprun_recent = []
     _iterators[:] = [reference for reference in _iterators if reference() not in (None, iterator)]
@@ -321,7 +321,7 @@ def records() -> list[dict[str, Any]]:
 
 def _record_of(iterator: Any) -> dict[str, Any]:
     began = iterator._ttprun
-    batch = batch_fingerprints.fingerprints(iterator._ttprun_batch)
+    batch = loader_parts.fingerprints(iterator._ttprun_batch)
     ahead = fetched_ahead(began["lead"], began["each"])
     fetched = _fetched(iterator, batch, ahead) if ahead else []
     earlier = _earlier.get(tuple(began["name"]), [])
@@ -335,7 +335,7 @@ def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | Non
     """
     recent, yielded = iterator._ttprun_recent, iterator._num_yielded
     if not recent or recent[-1][0] != yielded:
-        recent.append((yielded, batch if batch_fingerprints.is_of_tensors(iterator._ttprun_batch) else None))
+        recent.append((yielded, batch if loader_parts.is_of_tensors(iterator._ttprun_batch) else None))
     del recent[:-ahead]
     if [number for number, _ in recent] != list(range(yielded - ahead + 1, yielded + 1)):
         return None
@@ -453,7 +453,7 @@ def wrap_next(original: Any) -> Any:
                 began = self._ttprun_stranger = getattr(self, "_ttprun_stranger", None) or _meet_stranger(self)
             costs = session.costs
             since = costs.now() if costs.is_on else 0
-            batch_fingerprints.note(session, str(began["name"]), batch)
+            loader_parts.note_batch(session, str(began["name"]), batch)
             if since:
                 costs.add(DATA, since)
         return batch

@@ -1,14 +1,15 @@
 """The rest of an epoch when a run resumes with another number of ranks.
 
-A `DistributedSampler` gives all ranks one order, of which the old ranks have used the beginning: the new ranks share
-the rest. With torch's other samplers each rank has an order of its own, and continues it. What cannot be counted in
-samples is refused. Begin with `rest_of`.
+A `DistributedSampler` gives all ranks one order of the samples, which does not depend on their number: of R ranks, rank
+r takes the places r, r + R, r + 2R, ... Once each has trained on k batches of B, the first k * B * R of them are used
+up (`used_up`), and the new ranks share the rest. With torch's other samplers each rank has an order of its
+own, and continues it. What cannot be counted in samples is refused. Begin with `rest_of`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import (
@@ -21,8 +22,70 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ttprun.capture.data.samples import fetched_ahead, led_by_dummies, share, used_up
 from ttprun.introspect.looks import attributes_of, is_a
+
+
+def fetched_ahead(lead: int, each: int) -> int | None:
+    """Batches that the script had fetched at a boundary and not trained on yet; None if unknown.
+
+    lead   batches fetched before the iterator's first boundary
+    each   batches between two boundaries; 0 if unknown
+    """
+    if lead <= 1:
+        return 0
+    return max(0, lead - each) if each else None
+
+
+def used_up(before: int, yielded: int, dummies: int, ahead: int, batch: int, replicas: int) -> int:
+    """Places of the order that have been trained on.
+
+    before     places used up when the iterator was made, by an earlier run with other ranks
+    yielded    batches that the iterator has yielded
+    dummies    the first of these, which were not trained on
+    ahead      the last of these, which were not trained on yet
+    batch      samples in a batch
+    replicas   ranks that share the order
+    """
+    return before + max(0, yielded - dummies - ahead) * batch * replicas
+
+
+def share(order: Sequence[int], used: int, rank: int, replicas: int, drops_last: bool) -> list[int]:
+    """One rank's share of the rest of an epoch.
+
+    order       of all samples
+    used        places of it that are used up; may be past the end because of padding
+    drops_last  cut the rest to a multiple of `replicas`; else it is padded with the first samples of the order
+    """
+    rest = list(order[used:])
+    odd = len(rest) % replicas
+    if odd and drops_last:
+        rest = rest[: len(rest) - odd]
+    elif odd:
+        rest += itertools.islice(itertools.cycle(order), replicas - odd)
+    return rest[rank::replicas]
+
+
+def batches(indices: Iterable[int], size: int, drops_last: bool) -> Iterator[list[int]]:
+    """Indices of samples, cut into batches.
+
+    size         samples of a batch, at least 1
+    drops_last   a smaller last batch is left out
+    """
+    iterator = iter(indices)
+    while batch := list(itertools.islice(iterator, size)):
+        if len(batch) == size or not drops_last:
+            yield batch
+
+
+def led_by_dummies(rest: Iterable[int], length: int, dummies: int, size: int, drops_last: bool) -> Iterator[list[int]]:
+    """Dummy batches of any samples, which are not trained on, then the batches of what is left.
+
+    length   samples in the dataset
+    """
+    for number in range(dummies):
+        yield [index % length for index in range(number * size, (number + 1) * size)]
+    yield from batches(rest, size, drops_last)
+
 
 DISTRIBUTED, OWN = "distributed", "own"
 _OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)

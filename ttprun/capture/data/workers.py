@@ -163,10 +163,10 @@ class _Fetchers:
 
 def _digest(batch: Any) -> int:
     """Of all of a batch; 0: it has none."""
-    from ttprun.capture.data import batch_fingerprints
+    from ttprun.capture.data import loader_parts
 
     try:
-        return xxhash.xxh3_64_intdigest(b"".join(batch_fingerprints.fingerprints(batch)))
+        return xxhash.xxh3_64_intdigest(b"".join(loader_parts.fingerprints(batch)))
     except Exception:  # whatever the script's objects do when they are looked at
         return 0
 

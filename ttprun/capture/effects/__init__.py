@@ -1,1 +1,15 @@
-"""What the script does to the outside: files, output, and what it takes from there (time, entropy)."""
+"""What the script does to the outside: files, output, and what it takes from there (time, entropy).
+
+Imports nothing but the standard library and xxhash: `listen` is called before the script starts.
+"""
+
+from __future__ import annotations
+
+from ttprun.capture.effects import file_answers, file_system, origins
+
+
+def listen() -> None:
+    """Keep what the script draws, and is answered by the file system; there is no recorder yet."""
+    origins.listen()
+    file_answers.listen()
+    file_system.watch()

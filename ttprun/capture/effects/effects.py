@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 
 from ttprun.capture.data import workers
-from ttprun.capture.effects import append_dedup, file_answers, origins, output, script_files
+from ttprun.capture.effects import file_answers, origins, output, script_files
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import random_state
 
@@ -70,7 +70,7 @@ class Effects:
     def resume_at(self, boundary: int) -> None:
         """The run goes on at a boundary: what the lost process has written since is not written again."""
         output.resume_from(self._recorder, boundary)
-        append_dedup.resume_from(self._recorder, boundary)
+        script_files.resume_appends(self._recorder, boundary)
 
     end_set_up = staticmethod(origins.end)
     why_not_noted = staticmethod(output.why_not_noted)

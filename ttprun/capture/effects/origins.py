@@ -1,9 +1,13 @@
-"""The time and the system's entropy that a script's setup draws.
+"""The time and the system's entropy that a script draws.
 
 Folders and files are named after these (`runs/<date>`, a run's uuid), so a replacement, whose setup runs later, would
 use other names. Each draw of the user's code before its first step is therefore kept in the rank's recorder by the
 place of its call, and a replacement's setup gets the same value. From the first step on nothing is kept. Begin with
 `draw`. The process id is repeated for file names alone: see `wrap_getpid`.
+
+Randomness of the operating system cannot be recorded. Draws before the first step mostly seed a generator whose state
+is recorded, or name a file: a replacement's setup gets the same, unless they are secrets. A script that draws during
+its steps cannot be replayed: the number of draws is in each boundary's record.
 
 Standard library only: a script may ask for the time before it imports torch.
 """
@@ -23,13 +27,14 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
+from ttprun.capture.host import current
 from ttprun.introspect import fail_open
 from ttprun.introspect.frames import location_key
-from ttprun.introspect.whose import has_muted_effects
+from ttprun.introspect.whose import has_muted_effects, is_script_code
 
 MOST = 2048  # draws that are kept
 MOST_AT_ONE_PLACE = 64
-# Packages that name a run's folder for the user; a replacement appends to their files (script_files.py, trackers.py).
+# Packages that name a run's folder for the user; a replacement appends to their files (framework_patches.py).
 _NAMING = ("hydra", "tensorboard", "torch.utils.tensorboard")
 _clock_ns = time.time_ns
 _localtime = time.localtime
@@ -247,3 +252,48 @@ def _utcnow(cls: Any) -> Any:
 
 
 os.register_at_fork(after_in_child=end)
+
+
+_USING_IT = frozenset({"random", "secrets", "uuid"})
+_drawn = 0
+
+
+def wrap_urandom(original: Any) -> Any:
+    """os.urandom, which `secrets`, `uuid.uuid4` and `random.SystemRandom` use: count the script's draws."""
+
+    def urandom(size: int) -> bytes:
+        global _drawn
+        session = current()
+        if is_on():
+            caller = _caller_with_a_name(fail_open.caller())
+            drawn: bytes = draw(f"urandom {size}", lambda: original(size), caller)
+            return drawn
+        if session is not None and session.applied and _is_asked_by_user(fail_open.caller()):
+            _drawn += 1
+        drawn = original(size)
+        return drawn
+
+    return urandom
+
+
+def _is_asked_by_user(frame: FrameType | None) -> bool:
+    """Whether the user's own code draws, directly or through a module that uses os.urandom."""
+    while frame is not None and frame.f_globals.get("__name__") in _USING_IT:
+        frame = frame.f_back
+    return frame is not None and is_script_code(frame.f_code.co_filename)
+
+
+def _caller_with_a_name(frame: FrameType | None) -> FrameType | None:
+    """The code that draws a name or a seed; None for a secret, which is not kept."""
+    while frame is not None and frame.f_globals.get("__name__") in _USING_IT:
+        if frame.f_globals.get("__name__") == "secrets":
+            return None
+        frame = frame.f_back
+    return frame
+
+
+def drawn_since_last_asked() -> int:
+    """The number of the script's draws since the previous call."""
+    global _drawn
+    drawn, _drawn = _drawn, 0
+    return drawn

@@ -4,8 +4,9 @@ A replay runs the script from the top, and would truncate the lost rank's log, o
 rename files again. So in a replay, writes of the user's own code are dropped: `open` for writing returns a file that
 drops them; `torch.save`, safetensors' `save_file` and the calls in file_system.py do nothing. When the replacement goes
 live, each file that is open for writing is truncated to its position at the boundary: what the lost rank wrote after it
-is written again. Files opened for appending may be shared with other ranks and are never truncated: see
-`append_dedup.py`. A file that the set-up reads holds in a replay what it held at first, if it is small.
+is written again. Files opened for appending may be shared with other ranks and are never truncated: the
+bytes that a rank has appended to a path since its newest boundary are counted in its recorder, and a replacement
+skips as many. A file that the set-up reads holds in a replay what it held at first, if it is small.
 """
 
 from __future__ import annotations
@@ -23,13 +24,66 @@ import weakref
 from types import FrameType, ModuleType
 from typing import Any
 
-from ttprun.capture.effects import append_dedup, file_answers, file_system
+import xxhash
+
+from ttprun.capture.effects import file_answers, file_system
 from ttprun.capture.effects.file_answers import is_called_by_user
 from ttprun.capture.host import Host, current
-from ttprun.capture.position import ast_transform
+from ttprun.capture.position import user_code
 from ttprun.capture.records.recorder import Recorder
 from ttprun.introspect import fail_open, moments, signal_handlers
-from ttprun.protocol.board import Phase
+from ttprun.protocol.board import Field, Phase
+
+_to_skip: dict[int, int] = {}  # path's key: bytes that the lost rank has written
+
+
+def key_of(path: str) -> int:
+    """A number for a path, the same in every process; never 0."""
+    return xxhash.xxh3_64_intdigest(os.fsencode(path)) or 1
+
+
+def append(session: Host, key: int, data: Any, write_raw: Any) -> int:
+    """Append to a file, without what the lost rank has appended.
+
+    key        of its path, as `key_of` makes it
+    data       any object with the buffer protocol, in one piece
+    write_raw  takes a memoryview of bytes, and returns how many it has written
+    returns    bytes written or skipped
+    """
+    given = memoryview(data).cast("B")
+    skipped = min(_to_skip.get(key, 0), len(given))
+    if skipped:
+        _to_skip[key] -= skipped
+        if skipped == len(given):
+            return skipped
+    written: int = write_raw(given[skipped:])
+    _count(session[Recorder], key, session.board.get(session.rank, Field.RECORDED), written)
+    return skipped + written
+
+
+def _count(recorder: Recorder, key: int, boundary: int, size: int) -> None:
+    since, newest, before = recorder.appended(key)
+    if since != boundary:
+        newest, before = 0, newest if since == boundary - 1 else 0
+    recorder.set_appended(key, (boundary, newest + size, before))
+
+
+def resume_appends(recorder: Recorder, boundary: int) -> None:
+    """A replacement goes live at a boundary: skip what the lost rank, maybe one boundary ahead, has appended since."""
+    _to_skip.clear()
+    for key in recorder.appended_keys():
+        since, newest, before = recorder.appended(key)
+        size = newest if since == boundary else newest + before if since == boundary + 1 else 0
+        recorder.set_appended(key, (boundary, size, 0))
+        _to_skip[key] = size
+
+
+def forget_appends(session: Host, path: str) -> None:
+    """What the lost rank has appended to this file has been taken out of it."""
+    key = key_of(os.path.abspath(path))
+    if _to_skip.pop(key, 0):
+        session[Recorder].set_appended(key, (session.board.get(session.rank, Field.RECORDED), 0, 0))
+
 
 CONTENT_BYTES, ALL_CONTENTS_BYTES = 64 << 10, 1 << 20  # of a file that the script reads, kept for a replacement
 open_unfollowed = builtins.open
@@ -43,7 +97,7 @@ _kept_bytes = 0  # of contents
 def user_modules() -> list[tuple[str, ModuleType]]:
     """The loaded modules that hold state, including the script as `__main__`."""
     modules = []
-    for name in (*ast_transform.loaded, *ast_transform.loaded_by_name):
+    for name in (*user_code.loaded, *user_code.loaded_by_name):
         module = sys.modules.get(name)
         if module is not None:
             modules.append((name, module))
@@ -178,7 +232,7 @@ class _FollowedFile(io.FileIO):
         session = current()
         if not self.key or session is None or not session.mode.is_live:
             return super().write(data)
-        return append_dedup.write(session, self.key, data, super().write)
+        return append(session, self.key, data, super().write)
 
     def truncate(self, size: int | None = None) -> int:
         return self.tell() if self.is_muted else super().truncate(size)
@@ -210,7 +264,7 @@ def _open_followed(
         raise fail_open.meant(error) from None
     raw.is_muted = is_muted
     if kind == "a":
-        raw.key = append_dedup.key_of(os.path.abspath(os.fspath(file)))
+        raw.key = key_of(os.path.abspath(os.fspath(file)))
     if buffering == 0:
         return raw
     size = buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE
@@ -296,7 +350,7 @@ def unmute(session: Host, recorded: list[list[Any]], boundary: int, at_ns: int) 
         else:
             opened.seek(0, os.SEEK_END)
     _drop_unseen()
-    append_dedup.resume_from(session[Recorder], boundary)
+    resume_appends(session[Recorder], boundary)
 
 
 def _drop_unseen() -> None:

@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 
 from ttprun import frameworks
-from ttprun.capture.position import control_flow, remembered
+from ttprun.capture.position import control_flow, disk_cache
 from ttprun.introspect import whose
 from ttprun.introspect.frames import variables_of
 from ttprun.introspect.looks import is_a
@@ -54,8 +54,8 @@ def why_not(frame: FrameType | None) -> str:
 def _what_follows(modules: dict[str, str]) -> str:
     """What becomes of modules that are not followed yet, or what the user can do."""
     is_new = whose.is_remembering() and not any(map(whose.is_seen_before, modules.values()))
-    if is_new and all(remembered.note(filename) for filename in modules.values()):
-        return f"which is met for the first time: {remembered.NEXT_RUN}"
+    if is_new and all(disk_cache.note(filename) for filename in modules.values()):
+        return f"which is met for the first time: {disk_cache.NEXT_RUN}"
     return (
         "which is not the script's own code and is not followed; if it is a framework's training, try this line in the "
         f"configuration: follow: [{', '.join(modules)}]"

@@ -1,9 +1,15 @@
-"""Which variables of a function are dead at an instruction: on every path from there set before they are read.
+"""Liveness: which variables of a function are read after an instruction, and whether gradients are.
 
-What such a variable alone holds (the batch of the step before, a loss) is no state, and is not recorded. What others
-may hold too (a meter that is also a hook of the model) is recorded if that can be done, but never a reason to refuse.
-This is the analysis of live variables that every compiler has, over the function's instructions. A variable in a cell
-is alive, as another function may read it; in a function that may read its variables by name, all are.
+A variable is dead at an instruction if it is set on every path from there before it is read. What such a variable alone
+holds (the batch of the step before, a loss) is no state, and is not recorded. What others may hold too (a meter that is
+also a hook of the model) is recorded if that can be done, but never a reason to refuse. This is the analysis of live
+variables that every compiler has, over the function's instructions. A variable in a cell is alive, as another function
+may read it; in a function that may read its variables by name, all are.
+
+Gradients are not recorded for their own sake (gradients.py), so whether a script reads them after its step, as for a
+log of their norm, is looked up in the code, once (`are_read_after`): from the step on, on every way to a call of
+`backward` or `zero_grad`. Functions and methods of the script's own that are named on the way are looked into, those
+that they call are not.
 """
 
 from __future__ import annotations
@@ -12,18 +18,21 @@ import dis
 import inspect
 import itertools
 import sys
-from collections.abc import Sequence
-from types import CodeType, FrameType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import numpy
 import torch
 
 from ttprun.capture.position import control_flow
-from ttprun.introspect.frames import SCALARS
+from ttprun.capture.position.control_flow import flow_of, instruction_at
+from ttprun.introspect.frames import SCALARS, user_frames, variables_of
+from ttprun.introspect.looks import bases_of, dictionary_of_class
+from ttprun.introspect.whose import is_script_code
 
 # What may read variables otherwise than by an instruction; the last two, if they are called without an argument.
-_BY_NAME = frozenset({"locals", "eval", "exec", "currentframe", "_getframe"})
+_READS_BY_NAME = frozenset({"locals", "eval", "exec", "currentframe", "_getframe"})
 _OF_THE_CALLER = frozenset({"vars", "dir"})
 
 _OWN_MEMORY = (torch.Tensor, numpy.ndarray)
@@ -80,7 +89,7 @@ def _reads_by_name(steps: Sequence[dis.Instruction]) -> bool:
     for step, after in itertools.pairwise(steps):
         is_call_without_arguments = after.opname in ("PRECALL", "CALL") and after.arg == 0
         if step.opname.startswith(("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD")) and (
-            (step.argval in _BY_NAME and not (step.argval == "eval" and "GLOBAL" not in step.opname))
+            (step.argval in _READS_BY_NAME and not (step.argval == "eval" and "GLOBAL" not in step.opname))
             or (step.argval in _OF_THE_CALLER and is_call_without_arguments)
         ):
             return True
@@ -97,3 +106,74 @@ def _uses(step: dis.Instruction) -> tuple[set[str], set[str]]:
         return {names[1]} - {names[0]}, {names[0]}
     is_write = kinds[0] == "STORE"
     return (set(), set(names)) if is_write else (set(names), set())
+
+
+_READING = frozenset({"grad", "clip_grad_norm_", "get_total_norm"})
+_ENDING = frozenset({"backward", "manual_backward", "zero_grad"})  # what comes after these reads other gradients
+_BY_NAME = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST")
+_OF_OBJECT = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+def are_read_after(frame: FrameType | None) -> bool:
+    """Whether the user's code may read gradients behind where it is now; `frame` is in the step or above it."""
+    return any(map(_reads, reversed(user_frames(frame))))
+
+
+def _reads(frame: FrameType) -> bool:
+    """One function, from where it stands to where the next backward begins, or to its end."""
+    flow = flow_of(frame.f_code)
+    steps = {step.offset: step for step in flow.steps}
+    variables = frame.f_globals | variables_of(frame)
+    pending = list(flow.following.get(instruction_at(frame.f_code, frame.f_lasti), ()))
+    seen: set[int] = set()
+    while pending:
+        at = pending.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        step = steps[at]
+        names = _names_at(variables, step.opname, step.argval)
+        if names & _ENDING:
+            continue
+        if names & _READING:
+            return True
+        pending += flow.following[at]
+    return False
+
+
+def _names_at(variables: Mapping[str, Any], operation: str, value: Any) -> frozenset[str]:
+    """What an instruction names: an attribute; and all that a function names that it makes, or takes to call it.
+
+    variables   the variables of its function
+    """
+    if isinstance(value, CodeType):
+        return _names_in(value)
+    if operation in _OF_OBJECT:
+        return frozenset({value}) | _names_of(_method_of(type(variables.get("self")), value))
+    if operation in _BY_NAME:
+        return _names_of(variables.get(value))
+    return frozenset()
+
+
+def _method_of(kind: type, name: str) -> Any:
+    return next((own[name] for base in bases_of(kind) if name in (own := dictionary_of_class(base))), None)
+
+
+def _names_of(function: Any) -> frozenset[str]:
+    if type(function) is MethodType:
+        function = function.__func__
+    if type(function) is not FunctionType or not is_script_code(function.__code__.co_filename):
+        return frozenset()
+    return _names_in(function.__code__)
+
+
+def _names_in(code: CodeType) -> frozenset[str]:
+    return frozenset(_all_names(code))
+
+
+def _all_names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    inner: Iterable[Any] = code.co_consts
+    for constant in inner:
+        if isinstance(constant, CodeType):
+            yield from _all_names(constant)

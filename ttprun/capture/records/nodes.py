@@ -351,7 +351,7 @@ class WeightNode(AnyNode, frozen=True, gc=False, tag="w"):
 
 
 class ChangedDataNode(NumberedNode, frozen=True, gc=False, tag="E"):
-    """A large tensor or array that was changed since the boundary before: see values/large_data.py."""
+    """A large tensor or array that was changed since the boundary before: see values/large.py."""
 
     dtype: str
     shape: list[int]
@@ -360,7 +360,7 @@ class ChangedDataNode(NumberedNode, frozen=True, gc=False, tag="E"):
 
 
 class ShardedNode(NumberedNode, frozen=True, gc=False, tag="x"):
-    """A tensor that is sharded over the ranks: see values/sharded_values.py."""
+    """A tensor that is sharded over the ranks: see values/tensors.py."""
 
     local: Node
     layout: list[Any]

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from ttprun.capture.data import loaders
-from ttprun.capture.position import loop_sites, loops
+from ttprun.capture.position import loops
 from ttprun.capture.records.boundary_record import LoopRecord, Record
 from ttprun.introspect import random_state
 from ttprun.introspect.frames import location_key, place, user_frames
@@ -50,7 +50,7 @@ class Jumps:
         """The loops that it jumps into or skips."""
         return sites_of(self._before)
 
-    def enter(self, site: loop_sites.Site, frame: FrameType) -> Any:
+    def enter(self, site: loops.Site, frame: FrameType) -> Any:
         """A loop begins: the token for `loop`, as loops.take_over asks for it."""
         if site.key not in self.sites:
             # Those of a long set-up, mostly: as in a run, they are not followed for ever.
@@ -65,7 +65,7 @@ class Jumps:
             random_state.restore(recorded.began_with)
         return recorded
 
-    def _skip(self, site: loop_sites.Site) -> type[_Skip]:
+    def _skip(self, site: loops.Site) -> type[_Skip]:
         """Skip a training loop that the lost rank had finished; refuses if the script never gets past it."""
         self._skipped[site.key] += 1
         if self._skipped[site.key] > _MOST_SKIPS:
@@ -75,7 +75,7 @@ class Jumps:
             )
         return _Skip
 
-    def _loop_to_jump(self, site: loop_sites.Site, frame: FrameType) -> Any:
+    def _loop_to_jump(self, site: loops.Site, frame: FrameType) -> Any:
         frames = user_frames(frame)
         depth = len(frames) - 1
         recorded_place = self._before.fields.place
@@ -98,7 +98,7 @@ class Jumps:
                 return candidate
         return None
 
-    def loop(self, site: loop_sites.Site, token: Any, iterable: Iterable[Any]) -> Any:
+    def loop(self, site: loops.Site, token: Any, iterable: Iterable[Any]) -> Any:
         """The loop itself: skipped, begun in its middle, or as in a run.
 
         token      what `enter` has returned for it; None: it runs as if it were not followed

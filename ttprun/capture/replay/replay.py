@@ -20,19 +20,18 @@ from typing import Any
 from ttprun.capture.data import loaders
 from ttprun.capture.effects import origins, output, script_files
 from ttprun.capture.host import Host, Optimizers
-from ttprun.capture.merging.merge import compared, optimizers_of, phrase_of
-from ttprun.capture.position import loop_sites, loops, placeholders
-from ttprun.capture.records import replayable
+from ttprun.capture.position import loops, placeholders
 from ttprun.capture.records.boundary_record import LoopRecord, PassRecord, Record, ScriptState, read_state
-from ttprun.capture.records.recorder import Recorder
-from ttprun.capture.replay.differences import (
+from ttprun.capture.records.recorder import Recorder, read_record, records_up_to, why_never, why_other_numbers
+from ttprun.capture.replay.findings import (
+    Findings,
     difference_of_batches,
     difference_of_optimizers,
     difference_of_place,
     difference_of_stepping,
 )
-from ttprun.capture.replay.findings import Findings
 from ttprun.capture.replay.jumps import Jumps
+from ttprun.capture.replay.merge import compared, optimizers_of, phrase_of
 from ttprun.capture.values import CannotRestoreError, Restore, Tree, restore_loop, room_to_walk
 from ttprun.introspect import random_state
 from ttprun.introspect.frames import user_frames
@@ -99,7 +98,7 @@ class Replay:
 
         Raises KeyError if there is no record of that boundary.
         """
-        records = replayable.records_up_to(recorder, number)
+        records = records_up_to(recorder, number)
         is_first = len(records) == 1 and not records[-1].fields.is_straight
         return records, None if is_first else records[0]
 
@@ -125,11 +124,11 @@ class Replay:
             loops.passes.update(self._starts)
             loops.take_over(self.enter, self._loop, self._begin_pass)
 
-    def enter(self, site: loop_sites.Site, frame: FrameType) -> Any:
+    def enter(self, site: loops.Site, frame: FrameType) -> Any:
         """A loop begins; see loops.take_over."""
         return self.jumps.enter(site, frame)
 
-    def _loop(self, site: loop_sites.Site, token: Any, iterable: Iterable[Any]) -> Any:
+    def _loop(self, site: loops.Site, token: Any, iterable: Iterable[Any]) -> Any:
         if self.sets_variables and isinstance(token, LoopRecord):
             self.sets_variables = False
             assert self.before is not None
@@ -246,7 +245,7 @@ class Replay:
 
     def record_of(self, number: int) -> Record:
         """The record of a boundary on the way. Raises KeyError."""
-        return self.target if number == self.boundary else replayable.read_record(self._host[Recorder], number)
+        return self.target if number == self.boundary else read_record(self._host[Recorder], number)
 
     def leaves_step_out(self, frame: FrameType) -> bool:
         """Whether a GradScaler has left out the lost rank's step at this place: it is not the next boundary's."""
@@ -273,9 +272,8 @@ class Replay:
 
     def difference_from(self, record: Record, frame: FrameType, optimizer: Any = None) -> str:
         """How this place, or the optimizer that steps here, differs from a record's, "" if they are the same."""
-        why_never = replayable.why_never(record.fields)
-        if why_never:
-            self.refuse(why_never)
+        if never := why_never(record.fields):
+            self.refuse(never)
         is_target = record is self.target
         difference = difference_of_place(record.fields, frame, is_before_target=not is_target)
         number = self._optimizers.number_of(optimizer)
@@ -287,7 +285,7 @@ class Replay:
         if difference:
             return difference
         is_run_again = record is not self.before or is_target
-        return replayable.why_other_numbers(record.fields) if is_run_again else ""
+        return why_other_numbers(record.fields) if is_run_again else ""
 
     def restore(self, record: Record, frame: FrameType, returned: Any, is_comparing: bool) -> tuple[Restore, Any]:
         """Write a record into the variables; returns the lost rank's closure result, too."""
@@ -340,7 +338,7 @@ class Replay:
         output.resume_from(self._host[Recorder], self.boundary)
         script_files.unmute(self._host, fields.files, self.boundary, fields.at_ns)
         origins.end()
-        for site in loop_sites.sites.values():
+        for site in loops.sites.values():
             if site.key in fields.has_steps:
                 site.note_step()
 

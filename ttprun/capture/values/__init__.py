@@ -6,19 +6,16 @@ records. The rule of all: a value that is neither restored, nor reproduced by th
 the variable's name.
 """
 
-from ttprun.capture.records.packing import pack, unpack_named
-from ttprun.capture.values import data_trees, kinds, large, named, not_proved, turns, unchanged
-from ttprun.capture.values.histories import is_awaited
+from ttprun.capture.records.packing import CannotRestoreError, pack, unpack_named
+from ttprun.capture.values import changes, data_trees, gaps, kinds, large
+from ttprun.capture.values.gaps import MARK_OF_REFUSED, leave_dearest, refusals
+from ttprun.capture.values.gaps import names_of as names_not_proved
+from ttprun.capture.values.histories import UnrecordedTensorError, is_awaited
+from ttprun.capture.values.iterators import restore_loop
 from ttprun.capture.values.large import fingerprint
-from ttprun.capture.values.named import names_of as names_not_proved
-from ttprun.capture.values.not_proved import leave_dearest
-from ttprun.capture.values.refusals import MARK_OF_REFUSED, refusals
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import FIXED, LEFT, Snapshot, room_to_walk
-from ttprun.capture.values.suspended import restore_loop
 from ttprun.capture.values.trees import Tree
-from ttprun.capture.values.type_names import CannotRestoreError
-from ttprun.capture.values.unrecorded import UnrecordedTensorError
 from ttprun.introspect import futures
 
 __all__ = [
@@ -30,24 +27,24 @@ __all__ = [
 
 def begin_boundary() -> None:
     """Begin a record: forget what was remembered about values that were not met at the previous boundary."""
-    unchanged.begin_boundary()
+    changes.begin_boundary()
     data_trees.begin_boundary()
-    turns.Clock.records += 1
+    changes.Clock.records += 1
 
 
 def let_go() -> None:
     """Keep nothing alive that the script has dropped."""
-    unchanged.begin_boundary()
-    unchanged.begin_boundary()
+    changes.begin_boundary()
+    changes.begin_boundary()
     data_trees.begin_boundary()
 
 
 def forget() -> None:
     """The run of the script is over: forget its values."""
-    unchanged.forget()
+    changes.forget()
     data_trees.forget()
     large.forget()
-    named.forget()
+    gaps.forget()
     LEFT.clear()
-    not_proved.taken_ms.clear()
+    gaps.taken_ms.clear()
     futures.forget()

@@ -1,21 +1,24 @@
-"""Adapters: read and restore the state of an object that is not in its attributes.
+"""Objects whose state is not in their attributes: it is read and set by methods.
 
-An adapter is an object with two functions. `record(value)` returns the state as plain values: numbers, text, bytes,
-None, and lists, tuples and dictionaries of them, small tensors and arrays. `restore(value, state)` puts such a state
-into an object of the same type that the script's set-up has made. Raising `NotProvedError` in `record` names the object
-as not proved, with the error's text as the reason.
-
-TABLE has ours, by the type's full name; a package registers its own under the same kind of name as an entry point of
-the group `ttprun.adapters`.
+Random generators have methods of their own. A simulator or decoder of a compiled extension returns its state by
+`__getstate__` and sets it by `__setstate__`, or by a pair of methods of other names (PAIRS). The state is recorded as
+plain values and set on the object that the replay has made; then it is read again, since some (pybind11's) silently
+ignore a second `__setstate__`. Objects without such a pair are compared by their pickled state, or named as not proved.
+Nothing is unpickled. For all others there are adapters.
 """
 
 from __future__ import annotations
 
+import _random
 import ctypes
 import importlib.metadata
 import logging
+import random
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any, Protocol
+
+import numpy
+import torch
 
 from ttprun.capture.records.nodes import (
     AnyNode,
@@ -25,21 +28,86 @@ from ttprun.capture.records.nodes import (
     FrozensetNode,
     ListNode,
     Node,
+    NumpyRandomNode,
     PlainNode,
+    RandomNode,
     ReferenceNode,
+    SameNode,
     SetNode,
     StateNode,
     TensorNode,
     TupleNode,
 )
-from ttprun.capture.records.packing import pack, unpack_node
-from ttprun.capture.values.compiled import pair_of
-from ttprun.capture.values.not_proved import record_not_proved
+from ttprun.capture.records.packing import MISSING, name_of, pack, short_name, unpack_node
+from ttprun.capture.values.gaps import record_not_proved
 from ttprun.capture.values.objects import is_of_user, restore_attributes
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Handler, Snapshot
-from ttprun.capture.values.type_names import MISSING, name_of, short_name
-from ttprun.introspect.looks import attributes_of, bases_of
+from ttprun.capture.values.tensors import raw_bytes
+from ttprun.introspect import random_state
+from ttprun.introspect.looks import (
+    attributes_of,
+    base_of_class,
+    bases_of,
+    dictionary_of,
+    dictionary_of_class,
+    is_a,
+    size_of_objects,
+)
+
+PAIRS = (
+    ("__getstate__", "__setstate__"),
+    ("clone_state", "restore_state"),
+    ("cloneState", "restoreState"),
+    ("get_state", "set_state"),
+    ("getstate", "setstate"),
+    ("state_dict", "load_state_dict"),
+)
+_POINTER = 8
+
+
+class Pair:
+    """An adapter by two methods of the object's own."""
+
+    def __init__(self, get: str, put: str) -> None:
+        self._get, self._put = get, put
+
+    def record(self, value: Any) -> Any:
+        """The state of an object."""
+        return getattr(value, self._get)()
+
+    def restore(self, value: Any, state: Any) -> None:
+        """Set the state of an object. Raises ValueError if it has another one then."""
+        getattr(value, self._put)(state)
+        if self.record(value) != state:
+            raise ValueError(f"{self._put} has not set the state")
+
+
+def pair_of(kind: type) -> Pair | None:
+    """The methods to read and set hidden state of a type's objects; None if they have none."""
+    if not hides_state(kind):
+        return None
+    for get, put in PAIRS:
+        if getattr(kind, get, None) is not getattr(object, get, None) and callable(getattr(kind, put, None)):
+            return Pair(get, put)
+    return None
+
+
+def hides_state(kind: type) -> bool:
+    """Whether objects hold more than Python's attributes and slots, as those of compiled extensions do."""
+    return any(_own_bytes(base) > 0 for base in bases_of(kind)[:-1])
+
+
+def _own_bytes(kind: Any) -> int:
+    """Bytes that a class adds to its base's objects, without slots, dictionary and weak references."""
+    attributes = dictionary_of_class(kind)
+    names = attributes.get("__slots__", ())
+    slots = [slot for slot in attributes.values() if type(slot).__name__ == "member_descriptor"] if names else []
+    # A name that is there twice has two places.
+    repeated = len(names) - len(set(names)) if isinstance(names, list | tuple) else 0
+    expected = len(slots) + repeated + ("__dict__" in attributes) + ("__weakref__" in attributes)
+    return int(size_of_objects(kind) - size_of_objects(base_of_class(kind)) - _POINTER * expected)
+
 
 MOST_BYTES = 1 << 20  # of a state that is recorded at each boundary
 GROUP = "ttprun.adapters"
@@ -200,4 +268,57 @@ def restore_state(restore: Restore, live: Any, node: StateNode, name: str) -> An
         return restore.refuse(live, f"{name}, a {short_name(kind)}, cannot be restored: {error}")
     if node.attributes:
         restore_attributes(restore, live, node.attributes, name, keep=None)
+    return live
+
+
+OF_NUMPY = (numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState)
+
+
+def record_torch(snapshot: Snapshot, value: torch.Generator, depth: int) -> Any:
+    """torch.Generator."""
+    if value is torch.default_generator:
+        return SameNode("torch:Generator", "the default one")
+    return RandomNode(snapshot.number(value), "torch", raw_bytes(value.get_state()))
+
+
+def record_python(snapshot: Snapshot, value: random.Random, depth: int) -> Any:
+    """random.Random."""
+    if type(value).getstate is random.Random.getstate:
+        words = _random.Random.getstate(value)
+        version, gauss = random.Random.VERSION, (dictionary_of(value) or {}).get("gauss_next")
+    else:
+        version, words, gauss = value.getstate()
+    return RandomNode(snapshot.number(value), "python", [version, list(words), gauss])
+
+
+def record_numpy(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """numpy.random's Generator, BitGenerator, and RandomState over any bit generator."""
+    is_legacy = is_a(value, numpy.random.RandomState)
+    state = value.get_state(legacy=False) if is_legacy else getattr(value, "bit_generator", value).state
+    return NumpyRandomNode(snapshot.number(value), snapshot.node(state, depth + 1))
+
+
+def record_numpy_seeds(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """numpy.random.SeedSequence: how many children it has had cannot be set, only compared."""
+    return SameNode(name_of(type(value)), repr(value.state))
+
+
+def restore_random(restore: Restore, live: Any, node: RandomNode | NumpyRandomNode, name: str) -> Any:
+    """Put the state into the replacement's own generator."""
+    if not restore.claim_or_refuse(node.number, live, name):
+        return live
+    state: Any = node.state
+    try:
+        if isinstance(node, NumpyRandomNode):
+            state = restore.value(MISSING, state, name)
+            if isinstance(live, numpy.random.RandomState):
+                live.set_state(state)
+            else:
+                getattr(live, "bit_generator", live).state = state
+        elif node.kind == "torch":
+            live.set_state(random_state.tensor_from_bytes(state))
+        else:
+            live.setstate((state[0], tuple(state[1]), state[2]))
+    except (AttributeError, TypeError, ValueError):
+        return restore.refuse(live, f"{name} is another random generator than in the lost rank")
     return live

@@ -18,12 +18,11 @@ import numpy
 import torch
 
 from ttprun.capture.records.nodes import ArrayNode, ObjectArrayNode, ReferenceNode, RefusedNode, SameNode
-from ttprun.capture.values.large import SMALL_BYTES, address_of, follow, is_followed
-from ttprun.capture.values.large_data import record_data
+from ttprun.capture.records.packing import MISSING, name_of
+from ttprun.capture.values.large import SMALL_BYTES, address_of, follow, is_followed, record_data
 from ttprun.capture.values.plain import dtype_of, dtype_text
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
-from ttprun.capture.values.type_names import MISSING, name_of
 from ttprun.introspect.looks import dictionary_of, is_a
 
 

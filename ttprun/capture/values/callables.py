@@ -14,12 +14,12 @@ from operator import is_
 from typing import Any
 
 from ttprun.capture.records.nodes import ClassNode, FunctionNode, MethodNode, PartialNode, PlainNode, SameNode
-from ttprun.capture.values.not_proved import record_not_proved
+from ttprun.capture.records.packing import MISSING, SETTLED, look_up, name_of
+from ttprun.capture.values.changes import Remembered
+from ttprun.capture.values.gaps import record_not_proved
 from ttprun.capture.values.objects import is_of_user
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
-from ttprun.capture.values.type_names import MISSING, SETTLED, look_up, name_of
-from ttprun.capture.values.unchanged import Remembered
 from ttprun.introspect.looks import bases_of, dictionary_of_class, is_a
 from ttprun.introspect.whose import is_script_code
 

@@ -30,20 +30,12 @@ from ttprun.capture.records.nodes import (
     TupleNode,
     WeightNode,
 )
-from ttprun.capture.records.packing import listed
+from ttprun.capture.records.packing import MISSING, is_settled, listed, look_up, look_up_type, name_of
 from ttprun.capture.values.data_trees import holds_trees, node_of, note_changed
-from ttprun.capture.values.long_items import (
-    MANY_ROWS,
-    MAX_ITEMS,
-    MIN_ITEMS,
-    KeptItems,
-    kept_items,
-    objects_in,
-)
+from ttprun.capture.values.long_items import MANY_ROWS, MAX_ITEMS, MIN_ITEMS, KeptItems, kept_items, objects_in
 from ttprun.capture.values.objects import restore_attributes
 from ttprun.capture.values.restore import Restore, has_no_state, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
-from ttprun.capture.values.type_names import MISSING, is_settled, look_up, look_up_type, name_of
 from ttprun.introspect.looks import attributes_of, base_of, dictionary_of, is_a, length_of, slots_of
 
 _OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt one does not get back: a dict keeps it"

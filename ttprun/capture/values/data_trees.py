@@ -2,7 +2,7 @@
 
 A dataset in memory is a tree of very many containers, objects, small tensors and arrays: columns, splits, an index
 beside the rows. As long as nothing in it has changed since the first boundary only a digest of it is recorded, since
-the replay has made it again, as it has a large array; and it is looked at in turns (turns.py). What a step changes is
+the replay has made it again, as it has a large array; and it is looked at in turns (changes.py). What a step changes is
 walked over from then on; what is left of the tree in one piece goes on as data. Begin with `node_of`.
 """
 
@@ -19,18 +19,15 @@ import xxhash
 from torch import Tensor
 
 from ttprun.capture.records.nodes import DataTreeNode, Number, ReferenceNode
-from ttprun.capture.records.packing import pack
+from ttprun.capture.records.packing import MISSING, SETTLED, name_of, pack
+from ttprun.capture.values.changes import Clock, Remembered, Unchanged
 from ttprun.capture.values.kept import Apart, attributes_of_containers, lasting_numbers
 from ttprun.capture.values.large import SMALL_BYTES, note_restored
-from ttprun.capture.values.long_items import Walk
+from ttprun.capture.values.long_items import Walk, may_follow
 from ttprun.capture.values.objects import form_of_class, record_object, record_value_object
 from ttprun.capture.values.restore import Restore, unlike
-from ttprun.capture.values.small_data import may_follow
 from ttprun.capture.values.snapshot import HANDLERS, Snapshot
 from ttprun.capture.values.trees import PLACE, whole_of
-from ttprun.capture.values.turns import Clock
-from ttprun.capture.values.type_names import MISSING, SETTLED, name_of
-from ttprun.capture.values.unchanged import Remembered, Unchanged
 from ttprun.introspect.looks import attributes_of, is_a, length_of
 
 MANY = 2048  # things (see `_weighs_much`), for fewer of which walking over them is as fast

@@ -1,9 +1,13 @@
-"""Whether a script can still go backward through a tensor that it keeps in a variable.
+"""A tensor's history, the graph by which backward() goes through it, is in no record.
 
-The graph of such a tensor is in no record. So if one is computed before a boundary, and the script calls backward on it
-after that (`fake` of a GAN after the discriminator's step), no run can resume from the boundary (`unrecorded.py`
-refuses it). That cannot be predicted exactly; but a backward() frees the tensors that a graph has saved, so if they are
-still there, another one is likely to follow.
+So if one is computed before a boundary, and the script calls backward on it after that (`fake` of a GAN after the
+discriminator's step), no run can resume from the boundary. That cannot be predicted exactly; but a backward() frees the
+tensors that a graph has saved, so if they are still there, another one is likely to follow (`is_awaited`).
+
+A replacement gets stand-ins for tensors that the lost rank had computed with gradients in its finished step. A large
+activation is not recorded. Mostly it is not used again: `logits` is computed again in the next step. Any use of its
+stand-in raises. Of a small one (`loss`) the elements are recorded, but not the graph: backward() on it, as scripts with
+two optimizers do, raises.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any
 import torch
 
 from ttprun import torch_versions
+from ttprun.introspect.distributed_tensors import local_of
 from ttprun.introspect.looks import of_types
 
 _MOST_NODES = 256
@@ -72,3 +77,94 @@ def _keeps(node: Any) -> bool | None:
                 if is_kept is not None:
                     return is_kept
     return None
+
+
+class UnrecordedTensorError(RuntimeError):
+    """The script uses a part of a tensor of the previous step that was not recorded."""
+
+
+class _NotRecorded(torch.autograd.Function):
+    """The stand-in for a tensor's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, computed: list[torch.Tensor], name: str) -> torch.Tensor:
+        ctx.name = name
+        return computed[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnrecordedTensorError(
+            f"{ctx.name} was computed before an optimizer step, and the script calls backward on it after that step: "
+            "its graph is not recorded"
+        )
+
+
+def without_history(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The tensor as one that was computed with gradients; backward() through it raises UnrecordedTensorError.
+
+    tensor   floating or complex, any shape and device; the result shares its memory
+    name     of the variable, for the error
+    """
+    made: torch.Tensor = _NotRecorded.apply(torch.empty(0, requires_grad=True), [tensor], name)  # type: ignore[no-untyped-call]
+    return made
+
+
+def forget_gradient(tensor: torch.Tensor) -> None:
+    """Make a gradient that is not recorded NaN, so that its use is noticed: see gradients.py.
+
+    tensor   any; changed only if it is a leaf with a gradient
+    """
+    if tensor.is_leaf and tensor.grad is not None:
+        local_of(tensor.grad).detach().fill_(float("nan"))
+
+
+class Unrecorded:
+    """Raises UnrecordedTensorError at every use."""
+
+    __slots__ = ("__weakref__", "_description", "_shape")
+
+    def __init__(self, name: str, shape: list[int]) -> None:
+        object.__setattr__(self, "_description", f"{name} of shape {shape}")
+        object.__setattr__(self, "_shape", shape)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":  # isinstance may ask
+            return Unrecorded
+        raise UnrecordedTensorError(
+            f"{description_of(self)} is used after the optimizer step and is too large to record"
+        )
+
+
+def description_of(value: Unrecorded) -> str:
+    """Its variable and shape."""
+    description: str = object.__getattribute__(value, "_description")
+    return description
+
+
+def shape_of(value: Unrecorded) -> list[int]:
+    """The shape of the tensor that it stands for."""
+    shape: list[int] = object.__getattribute__(value, "_shape")
+    return shape
+
+
+def _refuse(self: Unrecorded, *args: Any, **kwargs: Any) -> Any:
+    return self.shape
+
+
+def _refuse_in_torch(cls: Any, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    for argument in (*args, *(kwargs or {}).values()):
+        _refuse(argument) if type(argument) is Unrecorded else None
+    raise UnrecordedTensorError("a tensor that is used after the optimizer step is too large to record")
+
+
+_USES = (
+    "repr str format bytes hash bool len iter next reversed contains getitem setitem delitem setattr delattr call "
+    "eq ne lt le gt ge int float complex index round trunc floor ceil neg pos abs invert array "
+    "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor "
+    "radd rsub rmul rtruediv rfloordiv rmod rdivmod rpow rmatmul rlshift rrshift rand ror rxor "
+    "iadd isub imul itruediv ifloordiv imod ipow imatmul ilshift irshift iand ior ixor "
+    "copy deepcopy reduce reduce_ex getstate sizeof dir enter exit dlpack"
+)
+for _use in _USES.split():
+    setattr(Unrecorded, f"__{_use}__", _refuse)
+Unrecorded.__torch_function__ = classmethod(_refuse_in_torch)  # type: ignore[attr-defined]

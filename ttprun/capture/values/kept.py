@@ -19,10 +19,8 @@ from time import thread_time_ns
 from typing import Any, NamedTuple
 
 from ttprun.capture.records.nodes import FixedNode
-from ttprun.capture.records.packing import pack
-from ttprun.capture.values.turns import Clock
-from ttprun.capture.values.type_names import SETTLED
-from ttprun.capture.values.unchanged import ARE_COUNTED, BASES, Slots, Unchanged, version_of
+from ttprun.capture.records.packing import SETTLED, pack
+from ttprun.capture.values.changes import ARE_COUNTED, BASES, Clock, Slots, Unchanged, version_of
 from ttprun.introspect.looks import dictionary_of, slots_of
 
 Snapshot = Any  # snapshot.py imports this module

@@ -1,7 +1,7 @@
 """How each kind of value is recorded, and each kind of node restored: two tables.
 
 The type itself decides first (EXACT), then the first base that fits (BY_BASE); an object of any other class is recorded
-by its attributes or by an adapter, left to the replay (left_to_replay.py), or named as not proved (not_proved.py). Read
+by its attributes or by an adapter, left to the replay (process_objects.py), or named as not proved (gaps.py). Read
 EXACT first.
 """
 
@@ -27,34 +27,26 @@ import numpy
 import torch
 
 from ttprun.capture.records import nodes
+from ttprun.capture.records.packing import name_of
 from ttprun.capture.values import (
     adapters,
     arrays,
     callables,
-    compiled,
     containers,
     data_trees,
+    gaps,
     iterators,
-    large_data,
-    left_to_replay,
+    large,
     modules,
-    not_proved,
     objects,
-    optimizers,
     plain,
-    process_local,
-    random_generators,
+    process_objects,
     restore,
-    save_futures,
-    sharded_values,
-    streams,
-    suspended,
     tensors,
 )
+from ttprun.capture.values.histories import Unrecorded
 from ttprun.capture.values.restore import RESTORERS, Restorer
 from ttprun.capture.values.snapshot import Handler, Snapshot, choose_with
-from ttprun.capture.values.type_names import name_of
-from ttprun.capture.values.unrecorded import Unrecorded
 from ttprun.introspect import distributed_tensors, fail_open
 from ttprun.introspect.looks import has_dictionary, has_method, slots_of
 
@@ -73,8 +65,8 @@ EXACT: dict[type, Handler] = {
     dict: containers.record_dict,
     bytes: plain.record_plain("bytes"),
     bytearray: containers.record_bytes,
-    io.StringIO: process_local.record_file_in_memory,
-    io.BytesIO: process_local.record_file_in_memory,
+    io.StringIO: process_objects.record_file_in_memory,
+    io.BytesIO: process_objects.record_file_in_memory,
     types.ModuleType: objects.record_python_module,
     types.FunctionType: callables.record_function,
     types.BuiltinFunctionType: callables.record_method,
@@ -86,54 +78,54 @@ EXACT: dict[type, Handler] = {
     fail_open.LikeBuiltin: callables.record_named,
     functools.partial: callables.record_partial,
     functools._lru_cache_wrapper: callables.record_cache,
-    operator.methodcaller: process_local.record_unknown,
-    weakref.ref: process_local.record_weak_reference,
+    operator.methodcaller: process_objects.record_unknown,
+    weakref.ref: process_objects.record_weak_reference,
     types.SimpleNamespace: objects.record_object,
     numpy.ndarray: arrays.record_array,
     numpy.memmap: arrays.record_array,
     Unrecorded: tensors.record_unrecorded,
-    **dict.fromkeys(_OF_THE_INTERPRETER, process_local.record_same),
+    **dict.fromkeys(_OF_THE_INTERPRETER, process_objects.record_same),
     **{base: plain.record_plain(kind) for base, kind in plain.BASES if kind not in ("enum", "path")},
     **dict.fromkeys(iterators.ITERATORS, iterators.record_iterator),
     **dict.fromkeys(iterators.COMPARED_ITERATORS, iterators.record_compared_iterator),
     **dict.fromkeys(iterators.UNKNOWN_ITERATORS, iterators.record_unknown_iterator),
-    **dict.fromkeys(weakref.ProxyTypes, process_local.record_same),
+    **dict.fromkeys(weakref.ProxyTypes, process_objects.record_same),
     **dict.fromkeys(_DATASETS, objects.record_object),
-    **dict.fromkeys((type({}.keys()), type({}.values()), type({}.items())), process_local.record_same),
+    **dict.fromkeys((type({}.keys()), type({}.values()), type({}.items())), process_objects.record_same),
 }
 
 BY_BASE: list[tuple[type, Handler]] = [
     *((base, plain.record_plain(kind)) for base, kind in plain.BASES if kind in ("enum", "path")),
     (type, callables.record_class),
-    (types.GenericAlias, process_local.record_same),
+    (types.GenericAlias, process_objects.record_same),
     (torch.Tensor, tensors.record_tensor),
     (torch.jit.ScriptModule, modules.record_traced),
     (torch.nn.Module, modules.record_module),
-    (torch.optim.Optimizer, optimizers.record_optimizer),
+    (torch.optim.Optimizer, modules.record_optimizer),
     (torch.optim.lr_scheduler.LRScheduler, objects.record_object),
     (torch.amp.grad_scaler.GradScaler, objects.record_object),
     (torch.utils.data.Sampler, objects.record_object),
     (torch.utils.data.DataLoader, objects.record_object),
-    (torch.Generator, random_generators.record_torch),
-    (random.SystemRandom, process_local.record_same),  # has no state: `entropy` counts what is drawn from it
-    (random.Random, random_generators.record_python),
-    *((kind, random_generators.record_numpy) for kind in random_generators.OF_NUMPY),
-    (numpy.random.SeedSequence, random_generators.record_numpy_seeds),
+    (torch.Generator, adapters.record_torch),
+    (random.SystemRandom, process_objects.record_same),  # has no state: `entropy` counts what is drawn from it
+    (random.Random, adapters.record_python),
+    *((kind, adapters.record_numpy) for kind in adapters.OF_NUMPY),
+    (numpy.random.SeedSequence, adapters.record_numpy_seeds),
     (numpy.generic, plain.record_plain("numpy scalar")),
     (numpy.dtype, plain.record_plain("numpy dtype")),
     *((base, plain.record_plain("scalar")) for base in (int, float, str, bytes, complex)),
     (numpy.ndarray, arrays.record_other_array),
     (numpy.ufunc, callables.record_named),
     (types.ModuleType, objects.record_python_module),
-    (types.GeneratorType, suspended.record_generator),
-    (BaseException, process_local.record_exception),
-    (io.IOBase, streams.record_file),
-    (queue.Queue, streams.record_queue),
-    (threading.Thread, streams.record_thread),
-    (multiprocessing.queues.Queue, streams.record_line),
-    (multiprocessing.queues.SimpleQueue, streams.record_line),
-    (multiprocessing.connection.Connection, streams.record_line),
-    (torch.utils.data.dataloader._BaseDataLoaderIter, process_local.record_same),  # loaders.py records its position
+    (types.GeneratorType, iterators.record_generator),
+    (BaseException, process_objects.record_exception),
+    (io.IOBase, process_objects.record_file),
+    (queue.Queue, process_objects.record_queue),
+    (threading.Thread, process_objects.record_thread),
+    (multiprocessing.queues.Queue, process_objects.record_line),
+    (multiprocessing.queues.SimpleQueue, process_objects.record_line),
+    (multiprocessing.connection.Connection, process_objects.record_line),
+    (torch.utils.data.dataloader._BaseDataLoaderIter, process_objects.record_same),  # loaders.py records its position
     (list, containers.record_sequence(list)),
     (tuple, containers.record_tuple),
     (set, containers.record_set(set)),
@@ -142,10 +134,10 @@ BY_BASE: list[tuple[type, Handler]] = [
     (dict, containers.record_dict),
     (array.array, containers.record_bytes),
     (argparse.Namespace, objects.record_object),
-    (weakref.ReferenceType, process_local.record_same),
-    (concurrent.futures.Future, process_local.record_future),
+    (weakref.ReferenceType, process_objects.record_same),
+    (concurrent.futures.Future, process_objects.record_future),
     (threading.local, objects.record_object),
-    (mmap.mmap, streams.record_map),
+    (mmap.mmap, process_objects.record_map),
     (torch.UntypedStorage, tensors.record_storage),
     (torch.TypedStorage, tensors.record_storage),
 ]
@@ -160,8 +152,8 @@ objects.leave_out(threading.Thread, " ".join(vars(threading.Thread())))
 
 RESTORERS_OF_KINDS: dict[type[nodes.AnyNode], Restorer] = {
     nodes.SameNode: restore.restore_same,
-    nodes.NotProvedNode: not_proved.restore_by_type,
-    nodes.EffectNode: not_proved.restore_by_type,
+    nodes.NotProvedNode: gaps.restore_by_type,
+    nodes.EffectNode: gaps.restore_by_type,
     nodes.RefusedNode: restore.restore_refused,
     nodes.ReferenceNode: restore.restore_reference,
     nodes.PlainNode: plain.restore_plain,
@@ -176,31 +168,31 @@ RESTORERS_OF_KINDS: dict[type[nodes.AnyNode], Restorer] = {
     nodes.BytesNode: containers.restore_bytes,
     nodes.DataTreeNode: data_trees.restore_data_tree,
     nodes.LongNode: containers.restore_long,
-    nodes.ClosedNode: process_local.restore_closed,
-    nodes.SaveNode: save_futures.restore_save,
-    nodes.FileNode: streams.restore_file,
+    nodes.ClosedNode: process_objects.restore_closed,
+    nodes.SaveNode: process_objects.restore_save,
+    nodes.FileNode: process_objects.restore_file,
     nodes.ObjectNode: objects.restore_object,
     nodes.ValueObjectNode: objects.restore_value_object,
     nodes.ClassNode: callables.restore_class,
     nodes.FunctionNode: callables.restore_function,
     nodes.MethodNode: callables.restore_method,
-    nodes.WeakNode: process_local.restore_weak_reference,
+    nodes.WeakNode: process_objects.restore_weak_reference,
     nodes.PartialNode: callables.restore_partial,
     nodes.TensorNode: tensors.restore_tensor,
     nodes.WeightNode: tensors.restore_weight,
-    nodes.DataNode: large_data.compare_data,
-    nodes.ChangedDataNode: large_data.restore_changed_data,
+    nodes.DataNode: large.compare_data,
+    nodes.ChangedDataNode: large.restore_changed_data,
     nodes.ActivationNode: tensors.restore_activation,
-    nodes.ShardedNode: sharded_values.restore_sharded,
+    nodes.ShardedNode: tensors.restore_sharded,
     nodes.ModuleNode: modules.restore_module,
     nodes.WrapperNode: modules.restore_wrapper,
     nodes.ArrayNode: arrays.restore_array,
     nodes.ObjectArrayNode: arrays.restore_object_array,
-    nodes.RandomNode: random_generators.restore_random,
-    nodes.NumpyRandomNode: random_generators.restore_random,
-    nodes.OptimizerNode: optimizers.restore_optimizer,
+    nodes.RandomNode: adapters.restore_random,
+    nodes.NumpyRandomNode: adapters.restore_random,
+    nodes.OptimizerNode: modules.restore_optimizer,
     nodes.IteratorNode: iterators.restore_iterator,
-    nodes.SuspendedNode: suspended.restore_generator,
+    nodes.SuspendedNode: iterators.restore_generator,
 }
 RESTORERS.update(RESTORERS_OF_KINDS)
 
@@ -209,26 +201,26 @@ def handler_for(kind: type) -> Handler:
     """How values of a type are recorded."""
     if kind in EXACT:
         return EXACT[kind]
-    if name_of(kind) in left_to_replay.DESCRIBING:
-        return process_local.record_same
+    if name_of(kind) in process_objects.DESCRIBING:
+        return process_objects.record_same
     adapter = adapters.adapter_for(kind)
     if adapter is not None:
         return adapters.record_with(adapter, kind)
     if distributed_tensors.kind() is not None and issubclass(kind, distributed_tensors.kind()):  # type: ignore[arg-type]
-        return sharded_values.record_sharded
+        return tensors.record_sharded
     for base, handler in BY_BASE:
         if issubclass(kind, base):
             return handler
     if not objects.is_of_user(kind):
-        if left_to_replay.why_left(kind):
-            return iterators.record_unknown_iterator if has_method(kind, "__next__") else process_local.record_same
-        out_of_reach = left_to_replay.why_out_of_reach(kind)
+        if process_objects.why_left(kind):
+            return iterators.record_unknown_iterator if has_method(kind, "__next__") else process_objects.record_same
+        out_of_reach = process_objects.why_out_of_reach(kind)
         if out_of_reach:
-            return lambda snapshot, value, depth: not_proved.record_not_proved(snapshot, value, out_of_reach)
+            return lambda snapshot, value, depth: gaps.record_not_proved(snapshot, value, out_of_reach)
     has_attributes = has_dictionary(kind) or bool(slots_of(kind))
-    compared = iterators.record_compiled_iterator if has_method(kind, "__next__") else process_local.record_unknown
-    if compiled.hides_state(kind):
-        pair = compiled.pair_of(kind)
+    compared = iterators.record_compiled_iterator if has_method(kind, "__next__") else process_objects.record_unknown
+    if adapters.hides_state(kind):
+        pair = adapters.pair_of(kind)
         return compared if pair is None else _recorded_or_compared(adapters.record_with(pair, kind), compared)
     if has_attributes and objects.is_frozen(kind):
         return objects.record_value_object

@@ -1,9 +1,10 @@
-"""Modules: the tensors that no optimizer updates, what is frozen or in evaluation, and plain attributes.
+"""Modules: the tensors that no optimizer updates, what is frozen or in evaluation, and attributes. And optimizers.
 
-What hardly ever
-changes of a module (its parts, the shapes of its tensors, `training`, `Dropout.p`) is packed once into the description,
-and only looked at again at each boundary; attributes that have changed, or can change by themselves, are recorded each
-time. All parts and tensors get numbers in the order of the description, the module itself first.
+What hardly ever changes of a module (its parts, the shapes of its tensors, `training`, `Dropout.p`) is packed once into
+the description, and only looked at again at each boundary; attributes that have changed, or can change by themselves,
+are recorded each time. All parts and tensors get numbers in the order of the description, the module itself first. Of
+an optimizer the hyper-parameters are recorded, and what a class of the user's keeps beside them; its state comes from a
+peer, as the trained weights do.
 """
 
 from __future__ import annotations
@@ -17,21 +18,27 @@ from typing import Any
 import torch
 
 from ttprun import frameworks
-from ttprun.capture.records.module_description import ModuleDescription
-from ttprun.capture.records.nodes import AnyNode, ModuleNode, Number, RefusedNode, SameNode, WrapperNode
-from ttprun.capture.records.packing import pack, unpack_description
+from ttprun.capture.records.nodes import AnyNode, ModuleNode, Number, OptimizerNode, RefusedNode, SameNode, WrapperNode
+from ttprun.capture.records.packing import (
+    MISSING,
+    SETTLED,
+    ModuleDescription,
+    is_settled,
+    name_of,
+    pack,
+    unpack_description,
+)
+from ttprun.capture.values.changes import ARE_COUNTED, Remembered, Unchanged, version_of
+from ttprun.capture.values.gaps import record_not_proved
+from ttprun.capture.values.histories import forget_gradient
 from ttprun.capture.values.kept import lasting_numbers
-from ttprun.capture.values.not_proved import record_not_proved
 from ttprun.capture.values.objects import left_out_by_framework, made_when_needed, restore_attributes
 from ttprun.capture.values.plain import BASES
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
-from ttprun.capture.values.type_names import MISSING, SETTLED, is_settled, name_of
-from ttprun.capture.values.unchanged import ARE_COUNTED, Remembered, Unchanged, version_of
-from ttprun.capture.values.unrecorded import forget_gradient
 from ttprun.introspect.distributed_tensors import is_distributed, local_of
 from ttprun.introspect.looks import bases_of, dictionary_of_class, is_a, module_of_class, of_types
-from ttprun.introspect.models import parts_of, tables_of
+from ttprun.introspect.models import all_of, how_many_shown, parts_of, tables_of
 from ttprun.introspect.tensor_bytes import plain
 
 _INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
@@ -404,3 +411,45 @@ def _fill(tensor: torch.Tensor, raw: memoryview) -> None:
     if len(raw):
         local = local_of(tensor)
         local.data.copy_(torch.frombuffer(bytearray(raw), dtype=local.dtype).reshape(local.shape))
+
+
+_PARAMS = frozenset({"params"})
+
+
+class _Empty(torch.optim.SGD):
+    """An optimizer of nothing: to add a group would import Dynamo, which takes a second."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None: ...
+
+
+# What torch itself keeps in an optimizer; `step` is there if a scheduler has wrapped it.
+_OF_OPTIMIZERS = frozenset(vars(_Empty([torch.zeros(1)], lr=0.1))) | {"step", "_opt_called", "_step_count"}
+
+
+def record_optimizer(snapshot: Snapshot, value: torch.optim.Optimizer, depth: int) -> Any:
+    """Hyper-parameters of each group, and attributes."""
+    scope = vars(value)
+    names = snapshot.names_of(scope, _OF_OPTIMIZERS)
+    number = snapshot.number(value)
+    settings = [group.settings for group in all_of(value)]
+    groups = [snapshot.lasting_attributes(snapshot.names_of(group, _PARAMS), group, depth) for group in settings]
+    own = snapshot.lasting_attributes(names, scope, depth)
+    return OptimizerNode(number, name_of(type(value)), groups, how_many_shown(value), own)
+
+
+def restore_optimizer(restore: Restore, live: Any, node: OptimizerNode, name: str) -> Any:
+    """Write them into the replacement's optimizer."""
+    groups = [group.settings for group in all_of(live)]
+    if name_of(type(live)) != node.kind or len(groups) != len(node.groups) or how_many_shown(live) != node.shown:
+        return restore.refuse(live, f"{name} is another optimizer than in the lost rank")
+    if not restore.claim_or_refuse(node.number, live, name):
+        return live
+    for group, recorded in zip(groups, node.groups, strict=True):
+        for key, item in recorded.items():
+            value = restore.value(group.get(key, MISSING), item, f"{name}.param_groups.{key}")
+            if value is not MISSING:
+                group[key] = value
+        for key in group.keys() - recorded.keys() - _PARAMS:
+            del group[key]
+    restore_attributes(restore, live, node.attributes, name, keep=_OF_OPTIMIZERS)
+    return live

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from ttprun import frameworks
 from ttprun.capture.records.nodes import AnyNode, ObjectNode, PlainNode, SameNode, ValueObjectNode
+from ttprun.capture.records.packing import MISSING, look_up_type, name_of
+from ttprun.capture.values.changes import Slots
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot, traces
-from ttprun.capture.values.type_names import MISSING, look_up_type, name_of
-from ttprun.capture.values.unchanged import Slots
 from ttprun.introspect.looks import (
     attributes_of,
     bases_of,

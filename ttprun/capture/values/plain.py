@@ -22,9 +22,9 @@ import numpy
 import torch
 
 from ttprun.capture.records.nodes import PlainNode, RefusedNode
+from ttprun.capture.records.packing import MISSING, CannotRestoreError, look_up, look_up_type, name_of
 from ttprun.capture.values.restore import Restore
 from ttprun.capture.values.snapshot import Snapshot
-from ttprun.capture.values.type_names import MISSING, CannotRestoreError, look_up, look_up_type, name_of
 from ttprun.introspect.looks import dictionary_of, is_a, plain_of
 
 

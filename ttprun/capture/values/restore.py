@@ -2,7 +2,7 @@
 
 `Restore` walks the recorded nodes together with the replacement's values of the same names. Mutable values are changed
 in place, since something else may hold them too; immutable ones are replaced; what the replay must have reproduced is
-compared: process-local values by type (process_local.py), large ones by samples (large.py). Anything else is refused
+compared: process-local values by type (process_objects.py), large ones by samples (large.py). Anything else is refused
 with the variable's name. kinds.py has the functions for each kind of node.
 """
 
@@ -18,9 +18,8 @@ import torch
 
 from ttprun.capture.position.judgement import DEAD, NO_STATE, judge
 from ttprun.capture.records.nodes import AnyNode, EffectNode, Node, ReferenceNode, RefusedNode, SameNode
-from ttprun.capture.records.packing import listed
+from ttprun.capture.records.packing import MISSING, CannotRestoreError, listed, name_of, short_name
 from ttprun.capture.values.snapshot import Snapshot, is_hidden, with_fixed
-from ttprun.capture.values.type_names import MISSING, CannotRestoreError, name_of, short_name
 from ttprun.introspect import fail_open
 from ttprun.introspect.frames import set_local, unset_local, variables_of
 from ttprun.introspect.tensor_bytes import places

@@ -27,10 +27,9 @@ from ttprun.capture.records.nodes import (
     SameNode,
     TupleNode,
 )
-from ttprun.capture.records.packing import unpack_named
+from ttprun.capture.records.packing import MAX_DEPTH, SETTLED, name_of, unpack_named
+from ttprun.capture.values.changes import Remembered
 from ttprun.capture.values.kept import Names, Price, Trace, lasting_numbers
-from ttprun.capture.values.type_names import MAX_DEPTH, SETTLED, name_of
-from ttprun.capture.values.unchanged import Remembered
 from ttprun.introspect import fail_open
 
 # Names that the interpreter puts into modules; other dunder names are the script's own.
@@ -109,7 +108,7 @@ _attributes: Remembered[tuple[Any, Names]] = Remembered()  # by the id of an obj
 
 
 class Samples(Protocol):
-    """Small tensors and arrays in a container (small_data.py)."""
+    """Small tensors and arrays in a container (long_items.py)."""
 
     def owner_of(self, address: int) -> tuple[int, int] | None:
         """(number, bytes before the address) of the one in whose memory an address lies."""

@@ -7,6 +7,10 @@ numpy array. Such a part alone has a place: [[stride, offset, bytes of the stora
 numbers before the first part of that storage has its own, whether that is a part of an array, whether the whole is
 known to change]. A leaf that is learnt alone has a gradient: its bytes, None if there is none, False if it has another
 form. Those that optimizers update come from a peer; only which of them it is is recorded. Large ones: see large.py.
+
+A sharded tensor (DTensor: a parameter itself, the norm of its gradients, an average of weights) has the layout [shape
+of the whole, how it is sharded]. Meshes are not recorded, so the replay must have made a tensor that is sharded alike:
+its local part is written.
 """
 
 from __future__ import annotations
@@ -18,16 +22,31 @@ import numpy
 import torch
 from msgspec.structs import replace
 
-from ttprun.capture.records.nodes import ActivationNode, AnyNode, RefusedNode, SameNode, TensorNode, WeightNode
+from ttprun.capture.records.nodes import (
+    ActivationNode,
+    AnyNode,
+    RefusedNode,
+    SameNode,
+    ShardedNode,
+    TensorNode,
+    WeightNode,
+)
+from ttprun.capture.records.packing import MISSING, name_of
 from ttprun.capture.values.arrays import is_changing
-from ttprun.capture.values.large import SMALL_BYTES, array_around, follow, is_followed
-from ttprun.capture.values.large_data import dtype_name, record_data, tensor_of
-from ttprun.capture.values.not_proved import record_not_proved
+from ttprun.capture.values.gaps import record_not_proved
+from ttprun.capture.values.histories import Unrecorded, forget_gradient, shape_of, without_history
+from ttprun.capture.values.large import (
+    SMALL_BYTES,
+    array_around,
+    dtype_name,
+    follow,
+    is_followed,
+    record_data,
+    tensor_of,
+)
 from ttprun.capture.values.restore import Restore, unlike
 from ttprun.capture.values.snapshot import Snapshot
-from ttprun.capture.values.type_names import MISSING, name_of
-from ttprun.capture.values.unrecorded import Unrecorded, forget_gradient, shape_of, without_history
-from ttprun.introspect.distributed_tensors import local_of, waited_for
+from ttprun.introspect.distributed_tensors import is_distributed, local_of, waited_for
 from ttprun.introspect.looks import dictionary_of, is_a
 from ttprun.introspect.tensor_bytes import plain
 
@@ -401,3 +420,42 @@ def restore_weight(restore: Restore, live: Any, node: WeightNode, name: str) -> 
         return restore.refuse(live, f"{name} is a view of a weight that is smaller here")
     view = owner.detach().as_strided(shape, stride, offset)
     return without_history(view, name) if node.is_computed else view
+
+
+def record_sharded(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """Any DTensor: what optimizers update by its place, else by what this rank holds of it."""
+    local = local_of(value)
+    index = snapshot.stepped.get(local.untyped_storage().data_ptr())
+    if index is not None and local.untyped_storage().data_ptr():
+        return weight_node(value, index, local.storage_offset())
+    if value.grad_fn is not None:
+        snapshot.computed.append(value)
+    number = snapshot.number(value)
+    return ShardedNode(number, snapshot.node(local, depth + 1), _layout(value), value.grad_fn is not None)
+
+
+def restore_sharded(restore: Restore, live: Any, node: ShardedNode, name: str) -> Any:
+    """Write what this rank holds into the replacement's tensor.
+
+    live   a DTensor of the recorded shape and placements, on a mesh of the recorded shape, else it is refused
+    """
+    layout = node.layout
+    if not isinstance(live, torch.Tensor) or not is_distributed(live) or _layout(live) != layout:
+        return restore.refuse(
+            live,
+            unlike(name, "torch:DTensor", live, f"sharded over the ranks ({layout[1]})"),
+        )
+    # What the replay has computed such a one from is not what the lost rank had; on the way to the boundary it will do.
+    is_lost = node.is_computed and (restore.is_comparing or live.grad_fn is None)
+    tensor: Any = without_history(live.detach(), name) if is_lost else live
+    if not restore.claim_or_refuse(node.number, tensor, name):
+        return live
+    local = restore.value(tensor._local_tensor, node.local, name)
+    if local is MISSING or not isinstance(local, torch.Tensor) or local.shape != tensor._local_tensor.shape:
+        return restore.refuse(live, f"{name}: what the lost rank held of it has another shape")
+    tensor._local_tensor = local
+    return tensor
+
+
+def _layout(value: Any) -> list[Any]:
+    return [list(value.shape), f"{value.placements} over {list(value.device_mesh.shape)} ranks"]

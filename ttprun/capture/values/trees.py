@@ -13,7 +13,6 @@ import xxhash
 from msgspec.structs import replace
 
 from ttprun.capture.records.boundary_record import ScriptState
-from ttprun.capture.records.module_description import ModuleDescription
 from ttprun.capture.records.nodes import (
     LISTS,
     PARTS,
@@ -33,10 +32,9 @@ from ttprun.capture.records.nodes import (
     TensorNode,
     WeightNode,
 )
-from ttprun.capture.records.packing import listed, unpack_description, unpack_node
-from ttprun.capture.values.large_data import tensor_of
+from ttprun.capture.records.packing import MISSING, ModuleDescription, listed, unpack_description, unpack_node
+from ttprun.capture.values.large import tensor_of
 from ttprun.capture.values.snapshot import with_fixed
-from ttprun.capture.values.type_names import MISSING
 
 PLACE = 1 << 32  # what a place outside of a tree of data counts in the number of a reference to it
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ttprun import text_hashes
-from ttprun.capture.position import remembered
+from ttprun.capture.position import disk_cache
 from ttprun.chaos import observer
 from ttprun.chaos.faults import Fault
 from ttprun.chaos.plain_observer import sitecustomize
@@ -227,7 +227,7 @@ class _Checkup:
         """All of it."""
         report = self._report
         undisturbed = self._run("undisturbed", f"{self._checked.steps} steps, undisturbed")
-        if undisturbed.says(remembered.NEXT_RUN):
+        if undisturbed.says(disk_cache.NEXT_RUN):
             undisturbed = self._run("followed", "a library's loop was met, and is followed now: again")
         late = [event for event in undisturbed.twin.events if event["event"] == "rank_late"]
         report.late = sorted({f"{event['frame']} (rank {event['rank']}, step {event['step']})" for event in late})

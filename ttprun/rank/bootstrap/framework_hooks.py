@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from ttprun.capture.position import torch_compile
+from ttprun.capture import installing
 from ttprun.chaos import strikes
 from ttprun.groups import groups
 from ttprun.groups.journal import Journal
@@ -22,7 +22,7 @@ from ttprun.rank.session import current
 
 def install(presence: Presence) -> None:
     """Install what lasts as long as the process."""
-    torch_compile.leave_us_alone()
+    installing.leave_us_alone()
     groups.register()
     missing = patches.apply_for_frameworks()
     if missing:

@@ -9,10 +9,10 @@ from functools import partial
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ttprun.capture import installing as capture
+from ttprun.capture import installing
 from ttprun.capture.effects.effects import Effects
+from ttprun.capture.recording import Rehearsal
 from ttprun.capture.records.recorder import Recorder
-from ttprun.capture.rehearsal import Rehearsal
 from ttprun.chaos import observer, strikes
 from ttprun.elastic_resume.adapted import Adapted, log_of
 from ttprun.groups import groups
@@ -48,7 +48,7 @@ from ttprun.tensors.snapshot_shares import SnapshotPart
 def install(presence: Presence) -> None:
     """Install what lasts as long as the process."""
     options = presence.welcome.options
-    why_not = capture.install(boundary.steps_now)
+    why_not = installing.install(boundary.steps_now)
     groups.register()
     missing = patches.apply_all(with_replay=False)
     if missing:

@@ -22,9 +22,9 @@ from itertools import dropwhile, pairwise
 from typing import TYPE_CHECKING, Any
 
 from ttprun import text_hashes
-from ttprun.capture import early
+from ttprun.capture import effects
 from ttprun.capture.data.lost_worker import lost_worker
-from ttprun.capture.position import ast_transform
+from ttprun.capture.position import user_code
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
 from ttprun.device.device_errors import DeviceFault, Diagnosis, causes_of, in_one_line
@@ -78,9 +78,9 @@ def begin() -> None:
         channel.send(from_rank.RankUnprotected(f"the agent's first message is not a welcome: {welcome}"))
         return
     if not welcome.options.mindio:
-        ast_transform.install(welcome.options.follow, welcome.options.loops)
-    script = ast_transform.script_of(sys.orig_argv)
-    enter(channel, welcome, fds, ast_transform.full_path(script))
+        user_code.install(welcome.options.follow, welcome.options.loops)
+    script = user_code.script_of(sys.orig_argv)
+    enter(channel, welcome, fds, user_code.full_path(script))
 
 
 def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: str) -> None:
@@ -92,7 +92,7 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
     script   its full path, "" if a module or something else is run
     """
     global _presence
-    directories = [os.path.dirname(script), ast_transform.directory_of(script)] if script else [os.getcwd()]
+    directories = [os.path.dirname(script), user_code.directory_of(script)] if script else [os.getcwd()]
     for path in directories:
         add_user_directory(path)
     for path in welcome.options.user_paths:
@@ -113,7 +113,7 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
         _presence.may_start.wait()  # until the agent's order; at its deadline the agent kills this process
     patches.apply_early(welcome.options.mindio)
     if not welcome.options.mindio:
-        early.listen()
+        effects.listen()
     after_import("torch", take_over)
     if welcome.is_replacement and (welcome.had_torch or isinstance(_presence.order, to_rank.Replay | mindio.Prepare)):
         # With torch imported first, the setup gets what the lost rank drew before it imported torch, and nothing that a

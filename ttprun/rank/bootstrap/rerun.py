@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttprun.capture.effects.output import Diverted
-from ttprun.capture.script import run
+from ttprun.capture.position.user_code import run
 from ttprun.device import interface
 from ttprun.device.device_errors import DeviceFault, Diagnosis, diagnosis_of, in_one_line
 from ttprun.device.interface import Device, DeviceFailedError, MemoryCheck, refined

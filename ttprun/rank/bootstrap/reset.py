@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from ttprun import frameworks
-from ttprun.capture import installing as capture
-from ttprun.capture.effects import os_entropy, output
+from ttprun.capture import installing
+from ttprun.capture.effects import origins, output
 from ttprun.capture.effects.effects import Effects
-from ttprun.capture.position import ast_transform
+from ttprun.capture.position import user_code
 from ttprun.device.device_errors import causes_of
 from ttprun.groups import async_saves, ending
 from ttprun.introspect import distributed_tensors, fail_open, random_state
@@ -123,7 +123,7 @@ def clear(error: BaseException) -> None:
         atexit.unregister(function)
     _registered.clear()
     of_steps = (step_hooks, optimizer_registry, distributed_tensors, gradients, open_boundaries)
-    for room in (*of_steps, capture, async_saves):
+    for room in (*of_steps, installing, async_saves):
         room.forget()
     _empty_shared_states()
     _forget_modules()
@@ -131,7 +131,7 @@ def clear(error: BaseException) -> None:
     _end_children()
     if _beginning is not None:
         _restore(_beginning)
-    os_entropy.drawn_since_last_asked()
+    origins.drawn_since_last_asked()
 
 
 def _leave_process_groups() -> None:
@@ -173,11 +173,11 @@ def _empty_shared_states() -> None:
 
 def _forget_modules() -> None:
     """Clear the script and the user's modules: a function of theirs that is still held must not see old values."""
-    for name in ast_transform.loaded:
+    for name in user_code.loaded:
         module = sys.modules.pop(name, None)
         if module is not None:
             vars(module).clear()
-    ast_transform.loaded[:] = ["__main__"]
+    user_code.loaded[:] = ["__main__"]
 
 
 def _end_children() -> None:

@@ -18,8 +18,8 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from ttprun.capture.position import ast_transform
-from ttprun.capture.script import run
+from ttprun.capture.position import user_code
+from ttprun.capture.position.user_code import run
 from ttprun.protocol import standby_messages, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import install, patches, preload
@@ -58,10 +58,10 @@ def main() -> None:
             match message:
                 case standby_messages.WarmUp(modules=modules, files=files):
                     warm_up(modules)
-                    ast_transform.prepare(files)
+                    user_code.prepare(files)
                     channel.send(standby_messages.Ready(is_copyable()))
                 case standby_messages.Preload(follow=follow, loops=loops):
-                    ast_transform.install(follow, loops)
+                    user_code.install(follow, loops)
                     patches.apply_all(with_replay=True)  # before a package does `from torch import save`
                     notebook, plan = fds.pop(), fds.pop()
                     refused = preload.preload(plan, notebook)
@@ -83,10 +83,10 @@ def main() -> None:
     arguments: list[str] = welcome.arguments
     is_followed = not welcome.options.mindio
     if is_followed:
-        ast_transform.install(welcome.options.follow, welcome.options.loops)
+        user_code.install(welcome.options.follow, welcome.options.loops)
     is_module = arguments[0] == "-m"
-    script = arguments[1] if is_module else ast_transform.full_path(arguments[0])
-    sys.path[0] = os.getcwd() if is_module else ast_transform.directory_of(script)
+    script = arguments[1] if is_module else user_code.full_path(arguments[0])
+    sys.path[0] = os.getcwd() if is_module else user_code.directory_of(script)
     preload.again.run()
     install.enter(channel, welcome, fds[: welcome.descriptors], "" if is_module else script)
     run(arguments, is_followed)

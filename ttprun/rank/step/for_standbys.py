@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ttprun.capture.position import ast_transform, imported
+from ttprun.capture.position import user_code
 from ttprun.protocol import standby_messages
 from ttprun.rank.session import Session
 
@@ -14,6 +14,6 @@ def report(session: Session) -> None:
     """Report once, after the first step, what this rank has imported."""
     if session.local_rank == 0:
         modules = [name for name in sys.modules if name.startswith("torch.")]
-        session.channel.send(standby_messages.WarmUp(modules, list(ast_transform.followed)))
+        session.channel.send(standby_messages.WarmUp(modules, list(user_code.followed)))
     if session.framework is None:
-        session.channel.send(standby_messages.Imported(imported.modules(), os.getcwd()))
+        session.channel.send(standby_messages.Imported(user_code.modules(), os.getcwd()))

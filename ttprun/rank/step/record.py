@@ -14,11 +14,11 @@ import torch
 
 from ttprun.capture import values
 from ttprun.capture.effects.effects import Effects
+from ttprun.capture.recording import Rehearsal
 from ttprun.capture.records.boundary_record import BoundaryRecord
 from ttprun.capture.records.recorder import Recorder, RecordTooLargeError
-from ttprun.capture.rehearsal import Rehearsal
+from ttprun.capture.values.changes import Clock
 from ttprun.capture.values.trees import name_of_blob
-from ttprun.capture.values.turns import Clock
 from ttprun.introspect import costs as costs_of
 from ttprun.introspect import distributed_tensors, fail_open, host_copies
 from ttprun.protocol.board import LEADER, Field

@@ -22,7 +22,7 @@ import torch
 
 from ttprun.capture import values
 from ttprun.capture.effects.effects import Effects
-from ttprun.capture.position.read_gradients import are_read_after
+from ttprun.capture.position.liveness import are_read_after
 from ttprun.device import accelerator
 from ttprun.groups.journal import Journal
 from ttprun.groups.process_group import groups_of

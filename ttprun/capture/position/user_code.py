@@ -1,9 +1,13 @@
-"""Compile the user's modules so that their `for` loops can be followed, as pytest rewrites asserts.
+"""The user's code: compiled so that its `for` loops can be followed, as pytest rewrites asserts, imported, and run.
 
 `_Finder` loads modules whose loops are followed (see whose.py) before Python's own import does; `script_hook` loads the
 script itself when `python script.py` checks whether the script is a folder or a zip file with a `__main__` in it, the
 only hook that Python calls before it runs a script. Nothing is written to `__pycache__`; a framework's module, which is
-followed by its name, is kept compiled in a folder of ours (compiled_cache.py).
+followed by its name, is kept compiled in a folder of ours (disk_cache.py).
+
+A module sees the environment at the time of its import. The standby imports the same modules in the same order, so it
+must know between which imports the script has changed a variable: the finder of the user's modules is called at each
+import, and notes that here.
 """
 
 from __future__ import annotations
@@ -15,16 +19,86 @@ import importlib.machinery
 import importlib.util
 import itertools
 import os
+import random
+import runpy
 import sys
+import types
 import warnings
 import zipimport
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from ttprun.capture.position import compiled_cache, imported, loop_sites, loops
+from ttprun.capture.position import disk_cache, loops
+from ttprun.frameworks import DRAWING
 from ttprun.introspect import signal_handlers, whose
+from ttprun.introspect.whose import is_installed
+
+# Run by each Python by itself.
+_AT_START = frozenset({"__main__", "sitecustomize", "usercustomize"})
+_environment: Any = os.environ
+_seen: dict[bytes, bytes] = {}
+_changes: dict[str, dict[str, str | None]] = {}
+_random: Any = None
+_drawing_later: set[str] = set()  # modules that draw at import, imported after something else had drawn, or a seed
+
+
+def note_start() -> None:
+    """Begin with the environment of the rank's start."""
+    global _seen, _random
+    _seen = dict(_environment._data)
+    _changes.clear()
+    _drawing_later.clear()
+    _random = random.getstate()
+
+
+def note_environment(importing: str) -> None:
+    """Before a module is searched for: note what has changed in the environment since the previous one."""
+    global _seen
+    if importing in DRAWING and random.getstate() != _random:
+        _drawing_later.add(importing)
+    now = _environment._data
+    if now == _seen:
+        return
+    changed = {key for key in now.keys() | _seen.keys() if now.get(key) != _seen.get(key)}
+    of_module = _changes.setdefault(importing, {})
+    for key in changed:
+        value = now.get(key)
+        of_module[os.fsdecode(key)] = None if value is None else os.fsdecode(value)
+    _seen = dict(now)
+
+
+def modules() -> list[tuple[str, str, dict[str, str | None]]]:
+    """(name, file, changes of the environment before it) of all modules but torch's and ours, in their order.
+
+    The file is "" for what a standby must not import: the user's own, what has no name of its own, and what draws
+    other random numbers than it would at the start of a rank.
+    """
+    rows = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("torch", "ttprun"):
+            file = "" if name in _drawing_later else _file_of(name, module)
+            rows.append((name, file, _changes.get(name, {})))
+    names = set(sys.modules)
+    lost = [change for name, change in _changes.items() if name not in names]  # of imports that have failed
+    return [("", "", change) for change in lost] + rows
+
+
+def _file_of(name: str, module: Any) -> str:
+    """The origin of an installed module; "" for any other."""
+    spec = vars(module).get("__spec__") if isinstance(module, ModuleType) else None  # do not load a lazy one
+    if type(spec) is not ModuleSpec or spec.name != name or name in _AT_START:
+        return ""
+    origin = spec.origin
+    if origin in ("built-in", "frozen"):
+        return str(origin)
+    if isinstance(origin, str):
+        return origin if is_installed(origin) else ""
+    places = list(spec.submodule_search_locations or ())
+    return os.pathsep.join(places) if places and all(map(is_installed, places)) else ""
+
 
 ENTER = "__ttprun_enter__"
 LOOP = "__ttprun_loop__"
@@ -67,7 +141,7 @@ def _yields(function: ast.FunctionDef) -> bool:
 
 
 def _wrap(node: ast.For, filename: str, is_generator: bool) -> None:
-    key = loop_sites.new_site(filename, _place_of(node, node.iter))
+    key = loops.new_site(filename, _place_of(node, node.iter))
     entered = ast.Call(ast.Name(ENTER, ast.Load()), [ast.Constant(key)], [])
     begun: ast.expr = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(key), entered, node.iter], [])
     if is_generator:
@@ -76,15 +150,15 @@ def _wrap(node: ast.For, filename: str, is_generator: bool) -> None:
 
 
 def _note_passes(node: ast.While, filename: str) -> None:
-    key = loop_sites.new_site(filename, _place_of(node, node.test)._replace(is_while=True))
+    key = loops.new_site(filename, _place_of(node, node.test)._replace(is_while=True))
     noting = ast.parse(f"if {key!r} in {PASSES}.noted: {PASSES}.begin({key!r})")
     node.body.insert(0, ast.increment_lineno(noting, node.test.lineno - 1).body[0])
 
 
-def _place_of(node: ast.For | ast.While, over: ast.expr) -> loop_sites.Extent:
+def _place_of(node: ast.For | ast.While, over: ast.expr) -> loops.Extent:
     first, last = node.body[0], node.body[-1]
     begin = min([first, *getattr(first, "decorator_list", ())], key=lambda part: (part.lineno, part.col_offset))
-    return loop_sites.Extent(
+    return loops.Extent(
         start=(node.lineno, node.col_offset),
         over=(over.lineno, over.col_offset),
         body=(begin.lineno, begin.col_offset),
@@ -111,15 +185,15 @@ def compile_followed(source: bytes, filename: str, is_script: bool = False) -> C
 def compile_named(source: bytes, filename: str) -> CodeType:
     """Compile a module that is followed by its name: it is large, and equal in each run, so kept on disk."""
     followed[filename] = source
-    kept = compiled_cache.KeptCode(source, filename, how=__file__)
+    kept = disk_cache.KeptCode(source, filename, how=__file__)
     compiled = kept.read()
     if compiled is not None:
         code, places = compiled
         for place in places:
-            loop_sites.new_site(filename, loop_sites.Extent(*place))
+            loops.new_site(filename, loops.Extent(*place))
         return code
     code = _compile(source, filename, is_script=False)
-    kept.write(code, [tuple(site.place) for site in loop_sites.sites.values() if site.filename == filename])
+    kept.write(code, [tuple(site.place) for site in loops.sites.values() if site.filename == filename])
     return code
 
 
@@ -207,7 +281,7 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        imported.note_environment(fullname)
+        note_environment(fullname)
         is_named = whose.is_named(fullname)
         later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
         finders = [finder for finder in later if is_named or finder not in _OF_PYTHON]
@@ -307,9 +381,9 @@ def install(modules: Sequence[str] = (), files: Sequence[str] | None = None) -> 
     """Follow loops in the user's modules that are imported from now on.
 
     modules   names of further modules to follow
-    files     of such modules; see remembered.py
+    files     of such modules; see disk_cache.py
     """
-    imported.begin()
+    note_start()
     whose.follow(modules)
     whose.follow_files(files)
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -321,3 +395,26 @@ def install(modules: Sequence[str] = (), files: Sequence[str] | None = None) -> 
     finder: Any = _Finder()
     sys.meta_path.insert(0, finder)
     sys.path_hooks.insert(0, script_hook)
+
+
+@signal_handlers.leads_through
+def run(arguments: Sequence[str], is_followed: bool = True) -> None:
+    """Run it to its end; its exceptions pass through.
+
+    arguments     [script, ...] or ["-m", module, ...]
+    is_followed   its loops are followed, as in all modules imported since `install`
+    """
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = list(arguments)
+    script = full_path(arguments[0])
+    with open(script, "rb") as file:
+        source = file.read()
+    code = compile_followed(source, script) if is_followed else compile(source, script, "exec", dont_inherit=True)
+    main_module: Any = types.ModuleType("__main__")
+    main_module.__file__ = script
+    main_module.__builtins__ = __builtins__
+    sys.modules["__main__"] = main_module
+    exec(code, main_module.__dict__)

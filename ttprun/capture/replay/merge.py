@@ -16,7 +16,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ttprun.capture.merging.combined import MODULES, Outcome, are_of_a_kind
 from ttprun.capture.records.nodes import (
     PARTS,
     ActivationNode,
@@ -35,10 +34,10 @@ from ttprun.capture.records.nodes import (
     TupleNode,
     WrapperNode,
 )
-from ttprun.capture.records.packing import listed, pack, unpack_description
-from ttprun.capture.values.large_data import tensor_of
+from ttprun.capture.records.packing import MISSING, CannotRestoreError, listed, pack, unpack_description
+from ttprun.capture.replay.combined import MODULES, Outcome, are_of_a_kind
+from ttprun.capture.values.large import tensor_of
 from ttprun.capture.values.trees import Comparison, Tree, all_attributes, is_same_scalar, number_of
-from ttprun.capture.values.type_names import MISSING, CannotRestoreError
 
 _IN_ORDER = (Part.NODES, Part.ITEMS)
 _INITIAL = "initial_lr"  # what a scheduler multiplies

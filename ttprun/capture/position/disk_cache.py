@@ -1,9 +1,13 @@
-"""Compiled modules kept on disk, so that a large one is compiled with its loops followed only once.
+"""Files that one run keeps for the next: compiled modules, and the places of training loops in packages.
 
-One file per module, in `ttprun/followed` of the user's cache folder ($XDG_CACHE_HOME, else ~/.cache). It holds code
-that will be run, so it is only read if folder and file belong to this user, and no one else may write to or read them.
-A file that does not match the source, this Python or this ttprun is replaced; if nothing can be kept, each process
-compiles by itself.
+A large module is compiled with its loops followed only once. One file per module, in `ttprun/followed` of the user's
+cache folder ($XDG_CACHE_HOME, else ~/.cache). It holds code that will be run, so it is only read if folder and file
+belong to this user, and no one else may write to or read them. A file that does not match the source, this Python or
+this ttprun is replaced; if nothing can be kept, each process compiles by itself.
+
+A package's file in which a run has met a training loop is followed from the next run on (`note`). For each, a small
+file of JSON lies beside the compiled modules, and is trusted as little as those: it holds a path, and a digest of what
+the file held then. Another version of a package is met anew.
 """
 
 from __future__ import annotations
@@ -11,11 +15,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import marshal
 import os
 import stat
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -113,3 +119,45 @@ def _settings(how: str) -> bytes:
         ours = file.read()
     options = f"{sys.version} {sorted(sys._xoptions)}".encode()
     return importlib.util.MAGIC_NUMBER + options + hashlib.sha256(ours).digest()
+
+
+_ENDING = ".loop"
+NEXT_RUN = "its file is followed from the next run on"
+
+
+def note(filename: str) -> bool:
+    """Have the next run follow the loops of a file; returns whether it will."""
+    name, entry = _name_of(filename), _entry_of(filename)
+    return bool(entry) and (read(name) == entry or write(name, entry))
+
+
+def files() -> list[str]:
+    """The files that earlier runs have noted, and that are still the same."""
+    filenames = []
+    for name in names():
+        content = read(name) if name.endswith(_ENDING) else None
+        if content is not None and (filename := _file_in(content)) and content == _entry_of(filename):
+            filenames.append(filename)
+    return filenames
+
+
+def _file_in(content: bytes) -> str:
+    try:
+        fields = json.loads(content)
+    except ValueError:
+        return ""
+    filename = fields.get("file") if isinstance(fields, dict) else None
+    return filename if isinstance(filename, str) else ""
+
+
+def _name_of(filename: str) -> str:
+    return hashlib.sha256(os.fsencode(filename)).hexdigest()[:32] + _ENDING
+
+
+def _entry_of(filename: str) -> bytes:
+    """What is kept of a file; b"" if it cannot be read."""
+    try:
+        digest = hashlib.sha256(Path(filename).read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return b""
+    return json.dumps({"file": filename, "sha256": digest}).encode()
