@@ -25,14 +25,16 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
+
+from ttprun.chaos.trial.compare import WITHOUT_LOSS
+from ttprun.chaos.trial.twins import Launch, Twin, clean_environment
 
 HERE = Path(__file__).resolve().parent / "strangers"
 REPOSITORY = HERE.parents[1]
@@ -43,13 +45,11 @@ HEADER = "| program | steps | without a fault | two ranks killed | recovery |\n|
 BELOW = "\n\nThe seconds are those of a busy machine"  # begins what follows the table and its reasons
 MOST_OF_REASON = 300  # characters; the whole is in the results
 LIMIT_S = 400.0  # of one launch
-FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 # Without a device, a hub, a tracker or a screen.
 QUIET = {
     "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
     "WANDB_MODE": "disabled", "MPLBACKEND": "agg", "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
-WITHOUT_LOSS = ("reconnect", "rerun", "replace")
 # When ranks are killed: the share of the program's steps, the rank, and the moment in the step.
 KILLS = ((0.4, 1, "backward"), (0.7, 0, "forward"))
 Trace = list[tuple[str, str]]  # process and digest, a step each
@@ -59,15 +59,12 @@ Trace = list[tuple[str, str]]  # process and digest, a step each
 class Launched:
     """What one launch came to.
 
-    code     its exit code; 124: it took longer than LIMIT_S
-    traces   by rank
-    status   as ttprun reports it; nothing under torchrun
+    traces      by rank
+    last_words  why it has failed, "" if it has not
     """
 
-    code: int
-    took_s: float
+    twin: Twin
     traces: dict[int, Trace]
-    status: dict[str, Any]
     last_words: str
 
     @property
@@ -93,16 +90,16 @@ def try_program(name: str, program: Mapping[str, Any], place: Path) -> dict[str,
     row: dict[str, Any] = {**circumstances(python), "of": named(program["of"])}
     plain = launch(program, words, python, place, "torchrun")
     steps = max(map(len, plain.traces.values()), default=0)
-    row |= {"steps": steps, "seconds": round(plain.took_s, 1)}
-    if plain.code or not steps:
-        return row | {"result": "does not run", "reason": f"under torchrun: {plain.last_words or plain.code}"}
+    row |= {"steps": steps, "seconds": round(plain.twin.took_s, 1)}
+    if plain.twin.exit_code or not steps:
+        return row | {"result": "does not run", "reason": f"under torchrun: {plain.last_words or plain.twin.exit_code}"}
     calm = launch(program, words, python, place, "ttprun")
-    row["equal without a fault"] = calm.code == 0 and calm.digests == plain.digests
+    row["equal without a fault"] = not calm.twin.exit_code and calm.digests == plain.digests
     if not row["equal without a fault"]:
         again = launch(program, words, python, place, "torchrun")
         if again.digests != plain.digests:
             return row | {"result": "cannot be compared", "reason": "two runs under torchrun differ, too"}
-        return row | {"result": "differs without a fault", "reason": calm.last_words if calm.code else ""}
+        return row | {"result": "differs without a fault", "reason": calm.last_words}
     faults = [
         f"kill:rank={rank},step={max(1, round(share * steps))},phase={program.get('phases', {}).get(phase, phase)}"
         for share, rank, phase in KILLS
@@ -136,7 +133,7 @@ def reason_of(name: str, row: Mapping[str, Any]) -> str:
 
 def judged(plain: Launched, killed: Launched, kills: int) -> dict[str, Any]:
     """How the run with kills compares: exact, or why not."""
-    incidents = killed.status.get("incidents", [])
+    incidents = [asdict(incident) for incident in killed.twin.status.incidents] if killed.twin.status else []
     recovery_s = [incident["total_s"] for incident in incidents if incident["total_s"] is not None]
     row: dict[str, Any] = {
         "incidents": [incident["rung"] for incident in incidents],
@@ -148,8 +145,11 @@ def judged(plain: Launched, killed: Launched, kills: int) -> dict[str, Any]:
         row["not proved"] = not_proved
     lossy = [incident for incident in incidents if incident["rung"] not in WITHOUT_LOSS or incident["steps_lost"]]
     reason = next((incident["reason"] for incident in lossy), "")
-    if killed.code:
-        return row | {"result": "refused", "reason": reason or killed.last_words or f"exit code {killed.code}"}
+    if killed.twin.exit_code:
+        return row | {
+            "result": "refused",
+            "reason": reason or killed.last_words or f"exit code {killed.twin.exit_code}",
+        }
     if len(incidents) < kills:
         return row | {"result": "not tried", "reason": f"only {len(incidents)} of {kills} kills struck"}
     if lossy:
@@ -184,43 +184,24 @@ def is_covered(wanted: Sequence[str], trace: Trace) -> bool:
 
 
 def launch(
-    program: Mapping[str, Any], words: Sequence[str], python: Path, place: Path, launcher: str,
-    faults: Sequence[str] = (),
+    program: Mapping[str, Any], words: Sequence[str], python: Path, place: Path,
+    launcher: Literal["torchrun", "ttprun"], faults: Sequence[str] = (),
 ) -> Launched:  # fmt: skip
     """One run, in a folder that holds the program's data and nothing else."""
     folder = place / f"{launcher}{len(list(place.iterdir()))}"
     shutil.copytree(place / "data", folder / "work")
     (folder / "trace").mkdir()
-    ours = ["ttprun", "--run-dir", str(folder / "run"), "--save-dir", str(folder / "saved"), "--resume", "off"]
-    command = [str(python), "-m", *(ours if launcher == "ttprun" else ["torch.distributed.run"])]
-    command += ["--standalone", "--nproc-per-node", str(program.get("ranks", 2))]
-    for fault in faults:
-        command += ["--allow-faults"] * (fault == faults[0]) + ["--fault", fault]
-    command += [*(program.get("options", []) if launcher == "ttprun" else ()), *words]
-    env = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)} | QUIET
-    env |= {name: str(value) for name, value in program.get("env", {}).items()}
-    env |= {
-        "HOME": str(place / "home"),
-        "XDG_CACHE_HOME": str(place / "home"),
-        "STRANGERS_TRACE": str(folder / "trace"),
-    }
+    options = ["--standalone", "--nproc-per-node", str(program.get("ranks", 2))]
+    if launcher == "ttprun":
+        options += ["--save-dir", str(folder / "saved"), "--resume", "off", *program.get("options", ())]
+        options += ["--allow-faults", *(f"--fault={fault}" for fault in faults)]
+    env = clean_environment() | QUIET | {name: str(value) for name, value in program.get("env", {}).items()}
+    home = str(place / "home")
+    env |= {"HOME": home, "XDG_CACHE_HOME": home, "STRANGERS_TRACE": str(folder / "trace")}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE / "recorder"), *program.get("path", [])])
-    started_s = time.monotonic()
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(
-            command, cwd=folder / "work", env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            code = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
-            code = 124
-    said = f"it has not ended within {LIMIT_S:.0f} s" if code == 124 else last_words(folder / "log")
+    twin = Launch(launcher, options, words, env, LIMIT_S, folder / "work", str(python)).run(folder)
     traces = {int(path.name.removeprefix("rank")): trace_of(path) for path in sorted((folder / "trace").iterdir())}
-    status = folder / "run" / "status.json"
-    state = json.loads(status.read_text(encoding="utf-8")) if status.exists() else {}
-    return Launched(code, time.monotonic() - started_s, traces, state, said if code else "")
+    return Launched(twin, traces, (twin.problem or last_words(folder)) if twin.exit_code else "")
 
 
 def trace_of(path: Path) -> Trace:
@@ -229,9 +210,10 @@ def trace_of(path: Path) -> Trace:
     return [(process, digest) for process, digest in rows]
 
 
-def last_words(log: Path) -> str:
-    """The last line of a log that tells of an error."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+def last_words(folder: Path) -> str:
+    """The last line that tells of an error, of what ranks and launcher have written."""
+    logs = [folder / "launcher.log", *sorted(folder.glob("logs/*/attempt_*/*/stderr.log"))]
+    lines = [line for path in logs for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     errors = [line for line in lines if re.search(r"Error\b|error:", line) and "ChildFailedError" not in line]
     return (errors or lines or [""])[-1].strip()[:400]
 

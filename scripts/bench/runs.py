@@ -6,7 +6,6 @@ Begin with `Run`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -21,26 +20,17 @@ from typing import Any
 
 import psutil
 
+from ttprun.chaos.trial.twins import clean_environment, end_with_parent
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).resolve().parent / "train.py"
 TORCHRUN, TTPRUN = LAUNCHERS = ("torchrun", "ttprun")
 MODULES = {TORCHRUN: "torch.distributed.run", TTPRUN: "ttprun"}
 STOP_LIMIT_S = 10.0
-# Left by an outer launcher or set by a person; each would change what the launcher under test does.
-FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 
 
 class BenchmarkError(Exception):
     """A run did not do what the benchmark needs; the message is for the person who measures."""
-
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded here, not between fork and exec
-
-
-def end_with_parent() -> None:
-    """A benchmark that ends without a word, or whose thread has started this, ends its runs, too."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _leave(number: int, _: object) -> None:
@@ -144,7 +134,7 @@ class Run:
 
 def environment(launcher: str) -> dict[str, str]:
     """The environment of a launcher: ours without what would steer it, one thread a rank, and ttprun importable."""
-    clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
+    clean = clean_environment()
     clean["OMP_NUM_THREADS"] = "1"
     clean["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), clean.get("PYTHONPATH"))))
     if launcher == TORCHRUN:

@@ -26,13 +26,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from ttprun.chaos.trial.twins import Launch, clean_environment
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 PACKAGES = REPOSITORY / ".conformance" / "packages"
 LIMIT_S = 1500.0  # of one launch
-FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 DISTRIBUTED = "torch.testing._internal.distributed.distributed_test"
 Outcomes = dict[str, tuple[str, str]]  # test -> passed, skipped or failed; and the error's last line
 
@@ -88,7 +89,7 @@ class Launched:
     protection: str = ""
 
 
-def launch(suite: Suite, launcher: str, names: Sequence[str], place: Path) -> Launched:
+def launch(suite: Suite, launcher: Literal["torchrun", "ttprun"], names: Sequence[str], place: Path) -> Launched:
     """Run tests of a suite by torchrun or ttprun; those that a launch has not come to are run by another one."""
     launched, names_left, started_s = Launched(), list(names), time.monotonic()
     while names_left:
@@ -111,35 +112,18 @@ def launch(suite: Suite, launcher: str, names: Sequence[str], place: Path) -> La
     return launched
 
 
-def _run(suite: Suite, launcher: str, names: Sequence[str], folder: Path) -> int:
+def _run(suite: Suite, launcher: Literal["torchrun", "ttprun"], names: Sequence[str], folder: Path) -> int:
     """One launch; returns its exit code, 124 if it took too long."""
-    work = folder / "work"
-    work.mkdir(parents=True)
-    words = [sys.executable, "-m"]
-    words += ["ttprun", "--run-dir", str(folder / "run")] if launcher == "ttprun" else ["torch.distributed.run"]
-    words += ["--standalone", "--nproc-per-node", str(suite.ranks)]
-    if suite.kind == "script":
-        words += ["-m", *names]
-    else:
-        words += [str(HERE / "in_rank.py"), str(folder), suite.kind, *names]
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(
-            words, cwd=work, env=_environment(suite, folder), stdin=subprocess.DEVNULL, stdout=log,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        try:
-            return process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            try:
-                process.wait(30.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            return 124
+    (folder / "work").mkdir(parents=True)
+    ours = [] if suite.kind == "script" else [str(HERE / "in_rank.py"), str(folder), suite.kind]
+    command = [*(ours or ["-m"]), *names]
+    options = ["--standalone", "--nproc-per-node", str(suite.ranks)]
+    twin = Launch(launcher, options, command, _environment(suite, folder), LIMIT_S, folder / "work").run(folder)
+    return 124 if twin.problem else twin.exit_code
 
 
 def _environment(suite: Suite, folder: Path) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
+    clean = clean_environment()
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "BACKEND": "gloo", "TEMP_DIR": str(folder / "temporary")}
     clean["ACCELERATE_USE_CPU"] = "true"  # else each rank trains alone where there is no GPU
     for name in ("barrier", "test_dir"):  # as distributed_test has them
@@ -173,7 +157,8 @@ def _notes(folder: Path, suite: Suite, code: int) -> Iterator[tuple[str, str, st
 
 
 def _last_words(folder: Path) -> str:
-    lines = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
+    logs = [folder / "launcher.log", *sorted(folder.glob("logs/*/attempt_*/*/stderr.log"))]
+    lines = [line for path in logs for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     errors = [line for line in lines if re.search(r"Error|error:|Signal|signal", line)]
     return (errors or lines or [""])[-1].strip()[:300]
 

@@ -48,6 +48,11 @@ class Finding:
     cure: str = ""
 
 
+def judged(area: str, subject: str, found: str, is_well: bool, means: str, cure: str, level: Level = "note") -> Finding:
+    """A finding that is ok if all is well; if not, this is what it means, and the cure."""
+    return Finding(area, subject, found) if is_well else Finding(area, subject, found, level, means, cure)
+
+
 LOOK_UP_LIMIT_S = 1.0
 DEFAULT_PORT = 29500  # torchrun's, where no rendezvous is named
 GIB = 1 << 30
@@ -90,20 +95,16 @@ def _shared_page() -> Finding:
             os.close(fd)
     except (OSError, AttributeError) as error:
         return Finding("kernel", "memfd, futex", _why(error), "fails", "ranks share no page of memory", "allow them")
-    if waited_s < 0.01:
-        return Finding(
-            "kernel", "memfd, futex", "futex does not wait", "note", "ranks busy-wait before each step",
-            "allow the system call 'futex' in the container's seccomp profile",
-        )  # fmt: skip
-    return Finding("kernel", "memfd, futex", "work")
+    waits, cure = waited_s >= 0.01, "allow the system call 'futex' in the container's seccomp profile"
+    found = "work" if waits else "futex does not wait"
+    return judged("kernel", "memfd, futex", found, waits, "ranks busy-wait before each step", cure)
 
 
 def _dies_with_parent() -> Finding:
     """Cleared here, not set: the call is the same."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, 0) == 0:
-        return Finding("kernel", "PR_SET_PDEATHSIG", "works")
-    means = "ranks outlive an agent that is killed"
-    return Finding("kernel", "PR_SET_PDEATHSIG", os.strerror(ctypes.get_errno()), "fails", means, "allow 'prctl'")
+    works = ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, 0) == 0
+    found, means = "works" if works else os.strerror(ctypes.get_errno()), "ranks outlive an agent that is killed"
+    return judged("kernel", "PR_SET_PDEATHSIG", found, works, means, "allow 'prctl'", "fails")
 
 
 def _passed_descriptor() -> Finding:
@@ -124,50 +125,35 @@ def stacks() -> Iterator[Finding]:
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
     own = "a rank that hangs writes its own Python stack, without the frames of native code"
-    if program is None:
-        yield Finding("kernel", "py-spy", "not installed", "note", own, "pip install py-spy")
-    else:
-        yield Finding("kernel", "py-spy", program)
+    yield judged("kernel", "py-spy", program or "not installed", program is not None, own, "pip install py-spy")
     if not YAMA.exists():
         return
     scope = YAMA.read_text().strip()
-    if program is not None and scope in ("2", "3") and not (scope == "2" and os.geteuid() == 0):
-        cure = "sysctl kernel.yama.ptrace_scope=1, or --cap-add SYS_PTRACE for a container"
-        yield Finding("kernel", "ptrace (yama)", f"ptrace_scope {scope}", "note", f"py-spy is refused: {own}", cure)
-    else:
-        yield Finding("kernel", "ptrace (yama)", f"ptrace_scope {scope}")
+    is_refused = program is not None and scope in ("2", "3") and not (scope == "2" and os.geteuid() == 0)
+    cure = "sysctl kernel.yama.ptrace_scope=1, or --cap-add SYS_PTRACE for a container"
+    means = f"py-spy is refused: {own}"
+    yield judged("kernel", "ptrace (yama)", f"ptrace_scope {scope}", not is_refused, means, cure)
 
 
 def limits() -> Iterator[Finding]:
     """What this process, and so each rank, may use."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if _is_enough(files, ENOUGH_FILES):
-        yield Finding("limits", "open files", _describe(files))
-    else:
-        means = "an agent with many ranks, or a DataLoader with many workers, runs out of them"
-        yield Finding("limits", "open files", _describe(files), "note", means, "ulimit -n 65536")
+    means = "an agent with many ranks, or a DataLoader with many workers, runs out of them"
+    enough = _is_enough(files, ENOUGH_FILES)
+    yield judged("limits", "open files", _describe(files), enough, means, "ulimit -n 65536")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has_rdma = Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir())
-    if has_rdma and locked != resource.RLIM_INFINITY:
-        means = "RDMA cannot register its buffers"
-        yield Finding("limits", "locked memory", _describe(locked, "bytes"), "note", means, "ulimit -l unlimited")
-    else:
-        yield Finding("limits", "locked memory", _describe(locked, "bytes"))
+    enough, means = not has_rdma or locked == resource.RLIM_INFINITY, "RDMA cannot register its buffers"
+    yield judged("limits", "locked memory", _describe(locked, "bytes"), enough, means, "ulimit -l unlimited")
     core, _ = resource.getrlimit(resource.RLIMIT_CORE)
-    if core:
-        means = "a rank that crashes writes its memory to disk first, and is only replaced when that is done"
-        yield Finding(
-            "limits", "core files", _describe(core, "bytes"), "note", means, "ulimit -c 0, unless you need them"
-        )
-    else:
-        yield Finding("limits", "core files", "none")
+    means = "a rank that crashes writes its memory to disk first, and is only replaced when that is done"
+    found = _describe(core, "bytes") if core else "none"
+    yield judged("limits", "core files", found, not core, means, "ulimit -c 0, unless you need them")
     yield from _memory()
     shared = shutil.disk_usage("/dev/shm").total
-    if shared < ENOUGH_SHARED_BYTES:
-        means = "DataLoader workers may be ended by SIGBUS when they pass large batches"
-        yield Finding("limits", "/dev/shm", _size(shared), "note", means, "docker run --shm-size=8g, or --ipc=host")
-    else:
-        yield Finding("limits", "/dev/shm", _size(shared))
+    means = "DataLoader workers may be ended by SIGBUS when they pass large batches"
+    cure = "docker run --shm-size=8g, or --ipc=host"
+    yield judged("limits", "/dev/shm", _size(shared), shared >= ENOUGH_SHARED_BYTES, means, cure)
 
 
 def _memory() -> Iterator[Finding]:
@@ -195,10 +181,9 @@ def network() -> Iterator[Finding]:
     yield _own_name()
     with contextlib.suppress(OSError, ValueError):
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-        enough = last - first >= ENOUGH_PORTS
-        means = "" if enough else "connections fail when many ranks of several groups take a port each"
-        cure = "" if enough else "sysctl net.ipv4.ip_local_port_range='32768 60999'"
-        yield Finding("network", "ports", f"{first} to {last}", "ok" if enough else "note", means, cure)
+        means = "connections fail when many ranks of several groups take a port each"
+        cure = "sysctl net.ipv4.ip_local_port_range='32768 60999'"
+        yield judged("network", "ports", f"{first} to {last}", last - first >= ENOUGH_PORTS, means, cure)
     try:
         socket.create_server(("", DEFAULT_PORT)).close()
         yield Finding("network", f"port {DEFAULT_PORT}", "free")
@@ -256,21 +241,16 @@ def files() -> Iterator[Finding]:
         yield Finding("files", "this directory", _why(error), "note", means, cure)
     else:
         yield Finding("files", "this directory", os.getcwd())
-    free = shutil.disk_usage(".").free
-    if free < ENOUGH_DISK_BYTES:
-        yield Finding("files", "free disk", _size(free), "note", "events and logs may not be written", cure)
-    else:
-        yield Finding("files", "free disk", _size(free))
+    free, means = shutil.disk_usage(".").free, "events and logs may not be written"
+    yield judged("files", "free disk", _size(free), free >= ENOUGH_DISK_BYTES, means, cure)
 
 
 def signals() -> Iterator[Finding]:
     """A signal that is ignored is ignored in all children too."""
     ignored = [name.name for name in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(name) is signal.SIG_IGN]
-    if ignored:
-        means = "a scheduler's notice of the end is ignored"
-        yield Finding("kernel", "signals", f"{', '.join(ignored)} ignored", "note", means, "start without 'trap \"\"'")
-    else:
-        yield Finding("kernel", "signals", "reach the launcher")
+    found = f"{', '.join(ignored)} ignored" if ignored else "reach the launcher"
+    means = "a scheduler's notice of the end is ignored"
+    yield judged("kernel", "signals", found, not ignored, means, "start without 'trap \"\"'")
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (kernel, signals, stacks, clocks, limits, network, files)

@@ -15,7 +15,7 @@ import shutil
 import socket
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -81,23 +81,58 @@ def check_host(torchrun: Namespace, config: Config) -> None:
     """Check what the options name on this machine: script, directories, port. Raises ConfigError; touches nothing."""
     check_script(torchrun)
     check_files(determine_local_world_size(torchrun.nproc_per_node))
-    if config.discovery is not None and not config.elastic:
-        raise ConfigError("--discovery is for jobs whose nodes join and leave", "add --elastic")
-    if config.elastic:
-        check_elastic(torchrun, config)
     if config.mindio:
-        check_mindio(torchrun)
-    min_nodes, max_nodes = parse_min_max_nnodes(torchrun.nnodes)
-    if config.buddy == "node" and (max_nodes if config.elastic else min_nodes) < 2:
-        raise ConfigError(
-            "--buddy node keeps mirrors on the next node, and there is one only", "use --buddy auto, or on"
-        )
-    for path in config.user_paths:
-        if not Path(path).exists():
-            raise ConfigError(f"user_paths: there is no directory '{path}'", "correct the path")
+        mindio.check_that_none_is_there()
+    refuse(misfits(torchrun, config))
     port = hosted_port(torchrun)
     if port is not None:
         check_port(port)
+
+
+def refuse(misfits: Iterable[tuple[bool, str, str]]) -> None:
+    """Raise a ConfigError for the first of these that is so: (whether it is so, what is wrong, the cure)."""
+    for is_so, what, cure in misfits:
+        if is_so:
+            raise ConfigError(what, cure)
+
+
+def misfits(torchrun: Namespace, config: Config) -> Iterator[tuple[bool, str, str]]:
+    """What does not go together, as for `refuse`. Callbacks (--mindio) need ranks in Python that can be repaired."""
+    (least, most), without, elastic = parse_min_max_nnodes(torchrun.nnodes), "leave one of them out", config.elastic
+    yield (
+        config.discovery is not None and not elastic,
+        "--discovery is for jobs whose nodes join and leave",
+        "add --elastic",
+    )
+    backend = torchrun.rdzv_backend
+    yield (
+        elastic and most == 1,
+        "--elastic needs more than one node",
+        "name how few and how many may train (--nnodes 1:4)",
+    )
+    yield (
+        elastic and backend != "c10d",
+        f"--elastic does not work with --rdzv-backend {backend}",
+        "use c10d: --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
+    )
+    shared = "--elastic needs a directory that all nodes share: nodes that join resume from there"
+    yield elastic and config.save_dir is None, shared, "name it (--save-dir)"
+    for rung in ("persist", "restart"):
+        yield elastic and rung not in config.rungs, f"--elastic needs the rung '{rung}' (rungs)", "leave it in"
+    yield elastic and config.mindio, "--elastic cannot be combined with --mindio", without
+    yield elastic and torchrun.no_python, "--elastic cannot be combined with --no-python", without
+    for flag in ("no_python", "run_path"):
+        both = config.mindio and getattr(torchrun, flag)
+        yield both, f"--mindio cannot be combined with {option_name(flag)}", without
+    yield (
+        config.mindio and most > 1,
+        "--mindio on several nodes is not supported yet",
+        "use one node, or start without --mindio",
+    )
+    is_alone = config.buddy == "node" and (most if elastic else least) < 2
+    yield is_alone, "--buddy node keeps mirrors on the next node, and there is one only", "use --buddy auto, or on"
+    for path in config.user_paths:
+        yield not Path(path).exists(), f"user_paths: there is no directory '{path}'", "correct the path"
 
 
 def check_files(ranks: int) -> None:
@@ -110,43 +145,6 @@ def check_files(ranks: int) -> None:
             f"--nproc-per-node: {ranks} ranks need {needed} open files, and {limit} are allowed",
             f"start at most {most}, or raise 'ulimit -n'",
         )
-
-
-def check_elastic(torchrun: Namespace, config: Config) -> None:
-    """What a job whose nodes join and leave needs. Raises ConfigError."""
-    _, max_nodes = parse_min_max_nnodes(torchrun.nnodes)
-    if max_nodes == 1:
-        raise ConfigError("--elastic needs more than one node", "name how few and how many may train (--nnodes 1:4)")
-    if torchrun.rdzv_backend != "c10d":
-        raise ConfigError(
-            f"--elastic does not work with --rdzv-backend {torchrun.rdzv_backend}",
-            "use c10d: --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
-        )
-    if config.save_dir is None:
-        raise ConfigError(
-            "--elastic needs a directory that all nodes share: nodes that join resume from there",
-            "name it (--save-dir)",
-        )
-    missing = [rung for rung in ("persist", "restart") if rung not in config.rungs]
-    if missing:
-        raise ConfigError(f"--elastic needs the rung '{missing[0]}' (rungs)", "leave it in")
-    for name, is_on in (("mindio", config.mindio), ("no_python", torchrun.no_python)):
-        if is_on:
-            raise ConfigError(f"--elastic cannot be combined with {option_name(name)}", "leave one of them out")
-
-
-def check_mindio(torchrun: Namespace) -> None:
-    """Callbacks need ranks that run Python and can be repaired, and no other package of that name.
-
-    Raises ConfigError.
-    """
-    mindio.check_that_none_is_there()
-    for flag in ("no_python", "run_path"):
-        if getattr(torchrun, flag):
-            raise ConfigError(f"--mindio cannot be combined with {option_name(flag)}", "leave one of them out")
-    _, max_nodes = parse_min_max_nnodes(torchrun.nnodes)
-    if max_nodes > 1:
-        raise ConfigError("--mindio on several nodes is not supported yet", "use one node, or start without --mindio")
 
 
 def check_script(torchrun: Namespace) -> None:

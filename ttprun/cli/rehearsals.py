@@ -19,7 +19,6 @@ from ttprun.chaos.trial.drill import Scenario, command_of, read_scenario
 from ttprun.chaos.trial.twins import place_for_runs
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config_sources import shipped
-from ttprun.errors import ConfigError
 
 if TYPE_CHECKING:
     from ttprun.chaos.trial.check import CheckReport, CheckTarget
@@ -225,6 +224,7 @@ def read_command_line(words: Sequence[str]) -> tuple[Namespace, CheckTarget]:
     from ttprun.chaos.trial.check import CheckTarget
     from ttprun.chaos.trial.kills import FEWEST_STEPS
     from ttprun.chaos.trial.twins import check_size
+    from ttprun.cli.preflight import refuse
     from ttprun.cli.run import check_command
     from ttprun.cli.run import read_command_line as read_launch
     from ttprun.config_sources import option_name
@@ -233,20 +233,20 @@ def read_command_line(words: Sequence[str]) -> tuple[Namespace, CheckTarget]:
     own, options = _parser().parse_known_args(words[:at])
     launch = read_launch([*options, *words[at:]])
     torchrun, config = check_command(launch)
-    if own.steps < FEWEST_STEPS:
-        raise ConfigError(f"--steps: {own.steps} are too few", f"give {FEWEST_STEPS} or more")
-    if own.limit_s <= 0:
-        raise ConfigError(f"--limit-s: {own.limit_s:g} is not a number of seconds above 0", "leave it out for 600")
-    if parse_min_max_nnodes(torchrun.nnodes)[1] > 1:
-        raise ConfigError("--nnodes: a check runs on this machine alone", "leave it out")
-    for name, is_so in (("--run-path", torchrun.run_path), ("--mindio", config.mindio)):
-        if is_so:
-            raise ConfigError(f"{name}: such a job cannot be checked", "rehearse it with 'ttprun drill'")
-    if launch.asked:
-        name = option_name(launch.asked[0])
-        raise ConfigError(f"{name}: not for a check, which runs the script", f"ttprun {name} SCRIPT")
-    if config.faults:
-        raise ConfigError("--fault: a check has faults of its own", "leave it out, or use 'ttprun drill'")
+    asked = option_name(launch.asked[0]) if launch.asked else ""
+    limit, nodes = f"{own.limit_s:g}", parse_min_max_nnodes(torchrun.nnodes)[1]
+    cannot = "such a job cannot be checked", "rehearse it with 'ttprun drill'"
+    refuse(
+        (
+            (own.steps < FEWEST_STEPS, f"--steps: {own.steps} are too few", f"give {FEWEST_STEPS} or more"),
+            (own.limit_s <= 0, f"--limit-s: {limit} is not a number of seconds above 0", "leave it out for 600"),
+            (nodes > 1, "--nnodes: a check runs on this machine alone", "leave it out"),
+            (bool(torchrun.run_path), f"--run-path: {cannot[0]}", cannot[1]),
+            (config.mindio, f"--mindio: {cannot[0]}", cannot[1]),
+            (bool(asked), f"{asked}: not for a check, which runs the script", f"ttprun {asked} SCRIPT"),
+            (bool(config.faults), "--fault: a check has faults of its own", "leave it out, or use 'ttprun drill'"),
+        )
+    )
     determine_local_world_size(torchrun.nproc_per_node)
     folder = Path.cwd()
     if not own.in_place:

@@ -22,7 +22,7 @@ from typing import Any
 
 import ttprun
 from ttprun import mindio, torch_versions
-from ttprun.cli.machine_checks import Finding, Level
+from ttprun.cli.machine_checks import Finding, judged
 from ttprun.device import cuda, npu
 from ttprun.device.device_errors import in_one_line
 from ttprun.device.interface import Device, DeviceMissingError
@@ -126,21 +126,18 @@ def software(probed: Mapping[str, Any]) -> Iterator[Finding]:
     probed  what `Probe.read` has returned
     """
     implementation = platform.python_implementation()
-    is_known = implementation == "CPython"
-    means = "" if is_known else "the variables of frames cannot be restored"
-    level: Level = "ok" if is_known else "fails"
-    yield Finding("software", "Python", f"{implementation} {platform.python_version()}", level, means,
-                  "" if is_known else "use CPython 3.11 or later")  # fmt: skip
+    found, means = f"{implementation} {platform.python_version()}", "the variables of frames cannot be restored"
+    is_known, cure = implementation == "CPython", "use CPython 3.11 or later"
+    yield judged("software", "Python", found, is_known, means, cure, "fails")
     yield Finding("software", "ttprun", ttprun_version())
     yield from _torch(probed)
     if "error" in probed:
         return
-    if probed.get("hooks") != str(SHIM / "sitecustomize.py"):
-        means = "ranks run unprotected: their Python does not load ttprun's sitecustomize"
-        cure = "make sure that Python reads PYTHONPATH: no wrapper that adds -I, -E or -S, no python._pth beside it"
-        yield Finding("software", "hooks", f"sitecustomize is {probed.get('hooks')}", "fails", means, cure)
-    else:
-        yield Finding("software", "hooks", "reach a rank's Python")
+    reach = probed.get("hooks") == str(SHIM / "sitecustomize.py")
+    found = "reach a rank's Python" if reach else f"sitecustomize is {probed.get('hooks')}"
+    means = "ranks run unprotected: their Python does not load ttprun's sitecustomize"
+    cure = "make sure that Python reads PYTHONPATH: no wrapper that adds -I, -E or -S, no python._pth beside it"
+    yield judged("software", "hooks", found, reach, means, cure, "fails")
 
 
 def _torch(probed: Mapping[str, Any]) -> Iterator[Finding]:
@@ -159,16 +156,12 @@ def _torch(probed: Mapping[str, Any]) -> Iterator[Finding]:
         needed = ".".join(map(str, torch_versions.OLDEST))
         means = "ttprun's process group does not fit it"
         yield Finding("software", "torch", version, "fails", means, f"pip install 'torch>={needed}'")
-    elif untried:
-        yield Finding("software", "torch", version, "note", "it was not tried with this ttprun", "see 'repair' below")
     else:
-        yield Finding("software", "torch", version)
-    if "gloo" not in probed["backends"]:
-        means = "ranks are repaired over gloo only"
-        yield Finding("software", "backends", ", ".join(probed["backends"]) or "none", "fails", means,
-                      "install a torch that was built with gloo")  # fmt: skip
-    else:
-        yield Finding("software", "backends", ", ".join(probed["backends"]))
+        means = "it was not tried with this ttprun"
+        yield judged("software", "torch", version, not untried, means, "see 'repair' below")
+    backends, means = ", ".join(probed["backends"]) or "none", "ranks are repaired over gloo only"
+    cure = "install a torch that was built with gloo"
+    yield judged("software", "backends", backends, "gloo" in probed["backends"], means, cure, "fails")
 
 
 def accelerators(probed: Mapping[str, Any]) -> Iterator[Finding]:

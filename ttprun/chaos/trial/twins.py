@@ -84,6 +84,7 @@ class Launch:
     environment  of the launcher
     limit_s      seconds that the run may take
     directory    where it runs; None: in the run's own folder
+    python       the interpreter of all
     """
 
     launcher: Literal["torchrun", "ttprun"]
@@ -92,13 +93,14 @@ class Launch:
     environment: Mapping[str, str]
     limit_s: float
     directory: str | Path | None = None
+    python: str = sys.executable
 
     def words(self, folder: Path) -> list[str]:
         """The launcher's command line. All that it leaves lies in `folder`: logs/, and of ttprun run/."""
         module = {"torchrun": "torch.distributed.run", "ttprun": "ttprun"}[self.launcher]
         ours = ["--log-dir", str(folder / "logs"), "--redirects", "3"]
         ours += ["--run-dir", str(folder / "run")] if self.launcher == "ttprun" else []
-        return [sys.executable, "-m", module, *self.options, *ours, *self.command]
+        return [self.python, "-m", module, *self.options, *ours, *self.command]
 
     def run(self, folder: Path, is_hopeless: Callable[[], str] = lambda: "") -> Twin:
         """Run to the end, or for so long as may be, and gather what is left.
@@ -119,7 +121,7 @@ class Launch:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
         problem = _wait(process, self.limit_s, is_hopeless)
         twin = Twin(folder, process.returncode, time.monotonic() - started, _output(folder), problem)
@@ -144,7 +146,7 @@ def words_of(launch: Mapping[str, LaunchValue]) -> list[str]:
     return words
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have the kernel end the launcher, as an operator would, when we die, however we die (Linux)."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
