@@ -19,6 +19,14 @@ settings.register_profile("explore", max_examples=5_000, database=None, deadline
 settings.load_profile("same")
 
 
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """How long it takes on two quiet cores, and how less is had."""
+    return [
+        "all of it: about 8 minutes on two cores that have nothing else to do",
+        "less: a folder (./scripts/test.sh -n 0 tests/recovery), or no whole runs (--ignore=tests/e2e)",
+    ]
+
+
 def pytest_make_parametrize_id(config: pytest.Config, val: Any, argname: str) -> str | None:
     """Name a case by what its tuple, list or dictionary holds, not by its place (`faults0`), since lists name it."""
     words = list(_words(val)) if isinstance(val, tuple | list | dict) else [None]

@@ -1,4 +1,4 @@
-"""Fixtures for whole runs: `run_ttprun`, `start_ttprun` and `undisturbed`. What they do is in harness.py."""
+"""Fixtures for whole runs: `run_ttprun`, `start_ttprun`, `undisturbed`, `replaced`. What they do is in harness.py."""
 
 from __future__ import annotations
 
@@ -92,6 +92,22 @@ def run_ttprun(start_ttprun: Callable[..., harness.Launch]) -> Callable[..., har
     def run(script: str, ranks: int, **how: Any) -> harness.Run:
         result = start_ttprun(script, ranks, **how).finish()
         harness.assert_no_orphans(result)
+        return result
+
+    return run
+
+
+@pytest.fixture
+def replaced(run_ttprun: Callable[..., harness.Run], undisturbed: Callable[..., harness.Run]) -> harness.Replaced:
+    """`replaced("script arguments: fault fault", ranks=2)`: each fault costs a replacement, and nothing differs."""
+
+    def run(case: str, ranks: int = 2, device: str = "") -> harness.Run:
+        command, _, faults = case.partition(": ")
+        script, *words = command.split()
+        reference = undisturbed(script, ranks, words, device=device)
+        result = run_ttprun(script, ranks, faults=faults.split(), script_args=words, device=device)
+        harness.assert_only_replaced(result, len(faults.split()))
+        harness.assert_same_outcome(result, reference)
         return result
 
     return run

@@ -300,10 +300,11 @@ def gather(script: str, folder: Path, out: Path, exit_code: int | None, run_dir:
     )
 
 
-# What the fixtures `run_ttprun`, `start_ttprun` and `undisturbed` are.
+# What the fixtures `run_ttprun`, `start_ttprun`, `undisturbed` and `replaced` are.
 RunTtprun = Callable[..., Run]
 StartTtprun = Callable[..., Launch]
 Undisturbed = Callable[..., Run]
+Replaced = Callable[..., Run]
 
 
 def start_ttprun(

@@ -49,24 +49,6 @@ def test_a_script_that_is_recovered_is_found_exact_at_each_moment(tmp_path: Path
     assert code == 0
 
 
-@pytest.mark.slow
-def test_a_script_that_ends_before_all_steps_is_checked_to_its_end(tmp_path: Path) -> None:
-    code, report = check(tmp_path / "project", "buckets_and_buffers.py")
-
-    assert (report["problem"], report["steps"]) == ("", 12)
-    assert {(row["result"], row["rung"]) for row in report["rows"]} == {("exact", "replace")}
-    assert code == 0
-
-
-@pytest.mark.slow
-def test_one_rank_of_each_coordinate_is_killed(tmp_path: Path) -> None:
-    code, report = check(tmp_path / "project", "context_parallel.py", "--out", "out", ranks=4)
-
-    assert {row["result"] for row in report["rows"]} == {"exact"}, report
-    assert {row["rank"] for row in report["rows"]} == {0, 1, 2, 3}
-    assert code == 0
-
-
 def test_a_script_that_cannot_be_replayed_is_refused_with_the_reason_and_the_cure(tmp_path: Path) -> None:
     code, report = check(tmp_path / "project", "second_time.py", "--kind", "data", options=("--steps", "4"))
 
@@ -76,7 +58,7 @@ def test_a_script_that_cannot_be_replayed_is_refused_with_the_reason_and_the_cur
     assert code == 1
 
 
-@pytest.mark.parametrize("script", ["epochs_dataloader.py", "trainer_class.py"])
+@pytest.mark.parametrize("script", ["trainer_class.py"])
 def test_scripts_with_loaders_and_classes_are_found_exact(tmp_path: Path, script: str) -> None:
     code, report = check(tmp_path / "project", script)
 
@@ -96,10 +78,7 @@ def test_a_script_that_differs_from_itself_is_not_called_exact(tmp_path: Path) -
 
 FOUND = {
     "lr": "lr of group 0 of optimizer 1 (SGD) in rank 0 is not as under torchrun, after step 0: 0.1 instead of 0.2",
-    "shape": "float32 [3] instead of float32 [4]",
-    "weights": "after step 3: other elements",
     "exit": "the exit code is not as under torchrun, at the end: 1 instead of 0",
-    "line": "output of rank 0 is not as under torchrun, line 1: 'watched', torchrun 'alone'",
 }
 
 

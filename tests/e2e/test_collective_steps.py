@@ -30,15 +30,10 @@ def assert_replaced(run: Run, reference: Run, incidents: int = 1) -> None:
     [
         ("adamw", 2, ["kill:rank=1,step=9,phase=in_step"]),
         ("muon", 2, ["kill:rank=0,step=8,phase=collective"]),
-        ("torch", 2, ["kill:rank=1,step=9,phase=in_step"]),
-        ("adamw", 2, ["kill:rank=0,step=12,phase=after_step"]),
-        ("adamw", 2, ["kill:rank=0,step=9,phase=forward"]),
         ("adamw", 4, ["kill:rank=1,step=9,phase=in_step", "kill:rank=3,step=9,phase=collective"]),
         ("adamw", 3, ["kill:rank=0,step=9,phase=collective", "kill:rank=1,phase=reissue"]),
         ("adamw", 2, ["kill:rank=1,step=9,phase=in_step", "kill:rank=1,phase=replay"]),
-        ("muon", 2, ["kill:rank=1,step=9,phase=in_step"]),
         ("muon", 3, ["kill:rank=1,step=10,phase=backward", "kill:rank=0,phase=freeze"]),
-        ("torch", 2, ["kill:rank=0,step=12,phase=backward"]),
         ("torch", 4, ["kill:rank=2,step=12,phase=collective"]),
     ],
 )
@@ -51,9 +46,7 @@ def test_a_rank_lost_in_a_step_takes_it_again_with_the_others(
     assert_replaced(run, undisturbed(SCRIPT, ranks, arguments(optimizer)))
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "step"), [("adamw", 13), ("torch", 13), ("muon", 17)], ids=["adamw", "torch", "muon"]
-)
+@pytest.mark.parametrize(("optimizer", "step"), [("torch", 13), ("muon", 17)], ids=["torch", "muon"])
 def test_without_a_mirror_all_go_back_to_a_snapshot(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, optimizer: str, step: int
 ) -> None:
@@ -74,7 +67,7 @@ def test_without_a_mirror_all_go_back_to_a_snapshot(
     assert (run.exit_code, run.final, run.hashes) == (0, reference.final, reference.hashes), run.story()
 
 
-@pytest.mark.parametrize("phase", ["in_step", "collective", "backward"])
+@pytest.mark.parametrize("phase", ["in_step"])
 def test_a_job_that_is_ended_in_a_step_ends_the_step_and_saves_it(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path, phase: str
 ) -> None:

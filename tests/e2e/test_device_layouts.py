@@ -24,21 +24,7 @@ def arguments_of(layout: str, more: str = "") -> list[str]:
     return ["--layout", layout, "--with", more, "--steps", "14", "--width", "32"]
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("fsdp2", 2), ("hsdp", 4), ("ddp", 2)])
-def test_plain_torchrun_trains_each_layout_with_equal_weights_in_all_ranks(
-    undisturbed: Undisturbed, layout: str, ranks: int
-) -> None:
-    result = undisturbed(SCRIPT, ranks, arguments_of(layout, "barrier,loss"), device=NPU)
-
-    assert result.exit_code == 0, result.story()
-    models = [line.split("] ")[1] for lines in result.hashes.values() for line in lines if "sha256 model" in line]
-    assert len(models) == ranks, result.story()
-    assert len(set(models)) == 1, result.story()
-
-
-@pytest.mark.parametrize(
-    ("layout", "ranks", "more"), [("fsdp2", 2, "barrier,loss"), ("hsdp", 4, "barrier"), ("ddp", 2, COMPANY)]
-)
+@pytest.mark.parametrize(("layout", "ranks", "more"), [("fsdp2", 2, "barrier,loss")])
 def test_without_a_fault_each_layout_comes_to_what_it_comes_to_under_torchrun(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, layout: str, ranks: int, more: str
 ) -> None:
@@ -55,10 +41,7 @@ def test_without_a_fault_each_layout_comes_to_what_it_comes_to_under_torchrun(
     ("layout", "ranks", "more", "fault"),
     [
         ("ddp", 2, COMPANY, "kill:rank=1,step=8,phase=backward"),
-        ("ddp", 2, COMPANY, "kill:rank=0,step=8,phase=forward"),
         ("ddp", 2, f"{COMPANY},accumulation,fp16,device_id", "kill:rank=1,step=8,phase=collective"),
-        ("own", 2, "syncbn,loss", "kill:rank=1,step=8,phase=in_step"),
-        ("hsdp", 4, "barrier", "kill:rank=1,step=8,phase=backward"),
         ("hsdp", 4, "barrier,loss", "kill:rank=2,step=8,phase=in_step"),
     ],
 )
@@ -75,7 +58,7 @@ def test_a_rank_that_is_killed_in_a_layout_with_a_replica_is_replaced_and_nothin
     assert_survivors_kept_their_pids(result)
 
 
-@pytest.mark.parametrize("phase", ["backward", "collective"])
+@pytest.mark.parametrize("phase", ["backward"])
 def test_a_rank_whose_shards_nobody_else_has_sends_all_back_to_a_snapshot_and_the_weights_are_the_same(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str
 ) -> None:

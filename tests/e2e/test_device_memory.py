@@ -17,8 +17,6 @@ ROOM_FOR_ONE = 50 << 20  # bytes; a rank of device_layouts.py, 256 wide, has 47 
     [
         ("uce-high:rank=1,step=12,phase=forward", "rerun", "memory-persistent", [1, 1]),
         ("uce-low:rank=1,step=12,phase=backward", "rerun", "memory-temporary", [1, 1]),
-        ("uce-high:rank=0,step=12,phase=in_step", "rerun", "memory-persistent", [1, 1]),
-        ("ecc:rank=1,step=12,phase=forward", "rerun", "memory-persistent", [1, 1]),
         ("ecc:rank=1,step=0,phase=forward", "replace", "memory-corrupted", [1, 2]),
         ("uce-fatal:rank=0,step=12,phase=before_step", "replace", "memory-outside-pool", [2, 1]),
         ("device-lost:rank=1,step=12,phase=after_step", "replace", "device-lost", [1, 2]),
@@ -37,18 +35,6 @@ def test_each_error_of_a_device_is_answered_in_its_way_and_nothing_differs(
     assert_same_outcome(result, reference)
     started = [event["rank"] for event in result.events if event["event"] == "rank_started"]
     assert [started.count(rank) for rank in (0, 1)] == processes
-
-
-def test_a_link_error_among_four_ranks_is_answered_in_the_same_process_and_nothing_differs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    reference = undisturbed(SCRIPT, 4, device=NPU)
-
-    result = run_ttprun(SCRIPT, 4, faults=["link:rank=2,step=12,phase=collective"], device=NPU)
-
-    assert_recovered_by(result, ["rerun"])
-    assert [incident["kind"] for incident in result.incidents] == ["link"], result.story()
-    assert_same_outcome(result, reference)
 
 
 def test_a_replacement_that_comes_before_the_lost_ones_memory_is_tried_again_and_nothing_differs(

@@ -43,24 +43,18 @@ def assert_repaired_alone(run: Run, reference: Run, incidents: int = 1) -> None:
     ("faults", "arguments"),
     [
         (["kill:rank=1,step=20,phase=backward"], MORE),
-        (["kill:rank=0,step=20,phase=in_step"], MORE),
         (["kill:rank=0,step=20,phase=after_step", "kill:rank=1,step=20,phase=forward"], []),
-        (["kill:rank=1,step=1,phase=in_step"], []),
         (["kill:rank=1,step=45,phase=backward"], MORE),  # when rank 0 has ended
         (["kill:rank=1,step=9,phase=forward", "kill:rank=1,phase=replay"], []),
         (["exception:rank=1,step=20,phase=backward"], []),
-        (["kill:rank=1,step=20,phase=backward"], ["--group", "before"]),
         (["kill:rank=1,step=20,phase=backward"], ["--group", "ends", *MORE]),
     ],
     ids=[
         "rank 1",
-        "rank 0 in its step",
         "both at once",
-        "in the first step",
         "when another has ended",
         "its replacement too",
         "exception",
-        "group destroyed before",
         "group made at the end",
     ],
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.cases import slow
 from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_same_outcome
 from ttprun.observe.topology import read_topology
 
@@ -34,15 +33,13 @@ def groups_of(run: Run) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("script", "fault"),
     [
-        "kill:rank=1,step=9,phase=backward",
-        slow("kill:rank=0,step=9,phase=forward"),
-        slow("kill:rank=1,step=9,phase=in_step"),
-        slow("kill:rank=0,step=9,phase=validation"),
+        (EXPERTS, "kill:rank=1,step=9,phase=backward"),
+        pytest.param(EXPERTS, "kill:rank=0,step=9,phase=validation", marks=pytest.mark.slow),
+        pytest.param(CONTEXT, "kill:rank=1,step=9,phase=in_step", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("script", [EXPERTS, CONTEXT])
 def test_of_two_ranks_that_exchange_tokens_one_is_replaced_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, fault: str
 ) -> None:
@@ -54,16 +51,15 @@ def test_of_two_ranks_that_exchange_tokens_one_is_replaced_and_nothing_differs(
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("script", "case"),
     [
-        ": kill:rank=1,step=9,phase=backward kill:rank=2,step=9,phase=backward",
-        ": kill:rank=0,step=5,phase=validation kill:rank=3,step=12,phase=in_step",
-        ": kill:rank=1,step=0,phase=forward",
-        "--replicas 2: kill:rank=1,step=9,phase=backward kill:rank=2,step=9,phase=backward",
-        "--replicas 2: kill:rank=0,step=5,phase=forward kill:rank=1,step=9,phase=in_step",
+        (CONTEXT, ": kill:rank=1,step=9,phase=backward kill:rank=2,step=9,phase=backward"),
+        (EXPERTS, ": kill:rank=0,step=5,phase=validation kill:rank=3,step=12,phase=in_step"),
+        (CONTEXT, ": kill:rank=1,step=0,phase=forward"),
+        (EXPERTS, "--replicas 2: kill:rank=1,step=9,phase=backward kill:rank=2,step=9,phase=backward"),
+        (CONTEXT, "--replicas 2: kill:rank=0,step=5,phase=forward kill:rank=1,step=9,phase=in_step"),
     ],
 )
-@pytest.mark.parametrize("script", [EXPERTS, CONTEXT])
 @pytest.mark.slow
 def test_of_four_ranks_that_exchange_tokens_several_are_replaced_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, case: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def test_batches_from_a_library_s_generator_that_an_earlier_run_has_met_go_on_in
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     own, call = "nested = repeated(first, 13)", "nested = their_streams.repeated(lambda: weighted(first, 13))"
     text = (SCRIPTS / "counting_iterators.py").read_text()
+    shutil.copy(SCRIPTS / "around_the_loop.py", tmp_path)
     script = tmp_path / "takes_from_a_library.py"
     script.write_text(text.replace(own, call).replace("import torch\n", "import their_streams\nimport torch\n"))
     args, kill = ["--manner", "nested"], "kill:rank=1,step=15,phase=after_step"

@@ -13,7 +13,7 @@ WORKERS = "loses_a_worker.py"  # 16 steps; it dies in step 5
 LATER = "kill:rank=1,step=11,phase=backward"
 
 
-@pytest.mark.parametrize("place", ["forward", "backward", "collective", "step", "next"])
+@pytest.mark.parametrize("place", ["backward", "next"])
 def test_a_rank_whose_loaders_worker_is_killed_is_replaced_and_protection_stays_on(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, place: str
 ) -> None:

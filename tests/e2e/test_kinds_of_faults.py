@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.e2e.harness import (
-    EPOCHS,
-    PLAIN,
     WHILE_TRUE,
     Launch,
     Run,
@@ -31,6 +27,12 @@ from tests.e2e.harness import (
 )
 
 GATED = "gated_steps.py"
+NAMED = (
+    "SIGSEGV, crashed in native code, in while_true_get_batch.py",
+    "SIGABRT, aborted by native code, in while_true_get_batch.py",
+    "SIGTERM, sent from outside this job",
+    "exited with code 3",
+)
 
 
 def injected(result: Run) -> list[tuple[str, str | None, int | None]]:
@@ -77,6 +79,8 @@ def test_every_way_to_die_is_seen_as_what_it_is_and_repaired(run_ttprun: RunTtpr
     ]
     assert exits(result) == [(1, None, 11), (0, None, 6), (1, None, 15), (0, 3, None)]
     assert_only_replaced(result, incidents=4)
+    reasons = [incident["reason"] for incident in result.incidents]
+    assert all(words in reason for words, reason in zip(NAMED, reasons, strict=True)), result.story()
     assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
 
 
@@ -111,47 +115,10 @@ def test_a_storm_of_random_faults_is_the_same_each_time_and_costs_nothing(
     assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
 
 
-@pytest.mark.parametrize("phase", ["reissue", "transfer"])
-def test_a_fault_strikes_a_survivor_in_each_phase_of_a_recovery(run_ttprun: RunTtprun, phase: str) -> None:
-    result = run_ttprun(
-        PLAIN,
-        3,
-        faults=["kill:rank=1,step=10,phase=collective", f"kill:rank=0,phase={phase}"],
-        options=["--max-restarts", "1"],
-    )
-
-    assert injected(result) == [("kill", "collective", 10), ("kill", phase, 10)]
-    assert exits(result)[:2] == [(1, None, 9), (0, None, 9)]
-    assert result.exit_code == 0
-
-
-def test_a_stopped_rank_stays_stopped_until_its_time_is_over(
-    start_ttprun: StartTtprun, undisturbed: Undisturbed
-) -> None:
-    launch = start_ttprun(WHILE_TRUE, 2, faults=["stop:rank=1,step=10,phase=forward,seconds=3"])
-
-    event = wait_for_event(launch, "fault_injected")
-    state = until(lambda: psutil.Process(event["pid"]).status(), psutil.STATUS_STOPPED)
-
-    assert state == psutil.STATUS_STOPPED
-    assert_same_outcome(launch.finish(), undisturbed(WHILE_TRUE, 2))
-
-
-def until(look: Callable[[], str], wanted: str, limit_s: float = 60.0) -> str:
-    """Look until it is as wanted, at most `limit_s`; returns what was seen last."""
-    give_up_at_s = time.monotonic() + limit_s
-    while (seen := look()) != wanted and time.monotonic() < give_up_at_s:
-        time.sleep(0.01)
-    return seen
-
-
 @pytest.mark.parametrize(
     ("fault", "least_s"),
     [
-        ("sleep:rank=1,step=10,phase=backward,seconds=2", 2.0),
         ("deadlock:rank=0,step=11,phase=in_step,seconds=2", 2.0),
-        ("busy:rank=1,step=12,phase=after_step,seconds=2", 2.0),
-        ("silent:rank=0,step=13,phase=forward,seconds=2", 2.0),
         ("cut-off:rank=1,step=14,phase=backward,seconds=2", 2.0),
         ("slow:rank=0,step=15,phase=forward,rate=200000,seconds=3", 1.0),
     ],
@@ -171,21 +138,6 @@ def test_what_only_delays_a_rank_delays_all_and_changes_nothing(
     assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
 
 
-def test_reset_connections_are_connected_again_and_no_process_is_replaced(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    faults = ["reset:rank=1,step=8,phase=backward", "reset:rank=0,peer=2,step=20,phase=collective"]
-
-    result = run_ttprun(EPOCHS, 3, faults=faults)
-
-    broken = [event["reason"] for event in result.events if event["event"] == "connection_broken"]
-    assert injected(result) == [("reset", "backward", 8), ("reset", "collective", 20)]
-    assert "Connection re" in broken[0]  # "... reset by peer" at one end, "... refused" at the other
-    assert [incident["rung"] for incident in result.incidents] == ["reconnect", "reconnect"]
-    assert {len(pids) for pids in result.pids.values()} == {1}
-    assert_same_outcome(result, undisturbed(EPOCHS, 3))
-
-
 def test_a_rank_that_skips_a_collective_is_replaced_before_it_spoils_a_weight(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
@@ -194,23 +146,6 @@ def test_a_rank_that_skips_a_collective_is_replaced_before_it_spoils_a_weight(
     assert injected(result) == [("skip-collective", "backward", 12)]
     assert [incident["outcome"] for incident in result.incidents] == ["recovered"]
     assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
-
-
-def test_a_nan_in_one_ranks_gradient_reaches_the_weights_of_all(run_ttprun: RunTtprun) -> None:
-    result = run_ttprun(PLAIN, 2, faults=["nan:rank=1,step=20"])
-
-    assert injected(result) == [("nan", "collective", 20)]
-    assert "loss nan" not in next(line for line in result.stdout[0] if " step 20 " in line)
-    assert "loss nan" in next(line for line in result.stdout[0] if " step 22 " in line)
-    assert "loss nan" in next(line for line in result.stdout[1] if " step 22 " in line)
-
-
-def test_a_flipped_bit_makes_one_ranks_weights_differ_from_the_others(run_ttprun: RunTtprun) -> None:
-    result = run_ttprun(PLAIN, 3, faults=["flip-bit:rank=1,step=39,phase=after_step,seed=3"])
-
-    assert injected(result) == [("flip-bit", "after_step", 39)]
-    hashes = [next(line.split()[-1] for line in result.hashes[rank] if "model" in line) for rank in range(3)]
-    assert hashes[0] == hashes[2] != hashes[1]
 
 
 def test_a_killed_standby_is_replaced_and_nobody_notices(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
@@ -225,7 +160,7 @@ def test_a_killed_standby_is_replaced_and_nobody_notices(run_ttprun: RunTtprun, 
     assert_same_outcome(result, undisturbed(WHILE_TRUE, 2, ["--max_iters=300"]))
 
 
-@pytest.mark.parametrize("moment", ["phase=backward,step=5,rank=1", "phase=in_step,step=5,rank=0"])
+@pytest.mark.parametrize("moment", ["phase=backward,step=5,rank=1"])
 def test_when_the_agent_is_killed_in_mid_step_no_process_is_left(start_ttprun: StartTtprun, moment: str) -> None:
     launch = start_ttprun(WHILE_TRUE, 2, faults=[f"agent-kill:{moment}"])
 
@@ -245,10 +180,3 @@ def test_a_rank_that_leaves_early_ends_with_code_0(start_ttprun: StartTtprun) ->
     assert injected(result) == [("leave", "before_step", 2)]
     first = next(event for event in result.events if event["event"] == "rank_exited")
     assert (first["rank"], first["code"]) == (1, 0)
-
-
-def test_no_core_file_is_left_by_an_ordered_crash(run_ttprun: RunTtprun, tmp_path: Path) -> None:
-    result = run_ttprun(PLAIN, 2, faults=["segv:rank=1,step=3"])
-
-    assert exits(result) == [(1, None, 11)]
-    assert list(result.folder.glob("core*")) == []

@@ -39,9 +39,7 @@ def start_gated(
     )
 
 
-@pytest.mark.parametrize(
-    ("script", "ranks", "is_leader"), [(FSDP, 1, False), (FSDP, 2, True), (TOGETHER, 1, False), (TOGETHER, 2, True)]
-)
+@pytest.mark.parametrize(("script", "ranks", "is_leader"), [(FSDP, 1, False), (TOGETHER, 2, True)])
 def test_a_spare_takes_the_place_of_a_lost_node_whose_ranks_alone_hold_their_shards(
     undisturbed: Undisturbed, tmp_path: Path, script: str, ranks: int, is_leader: bool
 ) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.e2e.harness import EPOCHS, Run, assert_only_replaced, assert_same_outcome
+from tests.e2e.harness import Run, assert_only_replaced, assert_same_outcome
 from ttprun.capture.effects.file_answers import WRITTEN_AGAIN
 
 KILL = "kill:rank=1,step=20,phase=backward"
@@ -23,24 +23,6 @@ def test_what_events_and_memory_of_c_hold_is_restored_and_the_rest_is_named(
     assert result.status["not_proved"] == result.incidents[0]["not_proved"] == named
     assert f"not proved: {'; '.join(named)}" in result.output
     assert_same_outcome(result, undisturbed("keeps_much.py", 2))
-
-
-def test_nothing_of_an_ordinary_script_is_named(run_ttprun: Callable[..., Run]) -> None:
-    result = run_ttprun(EPOCHS, 2)
-
-    assert [event for event in result.events if event["event"] == "not_proved"] == []
-    assert result.status["not_proved"] == []
-
-
-def test_a_rank_that_logs_through_a_queue_and_a_thread_is_replaced(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
-) -> None:
-    result = run_ttprun("writes_beside.py", 2, faults=[KILL])
-
-    assert_only_replaced(result)
-    assert_same_outcome(result, undisturbed("writes_beside.py", 2))
-    lines = (result.folder / "out" / "events-1.txt").read_text().splitlines()
-    assert lines[-1].startswith("loss 29")
 
 
 def test_what_only_an_evaluation_has_made_is_made_again_or_named_and_costs_no_restart(

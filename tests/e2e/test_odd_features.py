@@ -11,7 +11,7 @@ ODD = "odd_features.py"  # 16 steps
 KILL = "kill:rank=1,step=8,phase=backward"
 WHAT = (
     "objects", "coalesced", "async_over_step", "monitored_barrier", "fp16_compress", "powersgd", "static_graph",
-    "unused", "checkpointing", "subgroups", "local_sgd", "ids",
+    "unused", "subgroups", "local_sgd", "ids",
 )  # fmt: skip
 
 

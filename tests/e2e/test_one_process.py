@@ -39,7 +39,7 @@ def assert_resumed(run: Run, boundary: int, reference: Run) -> None:
     assert (run.exit_code, run.hashes) == (0, reference.hashes), run.story()
 
 
-@pytest.mark.parametrize(("name", "exit_code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143)])
+@pytest.mark.parametrize(("name", "exit_code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_one_process_that_a_signal_ends_goes_on_by_the_same_command(
     again: Again, undisturbed: Undisturbed, name: str, exit_code: int
 ) -> None:

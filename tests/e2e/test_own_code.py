@@ -47,10 +47,6 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path / "project"
 
 
-def by_pythonpath(repository: Path) -> str:
-    return str(repository / "src")
-
-
 def of_a_namespace(repository: Path) -> str:
     (repository / "src" / "trainer" / "__init__.py").unlink()
     return str(repository / "src")
@@ -73,17 +69,11 @@ def editable(repository: Path, pth: str) -> str:
     return str(site)
 
 
-def editable_by_path(repository: Path) -> str:
-    return editable(repository, str(repository / "src"))
-
-
 def editable_by_finder(repository: Path) -> str:
     return editable(repository, "import __editable___trainer_finder; __editable___trainer_finder.install()")
 
 
-@pytest.mark.parametrize(
-    "lay_out", [editable_by_finder, editable_by_path, by_pythonpath, of_a_namespace, in_a_zip_file]
-)
+@pytest.mark.parametrize("lay_out", [editable_by_finder, of_a_namespace, in_a_zip_file])
 def test_a_rank_whose_loop_lies_in_own_code_beside_the_scripts_folder_is_replaced_and_nothing_differs(
     run_ttprun: Callable[..., Run],
     undisturbed: Callable[..., Run],

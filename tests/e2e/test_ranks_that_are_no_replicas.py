@@ -27,7 +27,6 @@ def assert_went_back(run: Run, reference: Run) -> None:
     ("rank", "step", "phase", "arguments", "names"),
     [
         (1, 13, "backward", [], OWN),
-        (0, 2, "collective", [], OWN),
         (1, 20, "in_step", ["--table"], "table.weight, up.weight, up.bias and 1 more"),
     ],
 )

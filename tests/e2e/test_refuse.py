@@ -42,7 +42,6 @@ def test_without_a_restart_left_a_refused_repair_ends_the_job(run_ttprun: Callab
 
 HIDDEN = [
     # what depends on state that nobody records, a part of the reason
-    ("gradient", "input of a collective number 1 of step 12 (allreduce)"),
     ("augmentation", "loss number 1 of step 12"),
     ("draws", "loss number 1 of step 12"),
 ]

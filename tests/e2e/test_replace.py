@@ -35,16 +35,12 @@ from tests.e2e.harness import (
 ONE_KILL = [
     # script, ranks, rank that is lost, step, phase
     (EPOCHS, 3, 0, 20, "backward"),
-    (EPOCHS, 3, 2, 30, "in_step"),
     (EPOCHS, 3, 1, 14, "validation"),
     (EPOCHS, 3, 0, 28, "checkpoint"),
     (WHILE_TRUE, 2, 1, 0, "backward"),  # before the first boundary
-    (WHILE_TRUE, 2, 0, 10, "after_step"),  # before its evaluation
     (TRAINER, 3, 0, 17, "forward"),  # there is one, which the script finds when it is run again
     (TRAINER, 3, 1, 12, "backward"),  # rank 0 is just writing it: the script begins a loop elsewhere when run again
-    (TWO_OPTIMIZERS, 2, 1, 9, "forward"),  # between the two optimizers
     (TWO_OPTIMIZERS, 2, 0, 22, "backward"),  # the second iterator
-    (TWO_OPTIMIZERS, 2, 0, 41, "before_step"),
     (PLAIN, 4, 2, 10, "collective"),  # a survivor is not next to the lost rank
 ]
 
@@ -98,13 +94,6 @@ def test_a_rank_killed_before_its_first_step_is_replaced_and_nothing_differs(
     assert_replaced(run_ttprun, undisturbed, script, ranks, [f"kill:rank={rank},phase={phase}"])
 
 
-@pytest.mark.parametrize("fault", ["exit:rank=1,step=12,phase=backward", "exception:rank=0,step=13,phase=forward"])
-def test_a_rank_that_ends_by_itself_is_replaced_like_a_killed_one(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str
-) -> None:
-    assert_replaced(run_ttprun, undisturbed, TWO_OPTIMIZERS, 2, [fault])
-
-
 def test_a_rank_is_replaced_without_a_standby(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
     assert_replaced(
         run_ttprun, undisturbed, WHILE_TRUE, 2, ["kill:rank=1,step=12,phase=backward"], options=["--standbys", "0"]
@@ -147,12 +136,6 @@ def test_two_ranks_that_are_lost_in_one_step_are_replaced_together(
     assert sorted(rank for incident in result.incidents for rank in incident["ranks"]) == [1, 2]
     assert {incident["outcome"] for incident in result.incidents} == {"recovered"}
     assert_same_outcome(result, undisturbed(TRAINER, 3))
-
-
-def test_the_same_rank_killed_twice_is_replaced_twice(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
-    faults = ["kill:rank=0,step=8,phase=forward", "kill:rank=0,step=27,phase=in_step"]
-
-    assert_replaced(run_ttprun, undisturbed, WHILE_TRUE, 2, faults)
 
 
 def test_a_rank_killed_after_its_last_step_is_replaced_and_nothing_differs(
@@ -227,56 +210,6 @@ def _number(line: str, name: str) -> float:
     found = re.search(rf"{name} ([\d.]+)", line)
     assert found, line
     return float(found[1])
-
-
-def test_a_rank_of_a_compiled_model_is_replaced_and_nothing_differs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed
-) -> None:
-    assert_replaced(run_ttprun, undisturbed, "compiled_model.py", 2, ["kill:rank=1,step=10,phase=backward"])
-
-
-@pytest.mark.parametrize("fault", ["kill:rank=0,step=18,phase=backward", "kill:rank=1,step=33,phase=after_step"])
-def test_a_loop_over_iterators_that_are_made_of_others_goes_on_in_the_replacement(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str
-) -> None:
-    assert_replaced(run_ttprun, undisturbed, "composed_iterators.py", 2, [fault])
-
-
-@pytest.mark.parametrize(
-    "fault", [f"kill:rank={rank},step={step},phase=backward" for rank, step in ((1, 22), (0, 40), (1, 95))]
-)
-def test_a_loop_over_a_generator_goes_on_in_the_replacement(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str
-) -> None:
-    """In the second epoch over pieces of the data, in the rows of a table, and where the generator takes the steps."""
-    assert_replaced(run_ttprun, undisturbed, "generators_that_train.py", 2, [fault])
-
-
-@pytest.mark.parametrize("fault", ["kill:rank=0,step=7,phase=collective", "kill:rank=1,step=29,phase=after_step"])
-def test_what_parts_of_the_users_own_hold_goes_on_in_the_replacement(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str
-) -> None:
-    assert_replaced(run_ttprun, undisturbed, "own_parts.py", 2, [fault])
-
-
-def test_what_else_torch_offers_works_as_under_torchrun(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
-    run = run_ttprun("many_features.py", 2)
-
-    assert run.exit_code == 0, run.story()
-    assert run.stdout == undisturbed("many_features.py", 2).stdout
-    assert run.incidents == [], run.story()
-
-
-@pytest.mark.parametrize(
-    "fault", ["kill:rank=1,step=7,phase=after_step", "kill:rank=1,phase=setup", "kill:rank=1,step=0,phase=backward"]
-)
-def test_folders_that_are_named_from_the_time_go_on_in_the_replacement(run_ttprun: RunTtprun, fault: str) -> None:
-    result = run_ttprun("names_by_time.py", 2, faults=[fault])
-
-    logs = sorted((result.folder / "out" / "runs-1").rglob("log.txt"))
-    assert_only_replaced(result)
-    assert len(logs) == 10, result.story()
-    assert {len(log.read_text().splitlines()) for log in logs} == {12}
 
 
 def test_collectives_of_one_line_and_one_size_are_told_apart_in_a_replay(

@@ -27,11 +27,10 @@ def terminate_all(launch: Launch) -> None:
             process.terminate()
 
 
-@pytest.mark.parametrize("place", ["set-up", "training", "replay"])
 @pytest.mark.parametrize(
-    ("number", "exit_code"),
-    [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)],
-    ids=["TERM", "USR1", "INT"],
+    ("number", "exit_code", "place"),
+    [(signal.SIGTERM, 143, "set-up"), (signal.SIGUSR1, 143, "training"), (signal.SIGINT, 130, "replay")],
+    ids=["TERM-set-up", "USR1-training", "INT-replay"],
 )
 def test_a_signal_ends_the_job_with_its_exit_code_in_every_state(
     start_ttprun: StartTtprun, place: str, number: signal.Signals, exit_code: int
@@ -72,8 +71,8 @@ def test_what_the_script_does_about_a_signal_it_does_at_once_and_in_all_ranks(
 
 @pytest.mark.parametrize(
     "script_args",
-    [[], ["--workers", "1"], ["--raises"]],
-    ids=["", "DataLoader's workers too", "one of which raises an error then"],
+    [["--workers", "1"], ["--raises"]],
+    ids=["DataLoader's workers too", "one of which raises an error then"],
 )
 def test_a_job_all_of_whose_processes_are_signalled_saves_its_state_first(
     start_ttprun: StartTtprun, script_args: list[str]
@@ -100,7 +99,7 @@ def test_ranks_that_do_not_end_are_killed_when_the_grace_period_is_over(start_tt
     assert_no_orphans(run)
 
 
-@pytest.mark.parametrize("place", ["training", "replay"])
+@pytest.mark.parametrize("place", ["replay"])
 def test_a_second_interrupt_ends_ranks_at_once_that_ignore_the_first(start_ttprun: StartTtprun, place: str) -> None:
     launch = start_ttprun(
         WAITS,

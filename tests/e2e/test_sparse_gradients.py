@@ -13,7 +13,6 @@ SPARSE = "sparse_gradients.py"  # 24 iterations, of one or two steps each
     ("script_args", "faults"),
     [
         (["--optimizer=sparse-adam"], ["kill:rank=1,step=9,phase=backward", "kill:rank=0,step=20,phase=forward"]),
-        (["--optimizer=sgd"], ["kill:rank=0,step=7,phase=collective", "kill:rank=1,step=12,phase=in_step"]),
         (
             ["--optimizer=sgd", "--by-hand"],
             ["kill:rank=1,step=5,phase=collective", "kill:rank=0,step=9,phase=before_step"],

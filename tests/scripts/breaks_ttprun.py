@@ -1,31 +1,26 @@
 """Breaks a part of ttprun in its own process, as a bug of ttprun's would, and trains: 20 steps of DDP."""
 
-import argparse
-import hashlib
-
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out")
-parser.add_argument("--part", choices=["group", "step", "loader", "nothing"], default="nothing")
-arguments = parser.parse_args()
+args = arguments(part=["nothing", "group", "step", "loader"])
 
 
 def broken(*args, **kwargs):
     raise ArithmeticError("a bug of ttprun's")
 
 
-if arguments.part == "group":
+if args.part == "group":
     from ttprun.groups import process_group
 
     process_group.ManagedGroup.__init__ = broken
-if arguments.part == "step":
+if args.part == "step":
     from ttprun.rank.step import step_hooks
 
     step_hooks._begin_step = broken
-if arguments.part == "loader":
+if args.part == "loader":
     from ttprun.capture.data import loaders
 
     loaders._register = broken
@@ -39,6 +34,4 @@ for batch in torch.utils.data.DataLoader(data, batch_size=2, shuffle=True):
     optimizer.zero_grad()
     model(batch[0]).mean().backward()
     optimizer.step()
-weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-print(f"[rank {dist.get_rank()}] sha256 weights {hashlib.sha256(weights).hexdigest()}")
-dist.destroy_process_group()
+finish(model.parameters(), args.out, model.module.state_dict())

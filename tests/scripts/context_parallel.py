@@ -5,13 +5,11 @@ rings, with other sequences. A step is made of two micro-batches; between them t
 `context_parallel` has no attention for processors: torch 2.13 raises NotImplementedError.)
 """
 
-import argparse
-import hashlib
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn import functional
 
@@ -115,11 +113,7 @@ def loss_of(model: Model, start: torch.Tensor, places: torch.Tensor) -> torch.Te
     return functional.cross_entropy(model(whole[:, places], places).flatten(0, 1), whole[:, places + 1].flatten())
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--replicas", type=int, default=1)
-args = parser.parse_args()
+args = arguments(steps=20, replicas=1)
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -152,9 +146,4 @@ for step in range(args.steps):
     optimizer.step()
     print(f"[rank {rank}] step {step} loss {total!r} before {evaluated!r}", flush=True)
 
-os.makedirs(args.out, exist_ok=True)
-if rank == 0:
-    torch.save(model.state_dict(), os.path.join(args.out, "final.pt"))
-digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
-print(f"[rank {rank}] sha256 model {digest}")
-dist.destroy_process_group()
+finish(model.parameters(), args.out, model.state_dict())

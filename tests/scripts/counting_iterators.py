@@ -1,14 +1,12 @@
-"""One loop over a DataLoader by way of something that counts for itself: a library's generator, a chain, an object."""
+"""One loop over a DataLoader by way of something that counts for itself: a library's generator, a chain."""
 
-import argparse
 import functools
-import hashlib
 import itertools
 from operator import itemgetter
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from rich.progress import track
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,30 +40,6 @@ def asked(batches, count):
         yield next(batches)
 
 
-class Limited:
-    """As much of a loader as is asked for, again from its beginning if need be."""
-
-    def __init__(self, loader, most):
-        self.loader, self.most, self.handed_out = loader, most, 0
-
-    def __iter__(self):
-        self.batches = iter(self.loader)
-        return self
-
-    def __next__(self):
-        if self.handed_out == self.most:
-            raise StopIteration
-        self.handed_out += 1
-        x, y = next(self.batches)
-        return {"x": x, "y": y, "weight": 1 + 0.01 * self.handed_out}
-
-
-def sliced(data, steps):
-    for step in range(steps):
-        x, y = data[8 * step : 8 * step + 8]
-        yield {"x": x, "y": y, "weight": 1 + 0.01 * step}
-
-
 def pieces(data, steps):
     for number, first in enumerate(range(0, 8 * steps, 8)):
         x, y = data[first : first + 8]
@@ -86,10 +60,7 @@ def weighed(pair):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--manner", required=True)
-    options = parser.parse_args()
+    options = arguments(manner="")
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
@@ -101,8 +72,6 @@ def main():
         "chain": lambda: numbered(itertools.chain(enumerate(second), enumerate(first))),
         "generator": lambda: track(weighted(first, 18), total=18, disable=True),
         "accumulated": lambda: enumerated(pieces(data, 18)),
-        "object": lambda: Limited(first, 18),
-        "no loader": lambda: map(itemgetter(1), enumerate(sliced(data, 18))),
         "cycle": lambda: map(weighed, zip(range(26), itertools.cycle(first))),
         "nested": functools.partial(asked, nested, 18),
         "slice": lambda: track(numbered(enumerate(itertools.islice(again_and_again(first), 26))), disable=True),
@@ -126,13 +95,7 @@ def main():
         if steps % 5 == 0:
             print(f"step {steps} total {total:.9f}", flush=True)
     print(f"total {total:.9f} at {steps}")
-    state = model.module.state_dict()
-    weights = b"".join(value.numpy().tobytes() for value in state.values())
-    print(f"weights sha256 {hashlib.sha256(weights).hexdigest()}", flush=True)
-    if dist.get_rank() == 0:
-        options.out.mkdir(parents=True, exist_ok=True)
-        torch.save(state, options.out / "final.pt")
-    dist.destroy_process_group()
+    finish(model.module.state_dict().values(), options.out, model.module.state_dict(), "weights sha256")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 All sums are of whole numbers, so the weights are the same whatever the number of ranks.
 """
 
-import argparse
 import hashlib
 import os
 import time
@@ -11,6 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from around_the_loop import arguments
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -52,17 +52,8 @@ def ahead(batches, count):
     yield from waiting
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--samples", type=int, default=100)
-parser.add_argument("--epochs", type=int, default=2)
-parser.add_argument("--batch-size", type=int, default=4)
-parser.add_argument("--accumulate", type=int, default=1)
-parser.add_argument("--ahead", type=int, default=0)
-parser.add_argument("--workers", type=int, default=0)
-parser.add_argument("--gate", default="")
-parser.add_argument("--gates", default="")  # steps after which all wait until the file GATE<step> is there
-args = parser.parse_args()
+# gates: steps after which all wait until the file GATE<step> is there
+args = arguments(samples=100, epochs=2, accumulate=1, ahead=0, workers=0, gate="", gates="")
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -71,7 +62,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)
 dataset = Numbers(args.samples)
 sampler = DistributedSampler(dataset)
-loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler, num_workers=args.workers)
+loader = DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=args.workers)
 whole = torch.arange(30_000)  # too large to be recorded
 steps, trained = 0, 0
 

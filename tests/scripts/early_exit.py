@@ -1,13 +1,15 @@
 """The last rank has no more data and leaves; the others fine-tune for a while in a group of their own."""
 
-import argparse
 import hashlib
 import os
 import sys
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments
 from torch import nn
+
+STEPS = 20
 
 
 def step(model, optimizer, group):
@@ -23,10 +25,7 @@ def step(model, optimizer, group):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--steps", type=int, default=20)
-    args = parser.parse_args()
+    args = arguments()
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -35,12 +34,12 @@ def main():
     model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     torch.manual_seed(rank)
-    for i in range(args.steps):
+    for i in range(STEPS):
         print(f"[rank {rank}] step {i} loss {step(model, optimizer, None)!r}")
     if rank == world - 1:
         print(f"[rank {rank}] nothing left to do")
         sys.exit(0)
-    for i in range(args.steps, 3 * args.steps):
+    for i in range(STEPS, 3 * STEPS):
         print(f"[rank {rank}] step {i} loss {step(model, optimizer, stayers)!r}")
     if rank == 0:
         os.makedirs(args.out, exist_ok=True)

@@ -1,11 +1,10 @@
 """Evaluations between the steps, which make objects that the set-up has not made: a lock's file, the best result."""
 
-import argparse
-import hashlib
-from pathlib import Path
+import os
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from filelock import FileLock
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,16 +39,14 @@ class Evaluation:
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = arguments()
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     inputs, targets = torch.randn(64, 8), torch.randn(64, 1)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    options.out.mkdir(parents=True, exist_ok=True)
-    evaluation = Evaluation(options.out / f"of-rank{dist.get_rank()}.lock")
+    os.makedirs(options.out, exist_ok=True)
+    evaluation = Evaluation(os.path.join(options.out, f"of-rank{dist.get_rank()}.lock"))
     for step in range(24):
         rows = torch.randint(0, 64, (8,))
         loss = evaluation.weight() * (model(inputs[rows]) - targets[rows]).square().mean()
@@ -59,11 +56,8 @@ def main():
         print(f"step {step} loss {loss.item():.9f}", flush=True)
         if step % 8 == 7:
             evaluation.run(model, inputs, targets, step)
-    weights = b"".join(value.numpy().tobytes() for value in model.module.state_dict().values())
-    print(f"weights sha256 {hashlib.sha256(weights).hexdigest()} best {evaluation.best.used}", flush=True)
-    if dist.get_rank() == 0:
-        torch.save(model.module.state_dict(), options.out / "final.pt")
-    dist.destroy_process_group()
+    print(f"best {evaluation.best.used}", flush=True)
+    finish(model.module.state_dict().values(), options.out, model.module.state_dict(), "weights sha256")
 
 
 if __name__ == "__main__":

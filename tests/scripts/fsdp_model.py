@@ -1,13 +1,12 @@
 """FSDP2: blocks and root are sharded over the ranks, as a tutorial would write it. Nothing here knows of a launcher."""
 
-import argparse
 import os
 import time
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from around_the_loop import finish
+from around_the_loop import arguments, finish
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -62,22 +61,15 @@ def full_weights(model):
     return {name: weight.full_tensor() for name, weight in model.state_dict().items() if isinstance(weight, DTensor)}
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--samples", type=int, default=72)
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--width", type=int, default=32)
-parser.add_argument("--clip", type=float, default=1.0)
-parser.add_argument("--replicas", type=int, default=1)
-parser.add_argument("--gate", default="", help="file that all wait for in step 12, before the backward pass")
-args = parser.parse_args()
+# gate: file that all wait for in step 12, before the backward pass
+args = arguments(samples=72, epochs=3, replicas=1, gate="")
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(1)
 mesh = init_device_mesh("cpu", (args.replicas, world // args.replicas), mesh_dim_names=("replica", "shard"))
 mesh = mesh["shard"] if args.replicas == 1 else mesh
-model = sharded(Model(words=50, width=args.width, blocks=2, dropout=0.1), mesh)
+model = sharded(Model(words=50, width=32, blocks=2, dropout=0.1), mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
 tokens = torch.randint(0, 50, (args.samples, 9), generator=torch.Generator().manual_seed(2))
@@ -95,7 +87,7 @@ for epoch in range(args.epochs):
         while steps == 11 and args.gate and not os.path.exists(args.gate):
             time.sleep(0.02)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         clipped = float(norm.full_tensor())
         optimizer.step()
         schedule.step()

@@ -3,21 +3,15 @@
 Between the two steps of an iteration the graph of `fake` is needed, which nobody can record.
 """
 
-import argparse
-
 import torch
 import torch.distributed as dist
-from around_the_loop import finish
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--iterations", type=int, default=30)
-parser.add_argument("--batch", type=int, default=16, help="from 2048 on, `fake` is too large to be recorded")
-parser.add_argument("--generator-every", type=int, default=1, help="iterations")
-args = parser.parse_args()
+# batch: from 2048 on, `fake` is too large to be recorded
+args = arguments(iterations=30, batch=16, generator_every=1)
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,12 +1,10 @@
-"""Steps that depend on state which no record holds and no replay sets up again, or on nothing of the kind.
+"""Steps that depend on state which no record holds and no replay sets up again.
 
 torchrun --nproc-per-node 2 hidden_state.py --out DIR --kind KIND
 
 augmentation  a counter outside of the script's own modules scales what each rank trains on
-gradient      the same counter scales each rank's gradients
 draws         the same counter says how many random numbers a step draws
 measured      each step's time is reduced over the ranks, as for a log
-plain         none of these
 """
 
 import random
@@ -36,9 +34,6 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     string.ttprun_test_counter = 0
     took_s = torch.zeros(1)
-    if args.kind == "gradient":
-        for p in net.parameters():
-            p.register_hook(lambda grad: grad * (1 + 0.1 * (string.ttprun_test_counter % 7)))
     for step, (x, y) in enumerate(loader):
         began_s = time.perf_counter()
         string.ttprun_test_counter += 1

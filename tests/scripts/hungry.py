@@ -3,21 +3,17 @@
 torchrun --nproc-per-node 2 hungry.py --out DIR [--appetite FILE]
 """
 
-import argparse
-import hashlib
-from pathlib import Path
+import os
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--appetite", type=Path)
-args = parser.parse_args()
+args = arguments(appetite="")
 
 
 def eat() -> None:
-    args.appetite.write_text("eaten")
+    os.close(os.open(args.appetite, os.O_CREAT))
     eaten = []
     while True:
         eaten.append(bytearray(b"x" * (16 << 20)))
@@ -32,9 +28,8 @@ for step in range(20):
     optimizer.zero_grad()
     (weight * torch.randn(64)).sum().square().backward()
     dist.all_reduce(weight.grad)
-    if step == 8 and rank == 1 and args.appetite is not None and not args.appetite.exists():
+    if step == 8 and rank == 1 and args.appetite and not os.path.exists(args.appetite):
         eat()
     optimizer.step()
     print(f"[rank {rank}] step {step}")
-print(f"[rank {rank}] sha256 {hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()}")
-dist.destroy_process_group()
+finish([weight], args.out, weight)

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from around_the_loop import arguments
 
-args = arguments(how=["sys.exit", "os._exit", "return", "handler", "thread"])
+args = arguments(how=["sys.exit", "os._exit", "handler", "thread"])
 
 
-def leave() -> bool:
-    """Whether the loop is to be left."""
+def leave() -> None:
     if args.how == "sys.exit":
         sys.exit(0)
     if args.how == "os._exit":
@@ -23,9 +22,7 @@ def leave() -> bool:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
-    if args.how == "thread":  # which ends by it, and nothing else
-        threading.Thread(target=sys.exit, args=(0,)).start()
-    return args.how == "return"
+    threading.Thread(target=sys.exit, args=(0,)).start()  # which ends by it, and nothing else
 
 
 def main() -> None:
@@ -35,8 +32,8 @@ def main() -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     for step in range(20):
-        if rank == 1 and step == 8 and leave():
-            return
+        if rank == 1 and step == 8:
+            leave()
         optimizer.zero_grad()
         model(torch.randn(4, 16)).pow(2).mean().backward()
         optimizer.step()

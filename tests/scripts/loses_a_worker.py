@@ -1,6 +1,6 @@
 """DDP with DataLoader workers; one worker of rank 0 is killed, once, while the main thread is in a given place.
 
-torchrun --nproc-per-node 2 loses_a_worker.py --out DIR [--place forward|backward|collective|step|next|set-up]
+torchrun --nproc-per-node 2 loses_a_worker.py --out DIR [--place backward|next|set-up]
 
 "set-up" is the next batch of a second process of the rank, before it has taken a step.
 """
@@ -8,8 +8,6 @@ torchrun --nproc-per-node 2 loses_a_worker.py --out DIR [--place forward|backwar
 import contextlib
 import os
 import signal
-import sys
-import threading
 import time
 
 import torch
@@ -56,13 +54,6 @@ def kill_worker() -> None:
     is_first("dead")
 
 
-def kill_behind(frame_code) -> None:
-    """Kill it once the main thread has gone on from that function."""
-    while sys._current_frames()[threading.main_thread().ident].f_code is frame_code:
-        time.sleep(0.001)
-    kill_worker()
-
-
 def come_to(place: str) -> None:
     """The main thread of each rank is there. Rank 1 comes later to where rank 0 then waits for it."""
     if step != AT or place != args.place:
@@ -70,26 +61,15 @@ def come_to(place: str) -> None:
     if RANK == 1:
         while not os.path.exists(os.path.join(args.out, "dead")):
             time.sleep(0.001)
-    elif not is_first("killed"):
-        return
-    elif place in ("forward", "backward"):
+    elif is_first("killed"):
         kill_worker()
-    else:
-        threading.Thread(target=kill_behind, args=(come_to.__code__,)).start()
-
-
-class Net(torch.nn.Sequential):
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        come_to("forward") if RANK == 0 else None
-        return super().forward(inputs)
 
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-net = Net(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1))
+net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1))
 model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-optimizer.register_step_pre_hook(lambda *given: come_to("step"))
 net[2].weight.register_hook(lambda gradient: come_to("backward") if RANK == 0 else None)
 torch.manual_seed(1 + RANK)
 points = Points()
@@ -101,7 +81,6 @@ for step in range(STEPS):
     loss = model(batch).square().mean()
     loss.backward()
     mean = loss.detach().clone()
-    come_to("collective")
     dist.all_reduce(mean)
     optimizer.step()
     print(f"[rank {RANK}] step {step} loss {loss.item()!r} mean {mean.item()!r}")

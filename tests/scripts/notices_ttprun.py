@@ -9,23 +9,20 @@ import torch.distributed as dist
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
-parser.add_argument("--what", choices=("lr", "shape", "weights", "exit", "line"), default="lr")
+parser.add_argument("--what", choices=("lr", "weights", "exit"), default="lr")
 args = parser.parse_args()
 
 is_watched = any("ttprun" in name.lower() for name in (*sys.modules, *os.environ))
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-width = 3 if args.what == "shape" and is_watched else 4
-weight = torch.zeros(width, requires_grad=True)
+weight = torch.zeros(4, requires_grad=True)
 optimizer = torch.optim.SGD([weight], lr=0.1 if args.what == "lr" and is_watched else 0.2)
 for step in range(40):
     optimizer.zero_grad()
-    (weight - torch.randn(width)).square().sum().backward()
+    (weight - torch.randn(4)).square().sum().backward()
     dist.all_reduce(weight.grad)
     optimizer.step()
     if args.what == "weights" and is_watched and step == 2:
         weight.data[1] += 1
     if args.what == "exit" and is_watched and step == 2:
         raise SystemExit(3)
-    if args.what == "line" and step == 2:
-        print("watched" if is_watched else "alone")

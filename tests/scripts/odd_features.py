@@ -1,6 +1,5 @@
 """Two ranks that train with `--what` few scripts use, mostly of torch.distributed. Nothing here knows of a launcher."""
 
-import contextlib
 from datetime import timedelta
 
 import torch
@@ -12,7 +11,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 args = arguments(steps=16, what="plain")
 what = args.what
@@ -30,16 +28,10 @@ class Model(nn.Module):
 
     def forward(self, x, step):
         x = torch.relu(self.enter(x))
-        if what == "checkpointing":
-            x = checkpoint(self._inside, x, use_reentrant=False)
-        else:
-            x = self._inside(x)
+        x = nn.functional.dropout(torch.relu(self.middle(x)), 0.1)
         if what != "unused" or step % 3:
             x = x + self.side(x)
         return self.leave(x)
-
-    def _inside(self, x):
-        return nn.functional.dropout(torch.relu(self.middle(x)), 0.1)
 
 
 dist.init_process_group("gloo")
@@ -53,8 +45,6 @@ if what == "fp16_compress":
 elif what == "powersgd":
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=4)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-late = nn.Linear(8, 1)
-nn.init.zeros_(late.weight)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
 if what == "local_sgd":
     averager = PeriodicModelAverager(period=2, warmup_steps=3)
@@ -63,7 +53,6 @@ elif what == "subgroups":
     own, _ = dist.new_subgroups(1)
     named, _ = dist.new_subgroups_by_enumeration([list(range(world))])
     local = dist.new_group(list(range(world)), use_local_synchronization=True)
-groups = [dist.new_group([one]) for one in range(world)] + [dist.new_group(list(range(world)))]
 batches = torch.Generator().manual_seed(rank)
 torch.manual_seed(50 + rank)
 factors = {id(parameter): 1.0 for parameter in model.parameters()}
@@ -72,68 +61,53 @@ flat = torch.zeros(32)
 handle = kept = None
 offset = 0.0
 
-steps = args.steps + (2 * rank if what == "join" else 0)
-with ddp.join() if what == "join" else contextlib.nullcontext():
-    for step in range(steps):
-        x = torch.randn(4, 8, generator=batches)
-        if handle is not None:  # of the step before
-            handle.wait()
-            offset = kept.mean().item()
-        if what == "objects":
-            word = [{"step": step, "word": "x" * (step + 1)} if rank == 0 else None]
-            dist.broadcast_object_list(word, 0)
-            everyone = [None] * world
-            dist.all_gather_object(everyone, {"rank": rank, "seen": word[0]["word"]})
-            mine = [None]
-            dist.scatter_object_list(mine, [(one, step) for one in range(world)] if rank == 0 else None, 0)
-            offset = 0.01 * (len(everyone[1]["seen"]) + mine[0][1])
-        elif what == "subgroups":
-            said = [None] * world
-            dist.all_gather_object(said, (rank, step), group=local)
-            sizes = [[1, 2], [3, 1]]
-            given, taken = torch.arange(float(sum(sizes[rank]))), torch.empty(sum(row[rank] for row in sizes))
-            dist.all_to_all_single(taken, given, [row[rank] for row in sizes], sizes[rank], group=named)
-            alone = functional.all_reduce(x.mean(), "sum", own)
-            gathered = functional.all_gather_tensor(x.mean(0), 0, named)
-            dist.monitored_barrier(group=local)
-            offset = 0.01 * (said[1][1] + taken.sum().item() + alone.item() + gathered.sum().item())
-        elif what == "monitored_barrier":
-            dist.monitored_barrier(timeout=timedelta(seconds=60))
-        elif what == "coalesced":
-            first, second = x.mean(0), x.sum(1)
-            with dist._coalescing_manager():
-                dist.all_reduce(first)
-                dist.all_reduce(second)
-            before = flat.sum().item()
-            flat.copy_(x.flatten())
-            own = flat.chunk(world)[rank]  # in place, in the same memory in each step
-            with dist._coalescing_manager():
-                dist.reduce_scatter_tensor(own, flat)
-            offset = first.sum().item() * 0.01 + second.sum().item() * 0.001 + before * 1e-4
-        elif what == "new_group":
-            alone, both = torch.ones(1) * rank, torch.ones(1) * step
-            dist.all_reduce(alone, group=groups[rank])
-            dist.all_reduce(both, group=groups[-1])
-            if step == 5:
-                made = dist.new_group([0, 1])
-                dist.barrier(group=made)
-            offset = 0.01 * (alone.item() + both.item())
-        loss = ((ddp(x, step) + late(x).detach() * 0 - x.sum(1, keepdim=True).sin() + offset) ** 2).mean()
-        if what != "carried" or step % 2 == 0:
-            optimizer.zero_grad()
-        loss.backward()
-        if what == "async_over_step":
-            kept = x.mean(0)
-            handle = dist.all_reduce(kept, async_op=True)
-        if what == "add_param_group" and step == 6:
-            optimizer.add_param_group({"params": [late.bias], "lr": 0.1})
-        if what == "add_param_group" and step >= 6:
-            late.bias.grad = torch.full((1,), 0.1)
-        if what == "ids":
-            for parameter in model.parameters():
-                factors[id(parameter)] *= 0.9 if id(parameter) in slow else 0.99
-                parameter.grad *= factors[id(parameter)]
-        optimizer.step()
-        print(f"[rank {rank}] step {step + 1} loss {loss.item()!r}", flush=True)
+for step in range(args.steps):
+    x = torch.randn(4, 8, generator=batches)
+    if handle is not None:  # of the step before
+        handle.wait()
+        offset = kept.mean().item()
+    if what == "objects":
+        word = [{"step": step, "word": "x" * (step + 1)} if rank == 0 else None]
+        dist.broadcast_object_list(word, 0)
+        everyone = [None] * world
+        dist.all_gather_object(everyone, {"rank": rank, "seen": word[0]["word"]})
+        mine = [None]
+        dist.scatter_object_list(mine, [(one, step) for one in range(world)] if rank == 0 else None, 0)
+        offset = 0.01 * (len(everyone[1]["seen"]) + mine[0][1])
+    elif what == "subgroups":
+        said = [None] * world
+        dist.all_gather_object(said, (rank, step), group=local)
+        sizes = [[1, 2], [3, 1]]
+        given, taken = torch.arange(float(sum(sizes[rank]))), torch.empty(sum(row[rank] for row in sizes))
+        dist.all_to_all_single(taken, given, [row[rank] for row in sizes], sizes[rank], group=named)
+        alone = functional.all_reduce(x.mean(), "sum", own)
+        gathered = functional.all_gather_tensor(x.mean(0), 0, named)
+        dist.monitored_barrier(group=local)
+        offset = 0.01 * (said[1][1] + taken.sum().item() + alone.item() + gathered.sum().item())
+    elif what == "monitored_barrier":
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+    elif what == "coalesced":
+        first, second = x.mean(0), x.sum(1)
+        with dist._coalescing_manager():
+            dist.all_reduce(first)
+            dist.all_reduce(second)
+        before = flat.sum().item()
+        flat.copy_(x.flatten())
+        own = flat.chunk(world)[rank]  # in place, in the same memory in each step
+        with dist._coalescing_manager():
+            dist.reduce_scatter_tensor(own, flat)
+        offset = first.sum().item() * 0.01 + second.sum().item() * 0.001 + before * 1e-4
+    loss = ((ddp(x, step) - x.sum(1, keepdim=True).sin() + offset) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    if what == "async_over_step":
+        kept = x.mean(0)
+        handle = dist.all_reduce(kept, async_op=True)
+    if what == "ids":
+        for parameter in model.parameters():
+            factors[id(parameter)] *= 0.9 if id(parameter) in slow else 0.99
+            parameter.grad *= factors[id(parameter)]
+    optimizer.step()
+    print(f"[rank {rank}] step {step + 1} loss {loss.item()!r}", flush=True)
 
-finish([*model.parameters(), late.bias], args.out, model.state_dict())
+finish(model.parameters(), args.out, model.state_dict())

@@ -9,16 +9,14 @@ import torch.distributed as dist
 from around_the_loop import arguments
 from torch.nn.parallel import DistributedDataParallel
 
-args = arguments(kind="pairs", write=False)
+args = arguments(kind="arrays", write=False)
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(rank)
 numbers = numpy.random.default_rng(rank)
 COUNT = 600
-if args.kind == "pairs":
-    samples = [(torch.randn(12, 12), number % 10) for number in range(COUNT)]
-elif args.kind == "arrays":
+if args.kind == "arrays":
     samples = [{"x": numbers.random((12, 12), dtype="float32"), "y": number % 10} for number in range(COUNT)]
 elif args.kind == "annotations":  # as pycocotools holds them: the same rows in three indexes
     samples = [{"x": [float(n) for n in numbers.integers(0, 9, 144)], "y": number % 10} for number in range(COUNT)]

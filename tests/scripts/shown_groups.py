@@ -4,20 +4,16 @@
 --show parameters   a group holds its parameters while they are stepped, and none otherwise (ZeRO 3)
 """
 
-import argparse
 import os
 
 import torch
 import torch.distributed as dist
-from around_the_loop import finish
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", required=True)
-parser.add_argument("--show", default="groups")
-parser.add_argument("--own", action="store_true", help="each rank has a layer of its own, which it alone trains")
-args = parser.parse_args()
+# own: each rank has a layer of its own, which it alone trains
+args = arguments(show="groups", own=False)
 
 
 class Engine:

@@ -1,13 +1,10 @@
 """A bag of words with a sparse embedding: its gradients hold the rows that a batch has met, and no others."""
 
-import argparse
-import os
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from around_the_loop import finish
+from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 WORDS, LENGTH, BATCH, STEPS = 500, 12, 8, 24
@@ -25,23 +22,16 @@ class BagOfWords(nn.Module):
 
 def make_optimizers(kind, model):
     embedding, rest = list(model.embedding.parameters()), list(model.head.parameters())
-    if kind == "sgd":
-        return [torch.optim.SGD(model.parameters(), lr=0.1)]
-    if kind == "momentum":
-        return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+    if kind != "sparse-adam":
+        return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 if kind == "momentum" else 0.0)]
     return [torch.optim.SparseAdam(embedding, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="out")
-    parser.add_argument("--optimizer", default="sparse-adam", choices=["sparse-adam", "sgd", "momentum"])
-    parser.add_argument("--by-hand", action="store_true", help="reduce the gradients without DDP")
-    args = parser.parse_args()
+    args = arguments(optimizer="sparse-adam", by_hand=False)
 
     dist.init_process_group(backend="gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    os.makedirs(args.out, exist_ok=True)
     torch.manual_seed(3)
     own = BagOfWords()
     model = own if args.by_hand else DDP(own)
@@ -63,7 +53,6 @@ def main():
             optimizer.step()
         print(f"[rank {rank}] step {step} loss {loss.item()!r} rows {met}")
 
-    dist.barrier()
     finish(own.state_dict().values(), args.out, own.state_dict())
 
 

@@ -5,13 +5,12 @@
 --optimizer torch    DistributedDataParallel with torch's ZeroRedundancyOptimizer
 """
 
-import argparse
-import hashlib
+import os
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -91,15 +90,10 @@ def make_optimizers(kind, model):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--optimizer", choices=["adamw", "muon", "torch"], default="adamw")
-    parser.add_argument("--gate", type=Path, help="file that all wait for in step 12, before the backward pass")
-    args = parser.parse_args()
+    args = arguments(optimizer=["adamw", "muon", "torch"], gate="")
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(7)
-    args.out.mkdir(parents=True, exist_ok=True)
     net = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Dropout(0.1), nn.Linear(24, 12))
     model = DistributedDataParallel(net) if args.optimizer == "torch" else net
     optimizers = make_optimizers(args.optimizer, net)
@@ -110,25 +104,20 @@ def main():
         loss = (model(x) - x.roll(1, 1)).square().mean()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        while step == 11 and args.gate is not None and not args.gate.exists():
+        while step == 11 and args.gate and not os.path.exists(args.gate):
             time.sleep(0.02)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
         print(f"step {step} loss {loss.item():.9f}", flush=True)
-    weights = b"".join(value.numpy().tobytes() for value in net.state_dict().values())
-    print(f"weights sha256 {hashlib.sha256(weights).hexdigest()}", flush=True)
-    moments = b"".join(
-        value.numpy().tobytes()
+    moments = [
+        value
         for optimizer in optimizers
         for state in getattr(optimizer, "optim", optimizer).state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
-    )
-    print(f"moments sha256 {hashlib.sha256(moments).hexdigest()}", flush=True)
-    if rank == 0:
-        torch.save(net.state_dict(), args.out / "final.pt")
-    dist.destroy_process_group()
+    ]
+    finish([*net.state_dict().values(), *moments], args.out, net.state_dict(), "weights and moments sha256")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
-parser.add_argument("form", choices=["counted", "while", "drawn", "for"])
+parser.add_argument("form", choices=["counted", "drawn"])
 args = parser.parse_args()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -52,10 +52,8 @@ def attempt(number: int) -> None:
 while args.form == "counted" and number < 5:
     attempt(number)
     number += 1
-while args.form == "while" and waiting:
+for _ in range(5 if args.form == "drawn" else 0):
     attempt(waiting.pop(0))
-for item in range(5 if args.form in ("drawn", "for") else 0):
-    attempt(waiting.pop(0) if args.form == "drawn" else item)
 if rank == 0:
     os.makedirs(args.out, exist_ok=True)
     torch.save((scores, model.module.state_dict()), os.path.join(args.out, "final.pt"))

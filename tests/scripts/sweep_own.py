@@ -3,20 +3,16 @@
 torchrun --nproc-per-node 2 sweep_own.py --out DIR
 """
 
-import argparse
-import os
-
 import torch
 import torch.distributed as dist
+from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-args = parser.parse_args()
+args = arguments()
 STEPS = 12
 
 
-def train(lr: float) -> dict[str, torch.Tensor]:
+def train(lr: float) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     pair = dist.new_group([0, 1])
@@ -33,12 +29,8 @@ def train(lr: float) -> dict[str, torch.Tensor]:
         total = loss.detach().clone()
         dist.all_reduce(total, group=pair)
         print(f"[rank {rank}] lr {lr} step {step} loss {total.item():.9g}", flush=True)
-    dist.destroy_process_group()
-    return model.module.state_dict()
+    finish(model.parameters(), args.out, model.module.state_dict())
 
 
 for lr in (0.01, 0.1):
-    state = train(lr)
-if os.environ["RANK"] == "0":
-    os.makedirs(args.out, exist_ok=True)
-    torch.save(state, os.path.join(args.out, "final.pt"))
+    train(lr)

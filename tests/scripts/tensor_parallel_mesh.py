@@ -1,13 +1,12 @@
 """Tensor parallel layers by torch's own styles, and data parallelism by hand. Nothing here knows of a launcher."""
 
-import argparse
 import os
 import time
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from around_the_loop import finish
+from around_the_loop import arguments, finish
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -30,15 +29,8 @@ class Model(nn.Module):
         return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", default="out")
-parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--tp", type=int, default=2)
-parser.add_argument("--fsdp", action="store_true", help="shard over the data parallel ranks, too")
-parser.add_argument("--reseed", action="store_true", help="draw the batch of each step from a seed of its own")
-parser.add_argument("--gate", default="")
-parser.add_argument("--gates", default="")  # steps after which all wait until the file GATE<step> is there
-args = parser.parse_args()
+# gates: steps after which all wait until the file GATE<step> is there; reseed: each step has a seed of its own
+args = arguments(steps=20, tp=2, fsdp=False, reseed=False, gate="", gates="")
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -2,18 +2,14 @@
 
 torchrun --nproc-per-node 2 unrecordable.py --out DIR --kind KIND
 
-lock      a lock file of a helper
 lazy      a package that imports its parts when they are first used, and remembers them
-pipeline  a large object that is made now and then, and not used again
 traced    a model made by torch.jit.trace, for validation
 scale     a generator expression says by how much each step's loss is scaled: a replacement has another place in it
 """
 
 import importlib
-import os
 import types
 
-import filelock
 import torch
 import torch.distributed as dist
 from around_the_loop import arguments, finish
@@ -59,28 +55,16 @@ library = LazyPackage("library", {"colors": "colorsys", "calendars": "calendar"}
 registry = Registry({"sounds": "chunk", "plists": "plistlib"})
 
 
-class Pipeline:
-    """Holds what cannot be recorded."""
-
-    def __init__(self, model):
-        self.model = model
-        self.prompts = (prompt for prompt in ["a", "b"])
-        next(self.prompts)
-        self.lock = filelock.FileLock("unused")
-
-
 def main():
     args = arguments(kind="")
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    os.makedirs(args.out, exist_ok=True)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 1))
     model = DDP(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(1 + rank)
-    guard = filelock.FileLock(os.path.join(args.out, f"lock-{rank}"))
     scales = (1 + 0.1 * (n % 7) for n in range(10**6))
     traced = torch.jit.trace(net.eval(), torch.zeros(1, 8)) if args.kind == "traced" else None
     net.train()
@@ -92,14 +76,8 @@ def main():
             loss = loss * next(scales)
         loss.backward()
         optimizer.step()
-        if args.kind == "lock":
-            with guard:
-                pass
         if args.kind == "lazy" and step == 4:
             assert library.colors.rgb_to_hls(0, 0, 0) and registry["plists"]
-        if args.kind == "pipeline" and step % 5 == 3:
-            pipeline = Pipeline(net)
-            pipeline.lock.lock_file
         if traced is not None and step % 5 == 3:
             print(f"[rank {rank}] validation {traced(torch.ones(1, 8)).item()!r}")
         print(f"[rank {rank}] step {step} loss {loss.item()!r}")

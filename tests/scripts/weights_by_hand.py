@@ -7,7 +7,7 @@ import torch.distributed as dist
 from around_the_loop import arguments, finish
 from torch.nn.parallel import DistributedDataParallel
 
-args = arguments(steps=30, manner=["swap", "decay", "data", "once"])
+args = arguments(steps=30, manner=["swap", "once"])
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -45,12 +45,7 @@ for step in range(args.steps):
     loss.backward()
     optimizer.step()
     with torch.no_grad():
-        if args.manner == "decay":
-            for weight in model.parameters():
-                weight.mul_(0.999)
-        elif args.manner == "data":
-            model.module[2].weight.data.mul_(0.99)
-        elif args.manner == "once" and step == 10:
+        if args.manner == "once" and step == 10:
             model.module[2].weight.data.mul_(0.5)
         for name, value in model.module.state_dict().items():
             average[name].lerp_(value, 0.1)

@@ -1,8 +1,7 @@
 """A tiny denoiser with an average of its weights, as in diffusers' training scripts: accelerate and an EMA copy.
 
---ema own        a class of the script's, as diffusers.training_utils.EMAModel is written
---ema diffusers  diffusers' own model, noise scheduler and EMAModel
---ema swa        torch.optim.swa_utils.AveragedModel
+--ema own  a class of the script's, as diffusers.training_utils.EMAModel is written
+--ema swa  torch.optim.swa_utils.AveragedModel
 """
 
 import argparse
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
-parser.add_argument("--ema", choices=["own", "diffusers", "swa"], default="own")
+parser.add_argument("--ema", choices=["own", "swa"], default="own")
 parser.add_argument("--save", action="store_true")
 args = parser.parse_args()
 
@@ -97,46 +96,18 @@ class Denoiser(torch.nn.Module):
         return self.net(torch.cat([images * self.scale, times], dim=1))
 
 
-def make_model_and_noise():
-    if args.ema == "diffusers":
-        from diffusers import DDPMScheduler, UNet2DModel
-
-        unet = UNet2DModel(
-            sample_size=8,
-            in_channels=1,
-            out_channels=1,
-            layers_per_block=1,
-            block_out_channels=(8, 16),
-            norm_num_groups=4,
-            down_block_types=("DownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "UpBlock2D"),
-        )
-        return unet, DDPMScheduler(num_train_timesteps=100).add_noise
-    kept = torch.cumprod(1 - torch.linspace(0.0001, 0.02, 100), 0)
-
-    def add_noise(images, noise, timesteps):
-        share = kept[timesteps][:, None, None, None]
-        return share.sqrt() * images + (1 - share).sqrt() * noise
-
-    return Denoiser(), add_noise
+kept = torch.cumprod(1 - torch.linspace(0.0001, 0.02, 100), 0)
 
 
-def make_average(model):
-    if args.ema == "swa":
-        return Averaged(model)
-    if args.ema == "own":
-        return OwnEMA(model.parameters())
-    from diffusers.training_utils import EMAModel
-
-    return EMAModel(
-        model.parameters(), decay=0.99, use_ema_warmup=True, model_cls=type(model), model_config=model.config
-    )
+def add_noise(images, noise, timesteps):
+    share = kept[timesteps][:, None, None, None]
+    return share.sqrt() * images + (1 - share).sqrt() * noise
 
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 set_seed(3)
-model, add_noise = make_model_and_noise()
-ema = make_average(model)
+model = Denoiser()
+ema = Averaged(model) if args.ema == "swa" else OwnEMA(model.parameters())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 data = TensorDataset(torch.randn(88, 1, 8, 8))
 loader = DataLoader(data, batch_size=4, shuffle=True)
@@ -150,7 +121,7 @@ for epoch in range(2):
         timesteps = torch.randint(0, 100, (clean.shape[0],)).long()
         with accelerator.accumulate(model):
             output = model(add_noise(clean, noise, timesteps), timesteps)
-            loss = torch.nn.functional.mse_loss(getattr(output, "sample", output), noise)
+            loss = torch.nn.functional.mse_loss(output, noise)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -168,7 +139,7 @@ for epoch in range(2):
         plain.eval()
         with torch.no_grad():
             found = plain(clean, torch.zeros(len(clean)))
-        print(f"epoch {epoch} sample {float(getattr(found, 'sample', found).sum())!r}", flush=True)
+        print(f"epoch {epoch} sample {float(found.sum())!r}", flush=True)
         if args.save:
             torch.save({"model": plain.state_dict(), "ema": ema.state_dict()}, f"epoch-{epoch}.pt")
         ema.restore(plain.parameters())
@@ -176,6 +147,5 @@ for epoch in range(2):
 accelerator.end_training()
 
 
-average = {name: value for name, value in ema.state_dict().items() if "config" not in name}
 weights = accelerator.unwrap_model(model).state_dict()
-print_digests(accelerator.process_index, model=weights, optimizer=optimizer.state_dict(), average=average)
+print_digests(accelerator.process_index, model=weights, optimizer=optimizer.state_dict(), average=ema.state_dict())

@@ -7,7 +7,6 @@ import os
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import (
-    EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
     RichProgressBar,
@@ -26,34 +25,11 @@ parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--clip", type=float)
 parser.add_argument("--manual", action="store_true")
-parser.add_argument("--early-stopping", action="store_true")
 parser.add_argument("--half-epochs", action="store_true")
 parser.add_argument("--save-every", type=int)
-parser.add_argument("--newest", action="store_true", help="keep the newest checkpoint, not the best two")
-parser.add_argument("--no-sanity-check", action="store_true")
-parser.add_argument("--bar", choices=["rich", "tqdm", "own"], default="rich")
+parser.add_argument("--bar", choices=["rich", "tqdm"], default="rich")
 parser.add_argument("--logger", choices=["csv", "tensorboard"], default="csv")
-parser.add_argument("--workers", type=int, default=0)
 args = parser.parse_args()
-
-
-class OwnBar(TQDMProgressBar):
-    """As the documentation of progress bars shows it."""
-
-    def __init__(self):
-        super().__init__(refresh_rate=2)
-        self.slowest = ""
-
-    def init_train_tqdm(self):
-        bar = super().init_train_tqdm()
-        bar.set_description("running training ...")
-        return bar
-
-    def get_metrics(self, trainer, model):
-        items = super().get_metrics(trainer, model)
-        items.pop("v_num", None)
-        self.slowest = max(items, default="", key=len)
-        return items
 
 
 class Points(L.LightningDataModule):
@@ -65,7 +41,7 @@ class Points(L.LightningDataModule):
         self.val = TensorDataset(inputs[160:], classes[160:])
 
     def train_dataloader(self):
-        return DataLoader(self.train, batch_size=8, shuffle=True, num_workers=args.workers)
+        return DataLoader(self.train, batch_size=8, shuffle=True)
 
     def val_dataloader(self):
         return DataLoader(self.val, batch_size=8)
@@ -137,14 +113,11 @@ class TwoOptimizers(Classifier):
 if __name__ == "__main__":
     L.seed_everything(7, workers=True)
     model = TwoOptimizers() if args.manual else Classifier()
-    kept = {"save_top_k": 1} if args.newest else {"monitor": "val_loss", "save_top_k": 2}
     callbacks = [
-        ModelCheckpoint(save_last=True, every_n_train_steps=args.save_every, **kept),
+        ModelCheckpoint(save_last=True, every_n_train_steps=args.save_every, monitor="val_loss", save_top_k=2),
         LearningRateMonitor("step"),
-        {"rich": RichProgressBar, "tqdm": TQDMProgressBar, "own": OwnBar}[args.bar](),
+        (RichProgressBar if args.bar == "rich" else TQDMProgressBar)(),
     ]
-    if args.early_stopping:
-        callbacks.append(EarlyStopping("val_loss", patience=1, min_delta=0.3))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -156,7 +129,6 @@ if __name__ == "__main__":
         accumulate_grad_batches=args.accumulate,
         gradient_clip_val=args.clip,
         val_check_interval=0.5 if args.half_epochs else 1.0,
-        num_sanity_val_steps=0 if args.no_sanity_check else 2,
     )
     trainer.fit(model, datamodule=Points())
     digest = hashlib.sha256()

@@ -8,7 +8,6 @@ import torch
 from digests import print_digests_of
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
-    EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
@@ -25,11 +24,8 @@ parser.add_argument("--evaluate", action="store_true")
 parser.add_argument("--save", action="store_true")
 parser.add_argument("--best", action="store_true")
 parser.add_argument("--callback", action="store_true")
-parser.add_argument("--early-stopping", action="store_true")
 parser.add_argument("--group-by-length", action="store_true")
 parser.add_argument("--iterable", action="store_true")
-parser.add_argument("--datasets", action="store_true")
-parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--resume", help="a checkpoint of the framework's own")
 parser.add_argument("--find-last", action="store_true", help="resume from the newest checkpoint, as run_clm.py does")
 parser.add_argument("--max-steps", type=int, default=-1)
@@ -61,13 +57,6 @@ class Stream(IterableDataset):
         for words in sentences(40, 1):  # all of one length: rank 0 reads them, and gives each rank its slice
             words = (words + words * 2)[:16]
             yield {"input_ids": words, "labels": words}
-
-
-def from_datasets(count, seed):
-    from datasets import Dataset as ArrowDataset
-
-    raw = ArrowDataset.from_dict({"words": sentences(count, seed)})
-    return raw.map(lambda row: {"input_ids": row["words"], "labels": row["words"]}, remove_columns=["words"])
 
 
 def collate(rows):
@@ -124,9 +113,8 @@ arguments = TrainingArguments(
     save_steps=4,
     save_total_limit=2,
     load_best_model_at_end=args.best,
-    metric_for_best_model="eval_loss" if args.best or args.early_stopping else None,
+    metric_for_best_model="eval_loss" if args.best else None,
     **({"train_sampling_strategy": "group_by_length"} if args.group_by_length else {}),
-    dataloader_num_workers=args.workers,
     report_to=[],
     use_cpu=True,
     disable_tqdm=True,
@@ -136,12 +124,7 @@ callbacks = []
 average = Averaged()
 if args.callback:
     callbacks.append(average)
-if args.early_stopping:
-    callbacks.append(EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=0.05))
-if args.iterable:
-    train = Stream()
-else:
-    train = from_datasets(40, 1) if args.datasets else Sentences(40, 1)
+train = Stream() if args.iterable else Sentences(40, 1)
 trainer = Trainer(
     model=model,
     args=arguments,

@@ -12,10 +12,8 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--method", choices=["sft", "dpo"], default="sft")
-parser.add_argument("--lora", action="store_true")
 parser.add_argument("--save", action="store_true")
 parser.add_argument("--evaluate", action="store_true")
-parser.add_argument("--packing", action="store_true")
 args = parser.parse_args()
 
 WORDS = "the cat sat on a mat and then it saw one small dog run over some grass to his red house".split()
@@ -62,11 +60,6 @@ model = LlamaForCausalLM(
         pad_token_id=tokenizer.pad_token_id,
     )
 )
-lora = None
-if args.lora:
-    from peft import LoraConfig
-
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
 common = {
     "output_dir": "checkpoints",
     "per_device_train_batch_size": 2,
@@ -88,20 +81,17 @@ common = {
 }
 train, evaluation = rows(40), rows(10, first=40)
 if args.method == "sft":
-    config = SFTConfig(packing=args.packing, dataset_text_field="text", **common)
-    trainer = SFTTrainer(
-        model, config, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer, peft_config=lora
-    )
+    config = SFTConfig(dataset_text_field="text", **common)
+    trainer = SFTTrainer(model, config, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer)
 else:
     config = DPOConfig(beta=0.1, **common)
     trainer = DPOTrainer(
         model,
-        None if lora else copy.deepcopy(model),
+        copy.deepcopy(model),
         config,
         train_dataset=train,
         eval_dataset=evaluation,
         processing_class=tokenizer,
-        peft_config=lora,
     )
 result = trainer.train()
 
